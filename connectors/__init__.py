@@ -1,0 +1,1 @@
+"""Where KV blocks live beyond the GPU, and how they move."""

@@ -1,0 +1,1 @@
+"""Which processes exist, with what settings: CLI, configuration, supervisor, gateway."""

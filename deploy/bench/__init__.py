@@ -1,0 +1,1 @@
+"""`longshore bench`: offline throughput, and latency of a running server."""

@@ -1,0 +1,91 @@
+"""Results of a benchmark: numbers with the conditions they were measured under, as JSON."""
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import longshore
+from longshore.protocol.errors import ConfigError
+
+
+def percentiles_ms(samples_s: Sequence[float]) -> dict[str, float | None]:
+    """p50, p99 and mean in milliseconds; None where there are no samples."""
+    if not samples_s:
+        return {"p50": None, "p99": None, "mean": None}
+    p50, p99 = np.percentile(samples_s, (50, 99))
+    return {
+        "p50": round(float(p50) * 1e3, 3),
+        "p99": round(float(p99) * 1e3, 3),
+        "mean": round(float(np.mean(samples_s)) * 1e3, 3),
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and greatest of the repeats."""
+    return {
+        "median": round(float(np.median(values)), 3),
+        "min": round(min(values), 3),
+        "max": round(max(values), 3),
+    }
+
+
+def conditions(options: Any) -> dict[str, Any]:
+    """Software, machine and settings (a dataclass) of this run."""
+    settings = {name: _plain(value) for name, value in dataclasses.asdict(options).items()}
+    return {**machine(), "settings": settings}
+
+
+def machine() -> dict[str, Any]:
+    """What any figure was measured on."""
+    return {
+        "longshore": longshore.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "num_cpus": os.cpu_count(),
+    }
+
+
+def check_writable(path: Path | None) -> None:
+    """Raise ConfigError if no result could be written there: better before than after measuring."""
+    if path is None:
+        return
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"json={str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def write(result: dict[str, Any], path: Path | None) -> None:
+    """To the file, or to standard output."""
+    text = json.dumps(result, indent=2, allow_nan=False)
+    if path is None:
+        print(text)
+    else:
+        path.write_text(text + "\n", encoding="utf-8")
+        print(f"results are in {path}", file=sys.stderr)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    return value
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

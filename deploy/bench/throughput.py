@@ -1,0 +1,79 @@
+"""`longshore bench throughput`: tokens per second from a pile of prompts."""
+
+import time
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from longshore.deploy.bench.options import ThroughputOptions
+from longshore.deploy.bench.prompts import random_prompts
+from longshore.deploy.bench.report import check_writable, conditions, spread, write
+from longshore.deploy.llm import LLM, RequestOutput
+from longshore.deploy.model_folder import read_model_folder
+from longshore.deploy.options import EngineOptions
+from longshore.protocol.errors import ConfigError, EngineDead
+from longshore.protocol.sampling import SamplingParams
+
+
+def run(options: ThroughputOptions) -> None:
+    """One run to warm up, then the measured ones, each with prompts that nothing has cached."""
+    check_writable(options.json)
+    model = read_model_folder(options.model)
+    vocab_size = model.vocab_size
+    longest = min(model.max_model_len, options.max_model_len or model.max_model_len)
+    if options.input_len + options.output_len > longest:
+        raise ConfigError(
+            f"input_len={options.input_len} and output_len={options.output_len} make requests of "
+            f"{options.input_len + options.output_len} tokens; {options.model} takes {longest}"
+        )
+    generator = np.random.default_rng(options.seed or 0)
+    params = SamplingParams(temperature=0, max_tokens=options.output_len, ignore_eos=True)
+    runs = []
+    with LLM(options.model, in_process=options.in_process, **_engine_settings(options)) as llm:
+        for repeat in range(options.repeats + 1):
+            prompts = random_prompts(
+                options.num_prompts,
+                input_len=options.input_len,
+                shared_prefix=options.shared_prefix,
+                vocab_size=vocab_size,
+                generator=generator,
+            )
+            begin_s = time.perf_counter()
+            outputs = llm.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts], params, progress=False
+            )
+            wall_s = time.perf_counter() - begin_s
+            _check(outputs)
+            if repeat > 0:
+                runs.append(_measured(outputs, wall_s))
+    result = {
+        **conditions(options),
+        "runs": runs,
+        **{name: spread([run[name] for run in runs]) for name in runs[0]},
+    }
+    write(result, options.json)
+
+
+def _engine_settings(options: ThroughputOptions) -> dict[str, Any]:
+    return {field.name: getattr(options, field.name) for field in fields(EngineOptions)}
+
+
+def _check(outputs: list[RequestOutput]) -> None:
+    for output in outputs:
+        if output.error is not None:
+            raise EngineDead(f"{output.request_id} failed: {output.error}")
+
+
+def _measured(outputs: list[RequestOutput], wall_s: float) -> dict[str, float]:
+    num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output_tokens = sum(len(output.token_ids) for output in outputs)
+    return {
+        "wall_s": round(wall_s, 4),
+        "requests_per_s": round(len(outputs) / wall_s, 3),
+        "output_tokens_per_s": round(num_output_tokens / wall_s, 1),
+        "total_tokens_per_s": round((num_prompt_tokens + num_output_tokens) / wall_s, 1),
+        "output_tokens": num_output_tokens,
+        "cached_tokens": sum(output.num_cached_tokens for output in outputs),
+        "preemptions": sum(output.num_preemptions for output in outputs),
+    }

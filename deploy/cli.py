@@ -1,0 +1,84 @@
+"""The `longshore` command. Commands import what they need when they run: `--help` is immediate."""
+
+import contextlib
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+import longshore
+from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
+from longshore.deploy.demo import DEMO_MODEL_DIR
+from longshore.deploy.logs import OWN, set_up_logging
+from longshore.deploy.options import ServeOptions
+from longshore.protocol.errors import ConfigError, LongshoreError
+
+logger = logging.getLogger(__name__)
+
+app = App(name="longshore", help="Serve language models.", version=longshore.__version__)
+bench = App(name="bench", help="Measure throughput and latency; results as JSON.")
+app.command(bench)
+
+
+@app.command
+def serve(
+    model: Path = DEMO_MODEL_DIR,
+    *,
+    options: Annotated[ServeOptions, Parameter(name="*")] = ServeOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Serve a model behind an OpenAI-compatible API until SIGTERM or Ctrl-C.
+
+    Args:
+        model: Folder of the model, as Hugging Face writes it. Default: the bundled demo model.
+    """
+    from longshore.deploy.model_folder import read_model_folder
+    from longshore.deploy.serve import serve as serve_model
+
+    set_up_logging(options.log_level, OWN)
+    serve_model(read_model_folder(model), options, announce=_announce)
+
+
+@bench.command
+def throughput(
+    *,
+    options: Annotated[ThroughputOptions, Parameter(name="*")] = ThroughputOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Offline throughput: all prompts at once, through LLM."""
+    from longshore.deploy.bench.throughput import run
+
+    run(options)
+
+
+@bench.command(name="serve")
+def bench_serve(
+    *,
+    options: Annotated[ServeBenchOptions, Parameter(name="*")] = ServeBenchOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Latency and throughput of a running server under a request rate."""
+    from longshore.deploy.bench.serve import run
+
+    run(options)
+
+
+def main() -> None:
+    """The console script. Exit status 1: it failed while running; 2: a setting is wrong."""
+    # A daemon may be started with its outputs closed; they then lead nowhere.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # as long as the program
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    try:
+        app()
+    except LongshoreError as error:
+        print(f"longshore: error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _announce(line: str) -> None:
+    with contextlib.suppress(
+        OSError
+    ):  # nobody may be there to read it; the server runs all the same
+        print(f"longshore: {line}", flush=True)

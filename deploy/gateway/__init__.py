@@ -1,0 +1,1 @@
+"""The OpenAI-compatible front: HTTP, tokenizer, chat template, detokenizing, live streams."""

@@ -1,0 +1,37 @@
+"""Settings of the gateway process."""
+
+import msgspec
+
+from longshore.deploy.model_folder import SamplingDefaults
+from longshore.protocol.channel import Endpoint
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything `python -m longshore.deploy.gateway CONFIG.json` needs.
+
+    model:             folder with the tokenizer.
+    served_model_name: what clients call the model.
+    vocab_size:        token ids at or above it are refused.
+    engine:            where the scheduler takes clients.
+    listen_fd:         inherited socket, bound already; the gateway listens on it.
+    chat_template:     file that replaces the model's own template.
+    max_body_bytes:    of a request.
+    drain_timeout_s:   how long live answers may go on after SIGTERM.
+    seed:              makes the seeds repeatable that requests without one get.
+    """
+
+    model: str
+    served_model_name: str
+    model_fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    sampling_defaults: SamplingDefaults
+    engine: Endpoint
+    listen_fd: int
+    chat_template: str | None = None
+    max_body_bytes: int = 16 << 20
+    drain_timeout_s: float = 30.0
+    seed: int | None = None
+    lifeline_fd: int | None = None
+    runtime_dir: str | None = None
+    log_level: str = "info"

@@ -1,0 +1,89 @@
+"""One HTTP connection: uvicorn's, with bounds on what a client may send before it is looked at.
+
+Heads (and trailers) are limited in size, for the parser would collect them without end, and a
+connection that does not bring one is closed, for descriptors are few. Requests are
+not pipelined: behind one that is being answered, uvicorn stops reading, and would not notice that
+the client has gone; so the connection ends with that answer, and the client sends the rest anew.
+"""
+
+import asyncio
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES: Final = 64 << 10
+HEAD_TIMEOUT_S: Final = 20.0
+
+_TOO_LARGE: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"connection: close\r\ncontent-length: 0\r\n\r\n"
+)
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """Counts what arrives between two parts of a request that the gateway gets to see."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_unseen_bytes = 0
+        self._is_pipelined = False
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        """The client has a while to say what it wants; then it makes room for others."""
+        self._stop_waiting()
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_pipelined or self.transport.is_closing():
+            return
+        self._num_unseen_bytes += len(data)
+        super().data_received(data)
+        if self._num_unseen_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(_TOO_LARGE)
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._is_pipelined = True
+            self.cycle.keep_alive = False
+        if not self._is_pipelined:
+            self._await_head()
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_pipelined:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_pipelined:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._num_unseen_bytes = 0
+        if not self._is_pipelined:
+            self._stop_waiting()
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unseen_bytes = 0
+        if not self._is_pipelined:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_unseen_bytes = 0
+        if not self._is_pipelined:
+            super().on_message_complete()

@@ -1,0 +1,89 @@
+"""Token ids to text while they arrive, in O(1) amortised per token.
+
+A token's text depends on its neighbours (a character may be split over several byte tokens, the
+space before a word may be dropped at the start of a text), so the text of new tokens is the
+difference between two decodings of a short window: the tokens whose text was given out last, with
+and without the new ones.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+REPLACEMENT: Final = "\ufffd"
+# A character has at most 4 bytes, so one that is still incomplete spans at most 3 byte tokens.
+MAX_INCOMPLETE_TOKENS: Final = 3
+# Enough of the prompt to know whether the first output token continues a word, or a character.
+NUM_CONTEXT_TOKENS: Final = range(4, 9)
+# Tokens without any text are remembered up to here.
+MAX_SILENT_TOKENS: Final = 16
+
+
+class TokenDecoder(Protocol):
+    """What detokenizing needs of a tokenizer."""
+
+    special_token_ids: frozenset[int]
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class IncrementalDetokenizer:
+    """The text of one output. Special tokens are left out.
+
+    prompt_token_ids: what stands before the output; only its tail is looked at.
+    """
+
+    def __init__(self, tokenizer: TokenDecoder, prompt_token_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._held: list[int] = []
+        self._shown = self._context(prompt_token_ids)
+        self._shown_text = tokenizer.decode(self._shown)
+
+    def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The prompt's last tokens, beginning with a whole character; none if there is none."""
+        tail = self._visible(prompt_token_ids[-MAX_SILENT_TOKENS:])
+        for num_tokens in NUM_CONTEXT_TOKENS:
+            context = tail[-num_tokens:]
+            if not self._tokenizer.decode(context).startswith(REPLACEMENT):
+                return context
+        return []
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """The text that `token_ids` add, as far as its characters are complete."""
+        self._held += self._visible(token_ids)
+        if not self._held:
+            return ""
+        num_held = len(self._held)
+        for num_shown in range(num_held, max(num_held - MAX_INCOMPLETE_TOKENS, 1) - 1, -1):
+            text = self._decode_window(num_shown)
+            if not text.endswith(REPLACEMENT):
+                return self._show(num_shown, text)
+        if num_held <= MAX_INCOMPLETE_TOKENS:
+            return ""
+        # What stands before the last three tokens will never be a character any more.
+        num_shown = num_held - MAX_INCOMPLETE_TOKENS
+        return self._show(num_shown, self._decode_window(num_shown))
+
+    def finish(self) -> str:
+        """The text still held back. A character whose last bytes never came is left out (and with
+        it a replacement character that the model itself wrote at the very end)."""
+        num_held = len(self._held)
+        return self._show(num_held, self._decode_window(num_held).rstrip(REPLACEMENT))
+
+    def _decode_window(self, num_held: int) -> str:
+        return self._tokenizer.decode(self._shown + self._held[:num_held])
+
+    def _show(self, num_held: int, text: str) -> str:
+        """Give out what the first `num_held` held tokens add to the window; they become it."""
+        token_ids = self._held[:num_held]
+        self._held = self._held[num_held:]
+        if text.startswith(self._shown_text):
+            added = text[len(self._shown_text) :]
+        else:  # the new tokens changed the text before them; that one is given out already
+            added = self._tokenizer.decode(token_ids).strip(REPLACEMENT)
+        self._shown = token_ids if added else (self._shown + token_ids)[-MAX_SILENT_TOKENS:]
+        self._shown_text = self._tokenizer.decode(self._shown)
+        return added
+
+    def _visible(self, token_ids: Sequence[int]) -> list[int]:
+        special = self._tokenizer.special_token_ids
+        return [token_id for token_id in token_ids if token_id not in special]

@@ -1,0 +1,134 @@
+"""What both generation endpoints share: parse, ask the engine, answer whole or as a stream."""
+
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from longshore.deploy.gateway.engine_client import EngineClient
+from longshore.deploy.gateway.errors import ApiError, unavailable
+from longshore.deploy.gateway.generation import Generation, GenerationSpec, Piece
+from longshore.deploy.gateway.http import ClientGone, Exchange
+from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.gateway.openai import RequestT, Usage, parse_request, unknown_model
+from longshore.deploy.gateway.prompts import PromptReader
+from longshore.deploy.gateway.tokenizer import ModelTokenizer
+
+logger = logging.getLogger(__name__)
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Service(msgspec.Struct, frozen=True):
+    """What an endpoint works with; made once the engine has answered."""
+
+    model_name: str
+    client: EngineClient
+    tokenizer: ModelTokenizer | None
+    prompts: PromptReader
+    metrics: GatewayMetrics
+    max_body_bytes: int
+
+
+class ResponseWriter(ABC):
+    """The bodies of one response, in the words of its endpoint."""
+
+    @abstractmethod
+    def first_chunks(self) -> Sequence[msgspec.Struct]:
+        """What a stream begins with, before any text."""
+
+    @abstractmethod
+    def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
+        """The pieces of a stream as they grow."""
+
+    @abstractmethod
+    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
+        """What a stream ends with, when the client asked for usage."""
+
+    @abstractmethod
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct:
+        """The response that is no stream."""
+
+
+class GenerationEndpoint(ABC, Generic[RequestT]):
+    """An ASGI application for one path. `service` is None until there is an engine."""
+
+    path: str
+    id_prefix: str
+    request_type: type[RequestT]
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self.service: Service | None = None
+        self._metrics = metrics
+
+    @abstractmethod
+    async def specify(
+        self, service: Service, request: RequestT, request_id: str, arrived_s: float
+    ) -> GenerationSpec:
+        """What to ask the engine. Raises ApiError for what cannot be served."""
+
+    @abstractmethod
+    def writer(self, service: Service, request: RequestT, request_id: str) -> ResponseWriter:
+        """How to answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._serve(exchange)
+        except ApiError as error:
+            await exchange.send_error(error)
+        except ClientGone:
+            logger.debug("a client of %s has gone", self.path)
+        except Exception:
+            logger.exception("a request to %s failed", self.path)
+            await exchange.send_error(ApiError(500, "internal error; the server's log says more"))
+        status = "gone" if exchange.status is None else str(exchange.status)
+        self._metrics.responses.labels(self.path, status).inc()
+
+    async def _serve(self, exchange: Exchange) -> None:
+        arrived_s = time.perf_counter()
+        service = self.service
+        if service is None:
+            raise unavailable("the engine is still starting; /ready tells when it serves")
+        body = await exchange.read_body(service.max_body_bytes)
+        request = parse_request(self.request_type, body)
+        if request.model not in (None, service.model_name):
+            raise unknown_model(request.model, service.model_name)
+        request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        spec = await self.specify(service, request, request_id, arrived_s)
+        writer = self.writer(service, request, request_id)
+        with Generation(spec, service.client, service.tokenizer, service.metrics) as generation:
+            if request.stream:
+                answer = _stream(exchange, generation, writer, include_usage=request.include_usage)
+            else:
+                answer = _answer_whole(exchange, generation, writer)
+            await exchange.run_while_connected(answer)
+
+
+async def _stream(
+    exchange: Exchange, generation: Generation, writer: ResponseWriter, *, include_usage: bool
+) -> None:
+    """The response begins with the first token, so that a refusal can still have its status."""
+    async for pieces in generation.pieces():
+        if exchange.status is None:
+            await exchange.start_stream()
+            for chunk in writer.first_chunks():
+                await exchange.send_event(_encode(chunk))
+        for piece in pieces:
+            for chunk in writer.chunks(piece):
+                await exchange.send_event(_encode(chunk))
+    if include_usage:
+        await exchange.send_event(_encode(writer.usage_chunk(generation.usage())))
+    await exchange.send_event(b"[DONE]")
+    await exchange.end_stream()
+
+
+async def _answer_whole(exchange: Exchange, generation: Generation, writer: ResponseWriter) -> None:
+    answers = [piece async for pieces in generation.pieces() for piece in pieces]
+    answers.sort(key=lambda piece: piece.index)
+    await exchange.send_json(_encode(writer.whole(answers, generation.usage())))

@@ -1,0 +1,146 @@
+"""The gateway's end of the channel to a scheduler, on an asyncio loop.
+
+Says hello until the engine answers, then carries requests there and tokens back. That the engine
+has died is seen on the connection itself, which the kernel closes with the process.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from longshore.deploy.live_requests import LiveRequest, LiveRequests
+from longshore.protocol.channel import Channel, Endpoint, SocketWatcher, open_socket
+from longshore.protocol.client import EngineFailed, EngineOutputs, SchedulerStats
+from longshore.protocol.errors import EngineDead, HandshakeRefused
+from longshore.protocol.handshake import ClientHello, EngineReady, Refused, ToClient, ToEngine
+from longshore.protocol.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class EngineClient:
+    """One engine. Create it inside a running loop.
+
+    death:    set when the engine is gone; nothing can be submitted then.
+    on_stats: gets the engine's statistics, about once per second while anything changes.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        hello: ClientHello,
+        *,
+        seed: int | None = None,
+        on_stats: Callable[[SchedulerStats], None],
+    ) -> None:
+        self._context = zmq.Context()
+        socket = open_socket(self._context, zmq.DEALER, endpoint, bind=False)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._channel: Channel[ToEngine, ToClient] = Channel(socket, ToClient)
+        self._requests = LiveRequests(seed)
+        self._on_stats = on_stats
+        self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
+        self.death: EngineDead | None = None
+        self._watcher = SocketWatcher(socket, self._receive)
+        self._monitor_watcher = SocketWatcher(self._monitor, self._disconnected)
+        self._channel.send(hello)
+
+    @property
+    def num_live_requests(self) -> int:
+        return len(self._requests)
+
+    async def wait_until_ready(self) -> EngineReady:
+        """The engine's description. Raises HandshakeRefused or EngineDead with its reason."""
+        return await asyncio.shield(self._ready)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        on_change: Callable[[], None],
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> LiveRequest:
+        """Queue one request. Raises EngineDead if there is no engine to queue it on."""
+        if self.death is not None:
+            raise self.death
+        live, message = self._requests.open(
+            request_id,
+            prompt_token_ids,
+            sampling,
+            on_change=on_change,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self._send(message)
+        return live
+
+    def abort(self, requests: Sequence[LiveRequest]) -> None:
+        """End those that are still live; the scheduler frees their blocks within a step."""
+        message = self._requests.abort(requests)
+        if message is not None and self.death is None:
+            with contextlib.suppress(EngineDead):  # then they have ended already
+                self._send(message)
+
+    def give_up(self, reason: str) -> None:
+        """End every live request with `reason`; nothing can be submitted any more."""
+        self._die(EngineDead(reason))
+
+    def _send(self, message: ToEngine) -> None:
+        try:
+            self._channel.send(message)
+        except EngineDead as error:
+            self._die(error)
+            raise
+        self._watcher.check()
+
+    def _receive(self) -> None:
+        for message in self._channel.drain():
+            match message:
+                case EngineOutputs():
+                    self._requests.apply(message)
+                    if message.stats is not None:
+                        self._on_stats(message.stats)
+                case EngineReady():
+                    if not self._ready.done():
+                        self._ready.set_result(message)
+                case Refused(reason):
+                    if self._ready.done():  # it has dropped this client: nothing will come back
+                        self._die(EngineDead(f"the engine refuses this gateway: {reason}"))
+                    else:
+                        self._ready.set_exception(HandshakeRefused(reason))
+                case EngineFailed(reason):
+                    self._die(EngineDead(f"the engine is gone: {reason}"))
+                case _:
+                    assert_never(message)
+
+    def _disconnected(self) -> None:
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self._receive()  # what it sent before it went
+            self._die(EngineDead("the engine is gone: its scheduler process has ended"))
+
+    def _die(self, death: EngineDead) -> None:
+        if self.death is not None:
+            return
+        self.death = death
+        logger.error("%s; %d live requests are lost", self.death, len(self._requests))
+        self._requests.fail_all(self.death)
+        if not self._ready.done():
+            self._ready.set_exception(self.death)
+
+    def close(self) -> None:
+        """Stop receiving. Requests that are still live stay without an end."""
+        self._watcher.close()
+        self._monitor_watcher.close()
+        self._channel.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._channel.close()
+        self._context.term()

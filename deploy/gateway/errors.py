@@ -1,0 +1,58 @@
+"""Errors as an OpenAI client expects them: an HTTP status and a body `{"error": {...}}`."""
+
+from typing import Final
+
+import msgspec
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """`type` groups errors, `param` names the request field at fault, `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorEnvelope(msgspec.Struct, frozen=True):
+    """The whole response body, and the payload of an error event inside a stream."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """A request that cannot be served; `status` and `body` are the answer to it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = ErrorBody(message, _TYPE_OF_STATUS.get(status, "api_error"), param, code)
+
+    def json(self) -> bytes:
+        return msgspec.json.encode(ErrorEnvelope(self.body))
+
+
+_TYPE_OF_STATUS: Final = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    503: "service_unavailable_error",
+}
+
+
+def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the client must change the request."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str) -> ApiError:
+    """503: nothing is wrong with the request; try again later or elsewhere."""
+    return ApiError(503, message, code="engine_unavailable")

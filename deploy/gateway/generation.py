@@ -1,0 +1,212 @@
+"""The answers to one HTTP request while they grow: tokens in, pieces of text out."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+
+from longshore.deploy.gateway.detokenizer import IncrementalDetokenizer, TokenDecoder
+from longshore.deploy.gateway.engine_client import EngineClient
+from longshore.deploy.gateway.errors import ApiError, invalid, unavailable
+from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.gateway.openai import Usage, usage
+from longshore.deploy.live_requests import LiveRequest
+from longshore.protocol.client import FinishedRequest, FinishReason
+from longshore.protocol.errors import EngineDead
+from longshore.protocol.sampling import SamplingParams
+
+
+class GenerationSpec(msgspec.Struct, frozen=True):
+    """What one HTTP request asks the engine for: one answer per prompt.
+
+    is_stream: pieces are wanted as they grow, not only each answer's whole at its end.
+    arrived_s: on the clock of `time.perf_counter`.
+    """
+
+    request_id: str
+    prompts: Sequence[list[int]]
+    sampling: SamplingParams
+    priority: int
+    cache_salt: str | None
+    is_stream: bool
+    arrived_s: float
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What one answer has grown by. The last piece of an answer has a `finish_reason`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+class Generation:
+    """All answers of one HTTP request. As a context manager it aborts what is live at its end.
+
+    tokenizer: None leaves every text empty.
+    """
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        client: EngineClient,
+        tokenizer: TokenDecoder | None,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._changed = asyncio.Event()
+        self._num_prompt_tokens = sum(map(len, spec.prompts))
+        self._answers = [
+            _Answer(index, spec, tokenizer, metrics, self._changed)
+            for index in range(len(spec.prompts))
+        ]
+        metrics.prompt_tokens.inc(self._num_prompt_tokens)
+
+    def __enter__(self) -> "Generation":
+        try:
+            for answer in self._answers:
+                answer.submit(self._client)
+                self._metrics.live_requests.inc()
+        except EngineDead as error:
+            self.__exit__()
+            raise unavailable(str(error)) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        started = [answer for answer in self._answers if answer.live is not None]
+        self._client.abort([answer.live for answer in started if answer.live is not None])
+        for answer in started:
+            answer.count_end()
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """What has grown since the last time, until all answers have ended. Without `is_stream`
+        an answer is one piece.
+
+        Raises ApiError when the engine fails or refuses.
+        """
+        unfinished = list(self._answers)
+        while unfinished:
+            await self._changed.wait()
+            self._changed.clear()
+            pieces = [piece for answer in unfinished if (piece := answer.take()) is not None]
+            unfinished = [answer for answer in unfinished if not answer.is_complete]
+            if pieces:
+                yield pieces
+
+    def usage(self) -> Usage:
+        """Of all answers, once they have ended."""
+        ends = [answer.end for answer in self._answers if answer.end is not None]
+        return usage(
+            self._num_prompt_tokens,
+            sum(end.num_output_tokens for end in ends),
+            sum(end.num_cached_tokens for end in ends),
+        )
+
+
+class _Answer:
+    """One prompt's answer."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: GenerationSpec,
+        tokenizer: TokenDecoder | None,
+        metrics: GatewayMetrics,
+        changed: asyncio.Event,
+    ) -> None:
+        self._index = index
+        self._spec = spec
+        self._prompt = spec.prompts[index]
+        self._detokenizer = (
+            None if tokenizer is None else IncrementalDetokenizer(tokenizer, self._prompt)
+        )
+        self._metrics = metrics
+        self._changed = changed
+        self._last_token_s: float | None = None
+        self._num_seen = 0
+        self.live: LiveRequest | None = None
+        self.is_complete = False
+
+    @property
+    def end(self) -> FinishedRequest | None:
+        return None if self.live is None else self.live.finished
+
+    def submit(self, client: EngineClient) -> None:
+        self.live = client.submit(
+            f"{self._spec.request_id}-{self._index}",
+            self._prompt,
+            self._spec.sampling,
+            on_change=self._on_change,
+            priority=self._spec.priority,
+            cache_salt=self._spec.cache_salt,
+        )
+
+    def _on_change(self) -> None:
+        assert self.live is not None
+        num_tokens = len(self.live.new_token_ids) - self._num_seen
+        if num_tokens:
+            self._num_seen += num_tokens
+            self._measure(num_tokens)
+        if self._spec.is_stream or not self.live.is_live:
+            self._changed.set()
+
+    def _measure(self, num_tokens: int) -> None:
+        now_s = time.perf_counter()
+        metrics = self._metrics
+        if self._last_token_s is None:
+            metrics.time_to_first_token_s.observe(now_s - self._spec.arrived_s)
+        else:
+            metrics.inter_token_latency_s.observe((now_s - self._last_token_s) / num_tokens)
+        self._last_token_s = now_s
+        metrics.generated_tokens.inc(num_tokens)
+
+    def take(self) -> Piece | None:
+        """What has grown, None if nothing that can be shown. Raises ApiError for a bad end."""
+        live = self.live
+        assert live is not None
+        if live.failure is not None:
+            if not (self._spec.is_stream and live.new_token_ids):
+                raise unavailable(str(live.failure))
+            self._changed.set()  # first what came before it
+        elif live.finished is None and not self._spec.is_stream:
+            return None
+        token_ids = live.take_token_ids()
+        self._num_seen = 0
+        end = live.finished
+        if end is not None:
+            _check_end(end)
+            self.is_complete = True
+        text = self._text_of(token_ids, end)
+        if not token_ids and end is None:
+            return None
+        return Piece(self._index, text, token_ids, None if end is None else end.reason.api_name)
+
+    def _text_of(self, token_ids: list[int], end: FinishedRequest | None) -> str:
+        if self._detokenizer is None:
+            return ""
+        if end is None:
+            return self._detokenizer.append(token_ids)
+        if end.reason is FinishReason.STOPPED:
+            token_ids = token_ids[:-1]  # what stopped the answer is no part of its text
+        return self._detokenizer.append(token_ids) + self._detokenizer.finish()
+
+    def count_end(self) -> None:
+        """Into the metrics, once, when the HTTP request ends."""
+        metrics = self._metrics
+        metrics.live_requests.dec()
+        metrics.request_s.observe(time.perf_counter() - self._spec.arrived_s)
+        end = self.end
+        reason = FinishReason.ABORTED if end is None else end.reason
+        metrics.finished.labels(reason.api_name).inc()
+        if end is not None:
+            metrics.cached_tokens.inc(end.num_cached_tokens)
+
+
+def _check_end(end: FinishedRequest) -> None:
+    if end.reason is FinishReason.IGNORED:
+        raise invalid(end.message or "the engine does not take this prompt")
+    if end.reason is FinishReason.ERROR:
+        raise ApiError(500, end.message or "the engine failed on this request")

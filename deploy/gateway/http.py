@@ -1,0 +1,107 @@
+"""One HTTP exchange on bare ASGI: a bounded body in, JSON or a stream of events out.
+
+While an answer is computed the connection is watched: when the client goes, the work is cancelled
+at once, also if it has nothing to send at that moment.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Final
+
+from starlette.types import Receive, Scope, Send
+
+from longshore.deploy.gateway.errors import ApiError
+
+_JSON: Final = (b"content-type", b"application/json")
+_STREAM_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy that collects events would hold tokens back
+)
+
+
+class ClientGone(Exception):
+    """The client closed the connection before the answer was complete."""
+
+
+class Exchange:
+    """One request and its response. `status` is None until the response has begun."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.status: int | None = None
+        self._receive = receive
+        self._send = send
+
+    async def read_body(self, max_bytes: int) -> bytes:
+        """The whole body. Raises ApiError 413 as soon as it is known to be longer."""
+        for name, value in self.scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > max_bytes:
+                raise _too_large(max_bytes)
+        chunks: list[bytes] = []
+        size_bytes = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunks.append(message.get("body", b""))
+            size_bytes += len(chunks[-1])
+            if size_bytes > max_bytes:
+                raise _too_large(max_bytes)
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    async def run_while_connected(self, work: Awaitable[None]) -> None:
+        """Await `work`, or cancel it and raise ClientGone when the client goes first."""
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(self._wait_until_gone())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            was_cut = task.cancel()
+            await asyncio.wait((task, gone))
+        if was_cut and task.cancelled():
+            raise ClientGone
+        task.result()
+
+    async def _wait_until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            continue
+
+    async def send_json(self, body: bytes, status: int = 200) -> None:
+        """The whole response."""
+        await self._start(status, (_JSON, (b"content-length", b"%d" % len(body))))
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def send_error(self, error: ApiError) -> None:
+        """The whole response, or the last event of a stream that has begun."""
+        if self.status is None:
+            await self.send_json(error.json(), error.status)
+        else:
+            await self.send_event(error.json())
+            await self.end_stream()
+
+    async def start_stream(self) -> None:
+        """Status 200; events follow."""
+        await self._start(200, _STREAM_HEADERS)
+
+    async def send_event(self, data: bytes) -> None:
+        """One server-sent event; waits while the client reads too slowly."""
+        body = b"data: " + data + b"\n\n"
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end_stream(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+        self.status = status
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": list(headers)}
+        )
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(
+        413, f"the request body is larger than the {max_bytes} bytes accepted here (--max-body-mib)"
+    )

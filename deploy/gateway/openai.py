@@ -1,0 +1,355 @@
+"""The OpenAI wire format: request bodies and their validation, response bodies and chunks.
+
+A parameter is either a field below, or listed as unsupported with the values that change nothing,
+or unknown. What would change the answer and is not done is refused by name, never ignored.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
+
+import msgspec
+
+from longshore.deploy.gateway.errors import ApiError, invalid
+from longshore.protocol.client import MAX_NAME_CHARACTERS
+
+TokenIds: TypeAlias = list[int]
+Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+
+MAX_PROMPTS: Final = 1024
+
+# Accepted and without any effect on the answer.
+_IGNORED: Final = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
+# Not done yet; the values here (and null) ask for nothing, so they are accepted.
+_UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "stop": ([], ""),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`include_obfuscation` is accepted: there is nothing to obfuscate on a host of one's own."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both endpoints take. None: the model's default. Ranges are checked by SamplingParams."""
+
+    model: str | None = None
+    max_tokens: Int32 | None = None
+    min_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    seed: int | None = None
+    stop_token_ids: list[Int32] | None = None
+    ignore_eos: bool | None = None
+    priority: Int32 | None = None
+    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions. One prompt or a list of them, each as text or as token ids.
+
+    `return_token_ids` (also known from vLLM) adds the answer's ids to every choice; it is the
+    default for a model without a tokenizer.
+    """
+
+    return_token_ids: bool | None = None
+    prompt: str | list[str | int | TokenIds]
+
+    def prompts(self) -> list[str | TokenIds]:
+        """Every prompt by itself. Raises ApiError if texts and token ids are mixed."""
+        match self.prompt:
+            case str(text):
+                return [text]
+            case []:
+                raise invalid("prompt is an empty list; give at least one prompt", param="prompt")
+        if len(self.prompt) > MAX_PROMPTS and not isinstance(self.prompt[0], int):
+            raise invalid(
+                f"prompt is a list of {len(self.prompt)}; at most {MAX_PROMPTS} are taken at once",
+                param="prompt",
+            )
+        kinds = {type(item) for item in self.prompt}
+        if len(kinds) > 1:
+            raise invalid(
+                "prompt mixes texts, token ids and lists of token ids; use one kind", param="prompt"
+            )
+        if kinds == {int}:
+            return [[item for item in self.prompt if isinstance(item, int)]]
+        return [item for item in self.prompt if not isinstance(item, int)]
+
+
+class ContentPart(msgspec.Struct):
+    """A piece of a message's content; only type `text` is served."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """One turn. `name` and `refusal` are accepted as the API defines them; of what is not supported
+    the empty values are, because clients send an answer back as they got it."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_call_id: Any = None
+    tool_calls: Any = None
+
+    def as_template_input(self, position: int) -> dict[str, object]:
+        """The message as chat templates know it. Raises ApiError for what cannot be served."""
+        role = "system" if self.role == "developer" else self.role
+        if role not in ("system", "user", "assistant"):
+            raise invalid(
+                f"messages[{position}].role is {self.role!r}; served are system, developer, user "
+                "and assistant (tools are not supported yet)",
+                param="messages",
+            )
+        for name in ("annotations", "audio", "function_call", "tool_call_id", "tool_calls"):
+            if getattr(self, name) not in (None, []):
+                raise invalid(
+                    f"messages[{position}].{name} is not supported; leave it out",
+                    param="messages",
+                    code="unsupported_parameter",
+                )
+        message: dict[str, object] = {"role": role, "content": self._text(position)}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+    def _text(self, position: int) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise invalid(
+                    f"messages[{position}].content has a part of type {part.type!r}; only text is "
+                    "supported",
+                    param="messages",
+                )
+        return "\n".join(part.text or "" for part in self.content)
+
+
+class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions. `max_tokens` is the old name of `max_completion_tokens`."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: Int32 | None = None
+
+    def template_input(self) -> list[dict[str, object]]:
+        if not self.messages:
+            raise invalid("messages is empty; a chat needs at least one", param="messages")
+        return [message.as_template_input(i) for i, message in enumerate(self.messages)]
+
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+_FIELD_OF_ERROR: Final = re.compile(r"at `\$\.(\w+)|(?:required|unknown) field `(\w+)`")
+
+
+def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
+    """A request body as `kind`; raises ApiError (400) that names the parameter at fault."""
+    try:
+        parameters = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the request body is not JSON: {error}") from error
+    if not isinstance(parameters, dict):
+        raise invalid("the request body is not a JSON object")
+    try:
+        request = msgspec.convert(_served(parameters, kind.__struct_fields__), kind)
+    except msgspec.ValidationError as error:
+        match = _FIELD_OF_ERROR.search(str(error))
+        raise invalid(str(error), param=match and (match[1] or match[2])) from error
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options needs stream=true", param="stream_options")
+    return request
+
+
+def _served(parameters: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    served = {}
+    for name, value in parameters.items():
+        if name in fields:
+            served[name] = value
+        elif name in _UNSUPPORTED:
+            _check_changes_nothing(name, value)
+        elif name not in _IGNORED:
+            raise invalid(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
+    return served
+
+
+def _check_changes_nothing(name: str, value: object) -> None:
+    neutral = _UNSUPPORTED[name]
+    if value is None or any(
+        value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
+    ):
+        return
+    advice = "leave it out"
+    if neutral:
+        values = " or ".join(msgspec.json.encode(item).decode() for item in neutral)
+        advice += f" or set it to {values}"
+    raise invalid(
+        f"{name} is not supported; {advice}", param=name, code="unsupported_parameter"
+    ) from None
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of one HTTP request, all its prompts together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens,
+        completion_tokens,
+        prompt_tokens + completion_tokens,
+        PromptTokensDetails(cached_tokens),
+    )
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """Whole, or one piece of it in a stream."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole completion, or a chunk of a streamed one."""
+
+    id: str
+    created: int
+    model: str
+    choices: tuple[CompletionChoice, ...]
+    object: str = "text_completion"
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class ChatAnswer(msgspec.Struct, frozen=True):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    message: ChatAnswer
+    finish_reason: str | None
+    index: int = 0
+    logprobs: None = None
+
+
+class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    created: int
+    model: str
+    choices: tuple[ChatChoice, ...]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """The first piece names the role, the following ones carry text, the last neither."""
+
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    delta: ChatDelta
+    finish_reason: str | None = None
+    index: int = 0
+    logprobs: None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    created: int
+    model: str
+    choices: tuple[ChatChunkChoice, ...]
+    object: str = "chat.completion.chunk"
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    created: int
+    max_model_len: int
+    vocab_size: int
+    object: str = "model"
+    owned_by: str = "longshore"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: tuple[Model, ...]
+    object: str = "list"
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    return ApiError(
+        404,
+        f"the model {name!r} does not exist here; {served!r} is served",
+        param="model",
+        code="model_not_found",
+    )

@@ -1,0 +1,182 @@
+"""The gateway process: startup, serving, shutdown.
+
+It listens as soon as it runs, so that /health answers while the model loads, and takes requests
+once the engine has answered. Being told to stop ends intake and lets live answers finish within a
+deadline.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import uvicorn
+import uvloop
+from prometheus_client import disable_created_metrics
+
+from longshore.deploy.gateway.app import Gateway
+from longshore.deploy.gateway.config import GatewayConfig
+from longshore.deploy.gateway.connection import BoundedConnection
+from longshore.deploy.gateway.endpoint import Service
+from longshore.deploy.gateway.engine_client import EngineClient
+from longshore.deploy.gateway.openai import Model
+from longshore.deploy.gateway.prompts import PromptReader
+from longshore.deploy.gateway.tokenizer import load_tokenizer
+from longshore.deploy.logs import set_up_logging
+from longshore.protocol.errors import LongshoreError
+from longshore.protocol.handshake import ClientHello, EngineReady
+from longshore.protocol.lifeline import Failed, Lifeline, Progress, Ready, stop_signals
+
+logger = logging.getLogger(__name__)
+
+GRACE_S: Final = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until told to stop; returns the exit status."""
+    (config_file,) = argv
+    config = msgspec.json.decode(Path(config_file).read_bytes(), type=GatewayConfig)
+    set_up_logging(config.log_level)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one per stream
+    disable_created_metrics()  # a timestamp per counter, which nobody reads
+    runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
+    lifeline = Lifeline(config.lifeline_fd, runtime_dir)
+    try:
+        uvloop.run(_serve(config, lifeline))
+    except LongshoreError as error:
+        lifeline.report(Failed(str(error)))
+        return 1
+    return 0
+
+
+async def _serve(config: GatewayConfig, lifeline: Lifeline) -> None:
+    process = GatewayProcess(config)
+    try:
+        serving = asyncio.create_task(process.serve())
+        ready = asyncio.create_task(process.start(lifeline))
+        await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            ready.result()
+        else:
+            ready.cancel()  # asked to stop before the engine was there
+        await serving
+    finally:
+        process.close()
+
+
+class GatewayProcess:
+    """Everything that lives as long as the process."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        model = Model(
+            id=config.served_model_name,
+            created=int(time.time()),
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
+        )
+        self._gateway = Gateway(model, self._not_ready_reason)
+        hello = ClientHello(name="gateway", model_fingerprint=config.model_fingerprint)
+        self._client = EngineClient(
+            config.engine,
+            hello,
+            seed=config.seed,
+            on_stats=self._gateway.metrics.observe_scheduler,
+        )
+        self._server = _Server(
+            uvicorn.Config(
+                self._gateway.app,
+                http=BoundedConnection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=config.log_level == "debug",
+                # Live answers are ended by `stop` before this; it is for clients that do not read.
+                timeout_graceful_shutdown=round(config.drain_timeout_s) + GRACE_S,
+                server_header=False,
+            )
+        )
+
+    async def start(self, lifeline: Lifeline) -> None:
+        """Load the tokenizer, wait for the engine, then take requests and report it."""
+        config = self._config
+        lifeline.report(Progress("loading the tokenizer"))
+        tokenizer = load_tokenizer(
+            Path(config.model),
+            chat_template_file=None if config.chat_template is None else Path(config.chat_template),
+        )
+        lifeline.report(Progress("waiting for the scheduler"))
+        engine = await self._client.wait_until_ready()
+        prompts = PromptReader(
+            tokenizer,
+            config.sampling_defaults,
+            vocab_size=config.vocab_size,
+            max_model_len=engine.identity.max_model_len,
+        )
+        self._gateway.serve_with(
+            Service(
+                config.served_model_name,
+                self._client,
+                tokenizer,
+                prompts,
+                self._gateway.metrics,
+                config.max_body_bytes,
+            )
+        )
+        # What exists now lives as long as the process; the collector need not visit it.
+        gc.collect()
+        gc.freeze()
+        lifeline.report(Ready(_details(engine)))
+
+    async def serve(self) -> None:
+        """Answer HTTP until told to stop, and then until the live answers have ended."""
+        loop = asyncio.get_running_loop()
+        for signal_number in stop_signals(self._config.lifeline_fd):
+            loop.add_signal_handler(signal_number, self.stop)
+        with socket.socket(fileno=self._config.listen_fd) as listener:
+            listener.setblocking(False)
+            await self._server.serve(sockets=[listener])
+
+    def stop(self) -> None:
+        """Take no more requests, and end when the live answers have."""
+        if self._server.should_exit:
+            return
+        logger.info("no more requests are taken; %d are live", self._client.num_live_requests)
+        self._server.should_exit = True
+        asyncio.get_running_loop().call_later(
+            self._config.drain_timeout_s, self._client.give_up, "the server is shutting down"
+        )
+
+    def _not_ready_reason(self) -> str | None:
+        if self._client.death is not None:
+            return str(self._client.death)
+        if not self._gateway.is_serving:
+            return "the engine is still starting"
+        return "draining" if self._server.should_exit else None
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling: it would end the process by the signal it received."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _details(engine: EngineReady) -> dict[str, str]:
+    return {
+        "num_blocks": str(engine.num_blocks),
+        "block_size": str(engine.identity.block_size),
+        "max_model_len": str(engine.identity.max_model_len),
+    }

@@ -1,0 +1,160 @@
+"""From a request body to what the engine is asked: prompts as token ids, and sampling settings."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+from longshore.deploy.gateway.chat_template import TemplateRefused
+from longshore.deploy.gateway.errors import ApiError, invalid
+from longshore.deploy.gateway.openai import ChatRequest, CompletionRequest, GenerationRequest
+from longshore.deploy.gateway.tokenizer import ModelTokenizer
+from longshore.deploy.model_folder import SamplingDefaults
+from longshore.deploy.prompt_check import prompt_problem, sampling_problem
+from longshore.protocol.sampling import SamplingParams
+
+DEFAULT_COMPLETION_TOKENS: Final = 16
+# More text than this is tokenized on another thread, so that live streams do not wait for it.
+MAX_INLINE_CHARACTERS: Final = 16_384
+MAX_TOKENS_PER_CUT: Final = 64
+
+T = TypeVar("T")
+
+
+class PromptReader:
+    """Checks prompts and settings against one model. Raises ApiError naming the parameter."""
+
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer | None,
+        defaults: SamplingDefaults,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._defaults = defaults
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+
+    async def completion_prompts(self, request: CompletionRequest) -> list[list[int]]:
+        """One list of token ids per prompt, each fit for the model."""
+        prompts = request.prompts()
+        num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        if num_characters > MAX_INLINE_CHARACTERS:
+            return await asyncio.to_thread(self._encode_prompts, prompts)
+        return self._encode_prompts(prompts)
+
+    def _encode_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        encoded = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                tokenizer = self._tokenizer
+                if tokenizer is None:
+                    raise _no_tokenizer("prompt")
+                self._refuse_hopeless(prompt, tokenizer, "prompt")
+                prompt = tokenizer.encode(prompt)
+            self._check_prompt(prompt, "prompt")
+            encoded.append(prompt)
+        return encoded
+
+    async def chat_prompt(self, request: ChatRequest) -> list[int]:
+        """The chat as one prompt that ends where the answer begins."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise _no_tokenizer("messages")
+        try:
+            text = tokenizer.chat_template.render(request.template_input())
+        except TemplateRefused as error:
+            raise invalid(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        if len(text) > MAX_INLINE_CHARACTERS:
+            return await asyncio.to_thread(self._encode_chat, text, tokenizer)
+        return self._encode_chat(text, tokenizer)
+
+    def _encode_chat(self, text: str, tokenizer: ModelTokenizer) -> list[int]:
+        self._refuse_hopeless(text, tokenizer, "messages")
+        token_ids = tokenizer.encode_rendered(text)
+        self._check_prompt(token_ids, "messages")
+        return token_ids
+
+    def _refuse_hopeless(self, text: str, tokenizer: ModelTokenizer, param: str) -> None:
+        """Count slice by slice and stop early: megabytes that can never fit are not tokenized
+        whole, which takes seconds and a hundred times the memory."""
+        if len(text) <= MAX_INLINE_CHARACTERS:
+            return
+        num_tokens = 0
+        for start in range(0, len(text), MAX_INLINE_CHARACTERS):
+            part = text[start : start + MAX_INLINE_CHARACTERS]
+            # Where a text is cut, tokens may fall apart that are one in the whole.
+            num_tokens += max(0, len(tokenizer.encode_rendered(part)) - MAX_TOKENS_PER_CUT)
+            if num_tokens >= self._max_model_len:
+                raise invalid(
+                    f"the prompt has {num_tokens} tokens and more; this model takes "
+                    f"{self._max_model_len} of prompt and answer together",
+                    param=param,
+                    code="context_length_exceeded",
+                )
+
+    def sampling(self, request: GenerationRequest, max_tokens: int | None) -> SamplingParams:
+        """The request's settings over the model's defaults. `max_tokens=None` is what fits."""
+        defaults = self._defaults
+        top_k = _given(request.top_k, defaults.top_k)
+        try:
+            sampling = SamplingParams(
+                temperature=_given(request.temperature, defaults.temperature),
+                top_p=_given(request.top_p, defaults.top_p),
+                top_k=0 if top_k == -1 else top_k,
+                seed=request.seed,
+                max_tokens=max_tokens,
+                min_tokens=request.min_tokens or 0,
+                stop_token_ids=tuple(request.stop_token_ids or ()),
+                ignore_eos=bool(request.ignore_eos),
+            )
+        except ValueError as error:
+            raise _invalid_setting(str(error)) from error
+        problem = sampling_problem(sampling, vocab_size=self._vocab_size)
+        if problem is not None:
+            raise _invalid_setting(problem)
+        return sampling
+
+    def _check_prompt(self, token_ids: Sequence[int], param: str) -> None:
+        problem = prompt_problem(
+            token_ids, vocab_size=self._vocab_size, max_model_len=self._max_model_len
+        )
+        if problem is not None:
+            is_long = len(token_ids) >= self._max_model_len
+            raise invalid(problem, param=param, code="context_length_exceeded" if is_long else None)
+
+
+def completion_max_tokens(request: CompletionRequest) -> int:
+    """As many as asked for; the API's default otherwise."""
+    return _given(request.max_tokens, DEFAULT_COMPLETION_TOKENS)
+
+
+def chat_max_tokens(request: ChatRequest) -> int | None:
+    """None is as many as fit. Raises ApiError if the two names for it disagree."""
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise invalid(
+            f"max_tokens={old} and max_completion_tokens={new} are two names of one limit",
+            param="max_completion_tokens",
+        )
+    return old if new is None else new
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _invalid_setting(problem: str) -> ApiError:
+    """`problem` begins with the setting's name."""
+    return invalid(problem, param=re.split(r"\W", problem, maxsplit=1)[0])
+
+
+def _no_tokenizer(param: str) -> ApiError:
+    return invalid(
+        "this model folder has no tokenizer.json: give the prompt of /v1/completions as token ids",
+        param=param,
+    )

@@ -1,0 +1,105 @@
+"""A model folder's tokenizer: text to ids and back, and its chat template."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from longshore.deploy.gateway.chat_template import PLAIN_TEMPLATE, ChatTemplate
+from longshore.deploy.json_file import read_json_object, read_text
+from longshore.protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token")
+
+
+class ModelTokenizer:
+    """tokenizer.json of a model folder. Thread-safe: the library holds no state between calls."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.special_token_ids = frozenset(
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """A plain prompt: with the special tokens that the model's text begins with."""
+        return self._tokenizer.encode(text, add_special_tokens=True).ids
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """A rendered chat: the template has written the special tokens already."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Ids that the vocabulary does not hold have no text."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def load_tokenizer(
+    model_dir: Path,
+    *,
+    chat_template_file: Path | None = None,
+    advice_level: int = logging.WARNING,
+) -> ModelTokenizer | None:
+    """The folder's tokenizer; None if it has none, then only token ids can be served.
+
+    advice_level: of the log lines that say what a server will have to do without.
+    Raises ConfigError if a file is there and cannot be read.
+    """
+    tokenizer_file = model_dir / "tokenizer.json"
+    if not tokenizer_file.exists():
+        logger.log(
+            advice_level,
+            "%s holds no tokenizer.json: only prompts of token ids can be answered",
+            model_dir,
+        )
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{tokenizer_file} cannot be read as a tokenizer: {error}") from error
+    settings_file = model_dir / "tokenizer_config.json"
+    settings = read_json_object(settings_file) if settings_file.exists() else {}
+    source = _find_template(model_dir, settings, chat_template_file)
+    if source is None:
+        logger.log(
+            advice_level,
+            "%s has no chat template: chats become lines of `role: content`. "
+            "Give one with --chat-template FILE.",
+            model_dir,
+        )
+        source = PLAIN_TEMPLATE
+    return ModelTokenizer(tokenizer, ChatTemplate(source, _special_tokens(settings)))
+
+
+def _find_template(
+    model_dir: Path, settings: Mapping[str, Any], override: Path | None
+) -> str | None:
+    if override is not None:
+        return read_text(override)
+    if (model_dir / "chat_template.jinja").exists():
+        return read_text(model_dir / "chat_template.jinja")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several by name; chats use the one called default
+        by_name = {entry.get("name"): entry.get("template") for entry in template}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in _SPECIAL_TOKENS:
+        token = settings.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            tokens[name] = token
+    return tokens

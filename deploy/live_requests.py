@@ -1,0 +1,127 @@
+"""The requests a client has in flight: messages out, columns of tokens in, no I/O.
+
+The gateway and `LLM` both talk to a scheduler through this table, over whatever carries messages.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from longshore.protocol.arrays import int32_array
+from longshore.protocol.client import (
+    AbortRequests,
+    AddRequest,
+    EngineOutputs,
+    FinishedRequest,
+)
+from longshore.protocol.errors import EngineDead
+from longshore.protocol.sampling import SamplingParams
+
+SEED_BITS = 63
+
+
+@dataclass(eq=False)
+class LiveRequest:
+    """One request as its client sees it.
+
+    new_token_ids: output tokens that the consumer has not taken yet, in order.
+    finished:      its end; no token comes after it.
+    failure:       the engine died before the end.
+    on_change:     called after either of them changed.
+    """
+
+    request_id: str
+    handle: int
+    prompt_token_ids: Sequence[int]
+    on_change: Callable[[], None]
+    new_token_ids: list[int] = field(default_factory=list)
+    finished: FinishedRequest | None = None
+    failure: EngineDead | None = None
+
+    @property
+    def is_live(self) -> bool:
+        return self.finished is None and self.failure is None
+
+    def take_token_ids(self) -> list[int]:
+        """The tokens that came since the last call."""
+        token_ids, self.new_token_ids = self.new_token_ids, []
+        return token_ids
+
+
+class LiveRequests:
+    """Numbers requests with handles and hands each its tokens. Not thread-safe.
+
+    seed: makes the seeds repeatable that unseeded requests get; None draws them at random.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._by_handle: dict[int, LiveRequest] = {}
+        self._next_handle = 0
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
+
+    def __len__(self) -> int:
+        return len(self._by_handle)
+
+    def all(self) -> list[LiveRequest]:
+        """Those that have not ended."""
+        return list(self._by_handle.values())
+
+    def open(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        on_change: Callable[[], None],
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> tuple[LiveRequest, AddRequest]:
+        """A new request, and the message that queues it."""
+        handle = self._next_handle
+        self._next_handle = (handle + 1) & 0x7FFFFFFF
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(SEED_BITS))
+        live = LiveRequest(request_id, handle, prompt_token_ids, on_change)
+        message = AddRequest(
+            request_id=request_id,
+            handle=handle,
+            prompt_token_ids=int32_array(prompt_token_ids),
+            sampling=sampling,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self._by_handle[handle] = live
+        return live, message
+
+    def abort(self, requests: Sequence[LiveRequest]) -> AbortRequests | None:
+        """Forget the requests that are still live; returns the message that ends them, if any.
+
+        What still comes for them is dropped.
+        """
+        handles = [live.handle for live in requests if self._by_handle.pop(live.handle, None)]
+        return AbortRequests(int32_array(handles)) if handles else None
+
+    def apply(self, outputs: EngineOutputs) -> None:
+        """Hand out one step's tokens and ends. Handles that are not live any more are skipped."""
+        by_handle = self._by_handle
+        changed: dict[int, LiveRequest] = {}
+        for handle, token_id in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):
+            if (live := by_handle.get(handle)) is not None:
+                live.new_token_ids.append(token_id)
+                changed[handle] = live
+        for finished in outputs.finished:
+            if (live := by_handle.pop(finished.handle, None)) is not None:
+                live.finished = finished
+                changed[finished.handle] = live
+        for live in changed.values():
+            live.on_change()
+
+    def fail_all(self, failure: EngineDead) -> None:
+        """The engine is gone: every live request ends with `failure`."""
+        requests = self.all()
+        self._by_handle.clear()
+        for live in requests:
+            live.failure = failure
+            live.on_change()

@@ -1,0 +1,55 @@
+"""The output of all processes on one stream: whole lines, each with the name of its process."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, TextIO
+
+ERASE_TO_END: Final = "\x1b[K"  # of a longer progress bar that stood on this line
+
+
+def time_of_day() -> str:
+    return time.strftime("%H:%M:%S")
+
+
+class LogRelay:
+    """Thread-safe. `stamp` gives the time that each line begins with.
+
+    What a carriage return would overwrite (a progress bar) is shown in place on a
+    terminal and left out elsewhere; only its last state stays."""
+
+    def __init__(self, stream: TextIO, stamp: Callable[[], str] = time_of_day) -> None:
+        self._stream = stream
+        self._stamp = stamp
+        self._is_terminal = stream.isatty()
+        self._unfinished: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def feed(self, name: str, chunk: bytes) -> None:
+        """Bytes as process `name` wrote them, cut anywhere."""
+        with self._lock:
+            *lines, rest = (self._unfinished.get(name, b"") + chunk).split(b"\n")
+            for line in lines:
+                self._write(name, line, "\n")
+            if self._is_terminal and b"\r" in rest:
+                self._write(name, rest, "\r")
+            self._unfinished[name] = rest.rpartition(b"\r")[2] if b"\r" in rest else rest
+
+    def end(self, name: str) -> None:
+        """The process has closed its output; a line without an end is shown as it is."""
+        with self._lock:
+            rest = self._unfinished.pop(name, b"")
+            if rest:
+                self._write(name, rest, "\n")
+
+    def _write(self, name: str, line: bytes, end: str) -> None:
+        states = [state for state in line.split(b"\r") if state]
+        text = states[-1].decode(errors="replace") if states else ""
+        if not text and end == "\r":
+            return
+        erase = ERASE_TO_END if self._is_terminal else ""
+        try:
+            self._stream.write(f"{self._stamp()} [{name}] {text}{erase}{end}")
+            self._stream.flush()
+        except ValueError:
+            return  # the stream has been closed: the program that owns it is ending

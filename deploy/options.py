@@ -1,0 +1,162 @@
+"""The settings a user gives, on the command line or to `LLM`, before anything is derived."""
+
+import importlib.metadata
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+from longshore.protocol.errors import ConfigError
+
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+
+
+MAX_TIMEOUT_S: Final = 7 * 24 * 3600
+# Far beyond what makes sense; larger numbers are typing errors that would end in a traceback.
+_MOST: Final = {
+    "num_blocks": 2**31 - 1,
+    "max_model_len": 1 << 26,
+    "max_num_seqs": 1 << 16,
+    "max_num_batched_tokens": 1 << 24,
+    "threads": 1024,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """One engine: a scheduler and its workers. Raises ConfigError naming a wrong setting.
+
+    Attributes:
+        device: Where the model runs: cpu, cuda or cuda:N. auto takes a GPU if there is one.
+        dtype: Of weights and KV cache. auto is what the checkpoint is stored in (float16 becomes
+            float32 on a CPU).
+        num_blocks: Blocks in the KV cache, the null block included. Default: what memory holds.
+        kv_memory_fraction: Share of the memory left after loading that the KV cache takes, when
+            the number of blocks is not given.
+        block_size: Tokens per block, a power of two.
+        max_num_seqs: Requests that run at the same time.
+        max_num_batched_tokens: Tokens that one step computes at most.
+        max_model_len: Tokens of one request, prompt and answer. Default: what the model was made
+            for, and not more than num_blocks hold.
+        scheduling_policy: Who runs first: fcfs by arrival, priority by the request's priority.
+        async_scheduling: Plan the next step while one runs.
+        enable_prefix_caching: Share the KV blocks of equal prefixes.
+        enable_chunked_prefill: Slice prompts that exceed what is left of a step.
+        long_prefill_token_threshold: Tokens of one prompt per step at most; 0 sets no limit.
+        threads: CPU threads of the worker. Default: one per physical core.
+        seed: Makes the seeds repeatable that are given to requests without one.
+        verify_plan: Send the full state beside every plan and compare (slow; finds faults).
+        startup_timeout_s: How long loading may take.
+        log_level: Least level of the log lines shown.
+    """
+
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    num_blocks: int | None = None
+    kv_memory_fraction: float | None = None
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    async_scheduling: bool = True
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    threads: int | None = None
+    seed: int | None = None
+    verify_plan: bool = False
+    startup_timeout_s: float = 600.0
+    log_level: LogLevel = "info"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device={self.device!r} is unknown; use auto, cpu, cuda or cuda:N")
+        for name, allowed in (
+            ("dtype", ("auto", "float32", "bfloat16", "float16")),
+            ("scheduling_policy", ("fcfs", "priority")),
+            ("log_level", get_args(LogLevel)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}"
+                )
+        for name, most in _MOST.items():
+            check_range(name, getattr(self, name), 1, most)
+        fraction = self.kv_memory_fraction
+        if fraction is not None and not 0 < fraction <= 1:
+            raise ConfigError(f"kv_memory_fraction={fraction} must be above 0 and at most 1")
+        if not 0 < self.startup_timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"startup_timeout_s={self.startup_timeout_s} must be above 0 and at most "
+                f"{MAX_TIMEOUT_S}"
+            )
+
+    def resolve_device(self) -> str:
+        """`auto` is `cuda` where the driver is loaded and the installed torch is not a CPU build.
+
+        Found without importing torch, which only the worker does.
+        """
+        if self.device != "auto":
+            return self.device
+        has_driver = Path("/dev/nvidiactl").exists()
+        return "cuda" if has_driver and not _torch_version().endswith("+cpu") else "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(EngineOptions):
+    """A deployment: one engine behind the OpenAI-compatible gateway.
+
+    Attributes:
+        host: Address to listen on; 0.0.0.0 is every interface.
+        port: Port to listen on; 0 takes a free one.
+        served_model_name: What requests call the model. Default: the name of its folder.
+        chat_template: File with a Jinja chat template, instead of the model's own.
+        max_body_mib: Size of a request body at most.
+        drain_timeout_s: How long running answers may take to finish after SIGTERM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    chat_template: Path | None = None
+    max_body_mib: int = 16
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port={self.port} must lie between 0 and 65535")
+        check_at_least("max_body_mib", self.max_body_mib, 1)
+        if not 0 <= self.drain_timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"drain_timeout_s={self.drain_timeout_s} must lie between 0 and {MAX_TIMEOUT_S}"
+            )
+
+
+def check_range(name: str, value: int | None, least: int, most: int) -> None:
+    """Raise ConfigError naming the setting if it is given and outside least..most."""
+    if value is not None and not least <= value <= most:
+        raise ConfigError(f"{name}={value} must lie between {least} and {most}")
+
+
+def check_at_least(name: str, value: int | None, minimum: int) -> None:
+    """Raise ConfigError naming the setting if it is given and too small."""
+    if value is not None and value < minimum:
+        raise ConfigError(f"{name}={value} must be at least {minimum}")
+
+
+def engine_options(settings: dict[str, Any]) -> EngineOptions:
+    """EngineOptions from keyword arguments; raises ConfigError listing the names if one is none."""
+    known = [field.name for field in fields(EngineOptions)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"{name} is no setting of an engine; known are {', '.join(known)}")
+    return EngineOptions(**settings)
+
+
+def _torch_version() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,28 @@
+"""Whether a prompt and its settings fit the model, asked before they are sent to an engine."""
+
+from collections.abc import Sequence
+
+from longshore.protocol.sampling import SamplingParams
+
+
+def prompt_problem(token_ids: Sequence[int], *, vocab_size: int, max_model_len: int) -> str | None:
+    """What keeps the prompt from being answered, with the numbers; None if nothing does."""
+    if not token_ids:
+        return "the prompt has no tokens; there is nothing to continue"
+    if len(token_ids) >= max_model_len:
+        return (
+            f"the prompt has {len(token_ids)} tokens; this model takes {max_model_len} of prompt "
+            "and answer together, at least one of them for the answer"
+        )
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        outside = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        return f"the prompt holds token id {outside}; the vocabulary is 0..{vocab_size - 1}"
+    return None
+
+
+def sampling_problem(sampling: SamplingParams, *, vocab_size: int) -> str | None:
+    """Which setting asks for something that the model does not have; None if none does."""
+    for token_id in sampling.stop_token_ids:
+        if token_id >= vocab_size:
+            return f"stop_token_ids={token_id} is no token; the vocabulary is 0..{vocab_size - 1}"
+    return None

@@ -1,0 +1,1 @@
+"""What crosses a process boundary: messages, the row predictor, KV cache specs, channels."""

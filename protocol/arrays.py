@@ -1,0 +1,26 @@
+"""Array types of the wire: one-dimensional, little-endian, of a few known element types."""
+
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+
+Int32Array: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
+UInt8Array: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Int64Array: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+BoolArray: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+# The default of every array field. It is shared, and never written: `omit_defaults` leaves a field
+# out of the message when it holds this very object.
+EMPTY_INT32: Final[Int32Array] = np.empty(0, np.int32)
+EMPTY_INT32.setflags(write=False)
+
+
+def int32_array(values: Sequence[int] | Int64Array | Int32Array) -> Int32Array:
+    """`values` as a wire array; the shared empty one if there are none.
+
+    Raises OverflowError when a Python int does not fit 32 bits.
+    """
+    if len(values) == 0:
+        return EMPTY_INT32
+    return np.ascontiguousarray(values, np.int32)

@@ -1,0 +1,136 @@
+"""Messages to frames and back: a msgpack header, then one raw frame per big array.
+
+A small array travels inside the header, a big one as a frame of its own, little-endian, that the
+receiver maps without a copy. Nothing is pickled, and nothing is decoded that is not a field of a
+known message: an unknown tag, a truncated frame or a wrong element type is a named ProtocolError.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, Generic, TypeAlias, TypeVar, get_args
+
+import msgspec
+import numpy as np
+
+from longshore.protocol.errors import MalformedMessage, MessageTooLarge, UnknownMessage
+
+Frame: TypeAlias = bytes | bytearray | memoryview
+T = TypeVar("T")
+
+# Below this many bytes a copy into the header is cheaper than one more ZMQ frame.
+INLINE_BYTES: Final = 512
+MAX_MESSAGE_BYTES: Final = 256 << 20
+MAX_FRAMES: Final = 16_384
+
+_WIRE_TYPES: Final = {
+    np.dtype(np.int32): "<i4",
+    np.dtype(np.uint8): "|u1",
+}
+
+
+class Encoder(Generic[T]):
+    """Turns messages of one direction into frames. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._frames: list[Frame] = []
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
+
+    def encode(self, message: T) -> list[Frame]:
+        """[header, array frame, ...]. Array frames alias the message's arrays: do not write to
+        those until the frames have been sent or copied."""
+        self._frames = [b""]
+        self._frames[0] = self._encoder.encode(message)
+        return self._frames
+
+    def _encode_array(self, value: Any) -> tuple[str, bytes | int]:
+        if not isinstance(value, np.ndarray) or value.ndim != 1:
+            raise TypeError(f"{type(value).__name__} cannot cross a process boundary")
+        wire_type = _WIRE_TYPES.get(value.dtype)
+        if wire_type is None:
+            raise TypeError(f"an array of {value.dtype} cannot cross a process boundary")
+        value = np.ascontiguousarray(value.astype(wire_type, copy=False))
+        if value.nbytes <= INLINE_BYTES:
+            return wire_type, value.tobytes()
+        self._frames.append(value.data.cast("B"))
+        return wire_type, len(self._frames) - 1
+
+
+class Decoder(Generic[T]):
+    """Turns frames into one of the message types of `union`. Not thread-safe.
+
+    Raises UnknownMessage, MalformedMessage or MessageTooLarge; holds no state between messages.
+    """
+
+    def __init__(
+        self,
+        union: Any,
+        *,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        max_frames: int = MAX_FRAMES,
+    ) -> None:
+        self._frames: Sequence[Frame] = ()
+        self._max_message_bytes = max_message_bytes
+        self._max_frames = max_frames
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
+            union, dec_hook=self._decode_array
+        )
+        self._tags = {_tag(member) for member in get_args(union) or (union,)}
+        self._tag_decoder = msgspec.msgpack.Decoder(_Tagged)
+
+    def decode(self, frames: Sequence[Frame]) -> T:
+        if not frames:
+            raise MalformedMessage("a message has no frames; it needs at least its header")
+        if len(frames) > self._max_frames:
+            raise MessageTooLarge(
+                f"a message of {len(frames)} frames; this channel takes {self._max_frames}"
+            )
+        size_bytes = sum(map(len, frames))
+        if size_bytes > self._max_message_bytes:
+            raise MessageTooLarge(
+                f"a message of {size_bytes} bytes; this channel takes {self._max_message_bytes}"
+            )
+        self._frames = frames
+        try:
+            return self._decoder.decode(frames[0])
+        except msgspec.ValidationError as error:
+            raise self._explain(frames[0], error) from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise MalformedMessage(f"the header is not msgpack: {error}") from error
+        finally:
+            self._frames = ()
+
+    def _explain(
+        self, header: Frame, error: msgspec.ValidationError
+    ) -> UnknownMessage | MalformedMessage:
+        try:
+            tag = self._tag_decoder.decode(header).type
+        except msgspec.MsgspecError:
+            return MalformedMessage(f"the header is not a tagged message: {error}")
+        if tag not in self._tags:
+            known = ", ".join(sorted(self._tags))
+            return UnknownMessage(f"no message is called {tag!r} here; known: {known}")
+        return MalformedMessage(f"message {tag!r}: {error}")
+
+    def _decode_array(self, wanted: Any, value: Any) -> Any:
+        dtype = get_args(get_args(wanted)[1])[0]
+        if not (isinstance(value, list) and len(value) == 2):
+            raise ValueError("an array is a pair of element type and data")
+        wire_type, data = value
+        if wire_type != _WIRE_TYPES.get(np.dtype(dtype)):
+            raise ValueError(f"an array of {wire_type!r}, expected {np.dtype(dtype).name}")
+        if isinstance(data, int):
+            if not 1 <= data < len(self._frames):
+                raise ValueError(f"array frame {data} of a message of {len(self._frames)} frames")
+            data = self._frames[data]
+        elif not isinstance(data, bytes):
+            raise ValueError("array data is neither bytes nor a frame number")
+        if len(data) % np.dtype(wire_type).itemsize:
+            raise ValueError(f"{len(data)} bytes are no whole number of {wire_type!r} elements")
+        return np.frombuffer(data, wire_type)
+
+
+class _Tagged(msgspec.Struct):
+    type: str
+
+
+def _tag(member: Any) -> str:
+    return str(member.__struct_config__.tag)

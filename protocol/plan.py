@@ -1,0 +1,204 @@
+"""Scheduler to worker: one plan per step that names only what changed since the plan before.
+
+Scheduler and worker keep the same table of rows (`rows.RowTable`). A plan drops, rewinds and adds
+rows, appends blocks, and lists the rows whose number of tokens differs from what that table
+expects. A row is an index below `max_num_seqs`; its generation tells one occupant from the next.
+"""
+
+import zlib
+
+import msgspec
+
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, UInt8Array
+from longshore.protocol.sampling import SamplingParams
+
+_sampling_encoder = msgspec.msgpack.Encoder()
+
+
+class RowStart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A request takes a row: newly, or again after preemption. The worker keeps nothing of a row
+    that was dropped, so both carry everything.
+
+    generation:         unique per admission, increasing.
+    num_computed_tokens: tokens whose KV the given blocks already hold (prefix hits).
+    prompt_token_ids, output_token_ids: apart, because limits and penalties count from the prompt.
+    block_ids:          per KV cache group, in order of position.
+    last_computed:      the row never computes beyond this many tokens (the last token is only
+                        sampled). Both sides' predictor uses it.
+    resumed:            the block table replaces what any earlier life of the request had.
+    """
+
+    row: int
+    generation: int
+    request_id: str
+    num_computed_tokens: int
+    last_computed: int
+    prompt_token_ids: Int32Array
+    block_ids: tuple[Int32Array, ...]
+    sampling: SamplingParams
+    output_token_ids: Int32Array = EMPTY_INT32
+    resumed: bool = False
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens whose ids are known at admission; the first step past them samples."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+class AppendedBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks appended to the tables of one group: `block_ids[i]` goes to the end of row `rows[i]`.
+
+    A row that gets several blocks is listed several times, in order of position.
+    """
+
+    group: int
+    rows: Int32Array
+    block_ids: Int32Array
+
+
+class Rewind(msgspec.Struct, frozen=True, array_like=True):
+    """Row `row` falls back to `num_computed_tokens`; the last `num_discarded_tokens` sampled ids
+    of it are void. Its block table is cut to what the computed tokens need."""
+
+    row: int
+    num_computed_tokens: int
+    num_discarded_tokens: int
+
+
+class RowState(msgspec.Struct, frozen=True, array_like=True):
+    """All of one row, for `--verify-plan`: after this plan's changes, before its step."""
+
+    row: int
+    generation: int
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    block_ids: tuple[Int32Array, ...]
+
+
+class SchedulerOutput(
+    msgspec.Struct, tag="plan", frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """One step. Changes apply in the order of the fields: finished, preempted, rewound, added,
+    appended, scheduled.
+
+    epoch, step, previous_step: the worker's incarnation; plans count up from 1. A repeat of the
+                    last plan is ignored, a gap is a PlanMismatch.
+    num_rows, num_scheduled_tokens: totals after the changes, to check the delta against.
+    digest:         CRC-32 of this plan's changes chained on the digest of the plan before.
+    finished_rows, preempted_rows: rows to drop, and why.
+    scheduled_rows, scheduled_tokens: rows that compute another number of tokens than expected.
+    sampled_rows, sampled_tokens: ids for a first pipeline stage that does not sample itself; only
+                    with pipeline parallelism and without asynchronous scheduling.
+    draft_rows, draft_tokens: drafts to verify, a row listed once per draft.
+    num_invalid_draft_tokens: drafts that the grammar refused, for the statistics.
+    encoder_inputs: (row, index of the multimodal item) to encode in this step.
+    freed_encoder_hashes: encoder outputs that no request needs any more.
+    common_prefix_blocks: per group, leading blocks that all running rows share.
+    zero_block_ids: blocks to clear before use.
+    has_structured_output: a SampleMask for this step follows; sampling waits for it.
+    connector_metadata: the connector's own encoding, opaque here.
+    full_state:     every live row, with --verify-plan.
+    """
+
+    epoch: int
+    step: int
+    previous_step: int
+    num_rows: int
+    num_scheduled_tokens: int
+    digest: int
+    finished_rows: Int32Array = EMPTY_INT32
+    preempted_rows: Int32Array = EMPTY_INT32
+    rewound: tuple[Rewind, ...] = ()
+    added: tuple[RowStart, ...] = ()
+    appended: tuple[AppendedBlocks, ...] = ()
+    scheduled_rows: Int32Array = EMPTY_INT32
+    scheduled_tokens: Int32Array = EMPTY_INT32
+    sampled_rows: Int32Array = EMPTY_INT32
+    sampled_tokens: Int32Array = EMPTY_INT32
+    draft_rows: Int32Array = EMPTY_INT32
+    draft_tokens: Int32Array = EMPTY_INT32
+    num_invalid_draft_tokens: int = 0
+    encoder_inputs: tuple[tuple[int, int], ...] = ()
+    freed_encoder_hashes: tuple[str, ...] = ()
+    common_prefix_blocks: tuple[int, ...] = ()
+    zero_block_ids: Int32Array = EMPTY_INT32
+    has_structured_output: bool = False
+    connector_metadata: bytes = b""
+    full_state: tuple[RowState, ...] | None = None
+
+
+class SampleMask(msgspec.Struct, tag="mask", frozen=True, forbid_unknown_fields=True):
+    """Which tokens the rows of step `step` may sample: a grammar's mask exists only after the
+    token before it. Reserved: workers refuse it by name until structured output arrives.
+
+    bits: one packed row of the vocabulary after the other, in the order of `rows`.
+    """
+
+    epoch: int
+    step: int
+    rows: Int32Array
+    bits: UInt8Array
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", frozen=True, forbid_unknown_fields=True):
+    """Finish the plans already received, then exit with status 0."""
+
+    reason: str
+
+
+def digest_changes(
+    previous_digest: int,
+    *,
+    finished_rows: Int32Array = EMPTY_INT32,
+    preempted_rows: Int32Array = EMPTY_INT32,
+    rewound: tuple[Rewind, ...] = (),
+    added: tuple[RowStart, ...] = (),
+    appended: tuple[AppendedBlocks, ...] = (),
+    scheduled_rows: Int32Array = EMPTY_INT32,
+    scheduled_tokens: Int32Array = EMPTY_INT32,
+) -> int:
+    """CRC-32 of everything that changes row state, chained on the digest of the plan before."""
+    # Lengths first, so that nothing can move from one part to the next unseen.
+    lengths = (len(finished_rows), len(preempted_rows), len(rewound), len(added), len(appended))
+    crc = zlib.crc32(repr((*lengths, len(scheduled_rows))).encode(), previous_digest)
+    for rows in (finished_rows, preempted_rows, scheduled_rows, scheduled_tokens):
+        crc = zlib.crc32(rows, crc)
+    for rewind in rewound:
+        crc = zlib.crc32(repr(rewind).encode(), crc)
+    for start in added:
+        crc = _digest_start(start, crc)
+    for blocks in appended:
+        crc = zlib.crc32(repr((blocks.group, len(blocks.rows))).encode(), crc)
+        crc = zlib.crc32(blocks.rows, zlib.crc32(blocks.block_ids, crc))
+    return crc
+
+
+def _digest_start(start: RowStart, crc: int) -> int:
+    ids = (start.prompt_token_ids, start.output_token_ids, *start.block_ids)
+    plain = (
+        start.row,
+        start.generation,
+        start.request_id,
+        start.num_computed_tokens,
+        start.last_computed,
+        start.resumed,
+        [len(part) for part in ids],
+    )
+    crc = zlib.crc32(repr(plain).encode() + _sampling_encoder.encode(start.sampling), crc)
+    for part in ids:
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
+def plan_digest(previous_digest: int, plan: SchedulerOutput) -> int:
+    """`digest_changes` of a plan that has been received."""
+    return digest_changes(
+        previous_digest,
+        finished_rows=plan.finished_rows,
+        preempted_rows=plan.preempted_rows,
+        rewound=plan.rewound,
+        added=plan.added,
+        appended=plan.appended,
+        scheduled_rows=plan.scheduled_rows,
+        scheduled_tokens=plan.scheduled_tokens,
+    )

@@ -1,0 +1,62 @@
+"""How the next token is chosen: the parameters a request carries from the API to the sampler."""
+
+import math
+from typing import Final
+
+import msgspec
+from msgspec.structs import force_setattr
+
+MAX_STOP_TOKEN_IDS: Final = 128
+
+
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Sampling settings of one request. Raises ValueError naming the setting that is out of range.
+
+    temperature:    0 is greedy; otherwise logits are divided by it.
+    top_k:          keep the k most likely tokens; 0 keeps all.
+    top_p:          keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1].
+    seed:           the draw at an output position is a function of (seed, position) alone. None
+                    lets the gateway choose one, so an unseeded request is still repeatable inside
+                    the system (after preemption or a restart).
+    max_tokens:     output tokens at most; None is as many as the model's length allows.
+    min_tokens:     end-of-sequence and stop ids are not looked at before this many output tokens.
+    stop_token_ids: the request ends when one of them is sampled; it is part of the output ids.
+    ignore_eos:     the model's own end-of-sequence ids do not stop the request.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature={self.temperature} must be a number of at least 0")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k={self.top_k} must be 0 (keep every token) to {2**31 - 1}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed={self.seed} does not fit 64 bits")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens={self.min_tokens} must be at least 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
+            )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"stop_token_ids holds {len(self.stop_token_ids)} ids; {MAX_STOP_TOKEN_IDS} are "
+                "allowed, because each is compared with every sampled token"
+            )
+        if any(token_id < 0 for token_id in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids={self.stop_token_ids} holds a negative id")

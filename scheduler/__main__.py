@@ -1,0 +1,39 @@
+"""`python -m longshore.scheduler CONFIG.json`: the scheduler process."""
+
+import logging
+import sys
+from pathlib import Path
+
+from longshore.protocol.errors import LongshoreError
+from longshore.protocol.lifeline import Failed, Lifeline, stop_signals
+from longshore.scheduler.startup import load_config, serve
+
+
+def main() -> int:
+    """Exit status 0 when told to stop, 1 after an error that has been reported, 2 for bad usage."""
+    if len(sys.argv) != 2:
+        print("usage: python -m longshore.scheduler CONFIG.json", file=sys.stderr)
+        return 2
+    try:
+        config = load_config(Path(sys.argv[1]))
+    except LongshoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
+    stop_signals(config.lifeline_fd)  # what a supervised process ignores, from the start
+    lifeline = Lifeline(config.lifeline_fd, runtime_dir)
+    try:
+        serve(config, lifeline)
+    except LongshoreError as error:
+        if config.lifeline_fd is None:  # otherwise the supervisor says it
+            logging.getLogger(__name__).error("%s", error)
+        lifeline.report(Failed(str(error)))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""The scheduler process: a thin uvloop loop around the sans-I/O `Scheduler`.
+
+It decodes what clients and workers send, calls the scheduler, and sends plans and outputs.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+from longshore.protocol.channel import Channel, ServerChannel, SocketWatcher
+from longshore.protocol.client import (
+    AbortRequests,
+    AddRequest,
+    EngineFailed,
+    EngineOutputs,
+    StopFound,
+)
+from longshore.protocol.errors import EngineDead, LongshoreError
+from longshore.protocol.handshake import (
+    PROTOCOL_VERSION,
+    ClientHello,
+    EngineReady,
+    FromWorker,
+    Refused,
+    ToClient,
+    ToEngine,
+    ToWorker,
+    WorkerHello,
+    WorkerReady,
+)
+from longshore.protocol.lifeline import stop_signals
+from longshore.protocol.plan import Shutdown
+from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
+from longshore.scheduler.config import SchedulerProcessConfig
+from longshore.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 1.0
+
+
+class EngineError(LongshoreError):
+    """The engine cannot go on; the message is for the operator."""
+
+
+class Engine:
+    """One scheduler, its worker and its clients. `run` returns when told to stop, or raises
+    EngineError."""
+
+    def __init__(
+        self,
+        config: SchedulerProcessConfig,
+        scheduler: Scheduler,
+        worker: Channel[ToWorker, FromWorker],
+        clients: ServerChannel[ToClient, ToEngine],
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._worker = worker
+        self._clients = clients
+        self._engine_id = f"{config.engine_id}.{config.epoch}"
+        self._index_of_peer: dict[bytes, int] = {}
+        self._peer_of_index: dict[int, bytes] = {}
+        self._num_clients = 0
+        self._reported_state: tuple[int, ...] = ()
+        self._failure: BaseException | None = None
+
+    async def run(self) -> None:
+        """Serve until told to stop; workers are told to shut down in every case."""
+        loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        for number in stop_signals(self._config.lifeline_fd):
+            loop.add_signal_handler(number, self._stopping.set)
+        self._watchers = [
+            SocketWatcher(self._worker.socket, self._guarded(self._on_worker)),
+            SocketWatcher(self._clients.socket, self._guarded(self._on_clients)),
+        ]
+        reporter = asyncio.create_task(self._report_regularly())
+        # What has been built so far lives as long as the process; the collector need not visit it.
+        gc.collect()
+        gc.freeze()
+        try:
+            await self._stopping.wait()
+        finally:
+            reporter.cancel()
+            for watcher in self._watchers:
+                watcher.close()
+            reason = str(self._failure or "the engine is shutting down")
+            for peer in self._peer_of_index.values():
+                self._clients.send(peer, EngineFailed(reason))
+            with contextlib.suppress(EngineDead):  # a worker that is gone needs no goodbye
+                self._worker.send(Shutdown(reason))
+        if self._failure is not None:
+            raise EngineError(str(self._failure)) from self._failure
+
+    def _guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """An exception here means the tables may be wrong: the engine stops, it does not guess."""
+
+        def guarded() -> None:
+            try:
+                callback()
+            except Exception as error:
+                if not isinstance(error, LongshoreError):
+                    logger.exception("the engine stops because of an internal error")
+                self._failure = error
+                self._stopping.set()
+
+        return guarded
+
+    def _on_worker(self) -> None:
+        for message in self._worker.drain():
+            match message:
+                case ModelRunnerOutput():
+                    self._scheduler.update_from_output(message, time.monotonic())
+                    self._send_outputs_and_plans()
+                case WorkerFailed():
+                    raise EngineError(f"worker {message.rank} failed: {message.reason}")
+                case WorkerHello() | WorkerReady():
+                    raise EngineError("the worker has started anew; its rows are lost")
+                case _:
+                    assert_never(message)
+        self._check_sockets()
+
+    def _on_clients(self) -> None:
+        now = time.monotonic()
+        for peer, message in self._clients.drain():
+            index = self._index_of_peer.get(peer)
+            match message:
+                case ClientHello():
+                    self._welcome_client(peer, message)
+                case _ if index is None:
+                    self._clients.send(peer, Refused("say ClientHello before anything else"))
+                case AddRequest():
+                    self._scheduler.add_request(message, client=index, now=now)
+                case AbortRequests():
+                    self._scheduler.abort_requests(index, message.handles, now)
+                case StopFound():
+                    self._scheduler.stop_found(index, message, now)
+                case _:
+                    assert_never(message)
+        self._send_outputs_and_plans()
+        self._check_sockets()
+
+    def _welcome_client(self, peer: bytes, hello: ClientHello) -> None:
+        ours, theirs = self._config.identity.model_fingerprint, hello.model_fingerprint
+        if hello.protocol_version != PROTOCOL_VERSION:
+            reason = (
+                f"client {hello.name!r} speaks protocol_version={hello.protocol_version}, this "
+                f"engine {PROTOCOL_VERSION}; start both from the same version"
+            )
+            self._clients.send(peer, Refused(reason))
+            return
+        if theirs != ours:
+            reason = (
+                f"client {hello.name!r} has model_fingerprint={theirs!r}, this engine {ours!r}; "
+                "its token ids would mean something else here"
+            )
+            self._clients.send(peer, Refused(reason))
+            return
+        if peer not in self._index_of_peer:
+            self._index_of_peer[peer] = self._num_clients
+            self._peer_of_index[self._num_clients] = peer
+            logger.info("client %d (%s) connected", self._num_clients, hello.name)
+            self._num_clients += 1
+        num_blocks = self._scheduler.kv_cache.num_blocks
+        self._clients.send(peer, EngineReady(self._engine_id, self._config.identity, num_blocks))
+
+    def _send_outputs_and_plans(self) -> None:
+        """Whoever would wait for it comes first: the device if it has nothing left to do, else
+        the clients."""
+        if not self._scheduler.num_steps_in_flight:
+            self._send_plans()
+        for index, outputs in self._scheduler.take_outputs():
+            self._send(index, outputs)
+        self._send_plans()
+
+    def _send_plans(self) -> None:
+        while (plan := self._scheduler.schedule(time.monotonic())) is not None:
+            self._worker.send(plan)
+
+    def _check_sockets(self) -> None:
+        for watcher in self._watchers:
+            watcher.check()
+
+    def _send(self, index: int, outputs: EngineOutputs) -> None:
+        peer = self._peer_of_index.get(index)
+        if peer is not None and not self._clients.send(peer, outputs):
+            del self._peer_of_index[index], self._index_of_peer[peer]
+            logger.info("client %d is gone; whatever it had running is aborted", index)
+            self._scheduler.abort_client(index, time.monotonic())
+
+    async def _report_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(STATS_INTERVAL_S)
+            state = (self._scheduler.num_steps, *self._scheduler.get_request_counts())
+            if state == self._reported_state:
+                continue
+            self._reported_state = state
+            num_bad = self._clients.num_bad.total() + self._worker.num_bad.total()
+            stats = self._scheduler.make_stats(num_bad)
+            for index in list(self._peer_of_index):
+                self._send(index, EngineOutputs(stats=stats))
+            # A send may have swallowed the edge that announced a request.
+            self._check_sockets()

@@ -1,0 +1,107 @@
+"""What goes back to the clients: columns of tokens per client, and the ends of requests."""
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
+from longshore.protocol.client import EngineOutputs, FinishedRequest, FinishReason
+from longshore.scheduler.request import FINISHED_STATUS, NOT_SCHEDULED, Request
+
+Array = TypeVar("Array", Int32Array, Int64Array)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """One client's share. Arrays of one step, joined when taken."""
+
+    handles: list[Int64Array] = field(default_factory=list)
+    tokens: list[Int32Array] = field(default_factory=list)
+    finished: list[FinishedRequest] = field(default_factory=list)
+
+
+class OutputBuckets:
+    """Collects per client what happens until the process sends it."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, _Bucket] = {}
+
+    def add_tokens(self, clients: Int64Array, handles: Int64Array, tokens: Int32Array) -> None:
+        """Token `tokens[i]` is the next of `handles[i]` at client `clients[i]`."""
+        if len(clients) == 0:
+            return
+        first = int(clients[0])
+        if (clients == first).all():
+            self._append(first, handles, tokens)
+            return
+        for client in np.unique(clients).tolist():
+            mine = clients == client
+            self._append(client, handles[mine], tokens[mine])
+
+    def add_finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        message: str | None = None,
+    ) -> None:
+        """The request, which is on no row any more, has ended."""
+        request.status = FINISHED_STATUS[reason]
+        self._bucket(request.client_index).finished.append(
+            FinishedRequest(
+                handle=request.handle,
+                reason=reason,
+                num_output_tokens=request.num_output_tokens,
+                stop_token_id=stop_token_id,
+                num_cached_tokens=(
+                    0 if request.num_cached_tokens == NOT_SCHEDULED else request.num_cached_tokens
+                ),
+                num_preemptions=request.num_preemptions,
+                message=message,
+            )
+        )
+
+    def add_refusal(
+        self, client: int, handle: int, reason: FinishReason, message: str, num_output_tokens: int
+    ) -> None:
+        """A request that never became one is answered too."""
+        self._bucket(client).finished.append(
+            FinishedRequest(handle, reason, num_output_tokens, message=message)
+        )
+
+    def take(self) -> list[tuple[int, EngineOutputs]]:
+        """(client, message) for every client that has something new."""
+        if not self._buckets:
+            return []
+        taken = [
+            (
+                client,
+                EngineOutputs(
+                    handles=_join(bucket.handles),
+                    tokens=_join(bucket.tokens),
+                    finished=tuple(bucket.finished),
+                ),
+            )
+            for client, bucket in self._buckets.items()
+        ]
+        self._buckets = {}
+        return taken
+
+    def _append(self, client: int, handles: Int64Array, tokens: Int32Array) -> None:
+        bucket = self._bucket(client)
+        bucket.handles.append(handles)
+        bucket.tokens.append(tokens)
+
+    def _bucket(self, client: int) -> _Bucket:
+        bucket = self._buckets.get(client)
+        if bucket is None:
+            bucket = self._buckets[client] = _Bucket()
+        return bucket
+
+
+def _join(arrays: list[Array]) -> Int32Array:
+    if not arrays:
+        return EMPTY_INT32
+    return int32_array(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))

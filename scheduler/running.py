@@ -1,0 +1,151 @@
+"""The running requests, as columns indexed by row.
+
+A step reads and writes whole columns; a `Request` object is touched only when a request starts,
+is preempted or ends. The first four columns are the table the workers keep too (`RowTable`).
+"""
+
+import heapq
+
+import numpy as np
+
+from longshore.protocol.arrays import Int32Array, Int64Array
+from longshore.protocol.plan import RowStart
+from longshore.protocol.rows import RowTable
+from longshore.scheduler.request import Request, RequestStatus
+
+NO_STOP_ID = -1
+
+
+class RunningTable(RowTable):
+    """RowTable and what only the scheduler knows; columns (max_num_seqs,) int64 unless said.
+
+    num_tokens:       prompt and verified output.
+    num_placeholders: sampled in plans not answered yet.
+    num_prompt:       prompt tokens.
+    max_total:        the request ends when num_tokens reaches this.
+    min_total:        stop ids do not count before num_tokens reaches this.
+    client, handle:   where its tokens go.
+    stop_ids:         (max_num_seqs, width) int64, padded with NO_STOP_ID.
+    token_ids:        (max_num_seqs, max_model_len) int32; memory is used only as far as written.
+    requests:         the Request on each row, or None.
+
+    Generations grow with every admission, so they are the admission order: rows have none.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        super().__init__(max_num_seqs)
+        self.num_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.num_placeholders: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.num_prompt: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.max_total: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.min_total: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.client: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.handle: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.stop_ids = np.full((max_num_seqs, 1), NO_STOP_ID, np.int64)
+        self.token_ids = np.empty((max_num_seqs, max_model_len), np.int32)
+        self.requests: list[Request | None] = [None] * max_num_seqs
+        self._free_rows = list(range(max_num_seqs))
+        self._last_generation = 0
+        self._order: Int64Array | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_rows == self.max_num_seqs
+
+    @property
+    def next_row(self) -> int:
+        """The row that the next admission gets: the lowest free one."""
+        return self._free_rows[0]
+
+    @property
+    def order(self) -> Int64Array:
+        """Held rows in admission order. Recomputed only after membership changed."""
+        if self._order is None:
+            rows = np.flatnonzero(self.generation)
+            self._order = rows[np.argsort(self.generation[rows])]
+        return self._order
+
+    def admit(
+        self, request: Request, num_computed_tokens: int, block_ids: tuple[Int32Array, ...]
+    ) -> RowStart:
+        """Put a waiting request on `next_row`; returns what the workers must be told."""
+        row = heapq.heappop(self._free_rows)
+        self._last_generation += 1
+        self._order = None
+        sampling, num_prompt = request.sampling, request.num_prompt_tokens
+        start = RowStart(
+            row=row,
+            generation=self._last_generation,
+            request_id=request.request_id,
+            num_computed_tokens=num_computed_tokens,
+            last_computed=request.max_total_tokens - 1,
+            prompt_token_ids=request.token_ids[:num_prompt],
+            output_token_ids=request.token_ids[num_prompt:],
+            block_ids=block_ids,
+            sampling=sampling,
+            resumed=request.status is RequestStatus.PREEMPTED,
+        )
+        self.start(start)
+        self.num_tokens[row] = request.num_tokens
+        self.num_placeholders[row] = 0
+        self.num_prompt[row] = num_prompt
+        self.max_total[row] = request.max_total_tokens
+        self.min_total[row] = min(num_prompt + sampling.min_tokens, request.max_total_tokens)
+        self.client[row] = request.client_index
+        self.handle[row] = request.handle
+        self.token_ids[row, : request.num_tokens] = request.token_ids
+        self._set_stop_ids(row, request.stop_ids)
+        self.requests[row] = request
+        request.row = row
+        request.status = RequestStatus.RUNNING
+        return start
+
+    def release(self, request: Request) -> None:
+        """The request leaves its row; its tokens so far go back into it."""
+        row = request.row
+        request.token_ids = self.tokens_of(row).copy()
+        request.row = -1
+        self.requests[row] = None
+        self.drop(row)
+        self.num_tokens[row] = 0
+        self.num_placeholders[row] = 0
+        heapq.heappush(self._free_rows, row)
+        self._order = None
+
+    def tokens_of(self, row: int, count: int | None = None) -> Int32Array:
+        """A view of the row's first `count` (all) verified token ids."""
+        ids: Int32Array = self.token_ids[row, : self.num_tokens[row] if count is None else count]
+        return ids
+
+    def request_on(self, row: int) -> Request:
+        """The request on a held row."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} is empty"
+        return request
+
+    def requests_in_order(self) -> list[Request]:
+        """All running requests in admission order."""
+        return [self.request_on(row) for row in self.order.tolist()]
+
+    def append_tokens(self, rows: Int64Array, token_ids: Int32Array) -> None:
+        """One verified token for each of `rows`, all different."""
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+        self.num_placeholders[rows] -= 1
+
+    def stopped(self, rows: Int64Array, token_ids: Int32Array) -> Int64Array:
+        """Those of `rows` that end with the token they just got, in admission order."""
+        num_tokens = self.num_tokens[rows]
+        ended = num_tokens >= self.max_total[rows]
+        hit = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
+        ended |= hit & (num_tokens >= self.min_total[rows])
+        ending = rows[ended]
+        return ending[np.argsort(self.generation[ending])]
+
+    def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        width = self.stop_ids.shape[1]
+        if len(stop_ids) > width:
+            padding = np.full((self.max_num_seqs, len(stop_ids) - width), NO_STOP_ID)
+            self.stop_ids = np.concatenate((self.stop_ids, padding), axis=1)
+        self.stop_ids[row] = NO_STOP_ID
+        self.stop_ids[row, : len(stop_ids)] = stop_ids

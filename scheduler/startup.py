@@ -1,0 +1,127 @@
+"""From a configuration to a running engine: sockets, the workers' handshake, the block pool."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from longshore.protocol.channel import Channel, ServerChannel, close_context, open_socket
+from longshore.protocol.errors import ConfigError, HandshakeRefused
+from longshore.protocol.handshake import (
+    FromWorker,
+    Refused,
+    ToClient,
+    ToEngine,
+    ToWorker,
+    Welcome,
+    WorkerHello,
+    WorkerReady,
+    check_identity,
+)
+from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.protocol.lifeline import Lifeline, Progress, Ready
+from longshore.protocol.results import WorkerFailed
+from longshore.scheduler.config import SchedulerProcessConfig
+from longshore.scheduler.engine import Engine, EngineError
+from longshore.scheduler.scheduler import Scheduler, check_pool_size
+
+logger = logging.getLogger(__name__)
+
+
+def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
+    """Run the engine until it is told to stop.
+
+    Raises LongshoreError for everything an operator can cause.
+    """
+    if len(config.workers) != 1:
+        raise ConfigError(
+            f"{len(config.workers)} workers were configured; this version runs one worker per "
+            "engine (no tensor or pipeline parallelism yet)"
+        )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    worker: Channel[ToWorker, FromWorker] = Channel(
+        open_socket(context, zmq.DEALER, config.workers[0], bind=True), FromWorker
+    )
+    try:
+        lifeline.report(Progress("waiting for the worker to load the model"))
+        kv_cache = welcome_worker(worker, config)
+        scheduler = Scheduler(
+            config.scheduler,
+            config.cache,
+            kv_cache=kv_cache,
+            hash_seed=bytes.fromhex(config.hash_seed),
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            epoch=config.epoch,
+            verify_plan=config.verify_plan,
+        )
+        clients: ServerChannel[ToClient, ToEngine] = ServerChannel(
+            open_socket(context, zmq.ROUTER, config.clients, bind=True), ToEngine
+        )
+        tokens = (kv_cache.num_blocks - 1) * config.cache.block_size
+        lifeline.report(
+            Ready({"num_blocks": str(kv_cache.num_blocks), "kv_cache_tokens": str(tokens)})
+        )
+        logger.info("ready: %d blocks, %d tokens fit", kv_cache.num_blocks, tokens)
+        try:
+            _run(Engine(config, scheduler, worker, clients))
+        finally:
+            clients.close()
+    finally:
+        worker.close()
+        close_context(context)
+
+
+def welcome_worker(
+    worker: Channel[ToWorker, FromWorker], config: SchedulerProcessConfig
+) -> KVCacheConfig:
+    """The handshake: compare, agree on the number of blocks, wait until the worker is warm."""
+    hello = worker.receive(timeout_s=None)
+    if isinstance(hello, WorkerFailed):
+        raise EngineError(f"worker {hello.rank} failed: {hello.reason}")
+    if not isinstance(hello, WorkerHello):
+        raise EngineError(f"a worker began with {type(hello).__name__} instead of WorkerHello")
+    try:
+        check_identity(config.identity, hello.identity, peer=f"worker {hello.rank}")
+        kv_cache = _agree_on_blocks(hello.kv_cache, config)
+    except (HandshakeRefused, ConfigError) as error:
+        worker.send(Refused(str(error)))
+        raise
+    worker.send(Welcome(config.epoch, kv_cache.num_blocks, config.verify_plan))
+    ready = worker.receive(timeout_s=None)
+    if isinstance(ready, WorkerFailed):
+        raise EngineError(f"worker {ready.rank} failed: {ready.reason}")
+    if not isinstance(ready, WorkerReady):
+        raise EngineError(f"a worker said {type(ready).__name__} instead of WorkerReady")
+    return kv_cache
+
+
+def _agree_on_blocks(offered: KVCacheConfig, config: SchedulerProcessConfig) -> KVCacheConfig:
+    wanted = config.cache.num_blocks
+    num_blocks = offered.num_blocks if wanted is None else min(wanted, offered.num_blocks)
+    for group in offered.groups:
+        if group.spec.block_size != config.cache.block_size:
+            raise HandshakeRefused(
+                f"the worker has blocks of {group.spec.block_size} tokens, the scheduler of "
+                f"{config.cache.block_size}"
+            )
+    agreed = msgspec.structs.replace(offered, num_blocks=num_blocks)
+    check_pool_size(config.scheduler, agreed)
+    return agreed
+
+
+def _run(engine: Engine) -> None:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(engine.run())
+
+
+def load_config(path: Path) -> SchedulerProcessConfig:
+    """Raises ConfigError for a file that is not a scheduler's configuration."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SchedulerProcessConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: {error}") from error

@@ -1,0 +1,58 @@
+"""A child process for tests of the supervisor: `python -m tests.deploy.fake_child CONFIG.json`.
+
+behaviour: serve     report ready, then wait to be told to stop and exit 0
+           deaf      report ready, then ignore that
+           fail      report a reason and exit 1
+           die       exit 3 without a word
+           hang      never report anything
+           socket    like serve, with a socket file in the runtime directory
+"""
+
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from longshore.protocol.lifeline import STOP_SIGNAL, Failed, Lifeline, Progress, Ready
+
+
+class FakeChildConfig(msgspec.Struct, frozen=True):
+    behaviour: str
+    lifeline_fd: int | None = None
+    runtime_dir: str | None = None
+
+
+def exit_well(number: int, frame: FrameType | None) -> None:
+    print("told to stop", flush=True)
+    sys.exit(0)
+
+
+def main(config_file: str) -> int:
+    config = msgspec.json.decode(Path(config_file).read_bytes(), type=FakeChildConfig)
+    signal.signal(STOP_SIGNAL, signal.SIG_IGN if config.behaviour == "deaf" else exit_well)
+    assert config.runtime_dir is not None
+    lifeline = Lifeline(config.lifeline_fd, Path(config.runtime_dir))
+    print(f"this is {config.behaviour}", flush=True)
+    match config.behaviour:
+        case "fail":
+            lifeline.report(Failed("no such model; choose another"))
+            return 1
+        case "die":
+            return 3
+        case "hang":
+            lifeline.report(Progress("thinking"))
+        case _:
+            if config.behaviour == "socket":
+                listener = socket.socket(socket.AF_UNIX)
+                listener.bind(f"{config.runtime_dir}/child.sock")
+            lifeline.report(Ready({"answer": "42"}))
+    while True:
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

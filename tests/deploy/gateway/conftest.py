@@ -1,0 +1,88 @@
+"""A real gateway on a real port, in the test's own loop, before a scripted engine."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
+from longshore.deploy.gateway.config import GatewayConfig
+from longshore.deploy.gateway.process import GatewayProcess
+from longshore.deploy.model_folder import SamplingDefaults
+from longshore.deploy.runtime_dir import RuntimeDir
+from longshore.protocol.lifeline import Lifeline
+from tests.deploy.gateway.fake_engine import IDENTITY, FakeEngine, Script, echo
+from tests.deploy.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+
+
+@dataclass
+class RunningGateway:
+    """The gateway under test, its engine, and a client of it."""
+
+    process: GatewayProcess
+    engine: FakeEngine
+    port: int
+
+    @property
+    def client(self) -> HttpEndpoint:
+        return HttpEndpoint(f"http://127.0.0.1:{self.port}")
+
+    async def get(self, path: str) -> HttpAnswer:
+        return await self.client.request("GET", path, timeout_s=5)
+
+    async def post(self, path: str, body: dict[str, Any] | bytes) -> HttpAnswer:
+        encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.client.request("POST", path, encoded, timeout_s=5)
+
+
+StartGateway = Callable[..., AbstractAsyncContextManager[RunningGateway]]
+
+
+@pytest.fixture
+def start_gateway(tmp_path: Path) -> StartGateway:
+    """`async with start_gateway(script, **config) as gateway`; `tokenizer=False` for none."""
+
+    @asynccontextmanager
+    async def start(
+        script: Script = echo, *, tokenizer: bool = True, **settings: Any
+    ) -> AsyncIterator[RunningGateway]:
+        if tokenizer:
+            save_tokenizer(tmp_path)
+        runtime_dir = RuntimeDir()
+        endpoint = runtime_dir.endpoint("clients")
+        engine = FakeEngine(endpoint, script)
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        config = GatewayConfig(
+            **{
+                "model": str(tmp_path),
+                "served_model_name": "tiny",
+                "model_fingerprint": IDENTITY.model_fingerprint,
+                "vocab_size": VOCAB_SIZE,
+                "max_model_len": IDENTITY.max_model_len,
+                "sampling_defaults": SamplingDefaults(),
+                "engine": endpoint,
+                "listen_fd": listener.detach(),
+                "max_body_bytes": 4096,
+            }
+            | settings
+        )
+        process = GatewayProcess(config)
+        serving = asyncio.create_task(process.serve())
+        try:
+            await process.start(Lifeline(None))
+            yield RunningGateway(process, engine, port)
+        finally:
+            process.stop()
+            await serving
+            process.close()
+            engine.close()
+            runtime_dir.remove()
+
+    return start

@@ -1,0 +1,140 @@
+"""A scripted scheduler behind the real protocol: the gateway cannot tell the difference."""
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import zmq
+
+from longshore.protocol.arrays import int32_array
+from longshore.protocol.channel import Endpoint, ServerChannel, SocketWatcher, open_socket
+from longshore.protocol.client import (
+    AbortRequests,
+    AddRequest,
+    EngineFailed,
+    EngineOutputs,
+    FinishedRequest,
+    FinishReason,
+    SchedulerStats,
+    StopFound,
+)
+from longshore.protocol.handshake import (
+    ClientHello,
+    EngineIdentity,
+    EngineReady,
+    Refused,
+    ToClient,
+    ToEngine,
+)
+
+IDENTITY = EngineIdentity(
+    model_fingerprint="a model",
+    dtype="float32",
+    block_size=16,
+    max_model_len=64,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    hash_seed_digest="a seed",
+)
+STATS = SchedulerStats(
+    num_running=3,
+    num_waiting=1,
+    num_blocks=100,
+    num_free_blocks=75,
+    kv_usage=0.25,
+    steps_in_flight=2.0,
+    num_steps=7,
+    num_preemptions=0,
+    num_prefix_queried_tokens=40,
+    num_prefix_hit_tokens=16,
+    num_preempted_queried_tokens=0,
+    num_preempted_hit_tokens=0,
+    num_stale_tokens=0,
+    num_bad_messages=0,
+)
+
+Script = Callable[["FakeEngine", AddRequest], None]
+
+
+def echo(engine: "FakeEngine", request: AddRequest) -> None:
+    """Answer with the prompt's own ids, one per message, and stop as asked."""
+    token_ids = request.prompt_token_ids.tolist()[: request.sampling.max_tokens]
+    for token_id in token_ids:
+        engine.send_tokens(request, [token_id])
+    engine.finish(request, FinishReason.LENGTH_CAPPED, num_output_tokens=len(token_ids))
+
+
+def never_answer(engine: "FakeEngine", request: AddRequest) -> None:
+    """Take the request and say nothing."""
+
+
+class FakeEngine:
+    """Binds the clients' endpoint on the running loop and follows a script per request.
+
+    requests: everything that was asked; aborted: handles that clients gave up.
+    """
+
+    def __init__(self, endpoint: Endpoint, script: Script = echo) -> None:
+        self.script = script
+        self.requests: list[AddRequest] = []
+        self.aborted: list[int] = []
+        self.arrived = asyncio.Event()
+        self._peer = b""
+        self._context = zmq.Context()
+        socket = open_socket(self._context, zmq.ROUTER, endpoint, bind=True)
+        self._channel: ServerChannel[ToClient, ToEngine] = ServerChannel(socket, ToEngine)
+        self._watcher = SocketWatcher(socket, self._receive)
+
+    def _receive(self) -> None:
+        for peer, message in self._channel.drain():
+            self._peer = peer
+            match message:
+                case ClientHello(model_fingerprint=fingerprint):
+                    if fingerprint == IDENTITY.model_fingerprint:
+                        self.send(EngineReady("engine-0.1", IDENTITY, num_blocks=100))
+                    else:
+                        self.send(Refused(f"model_fingerprint={fingerprint!r} is another"))
+                case AddRequest():
+                    self.requests.append(message)
+                    self.script(self, message)
+                case AbortRequests(handles):
+                    self.aborted += handles.tolist()
+                case StopFound():
+                    raise AssertionError("nothing looks for stop strings yet")
+            self.arrived.set()
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until a message has made it true; fails after five seconds."""
+        async with asyncio.timeout(5):
+            while not condition():
+                self.arrived.clear()
+                await self.arrived.wait()
+
+    def send(self, message: ToClient) -> None:
+        self._channel.send(self._peer, message)
+
+    def send_tokens(self, request: AddRequest, token_ids: list[int]) -> None:
+        handles = np.full(len(token_ids), request.handle, np.int32)
+        self.send(EngineOutputs(handles, int32_array(token_ids)))
+
+    def finish(
+        self,
+        request: AddRequest,
+        reason: FinishReason,
+        *,
+        num_output_tokens: int = 0,
+        message: str | None = None,
+    ) -> None:
+        end = FinishedRequest(
+            request.handle, reason, num_output_tokens, num_cached_tokens=2, message=message
+        )
+        self.send(EngineOutputs(finished=(end,), stats=STATS))
+
+    def fail(self, reason: str) -> None:
+        self.send(EngineFailed(reason))
+
+    def close(self) -> None:
+        """As if the process had died: the connection breaks."""
+        self._watcher.close()
+        self._channel.socket.close(linger=100)
+        self._context.term()

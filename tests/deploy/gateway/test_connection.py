@@ -1,0 +1,113 @@
+"""What one connection may send before the gateway looks at it."""
+
+import asyncio
+import json
+
+import pytest
+
+from longshore.deploy.gateway import connection
+from longshore.deploy.gateway.connection import MAX_HEAD_BYTES
+from tests.deploy.gateway.conftest import RunningGateway, StartGateway
+from tests.deploy.gateway.fake_engine import never_answer
+
+TIMEOUT_S = 10
+CUT_OFF = b"reset"
+BODY = json.dumps({"model": "tiny", "prompt": "one", "max_tokens": 3}).encode()
+POST = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
+)
+
+
+async def exchange(gateway: RunningGateway, *parts: bytes) -> bytes:
+    """Everything the server says until it closes the connection; CUT_OFF if it closed it on data
+    that it had not read, which may overtake what it said."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            try:
+                for part in parts:
+                    writer.write(part)
+                    await writer.drain()
+                return await reader.read()
+            except ConnectionError:
+                return CUT_OFF
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("start", "flood"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nA: ", b"a" * 4096),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n", b"a: b\r\n" * 600),
+        (b"GET /" + b"a" * 1000, b"a" * 4096),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+            b"a: b\r\n" * 600,
+        ),
+    ],
+    ids=["one header", "many headers", "url", "trailers"],
+)
+async def test_endless_head_is_cut_off(
+    start_gateway: StartGateway, start: bytes, flood: bytes
+) -> None:
+    async with start_gateway() as gateway:
+        num_floods = 4 * MAX_HEAD_BYTES // len(flood)
+        answer = await exchange(gateway, start, *[flood] * num_floods)
+        assert answer == CUT_OFF or answer.startswith(b"HTTP/1.1 431")
+        assert (await gateway.get("/health")).status == 200
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half"]
+)
+async def test_connection_that_asks_for_nothing_makes_room(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.1)
+    async with start_gateway() as gateway:
+        assert await exchange(gateway, said) == b""
+
+
+async def test_large_body_is_no_large_head(start_gateway: StartGateway) -> None:
+    async with start_gateway(max_body_bytes=1 << 20) as gateway:
+        body = {"model": "tiny", "prompt": "one", "user": "u" * (4 * MAX_HEAD_BYTES)}
+        assert (await gateway.post("/v1/completions", body)).status == 200
+
+
+async def test_pipelined_request_is_left_unanswered_and_the_connection_ends(
+    start_gateway: StartGateway,
+) -> None:
+    async with start_gateway() as gateway:
+        answer = await exchange(gateway, POST + POST)
+        assert answer.count(b"HTTP/1.1 200") == 1
+        assert answer.count(b"text_completion") == 1
+
+
+async def test_requests_one_after_the_other_share_a_connection(
+    start_gateway: StartGateway,
+) -> None:
+    async with start_gateway() as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        async with asyncio.timeout(TIMEOUT_S):
+            for _ in range(3):
+                writer.write(POST)
+                head = await reader.readuntil(b"\r\n\r\n")
+                (length,) = (
+                    int(line.split(b":")[1])
+                    for line in head.split(b"\r\n")
+                    if line.lower().startswith(b"content-length")
+                )
+                assert json.loads(await reader.readexactly(length))["choices"]
+        writer.close()
+
+
+async def test_client_that_pipelined_and_goes_away_is_aborted(start_gateway: StartGateway) -> None:
+    async with start_gateway(never_answer) as gateway:
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(POST + POST)
+        await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 1)
+        writer.write(POST)
+        writer.close()
+        await gateway.engine.wait_for(lambda: len(gateway.engine.aborted) == 1)

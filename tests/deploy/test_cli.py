@@ -1,0 +1,60 @@
+"""The command line: what it refuses, and how little it loads."""
+
+import subprocess
+import sys
+
+import pytest
+
+LOADED = (
+    "import sys, longshore.deploy.cli; print({'torch', 'starlette', 'numpy'} & set(sys.modules))"
+)
+
+
+def longshore(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "longshore.deploy", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def test_command_line_loads_neither_torch_nor_a_server() -> None:
+    run = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=30)
+    assert run.stdout.strip() in ("set()", "{'numpy'}"), run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--dtype", "int8"], ["--dtype", "bfloat16"]),
+        (["serve", "--num-blocks", "many"], ["--num-blocks", "many"]),
+        (["serve", "--no-such-flag"], ["--no-such-flag"]),
+        (["serve", "--device", "tpu"], ["device='tpu'", "cuda"]),
+        (["serve", "/no/such/folder"], ["/no/such/folder", "nothing is downloaded"]),
+        (["bench", "throughput", "--num-prompts", "0"], ["num_prompts=0"]),
+        (["bench", "throughput", "--input-len", "5000"], ["input_len=5000", "2048"]),
+        (["bench", "throughput", "--json", "/no/such/x.json"], ["/no/such/x.json", "written"]),
+        (["bench", "serve", "--json", "/no/such/x.json"], ["/no/such/x.json", "written"]),
+        (["bench", "serve", "--request-rate", "-1"], ["request_rate=-1"]),
+        (["bench", "serve", "--url", "http://127.0.0.1:9"], ["Is the server running there?"]),
+        (["bench", "serve", "--url", "nowhere"], ["url='nowhere'"]),
+    ],
+)
+def test_wrong_value_is_refused_by_name_without_a_traceback(
+    arguments: list[str], words: list[str]
+) -> None:
+    run = longshore(*arguments)
+    assert run.returncode != 0
+    printed = " ".join((run.stdout + run.stderr).split())
+    assert "Traceback" not in printed
+    for word in words:
+        assert word in printed
+
+
+def test_help_names_every_flag_with_what_it_does() -> None:
+    run = longshore("serve", "--help")
+    assert run.returncode == 0
+    for flag in ("--no-async-scheduling", "--max-num-batched-tokens", "--drain-timeout-s"):
+        assert flag in run.stdout
+    assert "power of two" in run.stdout

@@ -1,0 +1,52 @@
+"""Lines of several processes on one stream."""
+
+import io
+
+from longshore.deploy.log_relay import ERASE_TO_END, LogRelay
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_get_the_name_of_their_process_however_they_are_cut() -> None:
+    stream = io.StringIO()
+    relay = LogRelay(stream, stamp=lambda: "noon")
+    relay.feed("worker 0", b"load")
+    relay.feed("gateway", b"one\ntwo\nthr")
+    relay.feed("worker 0", b"ing\n\xff bad\n")
+    relay.end("gateway")
+    assert stream.getvalue().splitlines() == [
+        "noon [gateway] one",
+        "noon [gateway] two",
+        "noon [worker 0] loading",
+        "noon [worker 0] � bad",
+        "noon [gateway] thr",
+    ]
+
+
+def test_progress_bar_leaves_only_its_last_state_in_a_file() -> None:
+    stream = io.StringIO()
+    relay = LogRelay(stream, stamp=lambda: "noon")
+    for chunk in (b"\r 10%", b"\r 50%", b"\r100%", b"\ndone\n"):
+        relay.feed("worker 0", chunk)
+    assert stream.getvalue() == "noon [worker 0] 100%\nnoon [worker 0] done\n"
+
+
+def test_progress_bar_is_drawn_in_place_on_a_terminal() -> None:
+    stream = Terminal()
+    relay = LogRelay(stream, stamp=lambda: "noon")
+    relay.feed("worker 0", b"\r 10%")
+    relay.feed("worker 0", b"\r100%\n")
+    assert (
+        stream.getvalue()
+        == f"noon [worker 0]  10%{ERASE_TO_END}\rnoon [worker 0] 100%{ERASE_TO_END}\n"
+    )
+
+
+def test_closed_stream_is_no_error() -> None:
+    stream = io.StringIO()
+    relay = LogRelay(stream, stamp=lambda: "noon")
+    stream.close()
+    relay.feed("worker 0", b"too late\n")

@@ -1,0 +1,145 @@
+"""The supervisor with real children that behave, fail, hang, die or ignore it."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from longshore.deploy.process import ProcessSpec
+from longshore.deploy.runtime_dir import RuntimeDir
+from longshore.deploy.stop_signals import StopSignals
+from longshore.deploy.supervisor import StartFailed, StopRequested, Supervisor
+from longshore.protocol.lifeline import STOP_SIGNAL
+from tests.conftest import ROOT
+from tests.deploy.fake_child import FakeChildConfig
+
+ENVIRONMENT = {"PYTHONPATH": str(ROOT)}
+
+
+def spec(name: str, behaviour: str) -> ProcessSpec:
+    return ProcessSpec(
+        name, "tests.deploy.fake_child", FakeChildConfig(behaviour), environment=ENVIRONMENT
+    )
+
+
+@pytest.fixture
+def output() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def supervisor(output: io.StringIO) -> Iterator[Supervisor]:
+    supervisor = Supervisor(RuntimeDir(), output)
+    yield supervisor
+    supervisor.stop_now()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def nothing_is_left(supervisor: Supervisor) -> bool:
+    return not supervisor.processes and not supervisor.runtime_dir.path.exists()
+
+
+def test_children_start_report_and_stop_in_reverse_order(
+    supervisor: Supervisor, output: io.StringIO
+) -> None:
+    assert supervisor.runtime_dir.path.stat().st_mode & 0o777 == 0o700
+    ready = supervisor.start([spec("worker 0", "serve"), spec("gateway", "socket")], timeout_s=20)
+    assert ready["gateway"].details == {"answer": "42"}
+    assert supervisor.find_death() is None
+    assert supervisor.stop(drain_timeout_s=5)
+    assert nothing_is_left(supervisor)
+    lines = [line.partition(" ")[2] for line in output.getvalue().splitlines()]
+    assert sorted(lines) == [
+        "[gateway] this is socket",
+        "[gateway] told to stop",
+        "[worker 0] this is serve",
+        "[worker 0] told to stop",
+    ]
+    assert lines.index("[gateway] told to stop") < lines.index("[worker 0] told to stop")
+
+
+def test_reason_of_a_child_that_cannot_start_is_the_error(supervisor: Supervisor) -> None:
+    with pytest.raises(StartFailed, match=r"^worker 0: no such model; choose another$"):
+        supervisor.start([spec("worker 0", "fail"), spec("scheduler", "hang")], timeout_s=20)
+    assert nothing_is_left(supervisor)
+
+
+def test_child_that_dies_at_start_without_a_word_is_named(supervisor: Supervisor) -> None:
+    with pytest.raises(StartFailed, match=r"worker 0 has died \(exit status 3\)"):
+        supervisor.start([spec("worker 0", "die")], timeout_s=20)
+
+
+def test_child_that_is_never_ready_is_named_with_what_it_does(supervisor: Supervisor) -> None:
+    with pytest.raises(StartFailed, match=r"worker 0 \(thinking\)"):
+        supervisor.start([spec("worker 0", "hang")], timeout_s=1.5)
+    assert nothing_is_left(supervisor)
+
+
+def test_killed_child_is_named_although_others_fail_after_it(supervisor: Supervisor) -> None:
+    supervisor.start([spec("worker 0", "serve"), spec("scheduler", "serve")], timeout_s=20)
+    os.kill(supervisor.processes[1].pid, signal.SIGKILL)
+    os.kill(supervisor.processes[0].pid, STOP_SIGNAL)
+    death = supervisor.wait_for_death(timeout_s=10)
+    assert death is not None
+    assert death.startswith("scheduler was killed (SIGKILL)")
+    supervisor.stop_now()
+    assert nothing_is_left(supervisor)
+
+
+def test_child_that_ignores_the_request_to_stop_is_killed(supervisor: Supervisor) -> None:
+    supervisor.start([spec("worker 0", "deaf")], timeout_s=20)
+    child = psutil.Process(supervisor.processes[0].pid)
+    assert not supervisor.stop(drain_timeout_s=0.2)
+    assert not child.is_running()
+    assert nothing_is_left(supervisor)
+
+
+def test_stop_signal_interrupts_the_start(supervisor: Supervisor) -> None:
+    with StopSignals() as stop_signal:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(StopRequested):
+            supervisor.start([spec("worker 0", "hang")], timeout_s=20, stop_signal=stop_signal)
+    assert nothing_is_left(supervisor)
+
+
+PARENT = """
+import sys, time
+from longshore.deploy.runtime_dir import RuntimeDir
+from longshore.deploy.supervisor import Supervisor
+from tests.deploy.test_supervisor import spec
+supervisor = Supervisor(RuntimeDir(), sys.stderr)
+supervisor.start([spec("worker 0", "deaf"), spec("gateway", "socket")], timeout_s=20)
+print(supervisor.runtime_dir.path, *(process.pid for process in supervisor.processes), flush=True)
+time.sleep(60)
+"""
+
+
+def test_killed_supervisor_leaves_no_process_and_no_directory() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        stdout=subprocess.PIPE,
+        env={**os.environ, **ENVIRONMENT},
+        cwd=ROOT,
+        text=True,
+    )
+    with parent:
+        assert parent.stdout is not None
+        runtime_dir, *pids = parent.stdout.readline().split()
+        children = [psutil.Process(int(pid)) for pid in pids]
+        parent.kill()
+        psutil.wait_procs(children, timeout=10)
+    wait_until(lambda: not any(child.is_running() for child in children))
+    wait_until(lambda: not Path(runtime_dir).exists())

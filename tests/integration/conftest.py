@@ -1,0 +1,55 @@
+"""What the tests with real processes share: one checkpoint and one running deployment."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, save_tokenizer
+from tests.integration.deployment import Deployment
+from tests.models import make_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A random Llama with a byte tokenizer: its folder, and the transformers model."""
+    path = tmp_path_factory.mktemp("tiny")
+    model = make_tiny_llama(
+        path,
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=4096,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+    )
+    save_tokenizer(path)
+    return path, model
+
+
+@pytest.fixture(scope="session")
+def deployment(
+    tiny_model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    """A deployment that all tests share; those that end one start their own."""
+    with Deployment(tiny_model[0], tmp_path_factory.mktemp("run")) as shared:
+        yield shared.wait_until_ready()
+        assert shared.stop() == 0, shared.output
+        shared.assert_nothing_is_left()
+
+
+StartDeployment = Callable[..., Deployment]
+
+
+@pytest.fixture
+def start_deployment(tiny_model: tuple[Path, Any], tmp_path: Path) -> Iterator[StartDeployment]:
+    """`start_deployment(*flags)` starts one of its own; nothing of it survives the test."""
+    started = []
+
+    def start(*arguments: str, model_dir: Path | None = None, port: int = 0) -> Deployment:
+        own = Deployment(model_dir or tiny_model[0], tmp_path, *arguments, port=port)
+        started.append(own)
+        return own
+
+    yield start
+    for own in started:
+        own.__exit__()

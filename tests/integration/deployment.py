@@ -1,0 +1,88 @@
+"""A real deployment, started from the command line as an operator would."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+READY_TIMEOUT_S: Final = 60.0
+# Smallest that serves: quick to start, and the tests share the machine.
+SETTINGS: Final = ["--num-blocks", "600", "--max-num-seqs", "32", "--threads", "1"]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Until it holds; fails after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.02)
+
+
+class Deployment:
+    """`longshore serve MODEL` on a free port, with a temporary directory of its own.
+
+    lines: everything it has printed.
+    """
+
+    def __init__(self, model_dir: Path, tmp_dir: Path, *arguments: str, port: int = 0) -> None:
+        self.tmp_dir = tmp_dir
+        self._output_file = tmp_dir / "output.txt"
+        command = [sys.executable, "-m", "longshore.deploy", "serve", str(model_dir)]
+        with self._output_file.open("wb") as output:
+            self.process = psutil.Popen(
+                [*command, "--port", str(port), *SETTINGS, *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TMPDIR": str(tmp_dir)},
+            )
+        self.members: dict[str, psutil.Process] = {}
+        self.url = ""
+
+    def wait_until_ready(self) -> "Deployment":
+        wait_until(self._is_ready_or_ended, READY_TIMEOUT_S)
+        match = re.search(r"ready at (\S+)", self.output)
+        assert match is not None, self.output
+        self.url = match[1]
+        self.members = {"supervisor": self.process}
+        for child in self.process.children():
+            module = child.cmdline()[3]
+            self.members[module.rpartition(".")[2]] = child
+        return self
+
+    def _is_ready_or_ended(self) -> bool:
+        return "ready at" in self.output or self.process.poll() is not None
+
+    @property
+    def output(self) -> str:
+        return self._output_file.read_text()
+
+    @property
+    def runtime_dirs(self) -> list[Path]:
+        return list(self.tmp_dir.glob("longshore-*"))
+
+    def assert_nothing_is_left(self, timeout_s: float = 10.0) -> None:
+        """Every process has ended and the runtime directory is gone, within `timeout_s`."""
+        _, alive = psutil.wait_procs(list(self.members.values()), timeout=timeout_s)
+        assert alive == []
+        wait_until(lambda: self.runtime_dirs == [])
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        self.process.terminate()
+        return int(self.process.wait(timeout=30))
+
+    def __enter__(self) -> "Deployment":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        family = [self.process, *self.members.values()]
+        for process in family:
+            if process.is_running():
+                process.kill()
+        self.process.wait(timeout=10)

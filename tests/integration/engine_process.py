@@ -1,0 +1,237 @@
+"""A real scheduler process with a scripted worker and client in the test's own process."""
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import zmq
+
+from longshore.protocol.channel import Channel, Endpoint, open_socket
+from longshore.protocol.client import AddRequest, EngineOutputs, FinishedRequest
+from longshore.protocol.handshake import (
+    ClientHello,
+    EngineIdentity,
+    EngineReady,
+    FromWorker,
+    ToClient,
+    ToEngine,
+    ToWorker,
+    WorkerHello,
+    WorkerReady,
+)
+from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from longshore.protocol.lifeline import LifelineReport, decode_report
+from longshore.protocol.plan import SchedulerOutput, Shutdown
+from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.rows import PlanFollower, RowTable
+from longshore.protocol.sampling import SamplingParams
+from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
+
+VOCAB_SIZE = 1000
+TIMEOUT_S = 20.0
+IDENTITY = EngineIdentity(
+    model_fingerprint="a model",
+    dtype="float32",
+    block_size=16,
+    max_model_len=2048,
+    max_num_seqs=64,
+    max_num_batched_tokens=4096,
+    hash_seed_digest="a seed",
+)
+
+
+class EngineProcess:
+    """The process, its lifeline, and the sockets of a worker and a client."""
+
+    def __init__(self, *, epoch: int = 1, cache: CacheConfig | None = None) -> None:
+        self.runtime_dir = Path(tempfile.mkdtemp(prefix="longshore-test-"))
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        workers = Endpoint(f"ipc://{self.runtime_dir}/worker-0")
+        self._clients = Endpoint(f"ipc://{self.runtime_dir}/clients")
+        self._lifeline, child_end = socket.socketpair()
+        self._lifeline.settimeout(TIMEOUT_S)
+        self._lines = self._lifeline.makefile("rb")
+        config = SchedulerProcessConfig(
+            scheduler=SchedulerConfig(
+                max_model_len=IDENTITY.max_model_len,
+                max_num_seqs=IDENTITY.max_num_seqs,
+                max_num_batched_tokens=IDENTITY.max_num_batched_tokens,
+            ),
+            cache=cache or CacheConfig(),
+            identity=IDENTITY,
+            workers=(workers,),
+            clients=self._clients,
+            hash_seed="00" * 32,
+            vocab_size=VOCAB_SIZE,
+            epoch=epoch,
+            lifeline_fd=child_end.fileno(),
+            runtime_dir=str(self.runtime_dir),
+        )
+        path = self.runtime_dir / "scheduler.json"
+        path.write_bytes(msgspec.json.encode(config))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "longshore.scheduler", str(path)],
+            pass_fds=[child_end.fileno()],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        child_end.close()
+        self.workers: list[ScriptedWorker] = []
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self.worker: Channel[FromWorker, ToWorker] = Channel(self._connect_to(workers), ToWorker)
+
+    def next_report(self) -> LifelineReport:
+        """The next line that the process writes to its supervisor."""
+        return decode_report(self._lines.readline())
+
+    def start_worker(
+        self, *, identity: EngineIdentity = IDENTITY, num_blocks: int = 1000
+    ) -> ToWorker | None:
+        """Say hello as rank 0; the scheduler's answer."""
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=4, dtype_bytes=4)
+        kv_cache = KVCacheConfig(
+            num_blocks=num_blocks, groups=(KVCacheGroup(("layer",), spec),), dtype="float32"
+        )
+        self.worker.send(WorkerHello(0, identity, kv_cache))
+        return self.worker.receive(TIMEOUT_S)
+
+    def connect(self, **overrides: object) -> tuple["Client", ToClient | None]:
+        """A client that has said hello, and the answer to that."""
+        channel: Channel[ToEngine, ToClient] = Channel(self._connect_to(self._clients), ToClient)
+        hello = ClientHello("test", IDENTITY.model_fingerprint)
+        channel.send(msgspec.structs.replace(hello, **overrides))
+        return Client(channel), channel.receive(TIMEOUT_S)
+
+    def _connect_to(self, endpoint: Endpoint) -> "zmq.Socket[bytes]":
+        self._sockets.append(open_socket(self.context, zmq.DEALER, endpoint, bind=False))
+        return self._sockets[-1]
+
+    def drop_lifeline(self) -> None:
+        """What the process sees when its supervisor dies."""
+        self._lines.close()
+        self._lifeline.close()
+
+    def wait(self) -> int:
+        """Exit status."""
+        return self.process.wait(TIMEOUT_S)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        for worker in self.workers:
+            worker.stop()
+        self.drop_lifeline()
+        for open_one in self._sockets:
+            open_one.close(linger=0)
+        self.context.term()
+        shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+
+class Client:
+    """A gateway in miniature."""
+
+    def __init__(self, channel: Channel[ToEngine, ToClient]) -> None:
+        self.channel = channel
+        self.tokens: dict[int, list[int]] = {}
+        self.finished: dict[int, FinishedRequest] = {}
+        self.steps_in_flight: list[float] = []
+
+    def add(self, handle: int, *, prompt_len: int = 40, max_tokens: int = 5) -> None:
+        self.channel.send(
+            AddRequest(
+                request_id=f"request-{handle}",
+                handle=handle,
+                prompt_token_ids=np.arange(prompt_len, dtype=np.int32) % VOCAB_SIZE,
+                sampling=SamplingParams(temperature=0, max_tokens=max_tokens),
+            )
+        )
+
+    def receive_until(self, done: Callable[[], bool]) -> None:
+        """Read outputs until `done()`. Raises TimeoutError when nothing comes for too long."""
+        while not done():
+            message = self.channel.receive(TIMEOUT_S)
+            if message is None:
+                raise TimeoutError("the engine went silent")
+            assert isinstance(message, EngineOutputs), message
+            for handle, token in zip(
+                message.handles.tolist(), message.tokens.tolist(), strict=True
+            ):
+                self.tokens.setdefault(handle, []).append(token)
+            for finished in message.finished:
+                self.finished[finished.handle] = finished
+            if message.stats is not None:
+                self.steps_in_flight.append(message.stats.steps_in_flight)
+
+
+class ScriptedWorker:
+    """Answers every plan from a thread: token = number of computed tokens, so a token tells where
+    it was sampled. `before_answer` may delay or stop."""
+
+    def __init__(
+        self,
+        engine: EngineProcess,
+        *,
+        epoch: int = 1,
+        before_answer: Callable[[SchedulerOutput], None] = lambda plan: None,
+    ) -> None:
+        self._channel = engine.worker
+        self._epoch = epoch
+        self._before_answer = before_answer
+        self.plans: list[SchedulerOutput] = []
+        self.rows = RowTable(IDENTITY.max_num_seqs)
+        self.shutdown: Shutdown | None = None
+        self._stopped = threading.Event()
+        engine.workers.append(self)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Leave the socket alone, so that it can be closed."""
+        self._stopped.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        follower = PlanFollower(self.rows, epoch=self._epoch)
+        while not self._stopped.is_set():
+            message = self._channel.receive(0.05)
+            if message is None:
+                continue
+            if isinstance(message, Shutdown):
+                self.shutdown = message
+                return
+            assert isinstance(message, SchedulerOutput)
+            self.plans.append(message)
+            num_scheduled = follower.apply(message)
+            sampling = np.flatnonzero(self.rows.samples(num_scheduled))
+            tokens = (self.rows.num_computed[sampling] % VOCAB_SIZE).astype(np.int32)
+            self._before_answer(message)
+            self._channel.send(
+                ModelRunnerOutput(epoch=self._epoch, step=message.step, sampled_tokens=tokens)
+            )
+
+
+@contextmanager
+def running_engine(**settings: object) -> Iterator[EngineProcess]:
+    """A scheduler process whose worker is not there yet."""
+    engine = EngineProcess(**settings)  # type: ignore[arg-type]
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def ready_engine(engine: EngineProcess) -> Client:
+    """Bring the engine up to the point where a client can send requests."""
+    engine.start_worker()
+    engine.worker.send(WorkerReady(0))
+    client, answer = engine.connect()
+    assert isinstance(answer, EngineReady), answer
+    return client

@@ -1,0 +1,207 @@
+"""`LLM` with real processes and without: equal tokens, nothing left, errors that say what died."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from longshore import LLM, SamplingParams
+from longshore.deploy.bench.options import ThroughputOptions
+from longshore.deploy.bench.throughput import run as run_bench
+from longshore.protocol.errors import ConfigError, EngineDead
+from tests.integration.deployment import wait_until
+
+SETTINGS: dict[str, Any] = {"num_blocks": 600, "max_num_seqs": 32, "threads": 1}
+TOKEN_PROMPTS = [{"prompt_token_ids": list(range(20, 20 + n))} for n in (1, 17, 40)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: tuple[Path, Any]) -> Iterator[LLM]:
+    with LLM(tiny_model[0], **SETTINGS) as llm:
+        yield llm
+
+
+def test_both_modes_give_the_tokens_of_transformers(llm: LLM, tiny_model: tuple[Path, Any]) -> None:
+    import torch
+
+    separate = llm.generate(TOKEN_PROMPTS, GREEDY, progress=False)
+    with LLM(tiny_model[0], in_process=True, **SETTINGS) as in_process:
+        together = in_process.generate(TOKEN_PROMPTS, GREEDY, progress=False)
+    for prompt, ours, theirs in zip(TOKEN_PROMPTS, separate, together, strict=True):
+        ids = prompt["prompt_token_ids"]
+        expected = tiny_model[1].generate(
+            torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None
+        )
+        assert ours.token_ids == theirs.token_ids == expected[0, len(ids) :].tolist()
+        assert ours.text == theirs.text
+
+
+def test_outputs_stand_in_the_order_of_the_prompts(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=n) for n in (9, 1, 5)]
+    outputs = llm.generate(["one", {"prompt_token_ids": [5, 6]}, "three"], params, progress=False)
+    assert [len(output.token_ids) for output in outputs] == [9, 1, 5]
+    assert [output.finish_reason for output in outputs] == ["length"] * 3
+    assert len({output.request_id for output in outputs}) == 3
+    (again,) = llm.generate("three", params[2], progress=False)
+    assert again.token_ids == outputs[2].token_ids
+
+
+def test_more_prompts_than_are_sent_at_once_are_all_answered(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longshore.deploy.llm.MAX_LIVE_REQUESTS", 3)
+    params = [SamplingParams(max_tokens=1 + n % 5, ignore_eos=True, seed=n) for n in range(20)]
+    prompts = [{"prompt_token_ids": [20 + n]} for n in range(20)]
+    outputs = llm.generate(prompts, params, progress=False)
+    assert [len(output.token_ids) for output in outputs] == [1 + n % 5 for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [
+        ({"prompt_token_ids": [1.5]}, GREEDY),
+        ([[1, 2, 3]], GREEDY),
+        ("\ud800", GREEDY),
+        ("text", SamplingParams(stop_token_ids=(1 << 20,))),
+    ],
+    ids=["float", "list", "surrogate", "stop id"],
+)
+def test_prompt_that_cannot_be_answered_is_a_value_error(
+    llm: LLM, prompt: Any, params: SamplingParams
+) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        llm.generate(prompt, params, progress=False)
+
+
+def test_token_ids_may_be_an_array(llm: LLM) -> None:
+    prompts = [{"prompt_token_ids": np.arange(20, 30)}, {"prompt_token_ids": list(range(20, 30))}]
+    from_array, from_list = llm.generate(prompts, GREEDY, progress=False)
+    assert from_array.token_ids == from_list.token_ids
+
+
+def test_cached_prefix_is_counted(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": list(range(200, 280))}
+    cached = [llm.generate(prompt, GREEDY, progress=False)[0].num_cached_tokens for _ in range(2)]
+    assert cached == [0, 64]
+
+
+def test_prompts_that_do_not_fit_are_refused_by_number(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"prompts\[1\].*5000 tokens.*4096"):
+        llm.generate(["x", {"prompt_token_ids": [5] * 5000}], progress=False)
+    with pytest.raises(ValueError, match=r"prompts\[0\].*text"):
+        llm.generate([{"text": [5]}], progress=False)
+    with pytest.raises(ValueError, match="2 params for 1 prompts"):
+        llm.generate(["x"], [GREEDY, GREEDY], progress=False)
+
+
+def test_more_requests_than_blocks_are_preempted_and_answered_alike(
+    llm: LLM, tiny_model: tuple[Path, Any]
+) -> None:
+    prompts = [{"prompt_token_ids": [5 + i] * 20} for i in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    calm = llm.generate(prompts, params, progress=False)
+    with LLM(tiny_model[0], num_blocks=16, max_num_seqs=8, threads=1) as tight:
+        pressed = tight.generate(prompts, params, progress=False)
+    assert sum(output.num_preemptions for output in pressed) > 0
+    assert [o.token_ids for o in pressed] == [o.token_ids for o in calm]
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_interrupt_aborts_and_leaves_the_llm_usable(
+    tiny_model: tuple[Path, Any], in_process: bool
+) -> None:
+    with LLM(tiny_model[0], in_process=in_process, **SETTINGS) as llm:
+        long = SamplingParams(max_tokens=4000, ignore_eos=True)
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["x"] * 4, long, progress=False)
+        assert len(llm.generate("x", GREEDY, progress=False)[0].token_ids) == 12
+
+
+def test_dying_engine_raises_and_leaves_nothing(tiny_model: tuple[Path, Any]) -> None:
+    before = psutil.Process().children()
+    llm = LLM(tiny_model[0], **SETTINGS)
+    children = [child for child in psutil.Process().children() if child not in before]
+    (worker,) = (child for child in children if "longshore.worker" in child.cmdline())
+    threading.Timer(0.3, worker.kill).start()
+    with pytest.raises(EngineDead, match=r"worker 0 was killed \(SIGKILL\)"):
+        llm.generate("x", SamplingParams(max_tokens=4000, ignore_eos=True), progress=False)
+    assert not any(child.is_running() for child in children)
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate("x", progress=False)
+
+
+def test_checkpoint_that_cannot_be_served_is_a_named_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        LLM(tmp_path)
+
+
+def test_throughput_benchmark_reports_spread_over_repeats(
+    tiny_model: tuple[Path, Any], tmp_path: Path
+) -> None:
+    result_file = tmp_path / "result.json"
+    run_bench(
+        ThroughputOptions(
+            model=tiny_model[0],
+            num_prompts=4,
+            input_len=40,
+            output_len=6,
+            shared_prefix=32,
+            repeats=2,
+            in_process=True,
+            json=result_file,
+            **SETTINGS,
+        )
+    )
+    result = json.loads(result_file.read_text())
+    assert [run["output_tokens"] for run in result["runs"]] == [24, 24]
+    assert [run["cached_tokens"] for run in result["runs"]] == [96, 96]
+    assert result["output_tokens_per_s"]["min"] <= result["output_tokens_per_s"]["max"]
+
+
+PROGRAM = """
+import sys
+from longshore import LLM, SamplingParams
+llm = LLM(sys.argv[1], num_blocks=600, threads=1)
+(output,) = llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True))
+import psutil
+print(len(output.token_ids), "torch" in sys.modules, flush=True)
+print(*(child.pid for child in psutil.Process().children()), flush=True)
+import os, signal, time
+if "fork" in sys.argv[2] and os.fork() == 0:
+    for descriptor in (1, 2):  # the test reads them to their end
+        os.close(descriptor)
+    time.sleep(30)
+    os._exit(0)
+if "kill" in sys.argv[2]:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["return", "kill", "fork and kill"])
+def test_program_that_never_closes_leaves_no_process_and_loads_no_torch(
+    tiny_model: tuple[Path, Any], end: str, tmp_path: Path
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tiny_model[0]), end],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    summary, pids = run.stdout.splitlines()
+    assert summary == "3 False"
+    assert "1/1" in run.stderr  # the progress bar
+    wait_until(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids.split()))
+    wait_until(lambda: not list(tmp_path.glob("longshore-*")))

@@ -1,0 +1,150 @@
+"""Starting, draining and dying with real processes: nothing is ever left behind."""
+
+import contextlib
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.conftest import StartDeployment
+from tests.integration.deployment import Deployment, wait_until
+
+
+def open_stream(deployment: Deployment, max_tokens: int) -> Any:
+    """A stream whose first token has arrived."""
+    client = openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="none", max_retries=0)
+    stream = client.completions.create(
+        model=client.models.list().data[0].id,
+        prompt="x",
+        max_tokens=max_tokens,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    next(iter(stream))
+    return stream
+
+
+def test_sigterm_lets_a_live_stream_finish_and_exits_well(
+    start_deployment: StartDeployment,
+) -> None:
+    deployment = start_deployment().wait_until_ready()
+    stream = open_stream(deployment, 600)
+    deployment.process.terminate()
+    *_, last = stream
+    assert last.usage.completion_tokens == 600
+    assert deployment.process.wait(timeout=20) == 0, deployment.output
+    deployment.assert_nothing_is_left()
+
+
+def test_drain_ends_at_its_deadline(start_deployment: StartDeployment) -> None:
+    deployment = start_deployment("--drain-timeout-s", "1").wait_until_ready()
+    stream = open_stream(deployment, 4000)
+    begin_s = time.monotonic()
+    deployment.process.terminate()
+    with pytest.raises(openai.APIError, match="shutting down"):
+        list(stream)
+    assert deployment.process.wait(timeout=20) == 0, deployment.output
+    assert time.monotonic() - begin_s < 8
+    assert "Traceback" not in deployment.output
+    deployment.assert_nothing_is_left()
+
+
+def test_sigterm_to_all_processes_at_once_lets_a_live_stream_finish(
+    start_deployment: StartDeployment,
+) -> None:
+    deployment = start_deployment().wait_until_ready()
+    stream = open_stream(deployment, 400)
+    for process in deployment.members.values():
+        process.terminate()
+    *_, last = stream
+    assert last.usage.completion_tokens == 400
+    assert deployment.process.wait(timeout=20) == 0, deployment.output
+    deployment.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "worker"])
+def test_process_that_dies_during_the_drain_is_named(
+    start_deployment: StartDeployment, victim: str
+) -> None:
+    deployment = start_deployment().wait_until_ready()
+    stream = open_stream(deployment, 4000)
+    deployment.process.terminate()
+    wait_until(lambda: "live answers have" in deployment.output)
+    deployment.members[victim].kill()
+    with contextlib.suppress(Exception):  # how the stream breaks off is not the point
+        list(stream)
+    assert deployment.process.wait(timeout=10) == 1, deployment.output
+    assert f"{victim}" in deployment.output
+    assert "SIGKILL" in deployment.output
+    deployment.assert_nothing_is_left()
+
+
+def test_second_signal_cuts_the_drain_short(start_deployment: StartDeployment) -> None:
+    deployment = start_deployment().wait_until_ready()
+    open_stream(deployment, 4000)
+    deployment.process.terminate()
+    wait_until(lambda: "live answers have" in deployment.output)
+    deployment.process.send_signal(signal.SIGINT)
+    assert deployment.process.wait(timeout=4) == 0, deployment.output
+    deployment.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("victim", ["gateway", "scheduler", "worker", "supervisor"])
+def test_killed_process_takes_all_others_along(
+    start_deployment: StartDeployment, victim: str
+) -> None:
+    deployment = start_deployment().wait_until_ready()
+    assert len(deployment.members) == 4
+    assert len(deployment.runtime_dirs) == 1
+    open_stream(deployment, 4000)
+    deployment.members[victim].send_signal(signal.SIGKILL)
+    deployment.assert_nothing_is_left(timeout_s=10)
+    if victim != "supervisor":
+        assert deployment.process.wait() == 1
+        last_line = deployment.output.strip().splitlines()[-1]
+        assert last_line.startswith("longshore: error: the engine") or victim in last_line
+        assert "SIGKILL" in last_line
+        assert "start it again" in last_line
+        assert "Traceback" not in deployment.output
+
+
+def test_port_in_use_is_said_before_anything_is_loaded(start_deployment: StartDeployment) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        deployment = start_deployment(port=port)
+        assert deployment.process.wait(timeout=30) != 0
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in deployment.output
+    assert len(deployment.output.splitlines()) == 1
+    assert deployment.runtime_dirs == []
+
+
+def test_broken_checkpoint_is_named_once(
+    start_deployment: StartDeployment, tiny_model: tuple[Path, Any], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model[0], broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    deployment = start_deployment(model_dir=broken)
+    assert deployment.process.wait(timeout=60) != 0
+    assert "Traceback" not in deployment.output
+    last_line = deployment.output.strip().splitlines()[-1]
+    assert "worker 0" in last_line
+    assert "model.safetensors" in last_line
+    assert deployment.output.count(last_line.partition("worker 0: ")[2]) == 1
+    wait_until(lambda: deployment.runtime_dirs == [])
+
+
+def test_stop_while_loading_is_no_error(start_deployment: StartDeployment) -> None:
+    deployment = start_deployment()
+    wait_until(lambda: "loading" in deployment.output, 30)
+    children = deployment.process.children()
+    assert deployment.stop() == 0, deployment.output
+    assert not any(child.is_running() for child in children)
+    wait_until(lambda: deployment.runtime_dirs == [])

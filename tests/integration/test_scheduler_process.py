@@ -1,0 +1,227 @@
+"""The scheduler as a real process: handshake, requests, failures, shutdown."""
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+from longshore.protocol.client import AbortRequests, AddRequest, EngineFailed, FinishReason
+from longshore.protocol.handshake import EngineReady, Refused, Welcome, WorkerReady
+from longshore.protocol.lifeline import EXIT_SUPERVISOR_GONE, STOP_SIGNAL, Failed, Progress, Ready
+from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
+from longshore.protocol.sampling import SamplingParams
+from longshore.scheduler.config import CacheConfig
+from tests.integration.engine_process import (
+    IDENTITY,
+    TIMEOUT_S,
+    EngineProcess,
+    ScriptedWorker,
+    ready_engine,
+    running_engine,
+)
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineProcess]:
+    with running_engine() as process:
+        yield process
+
+
+@pytest.mark.req("SYS-01")
+def test_engine_reports_progress_then_ready_with_its_blocks(engine: EngineProcess) -> None:
+    assert isinstance(engine.next_report(), Progress)
+    assert engine.start_worker(num_blocks=500) == Welcome(epoch=1, num_blocks=500)
+    engine.worker.send(WorkerReady(0))
+    assert engine.next_report() == Ready({"num_blocks": "500", "kv_cache_tokens": "7984"})
+    loaded = {path.path for path in psutil.Process(engine.process.pid).memory_maps()}
+    assert not [path for path in loaded if "torch" in path or "cuda" in path]
+
+
+def test_configured_number_of_blocks_caps_what_the_worker_offers() -> None:
+    with running_engine(cache=CacheConfig(num_blocks=300)) as engine:
+        assert engine.start_worker(num_blocks=500) == Welcome(epoch=1, num_blocks=300)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("protocol_version", 99),
+        ("model_fingerprint", "another model"),
+        ("dtype", "bfloat16"),
+        ("hash_seed_digest", "another seed"),
+        ("max_num_seqs", 7),
+    ],
+)
+def test_worker_that_differs_is_refused_with_both_values(
+    engine: EngineProcess, field: str, value: object
+) -> None:
+    answer = engine.start_worker(identity=msgspec.structs.replace(IDENTITY, **{field: value}))
+    assert isinstance(answer, Refused)
+    for part in (field, repr(value), repr(getattr(IDENTITY, field))):
+        assert part in answer.reason
+    assert engine.wait() == 1
+
+
+def test_pool_that_cannot_hold_the_longest_request_is_refused_at_start(
+    engine: EngineProcess,
+) -> None:
+    answer = engine.start_worker(num_blocks=128)
+    assert isinstance(answer, Refused)
+    assert "max_model_len=2048" in answer.reason
+    assert "127" in answer.reason
+    assert isinstance(engine.next_report(), Progress)
+    report = engine.next_report()
+    assert isinstance(report, Failed)
+    assert report.reason == answer.reason
+
+
+@pytest.mark.req("SYS-03")
+def test_requests_are_answered_token_by_token(engine: EngineProcess) -> None:
+    client = ready_engine(engine)
+    ScriptedWorker(engine)
+    client.add(1, prompt_len=40, max_tokens=5)
+    client.add(2, prompt_len=7, max_tokens=3)
+    client.receive_until(lambda: len(client.finished) == 2)
+    assert client.tokens == {1: [40, 41, 42, 43, 44], 2: [7, 8, 9]}
+    assert client.finished[1].reason is FinishReason.LENGTH_CAPPED
+    assert client.finished[1].num_output_tokens == 5
+
+
+@pytest.mark.req("SYS-06")
+def test_each_client_gets_its_own_tokens_under_its_own_handles(engine: EngineProcess) -> None:
+    first = ready_engine(engine)
+    second, answer = engine.connect()
+    assert isinstance(answer, EngineReady)
+    ScriptedWorker(engine)
+    first.channel.send(_request("a", 5, prompt_len=10))
+    second.channel.send(_request("b", 5, prompt_len=20))
+    first.receive_until(lambda: 5 in first.finished)
+    second.receive_until(lambda: 5 in second.finished)
+    assert first.tokens == {5: [10, 11]}
+    assert second.tokens == {5: [20, 21]}
+
+
+def _request(request_id: str, handle: int, *, prompt_len: int) -> AddRequest:
+    return AddRequest(
+        request_id=request_id,
+        handle=handle,
+        prompt_token_ids=np.arange(prompt_len, dtype=np.int32),
+        sampling=SamplingParams(temperature=0, max_tokens=2),
+    )
+
+
+def test_steady_decode_keeps_two_steps_in_flight(engine: EngineProcess) -> None:
+    client = ready_engine(engine)
+    ScriptedWorker(engine, before_answer=lambda plan: time.sleep(0.002))
+    client.add(1, prompt_len=20, max_tokens=1500)
+    client.receive_until(lambda: len(client.steps_in_flight) >= 3)
+    assert client.steps_in_flight[1] == pytest.approx(2.0, abs=0.01)
+
+
+def test_garbage_from_a_client_is_dropped_and_the_next_message_served(
+    engine: EngineProcess,
+) -> None:
+    client = ready_engine(engine)
+    ScriptedWorker(engine)
+    for garbage in ([b""], [b"\xc1\xff"], [msgspec.msgpack.encode({"type": "reboot"})], [b"a"] * 9):
+        client.channel.socket.send_multipart(garbage)
+    client.add(1, max_tokens=2)
+    client.receive_until(lambda: 1 in client.finished)
+    assert client.tokens[1] == [40, 41]
+
+
+def test_request_before_the_hello_is_refused(engine: EngineProcess) -> None:
+    client = ready_engine(engine)
+    with engine.context.socket(zmq.DEALER) as stranger:
+        stranger.connect(f"ipc://{engine.runtime_dir}/clients")
+        client.channel.socket = stranger
+        client.add(1)
+        answer = client.channel.receive(TIMEOUT_S)
+    assert isinstance(answer, Refused)
+    assert "ClientHello" in answer.reason
+
+
+def test_client_of_another_model_is_refused_with_both_fingerprints(engine: EngineProcess) -> None:
+    ready_engine(engine)
+    _, answer = engine.connect(model_fingerprint="another model")
+    assert isinstance(answer, Refused)
+    assert "another model" in answer.reason
+    assert IDENTITY.model_fingerprint in answer.reason
+
+
+def test_abort_leaves_the_row_in_the_next_plan(engine: EngineProcess) -> None:
+    client = ready_engine(engine)
+    worker = ScriptedWorker(engine, before_answer=lambda plan: time.sleep(0.001))
+    client.add(1, max_tokens=1500)
+    client.receive_until(lambda: len(client.tokens.get(1, [])) > 3)
+    client.channel.send(AbortRequests(np.array([1], np.int32)))
+    client.receive_until(lambda: 1 in client.finished)
+    assert client.finished[1].reason is FinishReason.ABORTED
+    deadline = time.monotonic() + TIMEOUT_S
+    while worker.rows.num_rows and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert worker.plans[-1].finished_rows.tolist() == [0]
+
+
+def test_requests_of_a_client_that_vanished_are_aborted(engine: EngineProcess) -> None:
+    client = ready_engine(engine)
+    worker = ScriptedWorker(engine, before_answer=lambda plan: time.sleep(0.001))
+    client.add(1, max_tokens=1900)
+    client.receive_until(lambda: len(client.tokens.get(1, [])) > 3)
+    client.channel.socket.close(linger=0)
+    deadline = time.monotonic() + TIMEOUT_S
+    while (not worker.plans or worker.rows.num_rows) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert worker.rows.num_rows == 0
+    assert worker.plans[-1].step < 1900
+
+
+def test_failing_worker_fails_the_engine_and_tells_the_clients_why(engine: EngineProcess) -> None:
+    client = ready_engine(engine)
+    engine.worker.send(WorkerFailed(epoch=1, rank=0, reason="the device caught fire"))
+    answer = client.channel.receive(TIMEOUT_S)
+    assert isinstance(answer, EngineFailed)
+    assert "caught fire" in answer.reason
+    assert engine.wait() == 1
+
+
+def test_answer_to_a_step_never_planned_fails_the_engine(engine: EngineProcess) -> None:
+    client = ready_engine(engine)
+    engine.worker.send(ModelRunnerOutput(epoch=1, step=5))
+    answer = client.channel.receive(TIMEOUT_S)
+    assert isinstance(answer, EngineFailed)
+    assert "step 5" in answer.reason
+
+
+def test_answer_of_another_epoch_is_dropped() -> None:
+    with running_engine(epoch=4) as engine:
+        client = ready_engine(engine)
+        engine.worker.send(
+            ModelRunnerOutput(epoch=3, step=1, sampled_tokens=np.array([9], np.int32))
+        )
+        ScriptedWorker(engine, epoch=4)
+        client.add(1, max_tokens=2)
+        client.receive_until(lambda: 1 in client.finished)
+        assert client.tokens[1] == [40, 41]
+
+
+def test_being_told_to_stop_shuts_the_worker_down_and_exits_with_zero(
+    engine: EngineProcess,
+) -> None:
+    ready_engine(engine)
+    worker = ScriptedWorker(engine)
+    engine.process.send_signal(STOP_SIGNAL)
+    assert engine.wait() == 0
+    worker.thread.join(TIMEOUT_S)
+    assert worker.shutdown is not None
+
+
+def test_process_ends_and_cleans_up_when_its_supervisor_is_gone(engine: EngineProcess) -> None:
+    ready_engine(engine)
+    engine.drop_lifeline()
+    assert engine.wait() == EXIT_SUPERVISOR_GONE
+    assert not engine.runtime_dir.exists()

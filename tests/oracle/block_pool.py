@@ -1,0 +1,119 @@
+"""One object per block, a list as free queue, and names that are equal exactly when content is.
+
+The rules are the checklist's POO, FRQ and HSH; cost is of no concern here.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
+
+
+class OutOfBlocks(Exception):
+    """More blocks were asked for than are free."""
+
+
+@dataclass(eq=False)
+class Block:
+    """`name` is set while the block can be found as a prefix, held or not."""
+
+    block_id: int
+    ref_count: int = 0
+    name: int | None = None
+
+
+class BlockNames:
+    """Numbers every (parent, tokens, salt) ever seen, so two blocks share a name only if they hold
+    the same tokens behind the same prefix. A name of bytes is the root of all chains."""
+
+    def __init__(self, root: bytes) -> None:
+        self._root = root
+        self._numbers: dict[Hashable, int] = {}
+
+    def chain(self, token_ids: Sequence[int], block_size: int, salt: str | None) -> list[int]:
+        """The names of all full blocks of `token_ids`. The salt enters with the first block."""
+        names: list[int] = []
+        parent: int | bytes = self._root
+        for start in range(0, len(token_ids) - block_size + 1, block_size):
+            content = tuple(token_ids[start : start + block_size])
+            key = (parent, content, salt if start == 0 else None)
+            parent = self._numbers.setdefault(key, len(self._numbers))
+            names.append(parent)
+        return names
+
+
+class TextbookBlockPool:
+    """Hands out blocks, least recently freed first; a block keeps its name until it is reused.
+
+    `free_queue` holds the blocks without a holder, the next to be taken first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.free_queue = [block for block in self.blocks if block.block_id != NULL_BLOCK]
+        self._by_name: dict[int, list[Block]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free_queue)
+
+    def take(self, num_blocks: int) -> list[Block]:
+        """Blocks from the head of the free queue; they lose their names. Raises OutOfBlocks."""
+        if num_blocks > self.num_free:
+            raise OutOfBlocks(f"{num_blocks} blocks wanted, {self.num_free} are free")
+        taken, self.free_queue = self.free_queue[:num_blocks], self.free_queue[num_blocks:]
+        for block in taken:
+            self.remove_name(block)
+            block.ref_count = 1
+        return taken
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """One more holder for each block; those without one leave the free queue."""
+        for block in blocks:
+            if block.ref_count == 0:
+                self.free_queue.remove(block)
+            block.ref_count += 1
+
+    def free(self, blocks: Iterable[Block]) -> None:
+        """One holder less, in the order given; those without one go to the tail of the queue."""
+        for block in blocks:
+            if block.ref_count == 0:
+                raise ValueError(f"block {block.block_id} is freed, but nobody holds it")
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self.free_queue.append(block)
+
+    def set_name(self, block: Block, name: int) -> None:
+        """Make a full block findable. Several blocks may carry one name."""
+        if block.name is not None:
+            raise ValueError(f"block {block.block_id} already has a name")
+        block.name = name
+        self._by_name.setdefault(name, []).append(block)
+
+    def remove_name(self, block: Block) -> None:
+        """Make a block unfindable; nothing happens to one without a name."""
+        if block.name is not None:
+            self._by_name[block.name].remove(block)
+            block.name = None
+
+    def find(self, name: int) -> Block | None:
+        """Of the blocks that carry the name, the one that has carried it longest."""
+        blocks = self._by_name.get(name)
+        return blocks[0] if blocks else None
+
+    def check_invariants(self, holders: Iterable[Block]) -> None:
+        """holders: every held block, once per holder. Raises AssertionError."""
+        num_holders = dict.fromkeys(self.blocks, 0)
+        for block in holders:
+            num_holders[block] += 1
+        for block, count in num_holders.items():
+            assert block.ref_count == count, f"{block} has {count} holders"
+        null_block = self.blocks[NULL_BLOCK]
+        assert null_block.ref_count == 0, "somebody holds the null block"
+        assert null_block.name is None, "the null block has a name"
+        assert len(self.free_queue) == len(set(self.free_queue)), "a block is free twice"
+        not_held = {block for block, count in num_holders.items() if count == 0}
+        assert set(self.free_queue) == not_held - {null_block}, "a block is lost"
+        named = [block for blocks in self._by_name.values() for block in blocks]
+        assert len(named) == len(set(named)), "a block has two names"
+        assert set(named) == {block for block in self.blocks if block.name is not None}

@@ -1,0 +1,210 @@
+"""Hypothesis strategies for every message of the protocol."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from hypothesis import strategies as st
+
+from longshore.protocol.client import (
+    AbortRequests,
+    AddRequest,
+    EngineFailed,
+    EngineOutputs,
+    FinishedRequest,
+    FinishReason,
+    SchedulerStats,
+    StopFound,
+)
+from longshore.protocol.handshake import (
+    ClientHello,
+    EngineIdentity,
+    EngineReady,
+    Refused,
+    Welcome,
+    WorkerHello,
+    WorkerReady,
+)
+from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from longshore.protocol.plan import (
+    AppendedBlocks,
+    Rewind,
+    RowStart,
+    RowState,
+    SampleMask,
+    SchedulerOutput,
+    Shutdown,
+)
+from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
+from longshore.protocol.sampling import SamplingParams
+
+counts = st.integers(0, 2**31 - 1)
+texts = st.text(max_size=12)
+# Lengths on both sides of the limit above which an array is a frame of its own.
+lengths = st.sampled_from([0, 1, 3, 127, 128, 129, 130, 400])
+
+
+@st.composite
+def arrays(draw: st.DrawFn, dtype: Any = np.int32) -> np.ndarray:
+    length = draw(lengths)
+    info = np.iinfo(dtype)
+    first = draw(st.integers(info.min, info.max))
+    values = (np.arange(length, dtype=np.int64) * 7919 + first) % (2**31)
+    return values.astype(dtype)
+
+
+int32s = arrays()
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    top_k=st.integers(0, 50),
+    top_p=st.floats(0.01, 1.0),
+    seed=st.none() | st.integers(-(2**63), 2**64 - 1),
+    max_tokens=st.none() | st.integers(5, 100),
+    min_tokens=st.integers(0, 5),
+    stop_token_ids=st.lists(counts, max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+)
+starts = st.builds(
+    RowStart,
+    row=counts,
+    generation=counts,
+    request_id=texts,
+    num_computed_tokens=counts,
+    last_computed=counts,
+    prompt_token_ids=int32s,
+    block_ids=st.lists(int32s, max_size=2).map(tuple),
+    sampling=samplings,
+    output_token_ids=int32s,
+    resumed=st.booleans(),
+)
+plans = st.builds(
+    SchedulerOutput,
+    epoch=counts,
+    step=counts,
+    previous_step=counts,
+    num_rows=counts,
+    num_scheduled_tokens=counts,
+    digest=st.integers(0, 2**32 - 1),
+    finished_rows=int32s,
+    preempted_rows=int32s,
+    rewound=st.lists(st.builds(Rewind, counts, counts, counts), max_size=2).map(tuple),
+    added=st.lists(starts, max_size=2).map(tuple),
+    appended=st.lists(st.builds(AppendedBlocks, counts, int32s, int32s), max_size=2).map(tuple),
+    scheduled_rows=int32s,
+    scheduled_tokens=int32s,
+    sampled_rows=int32s,
+    draft_tokens=int32s,
+    encoder_inputs=st.lists(st.tuples(counts, counts), max_size=2).map(tuple),
+    freed_encoder_hashes=st.lists(texts, max_size=2).map(tuple),
+    common_prefix_blocks=st.lists(counts, max_size=2).map(tuple),
+    zero_block_ids=int32s,
+    has_structured_output=st.booleans(),
+    connector_metadata=st.binary(max_size=20),
+    full_state=st.none()
+    | st.lists(
+        st.builds(RowState, counts, counts, counts, counts, st.tuples(int32s)), max_size=2
+    ).map(tuple),
+)
+identities = st.builds(EngineIdentity, texts, texts, counts, counts, counts, counts, texts)
+caches = st.builds(
+    KVCacheConfig,
+    num_blocks=counts,
+    groups=st.lists(
+        st.builds(
+            KVCacheGroup,
+            st.lists(texts, max_size=2).map(tuple),
+            st.builds(FullAttentionSpec, counts, counts, counts, counts),
+        ),
+        max_size=2,
+    ).map(tuple),
+    dtype=texts,
+)
+ends = st.builds(
+    FinishedRequest,
+    handle=counts,
+    reason=st.sampled_from(FinishReason),
+    num_output_tokens=counts,
+    stop_token_id=st.none() | counts,
+    message=st.none() | texts,
+    kv_transfer_params=st.none() | st.dictionaries(texts, texts, max_size=2),
+)
+stats = st.builds(
+    SchedulerStats,
+    **{
+        field: st.floats(0, 2) if field in ("kv_usage", "steps_in_flight") else counts
+        for field in SchedulerStats.__struct_fields__
+    },
+)
+adds = st.builds(
+    AddRequest,
+    request_id=texts,
+    handle=counts,
+    prompt_token_ids=int32s,
+    sampling=samplings,
+    output_token_ids=int32s,
+    priority=st.integers(-9, 9),
+    age_s=st.floats(0, 100),
+    cache_salt=st.none() | texts,
+    skip_reading_prefix_cache=st.booleans(),
+    trace_headers=st.none() | st.dictionaries(texts, texts, max_size=2),
+    kv_transfer_params=st.none() | st.dictionaries(texts, st.lists(counts, max_size=2), max_size=2),
+)
+refusals = st.builds(Refused, texts)
+
+TO_WORKER = {
+    SchedulerOutput: plans,
+    SampleMask: st.builds(SampleMask, counts, counts, int32s, arrays(np.uint8)),
+    Shutdown: st.builds(Shutdown, texts),
+    Welcome: st.builds(Welcome, counts, counts, st.booleans()),
+    Refused: refusals,
+}
+FROM_WORKER = {
+    ModelRunnerOutput: st.builds(
+        ModelRunnerOutput,
+        epoch=counts,
+        step=counts,
+        sampled_tokens=int32s,
+        nan_rows=int32s,
+        failed_block_ids=int32s,
+        connector_metadata=st.binary(max_size=9),
+        compute_s=st.floats(0, 9),
+    ),
+    WorkerFailed: st.builds(WorkerFailed, counts, counts, texts),
+    WorkerHello: st.builds(WorkerHello, counts, identities, caches),
+    WorkerReady: st.builds(WorkerReady, counts),
+}
+TO_ENGINE = {
+    AddRequest: adds,
+    AbortRequests: st.builds(AbortRequests, int32s),
+    StopFound: st.builds(StopFound, counts, counts),
+    ClientHello: st.builds(ClientHello, texts, texts),
+}
+TO_CLIENT = {
+    EngineOutputs: st.builds(
+        EngineOutputs,
+        handles=int32s,
+        tokens=int32s,
+        finished=st.lists(ends, max_size=3).map(tuple),
+        stats=st.none() | stats,
+    ),
+    EngineFailed: st.builds(EngineFailed, texts),
+    EngineReady: st.builds(EngineReady, texts, identities, counts),
+    Refused: refusals,
+}
+
+
+def plain(value: Any) -> Any:
+    """A message as nested tuples with lists for arrays, so that it can be compared."""
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.tolist())
+    if isinstance(value, msgspec.Struct):
+        return (type(value), *map(plain, msgspec.structs.astuple(value)))
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    return value
+
+
+def as_received(frames: list[Any]) -> list[bytes]:
+    """Frames as the other end of a socket gets them."""
+    return [bytes(frame) for frame in frames]

@@ -1,0 +1,59 @@
+"""What the reference implementation answers, and how an answer is compared with it.
+
+In fp32 no path through the system may change a greedy token, except where the reference's own two
+best logits are within TIE of each other; of such sequences there may be at most 1 %.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+TIE: Final = 1e-5
+MAX_TIED_SHARE: Final = 0.01
+
+
+@dataclass(frozen=True)
+class ReferenceAnswer:
+    """Greedy tokens, and how far the runner-up was behind at each of them."""
+
+    token_ids: list[int]
+    margins: list[float]
+
+
+def greedy_reference(model: Any, prompt: Sequence[int], num_tokens: int) -> ReferenceAnswer:
+    """`num_tokens` greedy tokens of a transformers model, end-of-sequence ids ignored: what its
+    `generate` computes, without its per-token overhead."""
+    import torch
+
+    token_ids: list[int] = []
+    margins: list[float] = []
+    with torch.inference_mode():
+        inputs, cache = torch.tensor([list(prompt)]), None
+        for _ in range(num_tokens):
+            output = model(inputs, past_key_values=cache, use_cache=True)
+            best = output.logits[0, -1].topk(2)
+            token_ids.append(int(best.indices[0]))
+            margins.append(float(best.values[0] - best.values[1]))
+            inputs, cache = best.indices[None, :1], output.past_key_values
+    return ReferenceAnswer(token_ids, margins)
+
+
+def is_tied_difference(answer: Sequence[int], reference: ReferenceAnswer) -> bool:
+    """Whether the answers part at a tie. False if they are equal; AssertionError if they part
+    anywhere else."""
+    assert len(answer) == len(reference.token_ids)
+    for position, (got, wanted) in enumerate(zip(answer, reference.token_ids, strict=True)):
+        if got != wanted:
+            margin = reference.margins[position]
+            assert margin < TIE, f"token {position} is {got}, not {wanted} (margin {margin:.2e})"
+            return True
+    return False
+
+
+def assert_greedy_equal(
+    answers: Sequence[Sequence[int]], references: Sequence[ReferenceAnswer]
+) -> None:
+    """All answers are the reference's, but for at most 1 % that part from it at a tie."""
+    assert len(answers) == len(references)
+    num_tied = sum(map(is_tied_difference, answers, references))
+    assert num_tied <= MAX_TIED_SHARE * len(answers), f"{num_tied} of {len(answers)} are tied"

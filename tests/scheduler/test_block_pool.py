@@ -1,0 +1,286 @@
+"""The block pool against a list that is searched from the front."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from longshore.protocol.errors import LongshoreError
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.scheduler.block_hash import block_key, split_block_key
+from longshore.scheduler.block_pool import BlockPool
+from longshore.scheduler.free_queue import OutOfBlocks
+
+NUM_BLOCKS = 8
+NAMES = [b"name-%d" % index for index in range(4)]
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    """A pool beside: the free blocks in order, references and (name, group) per block, and the
+    order in which blocks got their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.free = list(range(1, NUM_BLOCKS))
+        self.refs = dict.fromkeys(range(1, NUM_BLOCKS), 0)
+        self.named: dict[int, tuple[bytes, int]] = {}
+
+    def held(self) -> list[int]:
+        return [block_id for block_id, count in self.refs.items() if count]
+
+    @rule(count=st.integers(0, NUM_BLOCKS))
+    def get_new_blocks(self, count: int) -> None:
+        if count > len(self.free):
+            with pytest.raises(OutOfBlocks):
+                self.pool.get_new_blocks(count)
+            return
+        expected = self.free[:count]
+        assert self.pool.get_new_blocks(count) == expected
+        del self.free[:count]
+        for block_id in expected:
+            self.refs[block_id] = 1
+            self.named.pop(block_id, None)
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data())
+    def free_blocks(self, data: st.DataObject) -> None:
+        references = [block_id for block_id in self.held() for _ in range(self.refs[block_id])]
+        block_ids = data.draw(st.permutations([NULL_BLOCK, *references]))
+        block_ids = block_ids[: data.draw(st.integers(0, len(block_ids)))]
+        self.pool.free_blocks(block_ids)
+        for block_id in block_ids:
+            if block_id != NULL_BLOCK:
+                self.refs[block_id] -= 1
+                if self.refs[block_id] == 0:
+                    self.free.append(block_id)
+
+    @rule(block_ids=st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=4))
+    def touch(self, block_ids: list[int]) -> None:
+        unheld = {block_id for block_id in block_ids if self.refs.get(block_id) == 0}
+        if len(set(block_ids)) == len(block_ids):
+            assert self.pool.num_unheld(block_ids) == len(unheld)
+        self.pool.touch(block_ids)
+        for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
+            if self.refs[block_id] == 0:
+                self.free.remove(block_id)
+            self.refs[block_id] += 1
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data(), name=st.sampled_from(NAMES), group=st.integers(0, 1))
+    def cache_full_block(self, data: st.DataObject, name: bytes, group: int) -> None:
+        block_id = data.draw(st.sampled_from(self.held()))
+        if block_id in self.named:
+            with pytest.raises(LongshoreError, match="named already"):
+                self.pool.cache_full_blocks([block_id], [name], group)
+            return
+        self.pool.cache_full_blocks([NULL_BLOCK, block_id], [b"skipped", name], group)
+        self.named[block_id] = (name, group)
+
+    @rule(name=st.sampled_from(NAMES), group=st.integers(0, 1))
+    def forget(self, name: bytes, group: int) -> None:
+        self.pool.forget(name, group)
+        self.named = {b: value for b, value in self.named.items() if value != (name, group)}
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        nobody_holds = not self.held()
+        assert self.pool.reset_prefix_cache() is nobody_holds
+        if nobody_holds:
+            self.named = {}
+
+    @invariant()
+    def null_held_and_free_blocks_are_all_blocks(self) -> None:
+        held = set(self.held())
+        assert self.pool.free_block_ids() == self.free
+        assert held.isdisjoint(self.free)
+        assert 1 + len(held) + self.pool.num_free == NUM_BLOCKS
+        assert self.pool.usage == pytest.approx(len(held) / (NUM_BLOCKS - 1))
+
+    @invariant()
+    def references_are_as_many_as_holders(self) -> None:
+        for block_id, count in self.refs.items():
+            assert self.pool.ref_count(block_id) == count
+        assert self.pool.ref_count(NULL_BLOCK) == 0
+
+    @invariant()
+    def exactly_the_named_blocks_are_found(self) -> None:
+        for block_id in range(NUM_BLOCKS):
+            key = self.pool.key(block_id)
+            assert (None if key is None else split_block_key(key)) == self.named.get(block_id)
+        for group in (0, 1):
+            for name in NAMES:
+                holders = [b for b, value in self.named.items() if value == (name, group)]
+                found = self.pool.get_cached_block(name, [group])
+                # a dict of the test and the pool both keep the order of naming
+                assert found == (holders[:1] or None)
+
+
+@pytest.mark.req("POO-02", "POO-04", "POO-08", "POO-09", "POO-11", "ERR-12")
+def test_pool_behaves_like_its_brute_force_model() -> None:
+    run_state_machine_as_test(
+        BlockPoolMachine,
+        settings=settings(max_examples=80, stateful_step_count=30, deadline=None, derandomize=True),
+    )
+
+
+def named_pool(num_blocks: int, names: dict[int, bytes]) -> BlockPool:
+    """All blocks free in ascending order, some of them cached under a name."""
+    pool = BlockPool(num_blocks)
+    block_ids = pool.get_new_blocks(num_blocks - 1)
+    pool.cache_full_blocks(list(names), list(names.values()), 0)
+    pool.free_blocks(block_ids)
+    return pool
+
+
+@pytest.mark.req("NUM-01", "POO-08", "POO-10")
+def test_three_blocks_come_from_the_head_and_the_cached_one_loses_its_name() -> None:
+    pool = named_pool(6, {2: b"two"})
+    assert pool.get_new_blocks(3) == [1, 2, 3]
+    assert [pool.ref_count(block_id) for block_id in (1, 2, 3)] == [1, 1, 1]
+    assert [pool.key(block_id) for block_id in (1, 2, 3)] == [None, None, None]
+    assert pool.get_cached_block(b"two", [0]) is None
+    assert pool.free_block_ids() == [4, 5]
+
+
+@pytest.mark.req("NUM-03")
+def test_touched_cached_blocks_leave_the_middle_of_the_queue_and_keep_their_names() -> None:
+    pool = named_pool(5, {2: b"two", 3: b"three"})
+    pool.touch([2, 3])
+    assert pool.free_block_ids() == [1, 4]
+    assert (pool.ref_count(2), pool.ref_count(3)) == (1, 1)
+    assert pool.key(2) == block_key(b"two", 0)
+    assert pool.key(3) == block_key(b"three", 0)
+
+
+@pytest.mark.req("NUM-04", "POO-10")
+def test_cached_blocks_that_nobody_holds_are_free_and_stand_in_line_with_plain_ones() -> None:
+    pool = named_pool(8, {3: b"three", 6: b"six"})
+    pool.touch([1, 2])  # request A
+    pool.touch([5])  # request B
+    assert pool.free_block_ids() == [3, 4, 6, 7]
+    assert pool.num_free == 4
+    assert pool.num_blocks - pool.num_free == 4  # in use, with the null block
+    assert pool.usage == pytest.approx(3 / 7)
+
+
+@pytest.mark.req("POO-02")
+def test_null_block_is_never_handed_out_freed_named_or_counted() -> None:
+    pool = BlockPool(4)
+    assert pool.get_new_blocks(3) == [1, 2, 3]
+    pool.touch([NULL_BLOCK])
+    pool.free_blocks([NULL_BLOCK, NULL_BLOCK])
+    pool.cache_full_blocks([NULL_BLOCK], [b"null"], 0)
+    assert pool.ref_count(NULL_BLOCK) == 0
+    assert pool.key(NULL_BLOCK) is None
+    assert pool.get_cached_block(b"null", [0]) is None
+    assert pool.num_unheld([NULL_BLOCK]) == 0
+    assert pool.free_block_ids() == []
+
+
+def test_more_blocks_than_are_free_raise_and_change_nothing() -> None:
+    pool = named_pool(4, {1: b"one"})
+    with pytest.raises(OutOfBlocks, match="4 blocks are needed, 3 are free"):
+        pool.get_new_blocks(4)
+    assert pool.free_block_ids() == [1, 2, 3]
+    assert pool.get_cached_block(b"one", [0]) == [1]
+
+
+@pytest.mark.req("POO-04", "ERR-12")
+def test_freed_blocks_queue_up_in_the_given_order_with_their_names() -> None:
+    pool = BlockPool(6)
+    pool.get_new_blocks(5)
+    pool.cache_full_blocks([4], [b"four"], 0)
+    pool.touch([2])
+    pool.free_blocks([4, 2, 1])
+    assert pool.free_block_ids() == [4, 1]
+    assert pool.ref_count(2) == 1
+    assert pool.get_cached_block(b"four", [0]) == [4]
+
+
+def test_freeing_a_block_that_nobody_holds_raises_and_keeps_the_books() -> None:
+    pool = BlockPool(5)
+    pool.get_new_blocks(2)
+    with pytest.raises(LongshoreError, match="block 3 is freed, but nobody holds it"):
+        pool.free_blocks([1, 3])
+    assert pool.free_block_ids() == [3, 4, 1]
+    with pytest.raises(LongshoreError, match="block 2 is freed, but nobody holds it"):
+        pool.free_blocks([2, 2])
+    assert pool.num_free == 4
+    assert [pool.ref_count(block_id) for block_id in range(5)] == [0, 0, 0, 0, 0]
+
+
+@pytest.mark.req("POO-07")
+def test_a_prefix_is_found_only_if_every_group_has_it() -> None:
+    pool = BlockPool(6)
+    pool.get_new_blocks(3)
+    pool.cache_full_blocks([1], [b"name"], 0)
+    assert pool.get_cached_block(b"name", [0]) == [1]
+    assert pool.get_cached_block(b"name", [0, 1]) is None
+    pool.cache_full_blocks([3], [b"name"], 1)
+    assert pool.get_cached_block(b"name", [0, 1]) == [1, 3]
+    assert pool.get_cached_block(b"name", [1, 0]) == [3, 1]
+
+
+@pytest.mark.req("POO-08")
+def test_reuse_of_one_copy_leaves_the_other_copies_findable() -> None:
+    pool = BlockPool(4)
+    pool.get_new_blocks(3)
+    pool.cache_full_blocks([1, 2], [b"same", b"same"], 0)
+    pool.free_blocks([1])
+    assert pool.get_new_blocks(1) == [1]
+    assert pool.get_cached_block(b"same", [0]) == [2]
+
+
+@pytest.mark.req("POO-08")
+def test_reuse_of_a_block_whose_name_was_forgotten_is_no_error() -> None:
+    pool = named_pool(4, {1: b"one"})
+    pool.forget(b"one", 0)
+    pool.forget(b"unknown", 0)
+    assert pool.get_cached_block(b"one", [0]) is None
+    assert pool.get_new_blocks(1) == [1]
+
+
+def test_a_forgotten_name_is_taken_from_every_copy_of_its_group() -> None:
+    pool = BlockPool(6)
+    block_ids = pool.get_new_blocks(5)
+    pool.cache_full_blocks(block_ids[:3], [b"bad", b"bad", b"good"], 0)
+    pool.cache_full_blocks(block_ids[3:4], [b"bad"], 1)
+    pool.forget(b"bad", 0)
+    assert pool.get_cached_block(b"bad", [0]) is None
+    assert pool.get_cached_block(b"bad", [1]) == [4]
+    assert pool.get_cached_block(b"good", [0]) == [3]
+    assert [pool.key(block_id) for block_id in (1, 2)] == [None, None]
+
+
+@pytest.mark.req("POO-09")
+def test_reset_of_the_prefix_cache_waits_until_only_the_null_block_is_in_use() -> None:
+    pool = named_pool(4, {1: b"one", 2: b"two"})
+    pool.touch([3])
+    assert pool.reset_prefix_cache() is False
+    assert pool.get_cached_block(b"one", [0]) == [1]
+    pool.free_blocks([3])
+    assert pool.reset_prefix_cache() is True
+    assert pool.get_cached_block(b"one", [0]) is None
+    assert [pool.key(block_id) for block_id in range(4)] == [None] * 4
+
+
+@pytest.mark.req("POO-01")
+def test_a_block_is_a_number_with_a_count_a_name_and_two_links() -> None:
+    pool = BlockPool(5)
+    assert pool.get_new_blocks(1) == [1]
+    assert (pool.ref_count(1), pool.key(1)) == (1, None)
+    pool.cache_full_blocks([1], [b"full"], 7)
+    key = pool.key(1)
+    assert key is not None
+    assert split_block_key(key) == (b"full", 7)
+    pool.free_blocks([1])
+    assert (pool._free._next[1], pool._free._previous[1]) == (NULL_BLOCK, 4)

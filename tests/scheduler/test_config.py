@@ -1,0 +1,95 @@
+"""Every setting that is refused is refused by name, with what is allowed."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from longshore.protocol.errors import ConfigError
+from longshore.scheduler.config import CacheConfig, SchedulerConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 0}, r"max_model_len=0 must be at least 1"),
+        ({"max_num_seqs": 0}, r"max_num_seqs=0 must be at least 1"),
+        ({"max_num_batched_tokens": 0}, r"max_num_batched_tokens=0 must be at least 1"),
+        (
+            {"max_num_scheduled_tokens": 0},
+            r"max_num_scheduled_tokens=0 must lie between 1 and max_num_batched_tokens=2048",
+        ),
+        (
+            {"max_num_scheduled_tokens": 2049},
+            r"max_num_scheduled_tokens=2049 must lie between 1 and max_num_batched_tokens=2048",
+        ),
+        (
+            {"long_prefill_token_threshold": -1},
+            r"long_prefill_token_threshold=-1 must be at least 0; 0 sets no limit",
+        ),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 63},
+            r"budget is 63 tokens and max_model_len=64. Raise max_num_batched_tokens or enable",
+        ),
+        (
+            {"enable_chunked_prefill": False, "long_prefill_token_threshold": 8},
+            r"long_prefill_token_threshold slices prompts, but chunked prefill is off",
+        ),
+        ({"policy": "lifo"}, r"policy='lifo' is unknown; use 'fcfs' or 'priority'"),
+        ({"max_steps_in_flight": 0}, r"max_steps_in_flight=0 must be 1 \(synchronous\) or 2"),
+        ({"max_steps_in_flight": 3}, r"max_steps_in_flight=3 must be 1 \(synchronous\) or 2"),
+        ({"feed_back_tokens": True}, r"feed_back_tokens needs max_steps_in_flight=1"),
+    ],
+)
+def test_scheduler_setting_out_of_range_is_named_with_what_is_allowed(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SchedulerConfig(**({"max_model_len": 64} | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 0}, r"block_size=0 is not a power of two.*Use 16 or 32"),
+        ({"block_size": 12}, r"block_size=12 is not a power of two.*Use 16 or 32"),
+        ({"num_blocks": 1}, r"num_blocks=1 leaves no block beside the null block; use 2 or more"),
+        ({"hash_algorithm": "md5"}, r"hash_algorithm='md5' is unknown; use 'sha256' or 'xxh3-128'"),
+    ],
+)
+def test_cache_setting_out_of_range_is_named_with_what_is_allowed(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CacheConfig(**settings)
+
+
+@pytest.mark.req("SCH-02", "SCH-08")
+def test_budget_and_width_have_their_defaults() -> None:
+    config = SchedulerConfig(max_model_len=64)
+    assert config.token_budget == config.max_num_batched_tokens
+    assert config.max_num_seqs == 256
+    limited = SchedulerConfig(max_model_len=64, max_num_scheduled_tokens=100)
+    assert limited.token_budget == 100
+
+
+def test_settings_at_their_limits_are_accepted() -> None:
+    SchedulerConfig(max_model_len=1, max_num_seqs=1, max_num_batched_tokens=1)
+    SchedulerConfig(max_model_len=64, max_num_batched_tokens=64, enable_chunked_prefill=False)
+    SchedulerConfig(max_model_len=64, feed_back_tokens=True, max_steps_in_flight=1)
+    CacheConfig(block_size=1, num_blocks=2)
+
+
+@pytest.mark.parametrize(
+    "document", [b'{"max_model_len": 64, "max_seqs": 4}', b'{"max_num_seqs": 4}']
+)
+def test_a_misspelt_or_missing_setting_in_a_file_is_refused(document: bytes) -> None:
+    with pytest.raises(msgspec.ValidationError, match=r"max_seqs|max_model_len"):
+        msgspec.json.decode(document, type=SchedulerConfig)
+
+
+def test_a_wrong_setting_in_a_file_is_the_same_named_error() -> None:
+    with pytest.raises(ConfigError, match="max_steps_in_flight=9"):
+        msgspec.json.decode(
+            b'{"max_model_len": 64, "max_steps_in_flight": 9}', type=SchedulerConfig
+        )

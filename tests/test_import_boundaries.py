@@ -1,0 +1,134 @@
+"""The boundaries between the packages, as a fresh interpreter and the checkers see them."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("protocol", "scheduler", "worker", "connectors", "deploy")
+ENVIRONMENT = {"environ", "environb", "getenv", "putenv"}
+TOOLS = Path(sys.executable).parent  # of the environment that runs the tests
+
+
+def modules_loaded_by(program: str) -> set[str]:
+    """Names in `sys.modules` after `program` ran in a fresh interpreter."""
+    report = "\nimport sys; print(*sys.modules)"
+    # -P: the working folder is not on the path, as for an installed command
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", program + report], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+def test_scheduler_process_loads_no_torch() -> None:
+    loaded = modules_loaded_by("import longshore.scheduler.__main__")
+    assert "longshore.scheduler.engine" in loaded
+    assert not loaded & {"torch", "safetensors", "transformers", "longshore.worker"}
+
+
+@pytest.mark.parametrize("package", ["protocol", "scheduler"])
+def test_no_module_that_plans_loads_torch(package: str) -> None:
+    loaded = modules_loaded_by(
+        f"import pkgutil, importlib, longshore.{package} as package\n"
+        "for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
+        "    importlib.import_module(module.name)"
+    )
+    assert f"longshore.{package}" in loaded
+    assert "torch" not in loaded
+
+
+def test_import_of_the_public_names_loads_no_torch() -> None:
+    loaded = modules_loaded_by("from longshore import LLM, SamplingParams, __version__")
+    assert "longshore.deploy.llm" in loaded
+    assert "torch" not in loaded
+
+
+def test_import_of_longshore_alone_loads_none_of_its_packages() -> None:
+    loaded = modules_loaded_by("import longshore; dir(longshore)")
+    assert not [name for name in loaded if name.startswith("longshore.")]
+
+
+def test_unknown_public_name_is_an_attribute_error() -> None:
+    import longshore
+
+    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
+        longshore.Engine  # noqa: B018 - the access is what is tested
+
+
+def test_protocol_imports_only_the_standard_library_msgspec_zmq_and_numpy() -> None:
+    graph = grimp.build_graph("longshore", include_external_packages=True, cache_dir=None)
+    imported = {
+        target.partition(".")[0]
+        for module in {"longshore.protocol", *graph.find_descendants("longshore.protocol")}
+        for target in graph.find_modules_directly_imported_by(module)
+    }
+    assert imported - sys.stdlib_module_names - {"longshore"} == {"msgspec", "numpy", "zmq"}
+
+
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name != "deploy"])
+def test_environment_is_read_in_deploy_only(package: str) -> None:
+    readers = [
+        f"{path}:{node.lineno}"
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT)
+        or (isinstance(node, ast.ImportFrom) and ENVIRONMENT & {name.name for name in node.names})
+    ]
+    assert readers == []
+
+
+@pytest.fixture
+def copied_tree(tmp_path: Path) -> Path:
+    """A copy of the code, links included, that a test may break."""
+    for folder in ("src", *PACKAGES):
+        ignore = shutil.ignore_patterns("__pycache__", "demo_model", "*.egg-info")
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def run_tool(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    # PYTHONPATH comes before the editable installation of the real tree
+    environment = os.environ | {"PYTHONPATH": str(tree / "src")}
+    arguments = [str(TOOLS / command[0]), *command[1:]]
+    return subprocess.run(
+        arguments, cwd=tree, env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "target"),
+    [
+        ("scheduler", "longshore.worker"),
+        ("worker", "longshore.scheduler"),
+        ("connectors", "longshore.scheduler"),
+        ("worker", "longshore.deploy"),
+        ("protocol", "longshore.connectors"),
+        ("scheduler", "torch"),
+        ("protocol", "torch"),
+        ("deploy", "pickle"),
+    ],
+)
+def test_import_against_the_arrows_breaks_a_contract(
+    copied_tree: Path, module: str, target: str
+) -> None:
+    (copied_tree / module / "forbidden.py").write_text(f"import {target}\n")
+    run = run_tool(copied_tree, "lint-imports", "--no-cache")
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert f"longshore.{module}.forbidden -> {target} (l.1)" in run.stdout
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_bare_package_name_is_banned(copied_tree: Path, package: str) -> None:
+    (copied_tree / "deploy" / "bare.py").write_text(
+        f"import {package}.module\nfrom {package}.module import name\n"
+    )
+    run = run_tool(copied_tree, "ruff", "check", "--no-cache", "--select=TID", "deploy/bare.py")
+    assert run.stdout.count(f"TID251 `{package}` is banned") == 2, run.stdout + run.stderr

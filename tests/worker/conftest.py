@@ -1,0 +1,22 @@
+"""Checkpoints that several worker tests load; made once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import make_tiny_llama
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The machine's cores are shared, and sums over one thread have one order."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A tiny GQA Llama: its folder, and the transformers model."""
+    path = tmp_path_factory.mktemp("tiny-llama")
+    return path, make_tiny_llama(path)

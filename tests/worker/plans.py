@@ -1,0 +1,153 @@
+"""A hand-made scheduler: enough of one to drive the worker with real plans, and no more."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from longshore.protocol.arrays import Int32Array, Int64Array, int32_array
+from longshore.protocol.plan import (
+    AppendedBlocks,
+    Rewind,
+    RowStart,
+    SchedulerOutput,
+    digest_changes,
+)
+from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.rows import RowTable
+from longshore.protocol.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class Entry:
+    """A request to be put on a row. `blocks` hold the first `num_computed_tokens` already."""
+
+    row: int
+    prompt: Sequence[int]
+    outputs: Sequence[int] = ()
+    sampling: SamplingParams = GREEDY
+    blocks: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    request_id: str = "request"
+
+
+class Planner:
+    """Writes consistent plans. Blocks come from a shuffled list, so that no order is special."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int = 8,
+        max_model_len: int = 256,
+        epoch: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.epoch = epoch
+        self.step = 0
+        self.digest = 0
+        self.rows = RowTable(max_num_seqs)
+        self.blocks: dict[int, list[int]] = {}
+        self.free = list(range(1, num_blocks))
+        random.Random(seed).shuffle(self.free)
+        self.generation = 0
+        self.sampled_rows: dict[int, Int64Array] = {}
+
+    def plan(
+        self,
+        scheduled: Mapping[int, int] | None = None,
+        *,
+        added: Sequence[Entry] = (),
+        finished: Sequence[int] = (),
+        rewound: Sequence[Rewind] = (),
+    ) -> SchedulerOutput:
+        """One step. scheduled: tokens of rows that compute another number than expected."""
+        rows = self.rows
+        for row in finished:
+            rows.drop(row)
+            self.free += self.blocks.pop(row)
+        for rewind in rewound:
+            rows.rewind(rewind)
+            held = self.blocks[rewind.row]
+            keep = -(-rewind.num_computed_tokens // self.block_size)
+            self.free += held[keep:]
+            del held[keep:]
+        starts = [self._start(entry) for entry in added]
+        num_scheduled = rows.expected()
+        for row, count in (scheduled or {}).items():
+            num_scheduled[row] = count
+        rows.advance(num_scheduled)
+        appended = self._append({start.row for start in starts})
+        changes = {
+            "finished_rows": int32_array(list(finished)),
+            "rewound": tuple(rewound),
+            "added": tuple(self._with_blocks(start) for start in starts),
+            "appended": appended,
+            "scheduled_rows": int32_array(list(scheduled or {})),
+            "scheduled_tokens": int32_array(list((scheduled or {}).values())),
+        }
+        self.digest = digest_changes(self.digest, **changes)
+        self.step += 1
+        self.sampled_rows[self.step] = np.flatnonzero(rows.samples(num_scheduled))
+        return SchedulerOutput(
+            epoch=self.epoch,
+            step=self.step,
+            previous_step=self.step - 1,
+            num_rows=rows.num_rows,
+            num_scheduled_tokens=int(num_scheduled.sum()),
+            digest=self.digest,
+            **changes,
+        )
+
+    def tokens_of(self, output: ModelRunnerOutput) -> dict[int, int]:
+        """Row to sampled id."""
+        rows = self.sampled_rows[output.step].tolist()
+        return dict(zip(rows, output.sampled_tokens.tolist(), strict=True))
+
+    def _start(self, entry: Entry) -> RowStart:
+        self.generation += 1
+        self.blocks[entry.row] = list(entry.blocks)
+        start = RowStart(
+            row=entry.row,
+            generation=self.generation,
+            request_id=entry.request_id,
+            num_computed_tokens=entry.num_computed_tokens,
+            last_computed=self.max_model_len - 1,
+            prompt_token_ids=int32_array(list(entry.prompt)),
+            output_token_ids=int32_array(list(entry.outputs)),
+            block_ids=(),
+            sampling=entry.sampling,
+        )
+        self.rows.start(start)
+        return start
+
+    def _append(self, new_rows: set[int]) -> tuple[AppendedBlocks, ...]:
+        rows, ids = [], []
+        for row, held in self.blocks.items():
+            needed = -(-int(self.rows.num_computed[row]) // self.block_size)
+            while len(held) < needed:
+                held.append(self.free.pop())
+                if row not in new_rows:
+                    rows.append(row)
+                    ids.append(held[-1])
+        return (AppendedBlocks(0, int32_array(rows), int32_array(ids)),) if rows else ()
+
+    def _with_blocks(self, start: RowStart) -> RowStart:
+        block_ids: tuple[Int32Array, ...] = (int32_array(self.blocks[start.row]),)
+        return RowStart(
+            row=start.row,
+            generation=start.generation,
+            request_id=start.request_id,
+            num_computed_tokens=start.num_computed_tokens,
+            last_computed=start.last_computed,
+            prompt_token_ids=start.prompt_token_ids,
+            output_token_ids=start.output_token_ids,
+            block_ids=block_ids,
+            sampling=start.sampling,
+        )

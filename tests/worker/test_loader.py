@@ -1,0 +1,245 @@
+"""Checkpoints that must not be served: each is refused at start, by name and with a way out."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longshore.protocol.errors import ConfigError
+from longshore.worker.config import WorkerConfig
+from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.worker import Worker
+from tests.models import make_tiny_llama
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture(scope="session")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sharded")
+    make_tiny_llama(path, max_shard_size="100KB")
+    return path
+
+
+@pytest.fixture
+def folder(checkpoint: tuple[Path, Any], tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(checkpoint[0], tmp_path / "model"))
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder: Path, edit: Edit) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path)
+
+
+def load(folder: Path) -> Worker:
+    return Worker(WorkerConfig(model=str(folder), num_blocks=40, show_progress=False))
+
+
+UNSUPPORTED_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+    ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
+    ({"hidden_act": "gelu"}, "gelu"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ({"sliding_window": 128}, "sliding_window=128"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+    ({"num_local_experts": 8}, "num_local_experts"),
+    ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "warp": 9}}, "warp"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
+    ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+]
+
+BROKEN_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"vocab_size": None}, "vocab_size is missing"),
+    ({"hidden_size": "64"}, "hidden_size='64'"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+    ({"num_attention_heads": True}, "num_attention_heads=True"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+    ({"head_dim": 15}, "head_dim=15"),
+    ({"head_dim": None, "num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size=64"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
+    ({"rope_parameters": [1]}, "rope_parameters=\\[1\\]"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5"),
+    (
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 1.0,
+            }
+        },
+        "high_freq_factor=1.0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), UNSUPPORTED_CONFIGS, ids=str)
+def test_a_config_that_is_not_computed_is_refused_by_name(
+    changes: dict[str, Any], named: str, folder: Path
+) -> None:
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(UnsupportedModel, match=named):
+        load(folder)
+
+
+@pytest.mark.parametrize(("changes", "named"), BROKEN_CONFIGS, ids=str)
+def test_a_config_that_makes_no_sense_is_refused_by_key_and_value(
+    changes: dict[str, Any], named: str, folder: Path
+) -> None:
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(BrokenCheckpoint, match=named):
+        load(folder)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BrokenCheckpoint, match=r"config\.json does not exist"):
+        load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
+def test_a_config_that_is_no_json_object_is_refused(text: str, folder: Path) -> None:
+    (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(BrokenCheckpoint, match=r"config\.json"):
+        load(folder)
+
+
+def test_weights_in_another_format_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(BrokenCheckpoint, match="safetensors files only"):
+        load(folder)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.001, 0.5, 0.999])
+def test_a_truncated_file_is_refused(part: float, folder: Path) -> None:
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * part)])
+    with pytest.raises(BrokenCheckpoint, match="no complete safetensors file"):
+        load(folder)
+
+
+def test_a_missing_tensor_is_refused_by_name(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(BrokenCheckpoint, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(folder)
+
+
+def test_many_missing_tensors_are_counted_rather_than_listed(folder: Path) -> None:
+    edit_json(folder / "config.json", num_hidden_layers=3)
+    with pytest.raises(BrokenCheckpoint, match=r"model\.layers\.2\..* and 5 more"):
+        load(folder)
+
+
+def test_a_tensor_without_a_place_is_refused_by_name(folder: Path) -> None:
+    def add(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
+
+    edit_tensors(folder, add)
+    with pytest.raises(UnsupportedModel, match=r"q_norm\.weight"):
+        load(folder)
+
+
+def test_a_wrong_shape_is_refused_with_both_shapes(folder: Path) -> None:
+    def shrink(tensors: dict[str, Any]) -> None:
+        tensors["model.norm.weight"] = torch.ones(63)
+
+    edit_tensors(folder, shrink)
+    with pytest.raises(BrokenCheckpoint, match=r"model\.norm\.weight has shape \(63,\).*\(64,\)"):
+        load(folder)
+
+
+def test_weights_that_are_not_floats_are_refused(folder: Path) -> None:
+    def quantise(tensors: dict[str, Any]) -> None:
+        tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
+
+    edit_tensors(folder, quantise)
+    with pytest.raises(UnsupportedModel, match=r"torch\.int8"):
+        load(folder)
+
+
+def test_tensors_that_the_model_derives_itself_are_ignored(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path, tie_word_embeddings=True)
+
+    def add(tensors: dict[str, Any]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    edit_tensors(tmp_path, add)
+    model = load(tmp_path).model
+    assert model.head is model.embedding
+
+
+def test_a_tied_head_that_differs_from_the_embeddings_is_refused(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path, tie_word_embeddings=True)
+
+    def add(tensors: dict[str, Any]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+    edit_tensors(tmp_path, add)
+    with pytest.raises(UnsupportedModel, match="tie_word_embeddings to false"):
+        load(tmp_path)
+
+
+def test_a_missing_shard_is_refused_by_name(sharded: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sharded, tmp_path / "model"))
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(BrokenCheckpoint, match=shard.name):
+        load(folder)
+
+
+def test_an_index_of_another_checkpoint_is_refused(sharded: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sharded, tmp_path / "model"))
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name, home = next(iter(index["weight_map"].items()))
+    index["weight_map"][name] = next(f for f in index["weight_map"].values() if f != home)
+    path.write_text(json.dumps(index))
+    with pytest.raises(BrokenCheckpoint, match=f"lacks {name}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, {"model.norm.weight": "../model.safetensors"}])
+def test_an_index_that_cannot_be_followed_is_refused(
+    weight_map: Any, sharded: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(sharded, tmp_path / "model"))
+    edit_json(folder / "model.safetensors.index.json", weight_map=weight_map)
+    with pytest.raises(BrokenCheckpoint, match=r"index\.json"):
+        load(folder)
+
+
+def test_every_refusal_is_a_config_error() -> None:
+    assert issubclass(BrokenCheckpoint, ConfigError)
+    assert issubclass(UnsupportedModel, ConfigError)
+
+
+def test_weights_are_converted_to_the_dtype_asked_for(checkpoint: tuple[Path, Any]) -> None:
+    path, reference = checkpoint
+    config = WorkerConfig(model=str(path), dtype="bfloat16", num_blocks=40, show_progress=False)
+    weight = Worker(config).model.embedding.weight
+    torch.testing.assert_close(weight, reference.model.embed_tokens.weight.bfloat16())
+
+
+def test_a_progress_bar_counts_the_tensors(
+    checkpoint: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = WorkerConfig(model=str(checkpoint[0]), num_blocks=40, show_progress=True)
+    num_tensors = len(Worker(config).model.checkpoint_tensors())
+    assert f"{num_tensors}/{num_tensors}" in capsys.readouterr().err

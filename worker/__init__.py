@@ -1,0 +1,1 @@
+"""How one step becomes tensors: models, layers, attention, kernels, transfers."""

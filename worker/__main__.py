@@ -1,0 +1,57 @@
+"""`python -m longshore.worker CONFIG.json`: the worker process of one rank."""
+
+import logging
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from longshore.protocol.errors import LongshoreError
+from longshore.protocol.lifeline import Failed, Lifeline, Progress, stop_signals
+from longshore.worker.config import load_config
+
+
+def main() -> int:
+    """Exit status 0 after Shutdown or when told to stop, 1 after an error that has been reported, 2
+    for bad usage."""
+    if len(sys.argv) != 2:
+        print("usage: python -m longshore.worker CONFIG.json", file=sys.stderr)
+        return 2
+    try:
+        config = load_config(Path(sys.argv[1]))
+    except LongshoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
+    signals = stop_signals(config.lifeline_fd)
+    for number in signals:
+        signal.signal(number, _exit)
+    lifeline = Lifeline(config.lifeline_fd, runtime_dir)
+    lifeline.report(Progress("loading torch"))
+    # Only now: importing torch takes seconds, in which a supervisor may already have gone.
+    from longshore.worker.startup import serve
+
+    try:
+        serve(config, lifeline)
+    except LongshoreError as error:
+        if config.lifeline_fd is None:  # a supervisor shows the reason itself
+            print(f"error: {error}", file=sys.stderr)
+        lifeline.report(Failed(str(error)))
+        return 1
+    finally:
+        # On the way out already: being told again must not cut the way short.
+        for number in signals:
+            signal.signal(number, signal.SIG_IGN)
+    return 0
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    """Leave through every `finally`, with status 0: being told to stop is no error."""
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

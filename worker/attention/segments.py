@@ -1,0 +1,37 @@
+"""Cuts a step's decodes into segments that waste little on padding."""
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.worker.attention.metadata import DecodeSegment
+
+MIN_SEGMENT_BLOCKS: Final = 8
+"""Shorter sequences share one segment: one more call costs more than this much padding."""
+
+MAX_SEGMENT_TOKENS: Final = 1 << 16
+"""Padded positions of one segment, which bounds the memory of its gathered keys and values."""
+
+
+def length_classes(num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """(n,) a number per sequence, equal for lengths within a factor of two. Sort decodes by it."""
+    rounded = np.maximum(num_blocks, MIN_SEGMENT_BLOCKS)
+    return np.ceil(np.log2(rounded)).astype(np.int64)
+
+
+def decode_segments(num_blocks: npt.NDArray[np.int64], block_size: int) -> list[DecodeSegment]:
+    """num_blocks: (n,) blocks of each decode, already ordered by `length_classes`."""
+    if len(num_blocks) == 0:
+        return []
+    classes = length_classes(num_blocks)
+    borders = np.flatnonzero(np.diff(classes)) + 1
+    segments = []
+    for first, end in zip([0, *borders.tolist()], [*borders.tolist(), len(classes)], strict=True):
+        longest = int(num_blocks[first:end].max())
+        step = max(1, MAX_SEGMENT_TOKENS // (longest * block_size))
+        segments += [
+            DecodeSegment(start, min(step, end - start), longest)
+            for start in range(first, end, step)
+        ]
+    return segments

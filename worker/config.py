@@ -1,0 +1,120 @@
+"""Settings of one worker: plain values, decided by whoever starts it."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from longshore.protocol.channel import Endpoint
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.handshake import EngineIdentity
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one rank loads and how much it may hold. Raises ConfigError naming the wrong setting.
+
+    model:               folder with config.json and safetensors files, as Hugging Face writes it.
+    device:              "cpu", "cuda" or "cuda:N".
+    dtype:               of weights and KV; "auto" is the checkpoint's own.
+    block_size:          tokens per KV block.
+    num_blocks:          size of the KV cache including the null block; None measures memory.
+    kv_cache_bytes:      size of the KV cache when num_blocks is None.
+    kv_memory_fraction:  share of the memory left after loading the weights that the KV cache takes
+                         when neither of the above is given; None is the device's default
+                         (`kv_cache.DEFAULT_MEMORY_FRACTION`).
+    max_num_seqs:        rows.
+    max_num_batched_tokens: tokens of one step at most.
+    max_model_len:       tokens of one request at most; None is what the model was made for.
+    threads:             of CPU kernels; None leaves torch's setting.
+    show_progress:       progress bar while loading; None shows it on a terminal.
+    """
+
+    model: str
+    device: str = "cpu"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    kv_memory_fraction: float | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    threads: int | None = None
+    show_progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "block_size",
+            "num_blocks",
+            "kv_cache_bytes",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "threads",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1.")
+        if self.num_blocks is not None and self.kv_cache_bytes is not None:
+            raise ConfigError(
+                f"num_blocks={self.num_blocks} and kv_cache_bytes={self.kv_cache_bytes} both set "
+                "the size of the KV cache. Give one of them."
+            )
+        fraction = self.kv_memory_fraction
+        if fraction is not None and not 0 < fraction <= 1:
+            raise ConfigError(f"kv_memory_fraction={fraction} must be above 0 and at most 1.")
+
+
+class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker as a process of its own: `python -m longshore.worker` reads this as JSON.
+
+    identity:    what this rank must agree on with its scheduler; sizes and dtype come from it.
+    endpoint:    the scheduler's, for this rank; the worker connects.
+    threads:     of CPU kernels; None is one per physical core.
+    lifeline_fd: inherited descriptor that ties the process to its supervisor.
+    runtime_dir: removed when the supervisor is gone.
+    """
+
+    model: str
+    identity: EngineIdentity
+    endpoint: Endpoint
+    rank: int = 0
+    device: str = "cpu"
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    kv_memory_fraction: float | None = None
+    threads: int | None = None
+    lifeline_fd: int | None = None
+    runtime_dir: str | None = None
+    log_level: str = "info"
+    show_progress: bool = False
+
+    @property
+    def worker(self) -> WorkerConfig:
+        """The same settings without the process around them."""
+        identity = self.identity
+        return msgspec.convert(
+            {
+                "model": self.model,
+                "device": self.device,
+                "dtype": identity.dtype,
+                "block_size": identity.block_size,
+                "num_blocks": self.num_blocks,
+                "kv_cache_bytes": self.kv_cache_bytes,
+                "kv_memory_fraction": self.kv_memory_fraction,
+                "max_num_seqs": identity.max_num_seqs,
+                "max_num_batched_tokens": identity.max_num_batched_tokens,
+                "max_model_len": identity.max_model_len,
+                "threads": self.threads,
+                "show_progress": self.show_progress,
+            },
+            WorkerConfig,
+        )
+
+
+def load_config(path: Path) -> WorkerProcessConfig:
+    """Raises ConfigError for a file that is not a worker's configuration."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=WorkerProcessConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: {error}") from error

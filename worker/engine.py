@@ -1,0 +1,102 @@
+"""The worker's loop: plans come in, answers go out, in order.
+
+The loop itself computes nothing. It sleeps until a plan arrives or the compute thread has an
+answer, so the next plan is taken in while the last one still runs.
+"""
+
+import logging
+import os
+from collections import deque
+from typing import assert_never
+
+import zmq
+
+from longshore.protocol.channel import Channel
+from longshore.protocol.errors import EngineDead, PlanMismatch
+from longshore.protocol.handshake import FromWorker, Refused, ToWorker, Welcome
+from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
+from longshore.protocol.results import WorkerFailed, WorkerReport
+from longshore.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerEngine:
+    """Carries out one scheduler's plans until it says Shutdown."""
+
+    def __init__(
+        self,
+        channel: Channel[FromWorker, ToWorker],
+        runner: ModelRunner,
+        *,
+        epoch: int,
+        rank: int,
+    ) -> None:
+        self._channel = channel
+        self._runner = runner
+        self._epoch = epoch
+        self._rank = rank
+        self._num_unanswered = 0
+        self._is_stopping = False
+        # The compute thread appends and then rings; the loop alone uses the channel.
+        self._reports: deque[WorkerReport] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def run(self) -> None:
+        """Serve until Shutdown, with every plan received before it answered.
+
+        Raises PlanMismatch or EngineDead when this worker cannot go on; the scheduler has been
+        told why by then.
+        """
+        poller = zmq.Poller()
+        poller.register(self._channel.socket, zmq.POLLIN)
+        poller.register(self._bell, zmq.POLLIN)
+        try:
+            while not self._is_stopping or self._num_unanswered:
+                for ready, _ in poller.poll():
+                    if ready == self._bell:
+                        os.eventfd_read(self._bell)
+                self._send_reports()
+                self._take_messages()
+        except EngineDead:
+            raise  # the scheduler has been told with the failed step's report
+        except PlanMismatch as error:
+            self._channel.send(WorkerFailed(self._epoch, self._rank, str(error)))
+            raise
+        except Exception as error:
+            reason = f"internal error: {type(error).__name__}: {error}"
+            self._channel.send(WorkerFailed(self._epoch, self._rank, reason))
+            raise
+
+    def _take_messages(self) -> None:
+        for message in self._channel.drain():
+            match message:
+                case SchedulerOutput():
+                    if self._runner.submit(message, self._on_report) is not None:
+                        self._num_unanswered += 1
+                case Shutdown(reason=reason):
+                    logger.info("shutting down: %s", reason)
+                    self._is_stopping = True
+                    return
+                case SampleMask(step=step):
+                    raise PlanMismatch(
+                        f"a token mask for step {step} came, but this worker does not support "
+                        "structured output; switch it off in the scheduler"
+                    )
+                case Welcome() | Refused():
+                    raise PlanMismatch(f"a second {type(message).__name__} came; plans were due")
+                case _:
+                    assert_never(message)
+            self._send_reports()
+
+    def _on_report(self, report: WorkerReport) -> None:
+        self._reports.append(report)
+        os.eventfd_write(self._bell, 1)
+
+    def _send_reports(self) -> None:
+        while self._reports:
+            report = self._reports.popleft()
+            self._num_unanswered -= 1
+            self._channel.send(report)
+            if isinstance(report, WorkerFailed):
+                raise EngineDead(report.reason)

@@ -1,0 +1,1 @@
+"""Layers that model families are built from. Weights are plain tensors filled by the loader."""

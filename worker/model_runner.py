@@ -1,0 +1,208 @@
+"""Carries out plans: a plan becomes row changes, numbers for the device, and sampled tokens.
+
+`submit` returns at once; the device may be a step behind. The host's part of a step (rows, slots,
+random numbers) is done before it returns, the rest is one operation on the compute queue, and the
+answer comes from the queue's own thread, in order. So two steps overlap: while one computes, the
+next is prepared, and its tokens are read on the device without a round trip.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+from torch import Tensor
+
+from longshore.protocol.errors import EngineDead, PlanMismatch
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.plan import SchedulerOutput
+from longshore.protocol.results import ModelRunnerOutput, WorkerFailed, WorkerReport
+from longshore.worker.attention.backend import AttentionBackend
+from longshore.worker.attention.segments import decode_segments
+from longshore.worker.block_table import BlockTable, MultiGroupBlockTable
+from longshore.worker.compute_queue import Completion, ComputeQueue
+from longshore.worker.device_step import DeviceState, DeviceStep
+from longshore.worker.kv_cache import KVCache
+from longshore.worker.models.llama import Llama
+from longshore.worker.row_state import RowState
+from longshore.worker.step_batch import Int64s, StepBatch, blocks_to_clear, make_batch
+from longshore.worker.step_inputs import StepInputs, StepInputsBuilder
+from longshore.worker.token_table import TokenTable, known_token_ids
+
+logger = logging.getLogger(__name__)
+
+NO_BLOCKS: Final = np.empty(0, np.int64)
+
+
+class ModelRunner:
+    """One rank's model, cache and rows. Plans come from one thread, in order."""
+
+    def __init__(
+        self,
+        model: Llama,
+        cache: KVCache,
+        attention: AttentionBackend,
+        queue: ComputeQueue,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        epoch: int = 1,
+        rank: int = 0,
+    ) -> None:
+        device = cache.buffer.device
+        self._queue = queue
+        self._epoch = epoch
+        self._rank = rank
+        self._block_size = cache.block_size
+        self._pin_memory = device.type == "cuda"
+        table = BlockTable(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=cache.block_size,
+            device=device,
+        )
+        self._tables = MultiGroupBlockTable([table])
+        self._rows = RowState(
+            tables=self._tables,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            vocab_size=model.config.vocab_size,
+            num_blocks=cache.num_blocks,
+            epoch=epoch,
+        )
+        tokens = TokenTable(max_num_seqs, max_model_len, device)
+        self._device_state = DeviceState(model, cache, attention, tokens, table.device_table)
+        self._inputs = StepInputsBuilder(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            token_width=tokens.width,
+            num_blocks=cache.num_blocks,
+            pin_memory=self._pin_memory,
+        )
+
+    def submit(
+        self, plan: SchedulerOutput, on_report: Callable[[WorkerReport], None]
+    ) -> Completion | None:
+        """Start carrying out `plan`. A repeat of the plan before is ignored: None, and no report.
+
+        on_report: gets the answer, on a thread of the compute queue, in the order of the plans:
+                   WorkerFailed if this step or one before it could not be computed.
+        Raises PlanMismatch when the plan does not continue what this worker holds. No plan can be
+        carried out after that.
+        """
+        if self._rows.is_repeat(plan):
+            logger.info("step %d came again and is ignored", plan.step)
+            return None
+        num_scheduled = self._rows.apply(plan)
+        table = self._rows.rows
+        batch = make_batch(num_scheduled, table.num_computed, self._block_size)
+        sampled_rows = np.flatnonzero(table.samples(num_scheduled))
+        started = [
+            (start.row, known_token_ids(start, pin_memory=self._pin_memory)) for start in plan.added
+        ]
+        return self._launch(
+            batch,
+            sampled_rows=sampled_rows,
+            sampled_positions=table.num_computed[sampled_rows],
+            zero_block_ids=plan.zero_block_ids.astype(np.int64),
+            started=started,
+            on_answer=lambda inputs, completion: on_report(
+                self._report(plan.step, inputs, completion)
+            ),
+        )
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Carry out `plan` and wait for its answer. Raises PlanMismatch (a repeat has no second
+        answer, so it is one too), or EngineDead when the step failed."""
+        reports: list[WorkerReport] = []
+        completion = self.submit(plan, reports.append)
+        if completion is None:
+            raise PlanMismatch(f"step {plan.step} was answered already")
+        completion.wait()
+        (report,) = reports
+        if isinstance(report, WorkerFailed):
+            raise EngineDead(report.reason)
+        return report
+
+    def warm_up(self, num_prefill_tokens: int, num_decodes: int) -> None:
+        """Compute a prompt in two chunks, and a step of decodes, on the null block; then clear it.
+
+        The first calls of a process choose kernels and grow memory pools; requests must not wait
+        for that. Call it before the first plan. Raises EngineDead if the model cannot be computed.
+        """
+        row_zero, half = np.zeros(1, np.int64), np.array([max(1, num_prefill_tokens // 2)])
+        rows = np.arange(num_decodes)
+        batches = [
+            StepBatch(row_zero, np.zeros(1, np.int64), half, num_decodes=0),
+            StepBatch(rows, np.zeros_like(rows), np.ones_like(rows), num_decodes=num_decodes),
+        ]
+        if 2 * half <= num_prefill_tokens:
+            batches.append(StepBatch(row_zero, half, half, num_decodes=0))
+        for batch in batches:
+            completion = self._launch(
+                batch, sampled_rows=np.sort(batch.rows), sampled_positions=batch.ends
+            )
+            completion.wait()
+            if completion.error is not None:
+                raise EngineDead(
+                    f"the model cannot be computed on this device: {completion.error}"
+                ) from completion.error
+        cache = self._device_state.cache
+        self._queue.submit(cache.buffer[NULL_BLOCK].zero_).wait()
+
+    def _launch(
+        self,
+        batch: StepBatch,
+        *,
+        sampled_rows: Int64s,
+        sampled_positions: Int64s,
+        zero_block_ids: Int64s = NO_BLOCKS,
+        started: Sequence[tuple[int, Tensor]] = (),
+        on_answer: Callable[[StepInputs, Completion], None] | None = None,
+    ) -> Completion:
+        (table,) = self._tables.tables
+        (slots,) = self._tables.slots(batch.token_rows(), batch.positions())
+        begun = blocks_to_clear(batch, table.host, self._block_size)
+        inputs = self._inputs.build(
+            batch,
+            slots=slots,
+            sampled_rows=sampled_rows,
+            sampled_positions=sampled_positions,
+            cleared_blocks=np.concatenate((zero_block_ids, begun)),
+            sampling=self._rows.sampling,
+        )
+        uploads = self._tables.commit()
+        step = DeviceStep(
+            state=self._device_state,
+            inputs=inputs,
+            segments=decode_segments(batch.decode_blocks(self._block_size), self._block_size),
+            chunks=batch.prefill_chunks(),
+            uploads=uploads,
+            started=started,
+        )
+        on_done = None if on_answer is None else partial(on_answer, inputs)
+        completion = self._queue.submit(step.run, on_done)
+        inputs.staging.guard(completion)
+        for upload in uploads:
+            upload.guard(completion)
+        return completion
+
+    def _report(self, step: int, inputs: StepInputs, completion: Completion) -> WorkerReport:
+        if completion.error is not None:
+            error = completion.error
+            return WorkerFailed(
+                self._epoch,
+                self._rank,
+                f"step {step} failed on the device: {type(error).__name__}: {error}",
+            )
+        sampled, nan_rows = inputs.answer()
+        return ModelRunnerOutput(
+            epoch=self._epoch,
+            step=step,
+            sampled_tokens=sampled,
+            nan_rows=nan_rows,
+            compute_s=completion.elapsed_s,
+        )

@@ -1,0 +1,1 @@
+"""Model families: what a checkpoint's config.json says, and the layers it describes."""

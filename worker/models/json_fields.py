@@ -1,0 +1,98 @@
+"""Typed reads from a checkpoint's config.json: a wrong value is refused with its key and file."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+
+Number = TypeVar("Number", int, float)
+
+
+class JsonFields:
+    """One JSON object of a checkpoint, and where it came from.
+
+    A key that is absent and one that is null read the same: writers differ in which they choose.
+    """
+
+    def __init__(self, values: Mapping[str, object], source: str) -> None:
+        self.values = values
+        self.source = source
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An int of at least `minimum`; raises BrokenCheckpoint if missing without a default."""
+        return self._number(int, key, default, minimum)
+
+    def real(self, key: str, default: float | None = None, *, minimum: float = 0.0) -> float:
+        """A float (or an int, converted) of at least `minimum`."""
+        return float(self._number(float, key, default, minimum))
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
+
+    def table(self, key: str) -> "JsonFields | None":
+        """The object under `key`, or None if it is absent."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.wrong(key, "an object")
+        return JsonFields(value, f"{self.source}, {key}")
+
+    def refuse_unless_neutral(self, key: str, neutral: object, why: str) -> None:
+        """Raise UnsupportedModel when `key` asks for something that is not computed here."""
+        value = self.values.get(key)
+        if value is not None and value != neutral:
+            raise UnsupportedModel(
+                f"{self.source}: {key}={value!r}, {why}. Use a checkpoint without it."
+            )
+
+    def wrong(self, key: str, expected: str) -> BrokenCheckpoint:
+        return BrokenCheckpoint(
+            f"{self.source}: {key}={self.values.get(key)!r} must be {expected}. "
+            "Repair the file or fetch it again."
+        )
+
+    def _number(
+        self, kind: type[Number], key: str, default: Number | None, minimum: Number
+    ) -> Number:
+        value = self.values.get(key)
+        if value is None:
+            if default is None:
+                raise BrokenCheckpoint(
+                    f"{self.source}: {key} is missing, and the model cannot be built without it."
+                )
+            return default
+        accepted = (int,) if kind is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, accepted) or not value >= minimum:
+            raise self.wrong(key, f"a number of at least {minimum}")
+        return kind(value)
+
+
+def read_json_object(path: Path) -> JsonFields:
+    """The JSON object in `path`. Raises BrokenCheckpoint if there is none."""
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise BrokenCheckpoint(
+            f"{path} does not exist. A model is a folder in Hugging Face format."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise BrokenCheckpoint(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise BrokenCheckpoint(f"{path} holds no JSON object.")
+    return JsonFields(values, str(path))

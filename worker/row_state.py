@@ -1,0 +1,162 @@
+"""What the worker keeps of each row: the shared row table, its blocks, and how it samples.
+
+Host memory only, changed by plans alone and before anything is computed. A plan that this worker
+cannot carry out to the letter raises PlanMismatch; the engine then needs a new epoch.
+"""
+
+import hashlib
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.protocol.arrays import Int32Array, Int64Array
+from longshore.protocol.errors import PlanMismatch
+from longshore.protocol.plan import RowStart, SchedulerOutput
+from longshore.protocol.rows import PlanFollower, RowTable
+from longshore.worker.block_table import MultiGroupBlockTable
+from longshore.worker.uniform import SEED_MASK
+
+_NOT_CARRIED_OUT: Final = {
+    "sampled_rows": "pipeline parallelism",
+    "draft_rows": "speculative decoding",
+    "encoder_inputs": "multimodal inputs",
+    "connector_metadata": "KV connectors",
+    "has_structured_output": "structured output",
+}
+
+
+class SamplingColumns:
+    """Sampling settings by row, (max_num_seqs,) each.
+
+    num_prompt: tokens before output position 0.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.num_prompt = np.zeros(max_num_seqs, np.int64)
+        self.temperature = np.zeros(max_num_seqs, np.float64)
+        self.top_k = np.zeros(max_num_seqs, np.int64)
+        self.top_p = np.ones(max_num_seqs, np.float64)
+        self.seed = np.zeros(max_num_seqs, np.uint64)
+
+    def start(self, start: RowStart) -> None:
+        row, sampling = start.row, start.sampling
+        self.num_prompt[row] = len(start.prompt_token_ids)
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = sampling.top_k
+        self.top_p[row] = sampling.top_p
+        seed = _seed_of_id(start.request_id) if sampling.seed is None else sampling.seed
+        self.seed[row] = seed & SEED_MASK
+
+
+class RowState:
+    """All rows of this worker.
+
+    vocab_size, num_blocks: what ids in plans must stay below.
+    """
+
+    def __init__(
+        self,
+        *,
+        tables: MultiGroupBlockTable,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        num_blocks: int,
+        epoch: int,
+    ) -> None:
+        self.rows = RowTable(max_num_seqs)
+        self.sampling = SamplingColumns(max_num_seqs)
+        self.tables = tables
+        self._follower = PlanFollower(self.rows, epoch=epoch)
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._num_blocks = num_blocks
+
+    def is_repeat(self, plan: SchedulerOutput) -> bool:
+        """The plan applied last has come again."""
+        return self._follower.is_repeat(plan)
+
+    def apply(self, plan: SchedulerOutput) -> Int64Array:
+        """Carry out the plan's changes; returns the (max_num_seqs,) tokens each row computes.
+
+        Raises PlanMismatch; rows may have changed in part then.
+        """
+        _refuse_unsupported(plan)
+        num_scheduled = self._follower.apply(plan)
+        for rewind in plan.rewound:
+            self.tables.truncate_row(rewind.row, rewind.num_computed_tokens)
+        for start in plan.added:
+            self._start_row(start)
+        for blocks in plan.appended:
+            self._check_block_ids(blocks.block_ids)
+            self.tables.append_rows(blocks.group, blocks.rows, blocks.block_ids)
+        self._check_block_ids(plan.zero_block_ids)
+        self._check_step(plan, num_scheduled)
+        return num_scheduled
+
+    def _start_row(self, start: RowStart) -> None:
+        row = start.row
+        if start.num_known_tokens > self._max_model_len:
+            raise PlanMismatch(
+                f"request {start.request_id} has {start.num_known_tokens} tokens, "
+                f"row {row} takes {self._max_model_len}"
+            )
+        if not 0 <= start.num_computed_tokens < start.num_known_tokens:
+            raise PlanMismatch(
+                f"request {start.request_id} starts with {start.num_computed_tokens} of "
+                f"{start.num_known_tokens} tokens computed; one must be left to sample from"
+            )
+        if start.last_computed > self._max_model_len:
+            raise PlanMismatch(
+                f"row {row} would compute {start.last_computed} tokens of {self._max_model_len}"
+            )
+        for token_ids in (start.prompt_token_ids, start.output_token_ids):
+            self._check_range("token", token_ids, self._vocab_size)
+        for block_ids in start.block_ids:
+            self._check_block_ids(block_ids)
+        self.tables.add_row(row, start.block_ids)
+        self.sampling.start(start)
+
+    def _check_block_ids(self, block_ids: Int32Array) -> None:
+        self._check_range("block", block_ids, self._num_blocks)
+
+    def _check_range(self, kind: str, ids: Int32Array, end: int) -> None:
+        if len(ids) and not 0 <= ids.min() <= ids.max() < end:
+            raise PlanMismatch(f"a {kind} id is outside 0..{end - 1}: {ids.min()}..{ids.max()}")
+
+    def _check_step(self, plan: SchedulerOutput, num_scheduled: Int64Array) -> None:
+        if plan.num_scheduled_tokens > self._max_num_batched_tokens:
+            raise PlanMismatch(
+                f"step {plan.step} computes {plan.num_scheduled_tokens} tokens; "
+                f"this worker takes {self._max_num_batched_tokens}"
+            )
+        lacking = (num_scheduled > 0) & (self.rows.num_computed > self.tables.capacity())
+        if lacking.any():
+            row = int(np.flatnonzero(lacking)[0])
+            raise PlanMismatch(f"step {plan.step} computes tokens of row {row} without blocks")
+        for state in plan.full_state or ():
+            held = self.tables.allocated(state.row)
+            if any(not np.array_equal(a, b) for a, b in zip(held, state.block_ids, strict=True)):
+                raise PlanMismatch(
+                    f"step {plan.step}, row {state.row}: the scheduler holds blocks "
+                    f"{[ids.tolist() for ids in state.block_ids]}, "
+                    f"the worker {[ids.tolist() for ids in held]}"
+                )
+
+
+def _refuse_unsupported(plan: SchedulerOutput) -> None:
+    for field, feature in _NOT_CARRIED_OUT.items():
+        value: bool | bytes | tuple[object, ...] | npt.NDArray[np.int32] = getattr(plan, field)
+        if len(value) if not isinstance(value, bool) else value:
+            raise PlanMismatch(
+                f"step {plan.step} has {field}; this worker does not support {feature}. "
+                "Switch it off in the scheduler."
+            )
+
+
+def _seed_of_id(request_id: str) -> int:
+    """For a request whose gateway chose no seed: still a function of the request alone."""
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,127 @@
+"""From a configuration to a serving worker: weights, handshake, cache, loop."""
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+import zmq
+
+from longshore.protocol.channel import Channel, open_socket
+from longshore.protocol.errors import EngineDead, HandshakeRefused, LongshoreError
+from longshore.protocol.handshake import (
+    FromWorker,
+    Refused,
+    ToWorker,
+    Welcome,
+    WorkerHello,
+    WorkerReady,
+    model_fingerprint,
+)
+from longshore.protocol.lifeline import Lifeline, Progress, Ready
+from longshore.protocol.plan import Shutdown
+from longshore.protocol.results import WorkerFailed
+from longshore.worker.config import WorkerProcessConfig
+from longshore.worker.device import num_physical_cores
+from longshore.worker.engine import WorkerEngine
+from longshore.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S: Final = 600.0
+"""Other ranks may load their weights for this long before the scheduler can welcome anybody."""
+
+NO_EPOCH: Final = 0
+"""Epoch of a worker that nobody has welcomed yet."""
+
+
+def serve(config: WorkerProcessConfig, lifeline: Lifeline) -> None:
+    """Run one rank until its scheduler says Shutdown.
+
+    Raises LongshoreError for everything an operator can cause; the scheduler has been told.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    channel: Channel[FromWorker, ToWorker] = Channel(
+        open_socket(context, zmq.DEALER, config.endpoint, bind=False), ToWorker
+    )
+    try:
+        _serve(config, lifeline, channel)
+    finally:
+        channel.close()
+        context.term()
+
+
+def _serve(
+    config: WorkerProcessConfig, lifeline: Lifeline, channel: Channel[FromWorker, ToWorker]
+) -> None:
+    torch.set_num_threads(config.threads or num_physical_cores())
+    logger.info("%d threads compute", torch.get_num_threads())
+    lifeline.report(Progress(f"loading {Path(config.model).name} on {config.device}"))
+    with _telling_the_scheduler(channel, config.rank, NO_EPOCH):
+        worker = Worker(config.worker)
+    with worker:
+        welcome = _shake_hands(config, worker, channel)
+        if welcome is None:
+            return
+        lifeline.report(Progress("warming up"))
+        with _telling_the_scheduler(channel, config.rank, welcome.epoch):
+            runner = worker.start(
+                epoch=welcome.epoch, rank=config.rank, num_blocks=welcome.num_blocks
+            )
+        channel.send(WorkerReady(config.rank))
+        lifeline.report(Ready(_details(config, welcome)))
+        # What exists now lives as long as the process; the collector need not visit it.
+        gc.collect()
+        gc.freeze()
+        WorkerEngine(channel, runner, epoch=welcome.epoch, rank=config.rank).run()
+
+
+@contextmanager
+def _telling_the_scheduler(
+    channel: Channel[FromWorker, ToWorker], rank: int, epoch: int
+) -> Iterator[None]:
+    """A failure inside is the scheduler's news too: it waits for this rank."""
+    try:
+        yield
+    except LongshoreError as error:
+        channel.send(WorkerFailed(epoch, rank, str(error)))
+        raise
+
+
+def _shake_hands(
+    config: WorkerProcessConfig, worker: Worker, channel: Channel[FromWorker, ToWorker]
+) -> Welcome | None:
+    """None: the engine is shut down before it began. Raises HandshakeRefused or EngineDead."""
+    # The fingerprint is of the folder this rank has loaded, wherever the configuration came from.
+    identity = msgspec.structs.replace(
+        config.identity, model_fingerprint=model_fingerprint(Path(config.model))
+    )
+    channel.send(WorkerHello(config.rank, identity, worker.kv_cache))
+    answer = channel.receive(HANDSHAKE_TIMEOUT_S)
+    match answer:
+        case Welcome():
+            return answer
+        case None:
+            raise EngineDead(
+                f"the scheduler did not answer within {HANDSHAKE_TIMEOUT_S:.0f} s; "
+                "is it running, and do all ranks come up?"
+            )
+        case Shutdown():
+            return None
+        case Refused(reason=reason):
+            raise HandshakeRefused(reason)
+        case _:
+            raise HandshakeRefused(f"the scheduler began with {type(answer).__name__}")
+
+
+def _details(config: WorkerProcessConfig, welcome: Welcome) -> dict[str, str]:
+    return {
+        "device": config.device,
+        "dtype": config.identity.dtype,
+        "threads": str(torch.get_num_threads()),
+        "num_blocks": str(welcome.num_blocks),
+    }

@@ -1,0 +1,86 @@
+"""Who computes what in one step, in the order in which the device sees it."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore.worker.attention.metadata import PrefillChunk
+from longshore.worker.attention.segments import length_classes
+
+Int64s: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Sequences with one new token first, by length class, then the longer chunks.
+
+    rows:   (num_seqs,) of each sequence.
+    starts: (num_seqs,) tokens computed before the step.
+    counts: (num_seqs,) tokens computed in the step, at least 1.
+    num_decodes: sequences with one new token.
+    """
+
+    rows: Int64s
+    starts: Int64s
+    counts: Int64s
+    num_decodes: int
+
+    @property
+    def ends(self) -> Int64s:
+        """(num_seqs,) tokens computed after the step."""
+        return self.starts + self.counts
+
+    @property
+    def first_tokens(self) -> Int64s:
+        """(num_seqs,) index of each sequence's first token in the step."""
+        return np.cumsum(self.counts) - self.counts
+
+    @property
+    def last_tokens(self) -> Int64s:
+        """(num_seqs,) index of each sequence's last token in the step."""
+        return np.cumsum(self.counts) - 1
+
+    def token_rows(self) -> Int64s:
+        """(num_tokens,) row of each token."""
+        return np.repeat(self.rows, self.counts)
+
+    def positions(self) -> Int64s:
+        """(num_tokens,) position of each token in its sequence."""
+        offsets = np.repeat(self.starts - self.first_tokens, self.counts)
+        return np.arange(len(offsets)) + offsets
+
+    def decode_blocks(self, block_size: int) -> Int64s:
+        """(num_decodes,) blocks that each decode attends to."""
+        return -(-self.ends[: self.num_decodes] // block_size)
+
+    def prefill_chunks(self) -> list[PrefillChunk]:
+        columns = (self.rows, self.first_tokens, self.counts, self.ends)
+        lists = (column[self.num_decodes :].tolist() for column in columns)
+        return [PrefillChunk(*values) for values in zip(*lists, strict=True)]
+
+
+def make_batch(num_scheduled: Int64s, num_computed: Int64s, block_size: int) -> StepBatch:
+    """num_scheduled, num_computed: (max_num_seqs,), the latter after the step."""
+    rows = np.flatnonzero(num_scheduled)
+    counts = num_scheduled[rows]
+    starts = num_computed[rows] - counts
+    is_decode = counts == 1
+    classes = length_classes(-(-(starts + counts) // block_size))
+    order = np.lexsort((np.where(is_decode, classes, 0), ~is_decode))
+    return StepBatch(rows[order], starts[order], counts[order], int(is_decode.sum()))
+
+
+def blocks_to_clear(
+    batch: StepBatch, block_table: npt.NDArray[np.int32], block_size: int
+) -> Int64s:
+    """(n,) ids of blocks that this step begins and does not fill.
+
+    Their last positions are read, and masked, before anything is written there; what an earlier
+    owner left must not reach the result, and a masked NaN would. block_table: the host's.
+    """
+    ends = batch.ends
+    columns = (ends - 1) // block_size
+    begins = (columns * block_size >= batch.starts) & (ends % block_size != 0)
+    return block_table[batch.rows[begins], columns[begins]].astype(np.int64)

@@ -1,0 +1,175 @@
+"""One rank, assembled: from settings to a model in memory, a KV cache, and a runner of plans.
+
+Two phases, because the number of blocks is agreed between them: built, the worker has its weights
+and knows what its memory holds; started, it has allocated the cache and carries out plans.
+"""
+
+import logging
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.worker import kv_cache
+from longshore.worker.attention.torch_backend import TorchAttention
+from longshore.worker.compute_queue import ComputeQueue, open_compute_queue
+from longshore.worker.config import WorkerConfig
+from longshore.worker.device import (
+    dtype_name,
+    fits_in_memory,
+    open_device,
+    resolve_dtype,
+    wait_for_device,
+)
+from longshore.worker.errors import UnsupportedModel
+from longshore.worker.loader import load_weights
+from longshore.worker.model_runner import ModelRunner
+from longshore.worker.models.families import read_model_config
+from longshore.worker.models.llama_config import LlamaConfig
+from longshore.worker.models.registry import MODELS
+from longshore.worker.models.rope_config import DynamicRope
+
+logger = logging.getLogger(__name__)
+
+CPU_WARM_UP_TOKENS: Final = 32
+CPU_WARM_UP_DECODES: Final = 4
+
+
+class Worker:
+    """Weights on a device. Closing it ends its thread; it can be used as a context manager.
+
+    kv_cache: what this rank would allocate; `start` may be told to take fewer blocks.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Loads the model. Raises ConfigError (UnsupportedModel, BrokenCheckpoint, KVCacheTooSmall
+        among them) for whatever keeps it from being served."""
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self._config = config
+        self._device = open_device(config.device)
+        model_dir = Path(config.model)
+        model_config = read_model_config(model_dir)
+        self.model_config = model_config
+        self._dtype = resolve_dtype(config.dtype, model_config.dtype)
+        self.max_model_len = _max_model_len(config, model_config)
+        with fits_in_memory("The model", self._device):
+            self.model = MODELS[type(model_config)](
+                model_config,
+                max_model_len=self.max_model_len,
+                dtype=self._dtype,
+                device=self._device,
+            )
+        load_weights(self.model, model_dir, show_progress=config.show_progress)
+        self.kv_cache = self._plan_cache()
+        self._queue: ComputeQueue | None = None
+
+    def start(
+        self,
+        *,
+        epoch: int = 1,
+        rank: int = 0,
+        num_blocks: int | None = None,
+        queue: ComputeQueue | None = None,
+    ) -> ModelRunner:
+        """Allocate the KV cache, compute once, and return what carries out plans. Called once.
+
+        num_blocks: agreed with the other ranks; None takes `kv_cache.num_blocks`.
+        queue:      where to compute; None opens the device's own. The worker closes it.
+        """
+        assert self._queue is None, "a worker starts once"
+        agreed = self.kv_cache
+        if num_blocks is not None:
+            (group,) = agreed.groups
+            kv_cache.check_holds_one_request(num_blocks, group.spec, self.max_model_len)
+            agreed = kv_cache.cache_config(group, num_blocks, self._dtype)
+        with fits_in_memory(f"A KV cache of {agreed.num_blocks} blocks", self._device):
+            cache = kv_cache.allocate(agreed, dtype=self._dtype, device=self._device)
+        self._queue = queue or open_compute_queue(self._device)
+        runner = ModelRunner(
+            self.model,
+            cache,
+            TorchAttention(cache, num_heads=self.model_config.num_heads),
+            self._queue,
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            epoch=epoch,
+            rank=rank,
+        )
+        wait_for_device(self._device)  # the queue's stream does not wait for what was prepared here
+        self._warm_up(runner)
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %.2f GiB in %s on %s",
+            cache.num_blocks,
+            cache.block_size,
+            cache.num_blocks * cache.block_size_bytes / 2**30,
+            dtype_name(self._dtype),
+            self._device,
+        )
+        return runner
+
+    def close(self) -> None:
+        """Finish what was submitted and end the compute thread. May be called twice."""
+        if self._queue is not None:
+            self._queue.close()
+            self._queue = None
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _plan_cache(self) -> KVCacheConfig:
+        model_config, config = self.model_config, self._config
+        group = kv_cache.attention_group(
+            num_layers=model_config.num_layers,
+            block_size=config.block_size,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            dtype=self._dtype,
+        )
+        num_blocks = config.num_blocks or kv_cache.measure_num_blocks(
+            group,
+            device=self._device,
+            kv_cache_bytes=config.kv_cache_bytes,
+            memory_fraction=config.kv_memory_fraction,
+            max_useful_blocks=config.max_num_seqs * group.spec.max_blocks(self.max_model_len) + 1,
+        )
+        kv_cache.check_holds_one_request(num_blocks, group.spec, self.max_model_len)
+        return kv_cache.cache_config(group, num_blocks, self._dtype)
+
+    def _warm_up(self, runner: ModelRunner) -> None:
+        config = self._config
+        num_tokens = min(config.max_num_batched_tokens, self.max_model_len)
+        num_decodes = min(config.max_num_batched_tokens, config.max_num_seqs)
+        if self._device.type == "cpu":  # nothing to tune or reserve there, only threads to start
+            num_tokens = min(num_tokens, CPU_WARM_UP_TOKENS)
+            num_decodes = min(num_decodes, CPU_WARM_UP_DECODES)
+        runner.warm_up(num_tokens, num_decodes)
+
+
+def _max_model_len(config: WorkerConfig, model_config: LlamaConfig) -> int:
+    trained = model_config.max_position_embeddings
+    if config.max_model_len is None:
+        return trained
+    longest = model_config.max_supported_len
+    if config.max_model_len > longest:
+        why = (
+            "a dynamic rope would turn keys that are cached already by other angles"
+            if isinstance(model_config.rope, DynamicRope)
+            else "the model has learnt no positions beyond"
+        )
+        raise UnsupportedModel(
+            f"max_model_len={config.max_model_len} is more than the {longest} tokens that "
+            f"{config.model} supports: {why}. Lower max_model_len."
+        )
+    return config.max_model_len
