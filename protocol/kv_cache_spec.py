@@ -33,7 +33,27 @@ class FullAttentionSpec(msgspec.Struct, frozen=True, tag="full", forbid_unknown_
         return -(-max_model_len // self.block_size)
 
 
-KVCacheSpec: TypeAlias = FullAttentionSpec
+class CrossAttentionSpec(msgspec.Struct, frozen=True, tag="cross", forbid_unknown_fields=True):
+    """Layers whose tokens attend to the encoder's, of which a request has at most
+    `max_encoder_tokens`; their KV is computed once. Sizes in tokens, heads, elements."""
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype_bytes: int
+    max_encoder_tokens: int
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of one layer: keys and values."""
+        return self.block_size * self.num_kv_heads * 2 * self.head_size * self.dtype_bytes
+
+    def max_blocks(self, max_model_len: int) -> int:
+        """Blocks that one request can hold at most, however long it is."""
+        return -(-self.max_encoder_tokens // self.block_size)
+
+
+KVCacheSpec: TypeAlias = FullAttentionSpec | CrossAttentionSpec
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,28 +2,60 @@
 
 One pool serves all groups. A block whose last holder let go keeps its name and its content until it
 is handed out again, so the free queue is also the prefix cache, evicted in LRU order. Blocks are
-integers; the columns here are Python lists indexed by them.
+integers; the columns here are indexed by them, and read one by one or in bulk, whichever is faster
+for the number of blocks at hand.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import compress
 
+import numpy as np
+
+from longshore.protocol.arrays import EMPTY_INT32, BoolArray, Int32Array, Int64Array, int32_array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.scheduler.block_hash import block_key
-from longshore.scheduler.free_queue import FreeQueue
+from longshore.scheduler.block_metrics import BlockMetrics
+from longshore.scheduler.free_queue import FEW_BLOCKS, FreeQueue, NotTaken
+from longshore.scheduler.free_queue import BlockIds as BlockIds  # the pool's callers speak it too
+from longshore.scheduler.kv_events import KVEventLog
 from longshore.scheduler.prefix_map import PrefixMap
 
 
 class BlockPool:
     """`num_blocks` blocks with the null block, which is a placeholder: never handed out, never
-    freed, never named, its references not counted."""
+    freed, never named, its references not counted.
 
-    def __init__(self, num_blocks: int) -> None:
+    metrics: is told of every block that is handed out, hit and evicted.
+    events:  is told of every name whose last block is gone.
+
+    Block ids come as int32 arrays or, few of them, as lists.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int = 1,
+        *,
+        metrics: BlockMetrics | None = None,
+        events: KVEventLog | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
-        self._ref_count = [0] * num_blocks
-        self._key: list[bytes | None] = [None] * num_blocks
-        self._free = FreeQueue(num_blocks)
-        self._prefixes = PrefixMap()
+        self.metrics = metrics
+        self._events = events
+        self._prefixes = tuple(PrefixMap() for _ in range(num_groups))
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        self._free = FreeQueue(self.num_blocks)
+        # A block stands in the free queue, or its place there is minus the number of its holders:
+        # it cannot be both free and held.
+        self._place, self._place_item = self._free.place, self._free.place_item
+        self._names: list[bytes | None] = [None] * self.num_blocks
+        self._group = np.zeros(self.num_blocks if len(self._prefixes) > 1 else 0, np.int16)
+        self._fence: Int64Array = np.zeros(self.num_blocks, np.int64)
+        self._fence_item = memoryview(self._fence)
+        self._scratch: Int32Array = np.zeros(self.num_blocks, np.int32)
 
     @property
     def num_free(self) -> int:
@@ -38,98 +70,259 @@ class BlockPool:
 
     def ref_count(self, block_id: int) -> int:
         """Holders of the block."""
-        return self._ref_count[block_id]
+        return 0 if block_id == NULL_BLOCK else max(-self._place_item[block_id], 0)
+
+    def name(self, block_id: int) -> bytes | None:
+        """The block's name, if it is full and cached."""
+        return self._names[block_id]
 
     def key(self, block_id: int) -> bytes | None:
         """Name and group of the block, if it is full and cached."""
-        return self._key[block_id]
+        name = self._names[block_id]
+        return None if name is None else block_key(name, self._group_of(block_id))
+
+    def _group_of(self, block_id: int) -> int:
+        return int(self._group[block_id]) if len(self._group) else 0
 
     def free_block_ids(self) -> list[int]:
         """All free blocks, next to be handed out first. O(n): for checks, not for the step."""
         return list(self._free)
 
-    def get_new_blocks(self, count: int) -> list[int]:
+    # Blocks
+
+    def get_new_blocks(self, count: int) -> BlockIds:
         """Hand out the blocks freed longest ago; they lose their names. Raises OutOfBlocks."""
-        block_ids = self._free.popleft_n(count)
-        ref_count, keys = self._ref_count, self._key
-        for block_id in block_ids:
-            assert ref_count[block_id] == 0
-            ref_count[block_id] = 1
-            key = keys[block_id]
-            if key is not None:
-                self._prefixes.pop(key, block_id)
-                keys[block_id] = None
-        return block_ids
+        if count > FEW_BLOCKS:
+            block_ids = self._free.popleft_n(count)
+            self._start_lives(block_ids.tolist())
+            return block_ids
+        few = self._free.popleft_few(count)
+        self._start_lives(few)
+        return few
 
-    def free_blocks(self, block_ids: Iterable[int]) -> None:
+    def get_settled_blocks(
+        self, count: int, answered_step: int, keep: Int32Array
+    ) -> Int32Array | None:
+        """`get_new_blocks` of blocks that no plan after `answered_step` names and that are not
+        among `keep`; None if there are not so many, and nothing has changed."""
+        pieces: list[Int32Array] = []
+        missing = count
+        for block_ids in self._free.chunks():
+            settled: BoolArray = self._fence[block_ids] <= answered_step
+            if len(keep):
+                settled &= np.isin(block_ids, keep, invert=True)
+            pieces.append(block_ids[settled][:missing])
+            missing -= len(pieces[-1])
+            if missing == 0:
+                break
+        if missing:
+            return None
+        found = np.concatenate(pieces) if pieces else EMPTY_INT32
+        self._free.remove_n(found)
+        self._start_lives(found.tolist())
+        return found
+
+    def _start_lives(self, block_ids: list[int]) -> None:
+        """Blocks just taken from the free queue lose the names that they still have."""
+        evicted = self._drop_names(block_ids)
+        if self.metrics is not None:
+            self.metrics.evicted(int32_array(evicted))
+            self.metrics.allocated(int32_array(block_ids))
+
+    def free_blocks(self, block_ids: BlockIds, step: int = 0) -> None:
         """Drop one reference each; those that nobody holds any more queue up in the order given,
-        names kept. Raises LongshoreError, having changed nothing for it, if a block has no holder.
+        names kept. `step` is the newest plan that may still name them, 0 if no matter which.
+
+        Raises NotTaken, having changed nothing, if a block has too few holders.
         """
-        ref_count = self._ref_count
-        freed: list[int] = []
-        try:
-            for block_id in block_ids:
-                count = ref_count[block_id] - 1
-                if count > 0:
-                    ref_count[block_id] = count
-                elif count == 0:
-                    ref_count[block_id] = 0
-                    freed.append(block_id)
-                elif block_id != NULL_BLOCK:
-                    raise LongshoreError(f"block {block_id} is freed, but nobody holds it")
-        finally:
-            self._free.append_n(freed)
+        index = None if len(block_ids) <= FEW_BLOCKS else self._bulk_index(block_ids)
+        if index is None:
+            few = block_ids if isinstance(block_ids, list) else block_ids.tolist()
+            self._free.release_few(few)
+            if step:
+                self.fence(few, step)
+            return
+        left = self._place[index] + 1
+        if left.max(initial=0) > 0:
+            raise NotTaken(f"block {index[left.argmax()]} is freed, but nobody holds it")
+        self._place[index] = left
+        self._free.append_n(index[left == 0].astype(np.int32))
+        if step:
+            self.fence(block_ids, step)
 
-    def touch(self, block_ids: Iterable[int]) -> None:
+    def touch(self, block_ids: BlockIds) -> None:
         """Add one holder each; a block that nobody held leaves the free queue."""
-        ref_count = self._ref_count
-        for block_id in block_ids:
-            if block_id == NULL_BLOCK:
-                continue
-            if ref_count[block_id] == 0:
-                self._free.remove(block_id)
-            ref_count[block_id] += 1
+        index = None if len(block_ids) <= FEW_BLOCKS else self._bulk_index(block_ids)
+        if index is None:
+            place = self._place_item
+            for block_id in block_ids if isinstance(block_ids, list) else block_ids.tolist():
+                if place[block_id] >= 0:
+                    self._free.remove(block_id)
+                elif block_id != NULL_BLOCK:
+                    place[block_id] -= 1
+        else:
+            places = self._place[index]
+            self._free.remove_n(index[places >= 0])
+            self._place[index] = np.minimum(places, 0) - 1
+        if self.metrics is not None:
+            accessed = int32_array(block_ids)
+            self.metrics.accessed(accessed[accessed != NULL_BLOCK])
 
-    def num_unheld(self, block_ids: Iterable[int]) -> int:
-        """How many of the blocks `touch` would take from the free queue."""
-        ref_count = self._ref_count
-        return sum(not ref_count[block_id] for block_id in block_ids if block_id != NULL_BLOCK)
+    def num_unheld(self, block_ids: BlockIds) -> int:
+        """How many of the blocks, all different, `touch` would take from the free queue."""
+        if isinstance(block_ids, list):
+            place = self._place_item
+            return len([block_id for block_id in block_ids if place[block_id] >= 0])
+        return int(np.count_nonzero(self._place[block_ids.astype(np.int64)] >= 0))
+
+    def fence(self, block_ids: BlockIds, step: int) -> None:
+        """Plan `step`, the newest, names these blocks: until it is answered, once they are free,
+        they may be computed on but not be loaded into."""
+        if isinstance(block_ids, list):
+            fence = self._fence_item
+            for block_id in block_ids:
+                fence[block_id] = step
+        else:
+            self._fence[block_ids.astype(np.int64)] = step
+
+    def _bulk_index(self, block_ids: BlockIds) -> Int64Array | None:
+        """The blocks without the null block, or None if some come twice: vector operations need
+        them to be different."""
+        index: Int64Array = np.array(block_ids, np.int64)
+        if not index.all():
+            index = index[index != NULL_BLOCK]
+        order = np.arange(len(index), dtype=np.int32)
+        self._scratch[index] = order  # of a block that comes twice, the later order stays
+        return index if (self._scratch[index] == order).all() else None
+
+    # Names
 
     def cache_full_blocks(
-        self, block_ids: Sequence[int], names: Sequence[bytes], group: int
+        self, block_ids: BlockIds, names: Sequence[bytes], group: int = 0
     ) -> None:
-        """Make full blocks findable: `block_ids[i]` holds the KV of the prefix named `names[i]`.
-
-        Null blocks are skipped. Raises LongshoreError if a block is named already.
-        """
-        for block_id, name in zip(block_ids, names, strict=True):
-            if block_id == NULL_BLOCK:
-                continue
-            if self._key[block_id] is not None:
+        """Make full blocks, all different, findable: `block_ids[i]` holds the KV of the prefix
+        named `names[i]`. Null blocks are skipped. Raises LongshoreError, having changed nothing,
+        if a block is named already."""
+        ids: list[int] = block_ids if isinstance(block_ids, list) else block_ids.tolist()
+        for block_id in ids:
+            if self._names[block_id] is not None:
                 raise LongshoreError(f"block {block_id} is named already")
-            key = block_key(name, group)
-            self._key[block_id] = key
-            self._prefixes.insert(key, block_id)
+        self.cache_unnamed_blocks(ids, names, group)
+
+    def cache_unnamed_blocks(
+        self, block_ids: Sequence[int], names: Sequence[bytes], group: int = 0
+    ) -> None:
+        """`cache_full_blocks` for those of the blocks that have no name yet."""
+        ids, column = block_ids, self._names
+        before = [column[block_id] for block_id in ids]
+        if NULL_BLOCK in ids or before.count(None) < len(before):
+            wanted = [bool(b) and name is None for b, name in zip(ids, before, strict=True)]
+            ids, names = list(compress(ids, wanted)), list(compress(names, wanted))
+        for block_id, name in zip(ids, names, strict=True):
+            column[block_id] = name
+        if len(self._group):
+            self._group[ids] = group
+        self._prefixes[group].insert_n(names, ids)
 
     def get_cached_block(self, name: bytes, groups: Sequence[int]) -> list[int] | None:
         """One block per group that holds this prefix; None if any group has none."""
         block_ids: list[int] = []
         for group in groups:
-            block_id = self._prefixes.get_one_block(block_key(name, group))
+            block_id = self._prefixes[group].get_one_block(name)
             if block_id is None:
                 return None
             block_ids.append(block_id)
         return block_ids
 
-    def forget(self, name: bytes, group: int) -> None:
+    def find_cached_prefix(self, names: Sequence[bytes], group: int = 0) -> BlockIds:
+        """One block per name, left to right, up to the first name that no block carries."""
+        found = self._prefixes[group].find_prefix(names)
+        return found if len(found) <= FEW_BLOCKS else int32_array(found)
+
+    def forget(self, name: bytes, group: int = 0) -> None:
         """Take the name from every block that carries it: its content proved wrong somewhere."""
-        for block_id in self._prefixes.pop_all(block_key(name, group)):
-            self._key[block_id] = None
+        self._drop_names(self._prefixes[group].holders(name))
+
+    def forget_blocks(self, block_ids: BlockIds) -> None:
+        """Take their names from these blocks; others that carry the same ones keep them."""
+        self._drop_names(block_ids if isinstance(block_ids, list) else block_ids.tolist())
+
+    def num_leading_named(self, block_ids: Int32Array) -> int:
+        """How many of these blocks have a name before the first that has none."""
+        names = [self._names[block_id] for block_id in block_ids.tolist()]
+        return names.index(None) if None in names else len(names)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every name. False, and nothing happens, while anybody holds a block."""
         if self.num_free != self.num_blocks - 1:
             return False
-        self._prefixes.clear()
-        self._key = [None] * self.num_blocks
+        self._forget_everything()
         return True
+
+    def clear(self) -> None:
+        """Everything free, unnamed and unfenced, whoever holds it: whoever did is gone."""
+        self._start_empty()
+        self._forget_everything()
+
+    def _forget_everything(self) -> None:
+        for prefixes in self._prefixes:
+            prefixes.clear()
+        self._names = [None] * self.num_blocks
+        if self._events is not None:
+            self._events.cleared()
+
+    def _drop_names(self, block_ids: Sequence[int]) -> list[int]:
+        """Un-name those of these blocks that are named; returns them."""
+        column = self._names
+        named: list[int] = []
+        names: list[bytes] = []
+        for block_id in block_ids:
+            name = column[block_id]
+            if name is not None:
+                column[block_id] = None
+                named.append(block_id)
+                names.append(name)
+        if not named:
+            return named
+        if len(self._prefixes) == 1:
+            self._prefixes[0].pop_n(names, named)
+        else:
+            for name, block_id in zip(names, named, strict=True):
+                self._prefixes[self._group_of(block_id)].pop(name, block_id)
+        if self._events is not None:
+            groups = map(self._group_of, named)
+            for group, name in dict.fromkeys(zip(groups, names, strict=True)):
+                if name not in self._prefixes[group]:
+                    self._events.removed(name, group)
+        return named
+
+    # Books
+
+    def check(self, num_holders: Int64Array) -> None:
+        """Raise LongshoreError if the books are off. num_holders: (num_blocks,) references that
+        somebody says he has. Null block, held and free blocks are all blocks, references are as
+        many as holders, and exactly the named blocks are found."""
+        references = np.maximum(-self._place, 0)
+        references[NULL_BLOCK] = 0
+        wrong = np.flatnonzero(references != num_holders)
+        if len(wrong):
+            block_id = int(wrong[0])
+            raise LongshoreError(
+                f"{len(wrong)} blocks have wrong reference counts; block {block_id} has "
+                f"{references[block_id]} references and {num_holders[block_id]} holders"
+            )
+        free = self.free_block_ids()
+        num_held = int(np.count_nonzero(references))
+        if len(set(free)) != self.num_free or 1 + num_held + self.num_free != self.num_blocks:
+            raise LongshoreError(
+                f"{len(set(free))} blocks are in the free queue, which counts {self.num_free}; "
+                f"{num_held} are held; there are {self.num_blocks} with the null block"
+            )
+        named = [block_id for block_id, name in enumerate(self._names) if name is not None]
+        for block_id in named:
+            group, name = self._group_of(block_id), self._names[block_id]
+            if name is None or block_id not in self._prefixes[group].holders(name):
+                raise LongshoreError(f"block {block_id} is not found under its name")
+        num_found = sum(prefixes.num_holders for prefixes in self._prefixes)
+        if num_found != len(named):
+            raise LongshoreError(f"{num_found} blocks are found by name, {len(named)} have one")

@@ -1,62 +1,94 @@
-"""Which blocks hold the KV of a named prefix.
+"""Which blocks hold the KV of a named prefix, in one KV cache group.
 
 Several blocks may hold the same content, because requests that came together each computed it; they
-are not merged, for ids in block tables never change. One holder is stored as its id, several as a
-dict in the order in which they were named.
+are not merged, for ids in block tables never change. The holder named first is in one dict, and in
+nearly every case alone; a second, small dict has the others in the order in which they were named.
 """
 
-from longshore.protocol.errors import LongshoreError
+from collections.abc import Iterable, Sequence
 
 
 class PrefixMap:
-    """Block key (name and group) to the blocks that carry it."""
+    """Name of a full block to the blocks that carry it."""
 
     def __init__(self) -> None:
-        self._holders: dict[bytes, int | dict[int, None]] = {}
+        self._first: dict[bytes, int] = {}
+        self._copies: dict[bytes, dict[int, None]] = {}
 
     def __len__(self) -> int:
-        """Number of different keys."""
-        return len(self._holders)
+        """Number of different names."""
+        return len(self._first)
 
-    def get_one_block(self, key: bytes) -> int | None:
-        """The block that got this key first of those that still carry it."""
-        holders = self._holders.get(key)
-        return next(iter(holders)) if isinstance(holders, dict) else holders
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._first
 
-    def insert(self, key: bytes, block_id: int) -> None:
-        """Raises LongshoreError if the block carries the key already."""
-        holders = self._holders.get(key)
-        if holders is None:
-            self._holders[key] = block_id
-        elif isinstance(holders, int) and holders != block_id:
-            self._holders[key] = {holders: None, block_id: None}
-        elif isinstance(holders, dict) and block_id not in holders:
-            holders[block_id] = None
-        else:
-            raise LongshoreError(f"block {block_id} already carries this key")
+    def get_one_block(self, name: bytes) -> int | None:
+        """The block that got this name first of those that still carry it."""
+        return self._first.get(name)
 
-    def pop(self, key: bytes, block_id: int) -> bool:
-        """Forget that this block carries the key; others keep it. False if it did not."""
-        holders = self._holders.get(key)
-        if isinstance(holders, dict):
-            if block_id not in holders:
-                return False
-            del holders[block_id]
-            if len(holders) == 1:
-                self._holders[key] = next(iter(holders))
+    def find_prefix(self, names: Iterable[bytes]) -> list[int]:
+        """One block per name, up to the first name that nobody carries; none is asked for after
+        it, so a miss costs what was found before it."""
+        found: list[int] = []
+        try:
+            found.extend(map(self._first.__getitem__, names))
+        except KeyError:  # it leaves what came before it in the list
+            return found
+        return found
+
+    def insert(self, name: bytes, block_id: int) -> bool:
+        """A block that carries no name gets this one. False if others carry it already."""
+        if self._first.setdefault(name, block_id) == block_id:
             return True
-        if holders != block_id:
-            return False
-        del self._holders[key]
+        self._copies.setdefault(name, {})[block_id] = None
+        return False
+
+    def insert_n(self, names: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """`insert` for each pair; the blocks are all different."""
+        first = list(map(self._first.setdefault, names, block_ids))
+        if first != block_ids:
+            for name, holder, block_id in zip(names, first, block_ids, strict=True):
+                if holder != block_id:
+                    self._copies.setdefault(name, {})[block_id] = None
+
+    def pop(self, name: bytes, block_id: int) -> bool:
+        """Forget that this block carries the name; others keep it. False if it did not."""
+        copies = self._copies.get(name)
+        if self._first.get(name) != block_id:
+            if copies is None or block_id not in copies:
+                return False
+            del copies[block_id]
+        elif copies is None:
+            del self._first[name]
+            return True
+        else:
+            self._first[name] = next(iter(copies))
+            del copies[self._first[name]]
+        if not copies:
+            del self._copies[name]
         return True
 
-    def pop_all(self, key: bytes) -> list[int]:
-        """Forget the key; the blocks that carried it."""
-        holders = self._holders.pop(key, None)
-        if holders is None:
-            return []
-        return list(holders) if isinstance(holders, dict) else [holders]
+    def pop_n(self, names: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """`pop` for each pair; each block carries its name."""
+        if self._copies and not self._copies.keys().isdisjoint(names):
+            for name, block_id in zip(names, block_ids, strict=True):
+                self.pop(name, block_id)
+        else:  # each is the only holder
+            first = self._first
+            for name in names:
+                del first[name]
+
+    def holders(self, name: bytes) -> list[int]:
+        """All blocks that carry the name, in the order in which they got it."""
+        first = self._first.get(name)
+        return [] if first is None else [first, *self._copies.get(name, ())]
+
+    @property
+    def num_holders(self) -> int:
+        """Number of blocks that carry a name."""
+        return len(self._first) + sum(map(len, self._copies.values()))
 
     def clear(self) -> None:
         """Forget everything."""
-        self._holders.clear()
+        self._first.clear()
+        self._copies.clear()

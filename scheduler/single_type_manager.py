@@ -1,78 +1,103 @@
-"""Which blocks a row holds in one KV cache group, for one kind of attention."""
+"""Which blocks a row holds in one KV cache group, one class per kind of attention.
 
-from collections.abc import Sequence
-from typing import Final
+A class serves the specs it is registered for; a third party registers its own with
+`register_manager` before the scheduler is made.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
 
-from longshore.protocol.arrays import Int32Array, Int64Array
-from longshore.protocol.kv_cache_spec import FullAttentionSpec
-from longshore.scheduler.block_pool import BlockPool
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec
+from longshore.scheduler.block_pool import BlockIds, BlockPool
 
-_NO_BLOCKS: Final[list[int]] = []
+_NO_ROWS: Final[Int64Array] = np.empty(0, np.int64)
 
 
-class FullAttentionManager:
-    """Block tables of a group whose tokens attend to everything before them.
+class SingleTypeManager:
+    """Block tables of one group, for attention to everything before a token.
 
     table:      (max_num_seqs, max_blocks) int32, block ids in order of position; the memory of
                 a row is touched only as far as it is used.
     num_blocks: (max_num_seqs,) int64, blocks held.
     num_named:  (max_num_seqs,) int64, leading blocks that have their name.
+    block_size: tokens per block, over all ranks that share its tokens.
 
-    A row's table only grows, until it is freed as a whole.
+    A row's ids never change and its table only grows at its end, until it is cut or taken away.
+    References are the caller's: nothing here counts them.
     """
+
+    caches_prefixes: ClassVar[bool] = True
 
     def __init__(
         self,
-        spec: FullAttentionSpec,
+        spec: Any,
         pool: BlockPool,
         *,
         group: int,
         max_num_seqs: int,
         max_model_len: int,
+        context_parallel_size: int = 1,
+        tokens_per_name: int | None = None,
     ) -> None:
-        self.block_size = spec.block_size
+        self.spec = spec
         self.group = group
+        self.block_size: int = spec.block_size * context_parallel_size
+        self._names_per_block = self.block_size // (tokens_per_name or self.block_size)
+        self._max_model_len = max_model_len
         self._pool = pool
+        max_blocks = -(-spec.max_blocks(max_model_len) // context_parallel_size)
         self.table: np.ndarray[tuple[int, int], np.dtype[np.int32]] = np.zeros(
-            (max_num_seqs, spec.max_blocks(max_model_len)), np.int32
+            (max_num_seqs, max_blocks), np.int32
         )
         self.num_blocks: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.num_named: Int64Array = np.zeros(max_num_seqs, np.int64)
+        # The same memory for one row at a time, which costs half as much as through numpy.
+        self._num_blocks_item = memoryview(self.num_blocks)
+        self._num_named_item = memoryview(self.num_named)
 
-    def find_longest_hit(self, names: Sequence[bytes], max_tokens: int) -> list[int]:
-        """Blocks of the longest cached prefix of at most `max_tokens`, left to right up to the
-        first miss. Holds nothing: `start` does."""
-        hits: list[int] = []
-        get_cached_block, groups = self._pool.get_cached_block, (self.group,)
-        for name in names[: max_tokens // self.block_size]:
-            found = get_cached_block(name, groups)
-            if found is None:
-                break
-            hits += found
-        return hits or _NO_BLOCKS
+    # How many blocks
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that this many tokens fill or begin."""
-        return -(-num_tokens // self.block_size)
+    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
+        """Blocks that this many tokens fill or begin, as far as a request may grow."""
+        return -(-min(num_tokens, self._max_model_len) // self.block_size)
 
-    def num_blocks_short(self, num_tokens: Int64Array) -> Int64Array:
-        """(max_num_seqs,) blocks each row lacks to hold `num_tokens` (same shape) tokens."""
-        wanted = (num_tokens + (self.block_size - 1)) // self.block_size
-        short: Int64Array = np.maximum(wanted - self.num_blocks, 0)
-        return short
+    def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Rows that lack blocks to hold their `num_tokens` (max_num_seqs,) tokens, ascending, and
+        how many each lacks."""
+        wanted = np.minimum(num_tokens, self._max_model_len)
+        rows = np.flatnonzero(wanted > self.num_blocks * self.block_size)
+        counts: Int64Array = -(-wanted[rows] // self.block_size) - self.num_blocks[rows]
+        return rows, counts
 
-    def start(self, row: int, hits: Sequence[int], new_block_ids: Sequence[int]) -> None:
-        """A request takes an empty row: cached blocks first (one more reference each, taken by
-        the caller), then new ones."""
+    def num_row_lacks(self, row: int, num_tokens: int) -> int:
+        """How many blocks this row lacks."""
+        return max(self.num_blocks_for(num_tokens) - self._num_blocks_item[row], 0)
+
+    # A row's life
+
+    def start(self, row: int, hits: BlockIds, new_block_ids: BlockIds) -> None:
+        """A request takes an empty row: cached blocks first, then new ones."""
         num_hits, count = len(hits), len(hits) + len(new_block_ids)
-        self.table[row, :num_hits] = hits
-        self.table[row, num_hits:count] = new_block_ids
-        self.num_blocks[row] = count
-        self.num_named[row] = num_hits
+        if isinstance(hits, list) and isinstance(new_block_ids, list):
+            self.table[row, :count] = hits + new_block_ids
+        else:
+            self.table[row, :num_hits] = hits
+            self.table[row, num_hits:count] = new_block_ids
+        self._num_blocks_item[row] = count
+        self._num_named_item[row] = num_hits
 
-    def append(self, rows: Int64Array, counts: Int64Array, block_ids: Sequence[int]) -> Int64Array:
+    def attach(self, row: int, block_ids: Int32Array, num_named: int) -> None:
+        """An empty row gets these blocks; those in front that have names, and `num_named` at least,
+        will not be named again."""
+        if self.caches_prefixes:
+            num_named = max(num_named, self._pool.num_leading_named(block_ids))
+        self.start(row, block_ids[:num_named], block_ids[num_named:])
+
+    def append(self, rows: Int64Array, counts: Int64Array, block_ids: BlockIds) -> Int64Array:
         """Row `rows[i]` gets the next `counts[i]` of `block_ids`; returns the row of each block."""
         first = self.num_blocks[rows]
         if len(rows) == len(block_ids):
@@ -86,27 +111,156 @@ class FullAttentionManager:
         self.num_blocks[rows] = first + counts
         return row_of_block
 
-    def rows_to_name(self, num_tokens: Int64Array) -> Int64Array:
-        """Rows that hold full blocks of their first `num_tokens` (max_num_seqs,) without a name."""
-        return np.flatnonzero(num_tokens // self.block_size > self.num_named)
+    def append_to_row(self, row: int, block_ids: BlockIds) -> None:
+        """One row gets these blocks behind its own."""
+        first = self._num_blocks_item[row]
+        self.table[row, first : first + len(block_ids)] = block_ids
+        self._num_blocks_item[row] = first + len(block_ids)
 
-    def cache_blocks(self, row: int, names: Sequence[bytes], num_tokens: int) -> None:
-        """Name the full blocks of the first `num_tokens` tokens that have no name yet."""
-        first, last = int(self.num_named[row]), num_tokens // self.block_size
-        block_ids = self.table[row, first:last].tolist()
-        self._pool.cache_full_blocks(block_ids, names[first:last], self.group)
-        self.num_named[row] = last
+    def truncate(self, row: int, num_tokens: int) -> Int32Array:
+        """Cut the row to what `num_tokens` tokens need; returns the blocks that it lost."""
+        keep = self.num_blocks_for(num_tokens)
+        cut: Int32Array = self.table[row, keep : self.num_blocks[row]].copy()
+        self.num_blocks[row] -= len(cut)
+        named = self.table[row, : min(int(self.num_named[row]), keep)]
+        self.num_named[row] = self._pool.num_leading_named(named)
+        return cut
 
     def block_ids(self, row: int) -> Int32Array:
         """A copy of the row's table, in order of position."""
-        table: Int32Array = self.table[row, : self.num_blocks[row]]
+        table: Int32Array = self.table[row, : self._num_blocks_item[row]]
         return table.copy()
 
-    def free(self, row: int) -> None:
-        """Give the row's blocks back, tail first: eviction takes the oldest free block, and a
-        prefix is worth more than its continuation."""
-        block_ids: list[int] = self.table[row, : self.num_blocks[row]].tolist()
-        block_ids.reverse()
-        self._pool.free_blocks(block_ids)
-        self.num_blocks[row] = 0
-        self.num_named[row] = 0
+    def take(self, row: int) -> Int32Array:
+        """The row's blocks, in order of position; the row is empty then."""
+        block_ids: Int32Array = self.table[row, : self._num_blocks_item[row]].copy()
+        self._num_blocks_item[row] = 0
+        self._num_named_item[row] = 0
+        return block_ids
+
+    def held(self) -> Int32Array:
+        """The blocks of all rows, each as often as rows hold it."""
+        positions = np.arange(self.table.shape[1])
+        held: Int32Array = self.table[positions < self.num_blocks[:, None]]
+        return held
+
+    def clear(self) -> None:
+        """Every row is empty."""
+        self.num_blocks[:] = 0
+        self.num_named[:] = 0
+
+    # Names
+
+    def find_longest_hit(self, names: Sequence[bytes], max_tokens: int) -> BlockIds:
+        """Blocks of the longest cached prefix of at most `max_tokens`, left to right up to the
+        first miss. Holds nothing."""
+        wanted = self.names_of_blocks(names, 0, max_tokens // self.block_size)
+        return self._pool.find_cached_prefix(wanted, self.group)
+
+    def rows_to_name(self, num_tokens: Int64Array) -> Int64Array:
+        """Rows that hold full blocks of their first `num_tokens` (max_num_seqs,) without a name."""
+        return np.flatnonzero(num_tokens >= (self.num_named + 1) * self.block_size)
+
+    def name_blocks(self, row: int, names: Sequence[bytes], num_full: int) -> None:
+        """Name the row's blocks up to `num_full` that have no name yet; `names` is its chain. A
+        cached prefix may have lost a name in its middle, when the blocks behind kept theirs."""
+        first = self._num_named_item[row]
+        if num_full > first:
+            new_names = self.names_of_blocks(names, first, num_full)
+            block_ids = self.table[row, first:num_full].tolist()
+            self._pool.cache_unnamed_blocks(block_ids, new_names, self.group)
+            self._num_named_item[row] = num_full
+
+    def name_rows(
+        self, rows: Int64Array, num_full: Int64Array, chains: Sequence[Sequence[bytes]]
+    ) -> None:
+        """`name_blocks` for row `rows[i]`, its `num_full[i]` and its `chains[i]`, in this order."""
+        first = self.num_named[rows]
+        if (num_full - first == 1).all():
+            last_links = (num_full * self._names_per_block - 1).tolist()
+            last_names = [chain[link] for chain, link in zip(chains, last_links, strict=True)]
+            block_ids = self.table[rows, first].tolist()
+            self._pool.cache_unnamed_blocks(block_ids, last_names, self.group)
+            self.num_named[rows] = num_full
+        else:
+            for row, names, count in zip(rows.tolist(), chains, num_full.tolist(), strict=True):
+                self.name_blocks(row, names, count)
+
+    def names_of_blocks(
+        self, names: Sequence[bytes], first: int = 0, last: int | None = None
+    ) -> Sequence[bytes]:
+        """Names of the blocks [first, last), from the chain."""
+        per_block = self._names_per_block
+        if per_block == 1:
+            return names[first:last]
+        end = None if last is None else last * per_block
+        return names[(first + 1) * per_block - 1 : end : per_block]
+
+    # What rows share
+
+    def num_common_blocks(self, rows: Int64Array) -> int:
+        """Leading blocks that all of `rows` have in common, looked for in steps that double."""
+        if len(rows) == 0 or self.table[rows[0], 0] != self.table[rows[-1], 0]:
+            return 0
+        limit = int(self.num_blocks[rows].min())
+        first, last = 0, min(1, limit)
+        while first < limit:
+            table = self.table[rows, first:last]
+            is_common = (table == table[0]).all(axis=0)
+            if not is_common.all():
+                return first + int(is_common.argmin())
+            first, last = last, min(2 * last, limit)
+        return limit
+
+
+_MANAGERS: Final[dict[type, type[SingleTypeManager]]] = {}
+_Manager = TypeVar("_Manager", bound=type[SingleTypeManager])
+
+
+def register_manager(spec_type: type) -> Callable[[_Manager], _Manager]:
+    """Class decorator: this manager serves groups of `spec_type`, whoever served them before."""
+
+    def register(manager: _Manager) -> _Manager:
+        _MANAGERS[spec_type] = manager
+        return manager
+
+    return register
+
+
+@register_manager(FullAttentionSpec)
+class FullAttentionManager(SingleTypeManager):
+    """Tokens attend to everything before them (MLA too)."""
+
+
+@register_manager(CrossAttentionSpec)
+class CrossAttentionManager(SingleTypeManager):
+    """Tokens attend to the encoder's: all blocks come at the start, sized by the encoder's tokens,
+    and nothing is shared, because what they hold does not follow from the tokens before them."""
+
+    caches_prefixes = False
+
+    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
+        return -(-num_encoder_tokens // self.block_size)
+
+    def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array]:
+        return _NO_ROWS, _NO_ROWS
+
+    def num_row_lacks(self, row: int, num_tokens: int) -> int:
+        return 0
+
+    def truncate(self, row: int, num_tokens: int) -> Int32Array:
+        return EMPTY_INT32
+
+    def num_common_blocks(self, rows: Int64Array) -> int:
+        return 0
+
+
+def manager_class(spec: object) -> type[SingleTypeManager]:
+    """Who serves groups of this spec. Raises ConfigError if nobody does."""
+    try:
+        return _MANAGERS[type(spec)]
+    except KeyError:
+        raise ConfigError(
+            f"no block manager is registered for {type(spec).__name__}; known are "
+            f"{', '.join(sorted(known.__name__ for known in _MANAGERS))}"
+        ) from None

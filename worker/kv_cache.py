@@ -18,6 +18,7 @@ from longshore.protocol.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
+    KVCacheSpec,
 )
 from longshore.worker.device import available_bytes, dtype_name
 from longshore.worker.errors import KVCacheTooSmall
@@ -104,7 +105,7 @@ def measure_num_blocks(
     return min(default_bytes // group.block_size_bytes, max_useful_blocks)
 
 
-def check_holds_one_request(num_blocks: int, spec: FullAttentionSpec, max_model_len: int) -> None:
+def check_holds_one_request(num_blocks: int, spec: KVCacheSpec, max_model_len: int) -> None:
     """Raise KVCacheTooSmall unless an empty cache can hold one request of `max_model_len` tokens.
 
     Otherwise such a request would be admitted and could never finish, whatever gave way to it.

@@ -1,46 +1,139 @@
-"""Which coordinator serves which groups."""
+"""Which coordinator serves which groups, and what it finds."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.kv_cache_spec import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+)
 from longshore.scheduler.block_pool import BlockPool
+from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.kv_cache_coordinator import (
+    HybridCoordinator,
     KVCacheCoordinator,
     NoPrefixCacheCoordinator,
     UnitaryCoordinator,
     make_coordinator,
 )
-from tests.scheduler.driver import kv_cache_config
+
+NAMES = [b"H%d" % index for index in range(16)]
+CROSS = CrossAttentionSpec(4, 1, 8, 4, max_encoder_tokens=16)
 
 
-def make(num_groups: int, enable_prefix_caching: bool) -> tuple[KVCacheCoordinator, BlockPool]:
-    pool = BlockPool(8)
+def full(block_size: int = 4) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size, 1, 8, 4)
+
+
+def make(*specs: KVCacheSpec, **settings: int | bool) -> tuple[KVCacheCoordinator, BlockPool]:
+    groups = tuple(KVCacheGroup((f"layer.{i}",), spec) for i, spec in enumerate(specs))
+    pool = BlockPool(40, num_groups=len(specs))
+    cache = CacheConfig(**{"block_size": 4, **settings})  # type: ignore[arg-type]
     coordinator = make_coordinator(
-        kv_cache_config(8, num_groups=num_groups),
-        pool,
-        enable_prefix_caching=enable_prefix_caching,
-        max_num_seqs=2,
-        max_model_len=16,
+        KVCacheConfig(40, groups, "float32"), pool, cache, max_num_seqs=2, max_model_len=64
     )
     return coordinator, pool
 
 
+def found(coordinator: KVCacheCoordinator, max_tokens: int) -> tuple[list[list[int]], int]:
+    hits, num_tokens = coordinator.find_longest_hit(NAMES, max_tokens)
+    return [list(block_ids) for block_ids in hits], num_tokens
+
+
+@pytest.mark.req("COO-01")
+@pytest.mark.parametrize(
+    ("specs", "enable_prefix_caching", "expected"),
+    [
+        ((full(),), False, NoPrefixCacheCoordinator),
+        ((full(), full()), False, NoPrefixCacheCoordinator),
+        ((CROSS,), True, NoPrefixCacheCoordinator),
+        ((full(),), True, UnitaryCoordinator),
+        ((full(), CROSS), True, UnitaryCoordinator),
+        ((CROSS, CROSS, full()), True, UnitaryCoordinator),
+        ((full(), full()), True, HybridCoordinator),
+        ((full(), CROSS, full(8)), True, HybridCoordinator),
+    ],
+)
+def test_the_groups_that_cache_choose_the_coordinator(
+    specs: tuple[KVCacheSpec, ...], enable_prefix_caching: bool, expected: type
+) -> None:
+    coordinator, _ = make(*specs, enable_prefix_caching=enable_prefix_caching)
+    assert type(coordinator) is expected
+    assert [manager.group for manager in coordinator.managers] == list(range(len(specs)))
+
+
+@pytest.mark.req("COO-02")
 def test_one_group_answers_for_itself() -> None:
-    coordinator, pool = make(1, enable_prefix_caching=True)
-    assert isinstance(coordinator, UnitaryCoordinator)
-    pool.cache_full_blocks(pool.get_new_blocks(2), [b"a", b"b"], 0)
-    assert coordinator.find_longest_hit([b"a", b"b", b"c"], 12) == ([[1, 2]], 8)
+    coordinator, pool = make(full())
+    pool.cache_full_blocks(pool.get_new_blocks(2), NAMES[:2])
+    assert found(coordinator, 12) == ([[1, 2]], 8)
+    assert found(coordinator, 7) == ([[1]], 4)
 
 
-@pytest.mark.parametrize("num_groups", [1, 3])
-def test_without_prefix_caching_nothing_is_found_in_any_group(num_groups: int) -> None:
-    coordinator, pool = make(num_groups, enable_prefix_caching=False)
-    assert isinstance(coordinator, NoPrefixCacheCoordinator)
-    pool.cache_full_blocks(pool.get_new_blocks(1), [b"a"], 0)
-    assert coordinator.find_longest_hit([b"a"], 12) == ([[] for _ in range(num_groups)], 0)
-    assert [manager.group for manager in coordinator.managers] == list(range(num_groups))
+@pytest.mark.req("COO-02", "ERR-20")
+def test_hit_length_counts_the_tokens_of_a_block_over_all_ranks_that_share_it() -> None:
+    coordinator, pool = make(
+        full(), decode_context_parallel_size=2, prefill_context_parallel_size=3
+    )
+    pool.cache_full_blocks(pool.get_new_blocks(2), NAMES[:2])
+    assert found(coordinator, 64) == ([[1, 2]], 48)
+    assert found(coordinator, 47) == ([[1]], 24)
 
 
-def test_prefix_caching_across_groups_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"2 KV cache groups.*--no-enable-prefix-caching"):
-        make(2, enable_prefix_caching=True)
+@pytest.mark.req("KVM-11")
+def test_a_full_group_decides_alone_beside_groups_that_cache_nothing() -> None:
+    coordinator, pool = make(CROSS, full())
+    pool.cache_full_blocks(pool.get_new_blocks(2), NAMES[:2], 1)
+    assert found(coordinator, 12) == ([[], [1, 2]], 8)
+
+
+def test_without_prefix_caching_nothing_is_found_in_any_group() -> None:
+    coordinator, pool = make(full(), full(), enable_prefix_caching=False)
+    pool.cache_full_blocks(pool.get_new_blocks(1), NAMES[:1])
+    assert found(coordinator, 12) == ([[], []], 0)
+
+
+@pytest.mark.req("STM-06")
+def test_a_drafter_that_needs_hidden_states_computes_the_last_hit_block_again() -> None:
+    coordinator, pool = make(full(), use_eagle=True)
+    assert found(coordinator, 64) == ([[]], 0)
+    pool.cache_full_blocks(pool.get_new_blocks(3), NAMES[:3])
+    assert found(coordinator, 64) == ([[1, 2]], 8)
+    assert found(coordinator, 4) == ([[]], 0)
+
+
+@pytest.mark.req("COO-06")
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 16),
+    st.integers(0, 8),
+    st.integers(0, 16),
+    st.integers(0, 64),
+    st.booleans(),
+)
+def test_several_groups_find_what_all_of_them_have_in_whole_blocks_of_all(
+    num_fours: int, num_eights: int, other_fours: int, max_tokens: int, use_eagle: bool
+) -> None:
+    coordinator, pool = make(full(), full(8), full(), use_eagle=use_eagle)
+    tables = []
+    for group, count in enumerate((num_fours, num_eights, other_fours)):
+        names = NAMES[1::2] if group == 1 else NAMES
+        tables.append(list(pool.get_new_blocks(count)))
+        pool.cache_full_blocks(tables[-1], names[:count], group)
+    length = min(4 * num_fours, 8 * num_eights, 4 * other_fours, max_tokens) // 8 * 8
+    if use_eagle:
+        length = max(length - 8, 0)
+    expected = [tables[0][: length // 4], tables[1][: length // 8], tables[2][: length // 4]]
+    assert found(coordinator, max_tokens) == (expected, length)
+
+
+@pytest.mark.req("HSH-08")
+def test_blocks_that_are_no_whole_number_of_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="group 1 hold 6 tokens, which is no multiple of the 4"):
+        make(full(), full(6))
+    make(full(), full(6), hash_block_size=2)

@@ -5,9 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.protocol.kv_cache_spec import FullAttentionSpec
+from longshore.protocol.arrays import Int64Array
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec
 from longshore.scheduler.block_pool import BlockPool
-from longshore.scheduler.single_type_manager import FullAttentionManager
+from longshore.scheduler.single_type_manager import (
+    FullAttentionManager,
+    SingleTypeManager,
+    manager_class,
+    register_manager,
+)
 
 NAMES = [b"H%d" % index for index in range(8)]
 
@@ -21,14 +28,13 @@ def make_manager(
     return manager, pool
 
 
-@pytest.mark.req("NUM-02", "FRQ-05", "POO-04")
-def test_a_request_gives_its_blocks_back_tail_first() -> None:
-    manager, pool = make_manager(num_blocks=15)
-    pool.get_new_blocks(9)
-    manager.start(0, [], pool.get_new_blocks(5))
-    assert manager.block_ids(0).tolist() == [10, 11, 12, 13, 14]
-    manager.free(0)
-    assert pool.free_block_ids() == [14, 13, 12, 11, 10]
+def lacking(manager: SingleTypeManager, num_tokens: Int64Array) -> list[int]:
+    """Blocks that each row lacks."""
+    short = np.zeros(len(num_tokens), np.int64)
+    rows, counts = manager.rows_short(num_tokens)
+    assert (counts > 0).all()
+    short[rows] = counts
+    return short.tolist()
 
 
 @pytest.mark.req("STM-05")
@@ -51,22 +57,8 @@ def test_lookup_goes_left_to_right_and_stops_at_the_first_miss(
     block_ids = pool.get_new_blocks(len(named))
     pool.cache_full_blocks(block_ids, [NAMES[index] for index in named], 0)
     free_before = pool.num_free
-    assert manager.find_longest_hit(NAMES, max_tokens) == block_ids[:hits]
+    assert list(manager.find_longest_hit(NAMES, max_tokens)) == block_ids[:hits]
     assert pool.num_free == free_before  # a lookup holds nothing
-
-
-@pytest.mark.req("STM-05", "ERR-13")
-def test_lookup_asks_for_no_name_behind_the_first_miss() -> None:
-    manager, pool = make_manager()
-    asked: list[bytes] = []
-
-    def get_cached_block(name: bytes, groups: tuple[int, ...]) -> list[int] | None:
-        asked.append(name)
-        return [1] if name in (NAMES[0], NAMES[2]) else None
-
-    pool.get_cached_block = get_cached_block  # type: ignore[method-assign, assignment]
-    assert manager.find_longest_hit(NAMES, 64) == [1]
-    assert asked == NAMES[:2]
 
 
 @pytest.mark.req("STM-04")
@@ -77,22 +69,22 @@ def test_state_is_the_table_and_the_number_of_named_blocks_until_the_row_is_free
     manager.start(2, hits, pool.get_new_blocks(2))
     assert manager.block_ids(2).tolist() == [1, 2, 3]
     assert (int(manager.num_blocks[2]), int(manager.num_named[2])) == (3, 1)
-    manager.cache_blocks(2, NAMES, 11)
+    manager.name_blocks(2, NAMES, 2)
     assert int(manager.num_named[2]) == 2
-    manager.free(2)
+    assert manager.take(2).tolist() == [1, 2, 3]
     assert (int(manager.num_blocks[2]), int(manager.num_named[2])) == (0, 0)
     assert manager.block_ids(2).tolist() == []
-    assert manager.find_longest_hit(NAMES, 64) == [1, 2]  # the names outlive the row
+    assert list(manager.find_longest_hit(NAMES, 64)) == [1, 2]  # the names outlive the row
 
 
 def test_only_full_blocks_that_have_no_name_are_named() -> None:
     manager, pool = make_manager()
     manager.start(0, [], pool.get_new_blocks(3))
-    manager.cache_blocks(0, NAMES, 7)
+    manager.name_blocks(0, NAMES, 1)
     assert [pool.key(block_id) is not None for block_id in (1, 2, 3)] == [True, False, False]
     assert manager.rows_to_name(np.array([7, 0, 0, 0])).tolist() == []
     assert manager.rows_to_name(np.array([8, 0, 0, 0])).tolist() == [0]
-    manager.cache_blocks(0, NAMES, 12)
+    manager.name_blocks(0, NAMES, 3)
     assert [pool.key(block_id) is not None for block_id in (1, 2, 3)] == [True, True, True]
 
 
@@ -127,13 +119,153 @@ def test_a_partly_filled_block_is_a_block(num_tokens: int, blocks: int) -> None:
     manager.start(1, [], pool.get_new_blocks(2))
     wanted = np.full(4, num_tokens)
     short = [blocks, max(blocks - 2, 0), blocks, blocks]
-    assert manager.num_blocks_short(wanted).tolist() == short
+    assert lacking(manager, wanted) == short
 
 
 def test_a_table_that_was_handed_out_does_not_change_afterwards() -> None:
     manager, pool = make_manager()
     manager.start(0, [], pool.get_new_blocks(1))
     copy = manager.block_ids(0)
-    manager.free(0)
+    pool.free_blocks(manager.take(0))
     manager.start(0, [], pool.get_new_blocks(1))
     assert copy.tolist() == [1]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_naming_rows_together_names_what_naming_each_alone_does(together: bool) -> None:
+    manager, pool = make_manager(num_blocks=32)
+    chains = [[b"%d.%d" % (row, index) for index in range(8)] for row in range(4)]
+    for row in range(4):
+        manager.start(row, [], pool.get_new_blocks(5))
+    for full in ([1, 1, 1, 1], [2, 1, 5, 2], [3, 2, 5, 3]):
+        rows = np.array([2, 0, 3, 1])
+        num_full = np.array(full)[rows]
+        if together:
+            manager.name_rows(rows, num_full, [chains[row] for row in rows])
+        else:
+            for row in rows.tolist():
+                manager.name_blocks(row, chains[row], full[row])
+        assert manager.num_named.tolist() == full
+        for row in range(4):
+            named = [pool.name(block_id) for block_id in manager.block_ids(row).tolist()]
+            assert named == chains[row][: full[row]] + [None] * (5 - full[row])
+
+
+@pytest.mark.parametrize("one_at_a_time", [True, False])
+def test_a_prefix_that_lost_a_name_in_its_middle_gets_that_one_back(one_at_a_time: bool) -> None:
+    manager, pool = make_manager()
+    manager.start(0, [], pool.get_new_blocks(4))
+    manager.name_blocks(0, NAMES, 3)
+    pool.forget_blocks([2])
+    manager.attach(1, manager.take(0), 0)
+    for num_full in (2, 3, 4) if one_at_a_time else (4,):
+        manager.name_rows(np.array([1]), np.array([num_full]), [NAMES])
+    assert [pool.name(block_id) for block_id in (1, 2, 3, 4)] == NAMES[:4]
+
+
+@pytest.mark.req("HSH-08", "POO-06")
+def test_a_block_of_several_hash_blocks_bears_the_name_of_the_last() -> None:
+    pool = BlockPool(8)
+    spec = FullAttentionSpec(8, num_kv_heads=1, head_size=8, dtype_bytes=2)
+    manager = FullAttentionManager(
+        spec, pool, group=0, max_num_seqs=1, max_model_len=64, tokens_per_name=2
+    )
+    links = [b"link-%d" % index for index in range(10)]
+    manager.start(0, [], pool.get_new_blocks(3))
+    manager.name_rows(np.array([0]), np.array([1]), [links])
+    manager.name_blocks(0, links, 2)
+    assert [pool.name(block_id) for block_id in (1, 2, 3)] == [links[3], links[7], None]
+    assert list(manager.find_longest_hit(links, 20)) == [1, 2]
+    assert list(manager.find_longest_hit(links, 15)) == [1]
+    assert list(manager.find_longest_hit(links[:7], 20)) == [1]
+    other_end = [*links[:7], b"other"]
+    assert list(manager.find_longest_hit(other_end, 20)) == [1]
+
+
+@pytest.mark.req("COO-02", "ERR-20")
+def test_ranks_that_share_a_blocks_tokens_make_it_as_much_larger_everywhere() -> None:
+    pool = BlockPool(8)
+    spec = FullAttentionSpec(4, num_kv_heads=1, head_size=8, dtype_bytes=2)
+    manager = FullAttentionManager(
+        spec, pool, group=0, max_num_seqs=2, max_model_len=60, context_parallel_size=3
+    )
+    assert manager.block_size == 12
+    assert manager.table.shape == (2, 5)
+    assert [manager.num_blocks_for(count) for count in (0, 1, 12, 13, 60)] == [0, 1, 1, 2, 5]
+    assert lacking(manager, np.array([13, 12])) == [2, 1]
+    manager.start(0, [], pool.get_new_blocks(2))
+    assert manager.rows_to_name(np.array([11, 0])).tolist() == []
+    manager.name_blocks(0, NAMES, 2)
+    assert list(manager.find_longest_hit(NAMES, 24)) == [1, 2]
+    assert list(manager.find_longest_hit(NAMES, 23)) == [1]
+
+
+@pytest.mark.req("STM-11")
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(1, 3), max_size=16), min_size=1, max_size=4))
+def test_common_blocks_are_the_leading_columns_that_agree(tables: list[list[int]]) -> None:
+    manager, _ = make_manager()
+    for row, block_ids in enumerate(tables):
+        manager.start(row, [], np.array(block_ids, np.int32))
+    expected = 0
+    for column in zip(*tables, strict=False):
+        if len(set(column)) > 1:
+            break
+        expected += 1
+    assert manager.num_common_blocks(np.arange(len(tables))) == expected
+    assert manager.num_common_blocks(np.arange(0)) == 0
+
+
+def test_a_row_cut_to_fewer_tokens_loses_its_tail_and_counts_the_names_it_kept() -> None:
+    manager, pool = make_manager()
+    manager.start(1, [], pool.get_new_blocks(5))
+    manager.name_blocks(1, NAMES, 4)
+    pool.forget_blocks([2])
+    assert manager.truncate(1, 40).tolist() == []
+    assert manager.truncate(1, 9).tolist() == [4, 5]
+    assert manager.block_ids(1).tolist() == [1, 2, 3]
+    assert int(manager.num_named[1]) == 1
+    assert manager.truncate(1, 0).tolist() == [1, 2, 3]
+    assert (int(manager.num_blocks[1]), int(manager.num_named[1])) == (0, 0)
+
+
+@pytest.mark.req("KVM-06")
+def test_no_row_needs_slots_beyond_the_longest_request() -> None:
+    manager, pool = make_manager(num_blocks=32)  # max_model_len 64
+    assert manager.num_blocks_for(64 + 5) == 16
+    manager.start(0, [], pool.get_new_blocks(16))
+    assert lacking(manager, np.array([69, 0, 70, 3])) == [0, 0, 16, 1]
+    assert manager.num_row_lacks(0, 69) == 0
+
+
+@pytest.mark.req("KVM-11")
+def test_cross_attention_takes_the_encoders_blocks_once_and_caches_nothing() -> None:
+    pool = BlockPool(16)
+    spec = CrossAttentionSpec(4, 1, 8, 2, max_encoder_tokens=30)
+    manager = manager_class(spec)(spec, pool, group=0, max_num_seqs=2, max_model_len=64)
+    assert manager.table.shape == (2, 8)
+    assert [manager.num_blocks_for(9, encoder) for encoder in (0, 1, 4, 5, 30)] == [0, 1, 1, 2, 8]
+    manager.start(0, [], pool.get_new_blocks(2))
+    assert lacking(manager, np.array([64, 64])) == [0, 0]
+    assert manager.num_row_lacks(0, 64) == 0
+    assert manager.truncate(0, 1).tolist() == []
+    assert manager.caches_prefixes is False
+    assert manager.num_common_blocks(np.array([0])) == 0
+
+
+class ThirdPartySpec(FullAttentionSpec, frozen=True, tag="third"):
+    """A kind of attention that this package does not know."""
+
+
+@pytest.mark.req("STM-12")
+def test_a_third_party_registers_the_manager_of_its_own_spec() -> None:
+    spec = ThirdPartySpec(4, 1, 8, 2)
+    assert manager_class(FullAttentionSpec(4, 1, 8, 2)) is FullAttentionManager
+    with pytest.raises(ConfigError, match="no block manager is registered for ThirdPartySpec"):
+        manager_class(spec)
+
+    @register_manager(ThirdPartySpec)
+    class ThirdPartyManager(FullAttentionManager):
+        pass
+
+    assert manager_class(spec) is ThirdPartyManager

@@ -1,0 +1,101 @@
+"""What handing a block out and taking it back costs, by how many go at a time, and in vLLM.
+
+    python benchmarks/block_pool.py [--at-a-time 1 16 256 1024 8192] [--json F]
+
+Every block handed out is a cached one that is evicted (`evicting`), or none is (`plain`); naming
+the blocks in between is not timed. Medians in µs per block.
+"""
+
+import gc
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import report
+
+from longshore.scheduler.block_pool import BlockPool
+from longshore.scheduler.free_queue import BlockIds
+
+NUM_BLOCKS = 20_000
+PEER_PROGRAM = """
+import json, pathlib, sys, tempfile
+sys.path.insert(0, sys.argv[1])
+import bench_vllm_core as bench
+result = {}
+with tempfile.TemporaryDirectory() as folder:
+    pathlib.Path(folder, "config.json").write_text(json.dumps(bench.LLAMA_2L))
+    bench.part_c(folder, result)
+print(json.dumps(result["c"]))
+"""
+
+
+def measure(at_a_time: int, *, evicting: bool) -> dict[str, float]:
+    """Our medians for so many blocks at a time."""
+    pool = BlockPool(NUM_BLOCKS)
+    num_named = 0
+
+    def name(block_ids: BlockIds) -> None:
+        nonlocal num_named
+        if evicting:
+            first, num_named = num_named, num_named + len(block_ids)
+            names = [number.to_bytes(32, "big") for number in range(first, num_named)]
+            pool.cache_full_blocks(block_ids, names)
+
+    block_ids = pool.get_new_blocks(NUM_BLOCKS - 1)
+    name(block_ids)
+    pool.free_blocks(block_ids)
+    repeats = max(200, min(20_000, 300_000 // at_a_time))
+    allocate_ns, free_ns = [], []
+    gc.collect()
+    gc.freeze()
+    for _ in range(repeats):
+        started = time.perf_counter_ns()
+        block_ids = pool.get_new_blocks(at_a_time)
+        allocate_ns.append(time.perf_counter_ns() - started)
+        name(block_ids)
+        started = time.perf_counter_ns()
+        pool.free_blocks(block_ids)
+        free_ns.append(time.perf_counter_ns() - started)
+    gc.unfreeze()
+    return {
+        "allocate_us": float(np.median(allocate_ns[repeats // 10 :])) / 1e3 / at_a_time,
+        "free_us": float(np.median(free_ns[repeats // 10 :])) / 1e3 / at_a_time,
+    }
+
+
+def measure_peer(python: Path) -> dict[int, dict[str, float]] | None:
+    """vLLM's medians by blocks at a time; None, said loudly, where it is not installed."""
+    if not python.exists():
+        print(f"*** NO PEER: {python} does not exist; install it with benchmarks/peers/setup.sh")
+        return None
+    command = [str(python), "-c", PEER_PROGRAM, str(report.PEERS)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {int(size): row for size, row in json.loads(printed.splitlines()[-1]).items()}
+
+
+def main() -> None:
+    arguments = report.parser(__doc__, peer="core")
+    arguments.add_argument("--at-a-time", type=int, nargs="+", default=[1, 16, 256, 1024, 8192])
+    options = arguments.parse_args()
+    peers = measure_peer(options.peer_python)
+    rows: list[dict[str, Any]] = []
+    for at_a_time in options.at_a_time:
+        for kind in ("evicting", "plain"):
+            ours = measure(at_a_time, evicting=kind == "evicting")
+            row: dict[str, Any] = {"at_a_time": at_a_time, "blocks": kind, **ours, "peer": None}
+            if peers is not None and at_a_time in peers:
+                peer = peers[at_a_time]
+                keys = ("get_evict_us", "free_us")
+                if kind == "plain":
+                    keys = ("get_uncached_us", "free_uncached_us")
+                row["peer"] = {"allocate_us": peer[keys[0]], "free_us": peer[keys[1]]}
+                row["ratio"] = sum(row["peer"].values()) / sum(ours.values())
+            rows.append(row)
+    report.write(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()
