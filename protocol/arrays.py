@@ -8,12 +8,17 @@ import numpy as np
 Int32Array: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
 UInt8Array: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 Int64Array: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+Float32Array: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
 BoolArray: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-# The default of every array field. It is shared, and never written: `omit_defaults` leaves a field
+# The defaults of array fields. They are shared, and never written: `omit_defaults` leaves a field
 # out of the message when it holds this very object.
 EMPTY_INT32: Final[Int32Array] = np.empty(0, np.int32)
 EMPTY_INT32.setflags(write=False)
+EMPTY_UINT8: Final[UInt8Array] = np.empty(0, np.uint8)
+EMPTY_UINT8.setflags(write=False)
+EMPTY_FLOAT32: Final[Float32Array] = np.empty(0, np.float32)
+EMPTY_FLOAT32.setflags(write=False)
 
 
 def int32_array(values: Sequence[int] | Int64Array | Int32Array) -> Int32Array:

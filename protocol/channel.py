@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
 logger = logging.getLogger(__name__)
+
+_POLLIN: Final = int(zmq.POLLIN)  # an IntFlag's arithmetic costs as much as asking the socket
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -168,9 +170,11 @@ class Channel(Generic[Out, In]):
                 count_bad(self.num_bad, error)
 
     def drain(self) -> Iterator[In]:
-        """Everything that has arrived."""
-        while (message := self.receive()) is not None:
+        """Everything that has arrived; to be asked when something has."""
+        message = self.receive()
+        while message is not None:
             yield message
+            message = self.receive() if has_input(self.socket) else None
 
     def close(self) -> None:
         self.socket.close()
@@ -205,12 +209,19 @@ class ServerChannel(Generic[Out, In]):
         return None
 
     def drain(self) -> Iterator[tuple[bytes, In]]:
-        """Everything that has arrived."""
-        while (message := self.receive()) is not None:
+        """Everything that has arrived; to be asked when something has."""
+        message = self.receive()
+        while message is not None:
             yield message
+            message = self.receive() if has_input(self.socket) else None
 
     def close(self) -> None:
         self.socket.close()
+
+
+def has_input(socket: "zmq.Socket[bytes]") -> bool:
+    """Whether a message is waiting: a third of the cost of a receive that finds none."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def receive_frames(socket: "zmq.Socket[bytes]", timeout_ms: int) -> list[Frame] | None:
@@ -259,7 +270,7 @@ class SocketWatcher:
         """Schedule `on_ready` if a message is waiting."""
         if self._closed or self._scheduled:
             return
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if has_input(self._socket):
             self._scheduled = True
             self._loop.call_soon(self._fire)
 

@@ -9,7 +9,14 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from longshore.protocol.arrays import EMPTY_INT32, Int32Array
+from longshore.protocol.arrays import EMPTY_FLOAT32, EMPTY_INT32, Float32Array, Int32Array
+from longshore.protocol.inputs import (
+    LoRARequest,
+    MultimodalFeature,
+    PoolingParams,
+    PromptEmbeds,
+    StructuredOutput,
+)
 from longshore.protocol.sampling import SamplingParams
 
 MAX_NAME_CHARACTERS: Final = 1024
@@ -54,6 +61,11 @@ class AddRequest(
     cache_salt:        prefix blocks are shared only among requests of the same salt.
     skip_reading_prefix_cache: compute everything, although a prefix may be cached.
     kv_transfer_params: for the connector; the one loose dict, its keys are defined outside.
+    multimodal:        items in order of their offsets, which do not overlap.
+    prompt_embeds:     stands for the prompt; its token ids are placeholders then.
+    pooling:           asks for a vector; `sampling` means nothing then.
+    job_id, is_last_step: the agent's job this request is a turn of, and whether another follows.
+    resumable:         a session: when its output ends it waits for a `ContinueSession`.
     """
 
     request_id: str
@@ -67,6 +79,29 @@ class AddRequest(
     skip_reading_prefix_cache: bool = False
     trace_headers: dict[str, str] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    lora: LoRARequest | None = None
+    multimodal: tuple[MultimodalFeature, ...] = ()
+    prompt_embeds: PromptEmbeds | None = None
+    pooling: PoolingParams | None = None
+    structured_output: StructuredOutput | None = None
+    job_id: str | None = None
+    is_last_step: bool = True
+    resumable: bool = False
+
+
+class ContinueSession(
+    msgspec.Struct, tag="continue", frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """The next input of a resumable request: it goes on behind what it has computed so far.
+
+    `resumable` False makes this the last one. Chunks that come while the session still runs wait
+    their turn. Limits of `sampling` count from the end of this chunk.
+    """
+
+    handle: int
+    prompt_token_ids: Int32Array
+    sampling: SamplingParams
+    resumable: bool = True
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True, forbid_unknown_fields=True):
@@ -83,6 +118,14 @@ class StopFound(msgspec.Struct, tag="stop_found", frozen=True, forbid_unknown_fi
     num_tokens: int
 
 
+class RequestEvent(enum.IntEnum):
+    """What happened to a request on its way."""
+
+    QUEUED = 0
+    SCHEDULED = 1
+    PREEMPTED = 2
+
+
 class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     """The end of one request.
 
@@ -90,6 +133,12 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     num_output_tokens: of its whole life, including those emitted before a resubmit.
     num_cached_tokens: prompt tokens that its first admission found in the prefix cache.
     message:           what went wrong, for IGNORED and ERROR.
+    kv_transfer_params: from the connector, for whoever goes on with the request elsewhere.
+    pooled:            the vector of a pooling request.
+    events:            (what, seconds since the request reached the engine), in order.
+    num_draft_tokens, num_accepted_tokens: speculated for it, and how many of those were right.
+    session_continues: the output so far has ended, the request has not: it waits for its next
+                       `ContinueSession`.
     """
 
     handle: int
@@ -100,6 +149,11 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int = 0
     message: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    pooled: Float32Array = EMPTY_FLOAT32
+    events: tuple[tuple[RequestEvent, float], ...] = ()
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    session_continues: bool = False
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,6 +163,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                      (the one just planned included): 2.0 in a steady asynchronous decode.
     kv_usage:        1 - free / usable blocks; cached blocks that nobody holds count as free.
     num_stale_tokens: sampled for an occupant that had left its row, and dropped.
+    num_external_*:  tokens the connector was asked for, and said it has.
+    num_draft_tokens, num_accepted_tokens, num_invalid_draft_tokens: speculated, right, refused by
+                     a grammar.
+    encoder_cache_usage: share of the encoder cache that holds outputs.
+    num_quarantined_blocks: targets of loads that nobody waits for any more, not confirmed ended.
+    num_rewinds:     requests sent back because KV they had computed on proved wrong.
     """
 
     num_running: int
@@ -125,6 +185,14 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_preempted_hit_tokens: int
     num_stale_tokens: int
     num_bad_messages: int
+    num_external_queried_tokens: int = 0
+    num_external_hit_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_invalid_draft_tokens: int = 0
+    encoder_cache_usage: float = 0.0
+    num_quarantined_blocks: int = 0
+    num_rewinds: int = 0
 
 
 class EngineOutputs(
@@ -147,4 +215,44 @@ class EngineFailed(msgspec.Struct, tag="engine_failed", frozen=True, forbid_unkn
     reason: str
 
 
-ClientRequest: TypeAlias = AddRequest | AbortRequests | StopFound
+class DescribeEngine(msgspec.Struct, tag="describe", frozen=True, forbid_unknown_fields=True):
+    """Ask what every waiting request waits for; answered with an `EngineReport`."""
+
+
+class WaitingReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One request that does not run. `waits_for` is a sentence for an operator."""
+
+    request_id: str
+    status: str
+    waits_for: str
+    waited_s: float
+    num_tokens: int
+    num_preemptions: int = 0
+
+
+class EngineReport(
+    msgspec.Struct, tag="report", frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """The state of an engine as an operator wants to read it.
+
+    waiting:        at most MAX_REPORTED of them, the head of the queue first.
+    idle_s:         seconds since some request last advanced.
+    pause:          value of the `PauseState`.
+    """
+
+    engine_id: str
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    kv_usage: float
+    steps_in_flight: int
+    idle_s: float
+    pause: str
+    waiting: tuple[WaitingReport, ...] = ()
+
+
+MAX_REPORTED: Final = 200
+"""Waiting requests that an `EngineReport` lists."""
+
+ClientRequest: TypeAlias = AddRequest | ContinueSession | AbortRequests | StopFound | DescribeEngine

@@ -5,7 +5,9 @@ receiver maps without a copy. Nothing is pickled, and nothing is decoded that is
 known message: an unknown tag, a truncated frame or a wrong element type is a named ProtocolError.
 """
 
+import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final, Generic, TypeAlias, TypeVar, get_args
 
 import msgspec
@@ -16,21 +18,27 @@ from longshore.protocol.errors import MalformedMessage, MessageTooLarge, Unknown
 Frame: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
 
-# Below this many bytes a copy into the header is cheaper than one more ZMQ frame.
-INLINE_BYTES: Final = 512
+# Up to this many bytes a copy into the header is cheaper than one more ZMQ frame.
+INLINE_BYTES: Final = 64 << 10
 MAX_MESSAGE_BYTES: Final = 256 << 20
 MAX_FRAMES: Final = 16_384
 
+_IS_LITTLE_ENDIAN: Final = sys.byteorder == "little"
 _WIRE_TYPES: Final = {
     np.dtype(np.int32): "<i4",
+    np.dtype(np.float32): "<f4",
     np.dtype(np.uint8): "|u1",
 }
 
 
 class Encoder(Generic[T]):
-    """Turns messages of one direction into frames. Not thread-safe."""
+    """Turns messages of one direction into frames. Not thread-safe.
 
-    def __init__(self) -> None:
+    inline_bytes: arrays of up to so many travel inside the header.
+    """
+
+    def __init__(self, *, inline_bytes: int = INLINE_BYTES) -> None:
+        self._inline_bytes = inline_bytes
         self._frames: list[Frame] = []
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
 
@@ -47,9 +55,11 @@ class Encoder(Generic[T]):
         wire_type = _WIRE_TYPES.get(value.dtype)
         if wire_type is None:
             raise TypeError(f"an array of {value.dtype} cannot cross a process boundary")
-        value = np.ascontiguousarray(value.astype(wire_type, copy=False))
-        if value.nbytes <= INLINE_BYTES:
+        if not _IS_LITTLE_ENDIAN:
+            value = value.astype(wire_type)
+        if value.nbytes <= self._inline_bytes:
             return wire_type, value.tobytes()
+        value = np.ascontiguousarray(value)
         self._frames.append(value.data.cast("B"))
         return wire_type, len(self._frames) - 1
 
@@ -111,21 +121,28 @@ class Decoder(Generic[T]):
         return MalformedMessage(f"message {tag!r}: {error}")
 
     def _decode_array(self, wanted: Any, value: Any) -> Any:
-        dtype = get_args(get_args(wanted)[1])[0]
         if not (isinstance(value, list) and len(value) == 2):
             raise ValueError("an array is a pair of element type and data")
         wire_type, data = value
-        if wire_type != _WIRE_TYPES.get(np.dtype(dtype)):
-            raise ValueError(f"an array of {wire_type!r}, expected {np.dtype(dtype).name}")
+        dtype = _element_type(wanted)
+        if wire_type != _WIRE_TYPES[dtype]:
+            raise ValueError(f"an array of {wire_type!r}, expected {dtype.name}")
         if isinstance(data, int):
             if not 1 <= data < len(self._frames):
                 raise ValueError(f"array frame {data} of a message of {len(self._frames)} frames")
             data = self._frames[data]
         elif not isinstance(data, bytes):
             raise ValueError("array data is neither bytes nor a frame number")
-        if len(data) % np.dtype(wire_type).itemsize:
+        if len(data) % dtype.itemsize:
             raise ValueError(f"{len(data)} bytes are no whole number of {wire_type!r} elements")
         return np.frombuffer(data, wire_type)
+
+
+@cache
+def _element_type(array_type: Any) -> np.dtype[Any]:
+    """Of one of the array types in `protocol.arrays`."""
+    dtype: np.dtype[Any] = np.dtype(get_args(get_args(array_type)[1])[0])
+    return dtype
 
 
 class _Tagged(msgspec.Struct):

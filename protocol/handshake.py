@@ -7,6 +7,7 @@ Hellos and refusals take fields they do not know, unlike all other messages: a n
 told that it is too new, not be dropped.
 """
 
+import enum
 import hashlib
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -16,16 +17,19 @@ import msgspec
 from longshore.protocol.client import (
     AbortRequests,
     AddRequest,
+    ContinueSession,
+    DescribeEngine,
     EngineFailed,
     EngineOutputs,
+    EngineReport,
     StopFound,
 )
 from longshore.protocol.errors import HandshakeRefused
 from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
-from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
+from longshore.protocol.results import ModelRunnerOutput, TransferReport, WorkerFailed
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 """Raised by every change of a message; both sides must run the same one."""
 
 
@@ -58,12 +62,24 @@ def check_identity(ours: EngineIdentity, theirs: EngineIdentity, *, peer: str) -
             )
 
 
+class Feature(enum.Enum):
+    """What a worker may be able to do beyond plain text; requests for the rest are refused."""
+
+    PROMPT_EMBEDS = "prompt_embeds"
+    LORA = "lora"
+    MULTIMODAL = "multimodal"
+    POOLING = "pooling"
+    STRUCTURED_OUTPUT = "structured_output"
+    DRAFTS = "drafts"
+
+
 class WorkerHello(msgspec.Struct, tag="worker_hello", frozen=True):
     """A rank with its weights loaded; `kv_cache.num_blocks` is what its memory can hold."""
 
     rank: int
     identity: EngineIdentity
     kv_cache: KVCacheConfig
+    features: tuple[Feature, ...] = ()
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True, forbid_unknown_fields=True):
@@ -103,9 +119,13 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 
 ToWorker: TypeAlias = SchedulerOutput | SampleMask | Shutdown | Welcome | Refused
-FromWorker: TypeAlias = ModelRunnerOutput | WorkerFailed | WorkerHello | WorkerReady
-ToEngine: TypeAlias = AddRequest | AbortRequests | StopFound | ClientHello
-ToClient: TypeAlias = EngineOutputs | EngineFailed | EngineReady | Refused
+FromWorker: TypeAlias = (
+    ModelRunnerOutput | TransferReport | WorkerFailed | WorkerHello | WorkerReady
+)
+ToEngine: TypeAlias = (
+    AddRequest | ContinueSession | AbortRequests | StopFound | DescribeEngine | ClientHello
+)
+ToClient: TypeAlias = EngineOutputs | EngineReport | EngineFailed | EngineReady | Refused
 
 
 def model_fingerprint(model_dir: Path) -> str:

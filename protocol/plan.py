@@ -10,9 +10,10 @@ import zlib
 import msgspec
 
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, UInt8Array
+from longshore.protocol.inputs import LoRARequest, MultimodalFeature, PoolingParams, PromptEmbeds
 from longshore.protocol.sampling import SamplingParams
 
-_sampling_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder()
 
 
 class RowStart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -26,6 +27,7 @@ class RowStart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     last_computed:      the row never computes beyond this many tokens (the last token is only
                         sampled). Both sides' predictor uses it.
     resumed:            the block table replaces what any earlier life of the request had.
+    has_structured_output: its tokens are masked: a `SampleMask` precedes each of them.
     """
 
     row: int
@@ -38,6 +40,11 @@ class RowStart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     sampling: SamplingParams
     output_token_ids: Int32Array = EMPTY_INT32
     resumed: bool = False
+    lora: LoRARequest | None = None
+    multimodal: tuple[MultimodalFeature, ...] = ()
+    prompt_embeds: PromptEmbeds | None = None
+    pooling: PoolingParams | None = None
+    has_structured_output: bool = False
 
     @property
     def num_known_tokens(self) -> int:
@@ -58,11 +65,13 @@ class AppendedBlocks(msgspec.Struct, frozen=True, array_like=True):
 
 class Rewind(msgspec.Struct, frozen=True, array_like=True):
     """Row `row` falls back to `num_computed_tokens`; the last `num_discarded_tokens` sampled ids
-    of it are void. Its block table is cut to what the computed tokens need."""
+    of it are void, `num_known_tokens` stay known. Tokens and rejections of plans made before count
+    no more. Its block table is cut to what the computed tokens need."""
 
     row: int
     num_computed_tokens: int
     num_discarded_tokens: int
+    num_known_tokens: int
 
 
 class RowState(msgspec.Struct, frozen=True, array_like=True):
@@ -89,11 +98,15 @@ class SchedulerOutput(
     scheduled_rows, scheduled_tokens: rows that compute another number of tokens than expected.
     sampled_rows, sampled_tokens: ids for a first pipeline stage that does not sample itself; only
                     with pipeline parallelism and without asynchronous scheduling.
-    draft_rows, draft_tokens: drafts to verify, a row listed once per draft.
+    answered_step:  the newest answer that had been applied. Drafts rejected in it and before are
+                    taken back from the rows' computed counts before this plan's changes.
+    draft_rows, draft_tokens: drafts to verify, a row listed once per draft; token -1 is the draft
+                    that the worker itself proposed last, which it alone knows yet.
     num_invalid_draft_tokens: drafts that the grammar refused, for the statistics.
     encoder_inputs: (row, index of the multimodal item) to encode in this step.
     freed_encoder_hashes: encoder outputs that no request needs any more.
-    common_prefix_blocks: per group, leading blocks that all running rows share.
+    common_prefix_blocks: per group, leading blocks that all running rows share, for cascade
+                    attention; empty if they are as in the plan before.
     zero_block_ids: blocks to clear before use.
     has_structured_output: a SampleMask for this step follows; sampling waits for it.
     connector_metadata: the connector's own encoding, opaque here.
@@ -106,6 +119,7 @@ class SchedulerOutput(
     num_rows: int
     num_scheduled_tokens: int
     digest: int
+    answered_step: int = 0
     finished_rows: Int32Array = EMPTY_INT32
     preempted_rows: Int32Array = EMPTY_INT32
     rewound: tuple[Rewind, ...] = ()
@@ -160,7 +174,7 @@ def digest_changes(
     """CRC-32 of everything that changes row state, chained on the digest of the plan before."""
     # Lengths first, so that nothing can move from one part to the next unseen.
     lengths = (len(finished_rows), len(preempted_rows), len(rewound), len(added), len(appended))
-    crc = zlib.crc32(repr((*lengths, len(scheduled_rows))).encode(), previous_digest)
+    crc = zlib.crc32(_encoder.encode((*lengths, len(scheduled_rows))), previous_digest)
     for rows in (finished_rows, preempted_rows, scheduled_rows, scheduled_tokens):
         crc = zlib.crc32(rows, crc)
     for rewind in rewound:
@@ -168,26 +182,29 @@ def digest_changes(
     for start in added:
         crc = _digest_start(start, crc)
     for blocks in appended:
-        crc = zlib.crc32(repr((blocks.group, len(blocks.rows))).encode(), crc)
+        crc = zlib.crc32(_encoder.encode((blocks.group, len(blocks.rows))), crc)
         crc = zlib.crc32(blocks.rows, zlib.crc32(blocks.block_ids, crc))
     return crc
 
 
 def _digest_start(start: RowStart, crc: int) -> int:
-    ids = (start.prompt_token_ids, start.output_token_ids, *start.block_ids)
-    plain = (
+    everything = (
         start.row,
         start.generation,
         start.request_id,
         start.num_computed_tokens,
         start.last_computed,
         start.resumed,
-        [len(part) for part in ids],
+        start.lora,
+        start.pooling,
+        start.has_structured_output,
+        [(item.hash, item.offset, item.num_tokens) for item in start.multimodal],
+        start.sampling,
+        start.prompt_token_ids.tobytes(),
+        start.output_token_ids.tobytes(),
+        [block_ids.tobytes() for block_ids in start.block_ids],
     )
-    crc = zlib.crc32(repr(plain).encode() + _sampling_encoder.encode(start.sampling), crc)
-    for part in ids:
-        crc = zlib.crc32(part, crc)
-    return crc
+    return zlib.crc32(_encoder.encode(everything), crc)
 
 
 def plan_digest(previous_digest: int, plan: SchedulerOutput) -> int:

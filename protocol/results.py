@@ -4,7 +4,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from longshore.protocol.arrays import EMPTY_INT32, Int32Array
+from longshore.protocol.arrays import EMPTY_INT32, Float32Array, Int32Array
 
 
 class ModelRunnerOutput(
@@ -13,9 +13,13 @@ class ModelRunnerOutput(
     """The answer to one plan.
 
     epoch, step:  of the plan; an answer of another epoch is dropped.
-    sampled_tokens: one id per sampling row (`RowTable.samples`), in row order.
+    sampled_tokens: one id per sampling row (`RowTable.samples`), in row order; of a row with drafts
+                  the accepted ones and one more. Of a pooling row a 0 that means nothing.
+    num_sampled:  ids per sampling row; empty if each has one.
+    draft_rows, draft_tokens: proposed for the next step, a row listed once per draft.
+    pooled_rows, pooled: rows of pooling requests that are done, and the vector of each.
     nan_rows:     sampling rows whose logits were not finite; their token is meaningless.
-    failed_block_ids: blocks that a load was to fill and did not.
+    failed_block_ids: blocks that a load was to fill and did not, before this step used them.
     connector_metadata: of the connector's worker half, opaque here.
     compute_s:    time the step took on the device, in seconds.
     """
@@ -23,10 +27,36 @@ class ModelRunnerOutput(
     epoch: int
     step: int
     sampled_tokens: Int32Array = EMPTY_INT32
+    num_sampled: Int32Array = EMPTY_INT32
+    draft_rows: Int32Array = EMPTY_INT32
+    draft_tokens: Int32Array = EMPTY_INT32
+    pooled_rows: Int32Array = EMPTY_INT32
+    pooled: tuple[Float32Array, ...] = ()
     nan_rows: Int32Array = EMPTY_INT32
     failed_block_ids: Int32Array = EMPTY_INT32
     connector_metadata: bytes = b""
     compute_s: float = 0.0
+
+
+class TransferReport(
+    msgspec.Struct, tag="transfers", frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Transfers that have ended since the last report; sent unasked, also by an idle worker.
+
+    Every id is reported once by every rank, and a transfer has ended when all ranks have said so.
+
+    finished_sending:   requests whose blocks have been read for the last time.
+    finished_receiving: requests whose asynchronous load has ended, well or not.
+    failed_block_ids:   blocks that those loads were to fill and did not.
+    connector_metadata: of the connector's worker half, opaque here.
+    """
+
+    epoch: int
+    rank: int
+    finished_sending: tuple[str, ...] = ()
+    finished_receiving: tuple[str, ...] = ()
+    failed_block_ids: Int32Array = EMPTY_INT32
+    connector_metadata: bytes = b""
 
 
 class WorkerFailed(msgspec.Struct, tag="failed", frozen=True, forbid_unknown_fields=True):

@@ -5,6 +5,7 @@ to compute none until told, a row that has caught up computes one token per step
 A plan lists only the rows for which that is not what happens.
 """
 
+from collections import deque
 from typing import Final
 
 import numpy as np
@@ -53,13 +54,13 @@ class RowTable:
         self.num_rows -= 1
 
     def rewind(self, rewind: Rewind) -> None:
-        """The computed count falls; ids beyond the discarded ones stay known."""
-        known = max(
-            int(self.num_known[rewind.row]),
-            int(self.num_computed[rewind.row]) + 1 - rewind.num_discarded_tokens,
-        )
-        self.num_known[rewind.row] = known
+        """The computed count falls, and what is known is a prompt to compute."""
+        self.num_known[rewind.row] = rewind.num_known_tokens
         self.num_computed[rewind.row] = rewind.num_computed_tokens
+
+    def reject(self, rows: Int64Array, num_rejected: Int64Array) -> None:
+        """Drafts that `rows`, all different, had computed proved wrong."""
+        self.num_computed[rows] -= num_rejected
 
     def expected(self) -> Int64Array:
         """(max_num_seqs,) tokens each row computes in the next step unless a plan says else."""
@@ -87,6 +88,18 @@ class PlanFollower:
         self._epoch = epoch
         self._last_step = 0
         self._digest = 0
+        # By row: rejections in steps up to this one are void, because the row was rewound.
+        self._void_through: Int64Array = np.zeros(rows.max_num_seqs, np.int64)
+        # (step, rows, generations, rejected drafts), oldest first
+        self._rejected: deque[tuple[int, Int64Array, Int64Array, Int64Array]] = deque()
+
+    def note_rejected(
+        self, step: int, rows: Int64Array, generations: Int64Array, num_rejected: Int64Array
+    ) -> None:
+        """Step `step` rejected drafts of `rows`, which were held under `generations` when it was
+        planned. The scheduler learns it from the answer, and its plans say in `answered_step` from
+        when on they count with it."""
+        self._rejected.append((step, rows, generations, num_rejected))
 
     def is_repeat(self, plan: SchedulerOutput) -> bool:
         """The plan is the one applied last, sent again: nothing must happen."""
@@ -103,6 +116,7 @@ class PlanFollower:
         cannot be, or does not add up to its own totals and digest.
         """
         self._check_sequence(plan)
+        self._settle_rejected(plan.answered_step)
         rows = self.rows
         for row in (*plan.finished_rows.tolist(), *plan.preempted_rows.tolist()):
             self._check_held(row, "dropped")
@@ -110,6 +124,7 @@ class PlanFollower:
         for rewind in plan.rewound:
             self._check_held(rewind.row, "rewound")
             rows.rewind(rewind)
+            self._void_through[rewind.row] = plan.previous_step
         for start in plan.added:
             if not 0 <= start.row < rows.max_num_seqs or rows.generation[start.row] != EMPTY_ROW:
                 raise PlanMismatch(f"step {plan.step} adds row {start.row}, which is not free")
@@ -129,6 +144,13 @@ class PlanFollower:
         self._last_step = plan.step
         self._digest = plan.digest
         return num_scheduled
+
+    def _settle_rejected(self, answered_step: int) -> None:
+        while self._rejected and self._rejected[0][0] <= answered_step:
+            step, rows, generations, num_rejected = self._rejected.popleft()
+            still = self.rows.generation[rows] == generations
+            still &= self._void_through[rows] < step
+            self.rows.reject(rows[still], num_rejected[still])
 
     def _check_sequence(self, plan: SchedulerOutput) -> None:
         if plan.epoch != self._epoch:

@@ -7,6 +7,26 @@ import msgspec
 from msgspec.structs import force_setattr
 
 MAX_STOP_TOKEN_IDS: Final = 128
+MAX_PATTERN_SIZE: Final = 256
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ends a request whose output goes round in circles: its last tokens are one pattern of
+    `min_pattern_size` to `max_pattern_size` tokens, `min_count` times in a row. Raises ValueError.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 4
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN_SIZE:
+            raise ValueError(
+                f"patterns of {self.min_pattern_size} to {self.max_pattern_size} tokens; sizes "
+                f"must rise within 1..{MAX_PATTERN_SIZE}"
+            )
+        if not 2 <= self.min_count <= MAX_PATTERN_SIZE:
+            raise ValueError(f"min_count={self.min_count} must lie within 2..{MAX_PATTERN_SIZE}")
 
 
 class SamplingParams(
@@ -24,6 +44,7 @@ class SamplingParams(
     min_tokens:     end-of-sequence and stop ids are not looked at before this many output tokens.
     stop_token_ids: the request ends when one of them is sampled; it is part of the output ids.
     ignore_eos:     the model's own end-of-sequence ids do not stop the request.
+    repetition:     ends the request when its output repeats itself; None never does.
     """
 
     temperature: float = 1.0
@@ -34,6 +55,7 @@ class SamplingParams(
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    repetition: RepetitionDetection | None = None
 
     def __post_init__(self) -> None:
         force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))

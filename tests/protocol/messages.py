@@ -9,21 +9,34 @@ from hypothesis import strategies as st
 from longshore.protocol.client import (
     AbortRequests,
     AddRequest,
+    ContinueSession,
+    DescribeEngine,
     EngineFailed,
     EngineOutputs,
+    EngineReport,
     FinishedRequest,
     FinishReason,
+    RequestEvent,
     SchedulerStats,
     StopFound,
+    WaitingReport,
 )
 from longshore.protocol.handshake import (
     ClientHello,
     EngineIdentity,
     EngineReady,
+    Feature,
     Refused,
     Welcome,
     WorkerHello,
     WorkerReady,
+)
+from longshore.protocol.inputs import (
+    LoRARequest,
+    MultimodalFeature,
+    PoolingParams,
+    PromptEmbeds,
+    StructuredOutput,
 )
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from longshore.protocol.plan import (
@@ -35,8 +48,8 @@ from longshore.protocol.plan import (
     SchedulerOutput,
     Shutdown,
 )
-from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
-from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.results import ModelRunnerOutput, TransferReport, WorkerFailed
+from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 
 counts = st.integers(0, 2**31 - 1)
 texts = st.text(max_size=12)
@@ -64,7 +77,19 @@ samplings = st.builds(
     min_tokens=st.integers(0, 5),
     stop_token_ids=st.lists(counts, max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    repetition=st.none() | st.builds(RepetitionDetection, st.integers(1, 256)),
 )
+float32s = st.lists(st.floats(-1, 1, width=32), max_size=200).map(
+    lambda values: np.array(values, np.float32)
+)
+loras = st.none() | st.builds(LoRARequest, texts, texts)
+items = st.lists(
+    st.builds(MultimodalFeature, texts, counts, counts, texts, arrays(np.uint8)), max_size=2
+).map(tuple)
+embeds = st.none() | st.builds(
+    PromptEmbeds, arrays(np.uint8), counts, st.sampled_from(["float32", "float16", "bfloat16"])
+)
+poolings = st.none() | st.builds(PoolingParams, st.sampled_from(["embed", "classify", "score"]))
 starts = st.builds(
     RowStart,
     row=counts,
@@ -77,6 +102,11 @@ starts = st.builds(
     sampling=samplings,
     output_token_ids=int32s,
     resumed=st.booleans(),
+    lora=loras,
+    multimodal=items,
+    prompt_embeds=embeds,
+    pooling=poolings,
+    has_structured_output=st.booleans(),
 )
 plans = st.builds(
     SchedulerOutput,
@@ -86,9 +116,10 @@ plans = st.builds(
     num_rows=counts,
     num_scheduled_tokens=counts,
     digest=st.integers(0, 2**32 - 1),
+    answered_step=counts,
     finished_rows=int32s,
     preempted_rows=int32s,
-    rewound=st.lists(st.builds(Rewind, counts, counts, counts), max_size=2).map(tuple),
+    rewound=st.lists(st.builds(Rewind, counts, counts, counts, counts), max_size=2).map(tuple),
     added=st.lists(starts, max_size=2).map(tuple),
     appended=st.lists(st.builds(AppendedBlocks, counts, int32s, int32s), max_size=2).map(tuple),
     scheduled_rows=int32s,
@@ -128,11 +159,18 @@ ends = st.builds(
     stop_token_id=st.none() | counts,
     message=st.none() | texts,
     kv_transfer_params=st.none() | st.dictionaries(texts, texts, max_size=2),
+    pooled=float32s,
+    events=st.lists(st.tuples(st.sampled_from(RequestEvent), st.floats(0, 9)), max_size=3).map(
+        tuple
+    ),
+    num_draft_tokens=counts,
+    num_accepted_tokens=counts,
+    session_continues=st.booleans(),
 )
 stats = st.builds(
     SchedulerStats,
     **{
-        field: st.floats(0, 2) if field in ("kv_usage", "steps_in_flight") else counts
+        field: counts if field.startswith("num_") else st.floats(0, 2)
         for field in SchedulerStats.__struct_fields__
     },
 )
@@ -149,6 +187,15 @@ adds = st.builds(
     skip_reading_prefix_cache=st.booleans(),
     trace_headers=st.none() | st.dictionaries(texts, texts, max_size=2),
     kv_transfer_params=st.none() | st.dictionaries(texts, st.lists(counts, max_size=2), max_size=2),
+    lora=loras,
+    multimodal=items,
+    prompt_embeds=embeds,
+    pooling=poolings,
+    structured_output=st.none()
+    | st.builds(StructuredOutput, st.sampled_from(["json_schema", "regex"]), texts),
+    job_id=st.none() | texts,
+    is_last_step=st.booleans(),
+    resumable=st.booleans(),
 )
 refusals = st.builds(Refused, texts)
 
@@ -165,18 +212,40 @@ FROM_WORKER = {
         epoch=counts,
         step=counts,
         sampled_tokens=int32s,
+        num_sampled=int32s,
+        draft_rows=int32s,
+        draft_tokens=int32s,
+        pooled_rows=int32s,
+        pooled=st.lists(float32s, max_size=2).map(tuple),
         nan_rows=int32s,
         failed_block_ids=int32s,
         connector_metadata=st.binary(max_size=9),
         compute_s=st.floats(0, 9),
     ),
+    TransferReport: st.builds(
+        TransferReport,
+        epoch=counts,
+        rank=counts,
+        finished_sending=st.lists(texts, max_size=2).map(tuple),
+        finished_receiving=st.lists(texts, max_size=2).map(tuple),
+        failed_block_ids=int32s,
+        connector_metadata=st.binary(max_size=9),
+    ),
     WorkerFailed: st.builds(WorkerFailed, counts, counts, texts),
-    WorkerHello: st.builds(WorkerHello, counts, identities, caches),
+    WorkerHello: st.builds(
+        WorkerHello,
+        counts,
+        identities,
+        caches,
+        st.lists(st.sampled_from(Feature), max_size=2).map(tuple),
+    ),
     WorkerReady: st.builds(WorkerReady, counts),
 }
 TO_ENGINE = {
     AddRequest: adds,
+    ContinueSession: st.builds(ContinueSession, counts, int32s, samplings, st.booleans()),
     AbortRequests: st.builds(AbortRequests, int32s),
+    DescribeEngine: st.just(DescribeEngine()),
     StopFound: st.builds(StopFound, counts, counts),
     ClientHello: st.builds(ClientHello, texts, texts),
 }
@@ -187,6 +256,22 @@ TO_CLIENT = {
         tokens=int32s,
         finished=st.lists(ends, max_size=3).map(tuple),
         stats=st.none() | stats,
+    ),
+    EngineReport: st.builds(
+        EngineReport,
+        engine_id=texts,
+        num_running=counts,
+        num_waiting=counts,
+        num_blocks=counts,
+        num_free_blocks=counts,
+        kv_usage=st.floats(0, 1),
+        steps_in_flight=counts,
+        idle_s=st.floats(0, 9),
+        pause=texts,
+        waiting=st.lists(
+            st.builds(WaitingReport, texts, texts, texts, st.floats(0, 9), counts, counts),
+            max_size=2,
+        ).map(tuple),
     ),
     EngineFailed: st.builds(EngineFailed, texts),
     EngineReady: st.builds(EngineReady, texts, identities, counts),

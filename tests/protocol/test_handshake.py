@@ -46,7 +46,7 @@ def test_each_field_that_differs_is_named_with_both_values(field: str) -> None:
 
 def test_another_protocol_version_is_named_before_anything_else() -> None:
     other = msgspec.structs.replace(IDENTITY, dtype="bfloat16", protocol_version=99)
-    with pytest.raises(HandshakeRefused, match=r"protocol_version=99.*has 1"):
+    with pytest.raises(HandshakeRefused, match=rf"protocol_version=99.*has {PROTOCOL_VERSION}"):
         check_identity(IDENTITY, other, peer="worker 0")
 
 

@@ -156,7 +156,9 @@ class RowsMachine(RuleBasedStateMachine):
         target = data.draw(st.integers(0, computed))
         most = max(computed + 1 - known, 0)
         discarded = data.draw(st.integers(0, most))
-        self.changes["rewound"].append(Rewind(row, target, discarded))
+        self.changes["rewound"].append(
+            Rewind(row, target, discarded, max(known, computed + 1 - discarded))
+        )
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
@@ -222,7 +224,7 @@ def test_a_rewound_row_is_told_again_until_it_has_caught_up() -> None:
     rows.advance(np.array([4]))
     for _ in range(3):
         rows.advance(rows.expected())
-    rows.rewind(Rewind(0, 2, num_discarded_tokens=2))
+    rows.rewind(Rewind(0, 2, num_discarded_tokens=2, num_known_tokens=6))
     assert (int(rows.num_computed[0]), int(rows.num_known[0])) == (2, 6)
     assert rows.expected().tolist() == [0]
     rows.advance(np.array([4]))
@@ -273,8 +275,8 @@ def test_the_second_plan_of_these_tests_is_good(follower: PlanFollower) -> None:
             {"finished_rows": int32_array([0]), "preempted_rows": int32_array([0])},
             "row 0 is dropped, but nobody holds it",
         ),
-        ({"rewound": (Rewind(1, 0, 0),)}, "row 1 is rewound, but nobody holds it"),
-        ({"rewound": (Rewind(99, 0, 0),)}, "row 99 is rewound, but nobody holds it"),
+        ({"rewound": (Rewind(1, 0, 0, 0),)}, "row 1 is rewound, but nobody holds it"),
+        ({"rewound": (Rewind(99, 0, 0, 0),)}, "row 99 is rewound, but nobody holds it"),
         ({"added": (start_of(0, 3),)}, "adds row 0, which is not free"),
         ({"added": (start_of(4, 3),)}, "adds row 4, which is not free"),
         ({"added": (start_of(-1, 3),)}, "adds row -1, which is not free"),

@@ -1,0 +1,65 @@
+"""What a request brings beside its token ids: adapters, multimodal items, embeddings, grammars.
+
+The scheduler plans with names, offsets and sizes; the data itself only passes through it.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from longshore.protocol.arrays import EMPTY_UINT8, UInt8Array
+
+
+class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter: its name tells it from others, its path tells the workers where it is."""
+
+    name: str
+    path: str = ""
+
+
+class MultimodalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One image, sound or the like: prompt positions [offset, offset + num_tokens) stand for it.
+
+    hash: of its content; equal items are encoded once.
+    data: what the workers' processor takes, opaque here.
+    """
+
+    hash: str
+    offset: int
+    num_tokens: int
+    modality: str = "image"
+    data: UInt8Array = EMPTY_UINT8
+
+
+class PromptEmbeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt given as embeddings: row i belongs to prompt token i, whose id means nothing.
+
+    data: the rows' bytes, (num_prompt_tokens, hidden_size) of `dtype`, little-endian.
+    """
+
+    data: UInt8Array
+    hidden_size: int
+    dtype: Literal["float32", "float16", "bfloat16"]
+
+    @property
+    def row_size_bytes(self) -> int:
+        """Bytes of one token's embedding."""
+        return self.hidden_size * (4 if self.dtype == "float32" else 2)
+
+    def row_bytes(self, first: int, last: int) -> bytes:
+        """The bytes of rows [first, last)."""
+        size = self.row_size_bytes
+        return self.data[first * size : last * size].tobytes()
+
+
+class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request for one vector instead of tokens."""
+
+    task: Literal["embed", "classify", "score"] = "embed"
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the output must match; a grammar is compiled from it before the request may run."""
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    text: str
