@@ -1,0 +1,165 @@
+"""The example of docs/connectors.md, as it stands on the page, at work in a scheduler."""
+
+import random
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from longshore.connectors.base import ConnectorConfig, SchedulerConnector
+from longshore.connectors.registry import load_scheduler_connector
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.plan import SchedulerOutput
+from tests.scheduler.adversarial_connector import Commands, Load
+from tests.scheduler.driver import prompt_of
+from tests.scheduler.transfer_driver import BLOCK_SIZE, TransferDriver
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "connectors.md"
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The page's code, importable as `host_cache`."""
+    (source,) = re.findall(
+        r'^```python\n("""host_cache\.py.*?)^```$', PAGE.read_text(), re.M | re.S
+    )
+    (tmp_path / "host_cache.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    import host_cache  # type: ignore[import-not-found]
+
+    yield host_cache
+    del sys.modules["host_cache"]
+
+
+def build(module: ModuleType, **options: Any) -> SchedulerConnector:
+    config = ConnectorConfig(options, block_size=BLOCK_SIZE)
+    return load_scheduler_connector("host_cache:HostCache", config)
+
+
+class HostCacheDriver(TransferDriver):
+    """Does what the page says of its worker half; `host` is the memory, by slot."""
+
+    def __init__(self, module: ModuleType, *, capacity_blocks: int = 64, **settings: Any) -> None:
+        self.host: dict[int, list[int]] = {}
+        self.to_store: list[Any] = []
+        self.num_loaded_blocks = 0
+        self._commands = module.Commands
+        connector = build(module, capacity_blocks=capacity_blocks)
+        super().__init__(connector=connector, **settings)
+
+    def commands_of(self, plan: SchedulerOutput) -> Commands:
+        commands = msgspec.msgpack.decode(plan.connector_metadata, type=self._commands)
+        self.to_store += commands.stores
+        loads = []
+        for load in commands.loads:
+            content = [prefix for slot in load.slots for prefix in self.host[slot]]
+            loads.append(Load("", False, 0, (load.block_ids,), content))
+            self.num_loaded_blocks += len(load.slots)
+        self.transfers.syncing += loads
+        return Commands(loads=loads)
+
+    def end_stores(self) -> None:
+        """The workers have copied what they were told to, and say so."""
+        (memory,) = self.workers.memory
+        for store in self.to_store:
+            for block_id, slot in zip(store.block_ids, store.slots, strict=True):
+                self.host[slot] = [memory[block_id, offset] for offset in range(BLOCK_SIZE)]
+                assert min(self.host[slot]) >= 0, "stored what a failed load spoiled"
+        numbers = [store.number for store in self.to_store]
+        self.to_store = []
+        self.report(0, metadata=msgspec.msgpack.encode(numbers))
+
+
+def settle(driver: HostCacheDriver) -> None:
+    """All requests end, and everything to be stored is."""
+    driver.run()
+    while driver.to_store:
+        driver.end_stores()
+        driver.run()
+    driver.check_idle()
+
+
+@pytest.mark.req("CON-16")
+def test_a_prompt_comes_back_from_host_memory_when_the_device_has_forgotten_it(
+    module: ModuleType,
+) -> None:
+    driver = HostCacheDriver(module, num_blocks=17)
+    keys = [driver.add("first", prompt_of(33))]
+    settle(driver)
+    keys.append(driver.add("other", prompt_of(58, 45)))
+    settle(driver)  # has taken every block there is
+    assert driver.num_loaded_blocks == 0
+    keys.append(driver.add("again", prompt_of(33)))
+    settle(driver)
+    assert driver.num_loaded_blocks == 8
+    stats = driver.scheduler.make_stats()
+    assert stats.num_external_hit_tokens == 32
+    driver.check_complete(*keys)
+
+
+def test_a_block_that_cannot_be_loaded_is_a_miss_from_then_on(module: ModuleType) -> None:
+    driver = HostCacheDriver(module, num_blocks=17, fail_sync=lambda load: load.block_ids[0][3:4])
+    keys = [driver.add("first", prompt_of(33))]
+    settle(driver)
+    keys.append(driver.add("other", prompt_of(58, 45)))
+    settle(driver)
+    keys.append(driver.add("again", prompt_of(33)))
+    settle(driver)
+    assert driver.scheduler.make_stats().num_rewinds == 1
+    driver.check_complete(*keys)
+
+
+def test_host_memory_is_bounded_and_can_be_forgotten(module: ModuleType) -> None:
+    for capacity_blocks, is_reset in ((3, False), (64, True)):
+        driver = HostCacheDriver(module, capacity_blocks=capacity_blocks, num_blocks=17)
+        keys = [driver.add("first", prompt_of(33))]
+        settle(driver)
+        assert len(driver.host) == min(capacity_blocks, 9)
+        keys.append(driver.add("other", prompt_of(58, 45)))
+        settle(driver)
+        if is_reset:
+            assert driver.scheduler.reset_connector_cache()
+        keys.append(driver.add("again", prompt_of(33)))
+        settle(driver)
+        assert driver.num_loaded_blocks == 0  # the beginning of the prompt is what is gone first
+        driver.check_complete(*keys)
+
+
+def test_an_option_that_makes_no_sense_is_refused(module: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="capacity_blocks=0 must be at least 1"):
+        build(module, capacity_blocks=0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_requests_get_their_tokens_and_leave_nothing_behind(
+    module: ModuleType, seed: int
+) -> None:
+    chance = random.Random(seed)
+    driver = HostCacheDriver(
+        module,
+        capacity_blocks=chance.choice([2, 10, 100]),
+        num_blocks=chance.randrange(17, 24),
+        max_steps_in_flight=chance.choice([1, 2]),
+        fail_sync=lambda load: [ids for ids in load.targets if chance.random() < 0.2],
+    )
+    keys = {}
+    for number in range(25):
+        prompt = prompt_of(chance.randrange(1, 40), chance.choice([10, 40]))
+        max_tokens = chance.randrange(1, 8)
+        keys[driver.add(f"r{number}", prompt, max_tokens=max_tokens)] = max_tokens
+        for _ in range(chance.randrange(6)):
+            driver.step()
+        if chance.random() < 0.4:
+            driver.end_stores()
+        if chance.random() < 0.02:
+            driver.new_epoch()
+            driver.to_store.clear()
+    settle(driver)
+    for key, max_tokens in keys.items():
+        driver.check_complete(key, max_tokens=max_tokens)
+    assert not driver.connector.storing  # type: ignore[attr-defined]

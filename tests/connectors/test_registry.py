@@ -1,0 +1,176 @@
+"""Connectors by name, and what is said about those that cannot be had."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longshore.connectors.adapter import OneClassAdapter
+from longshore.connectors.base import ConnectorConfig, SchedulerConnector
+from longshore.connectors.registry import (
+    installed_connectors,
+    load_scheduler_connector,
+    parse_options,
+)
+from longshore.protocol.errors import ConfigError
+
+TWO_CLASSES = """
+from longshore.connectors.base import SchedulerConnector
+
+class Mine(SchedulerConnector):
+    class Inner(SchedulerConnector):
+        pass
+
+class Wide(SchedulerConnector):
+    supports_hma = True
+"""
+ONE_CLASS = """
+from longshore.connectors.adapter import ConnectorRole, OneClassConnector, SupportsHMA
+
+class Both(OneClassConnector):
+    def __init__(self, config, role):
+        super().__init__(config, role)
+        if role is ConnectorRole.WORKER:
+            import torch
+        self.half = role.name
+
+class Wide(Both, SupportsHMA):
+    def request_finished_all_groups(self, request, block_ids):
+        return True, {"groups": len(block_ids)}
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Write modules into a folder on the import path; `names` become entry points."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+
+    def write(names: dict[str, str] | None = None, **modules: str) -> None:
+        for module, source in modules.items():
+            (tmp_path / f"{module}.py").write_text(source)
+        for number, (name, value) in enumerate((names or {}).items()):
+            info = tmp_path / f"package_{number}_{len(value)}-1.0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: package-{number}\n")
+            (info / "entry_points.txt").write_text(
+                f"[longshore.connectors]\n{name.rstrip('!')} = {value}\n"
+            )
+
+    yield write
+    for module in set(sys.modules) - before:
+        del sys.modules[module]
+
+
+@pytest.mark.req("CON-16")
+def test_a_connector_outside_the_tree_is_loaded_by_its_path(package: Callable[..., None]) -> None:
+    package(theirs=TWO_CLASSES)
+    connector = load_scheduler_connector("theirs:Mine", ConnectorConfig({"depth": 3}))
+    assert isinstance(connector, SchedulerConnector)
+    assert type(connector).__name__ == "Mine"
+    assert connector.config.options == {"depth": 3}
+    nested = load_scheduler_connector("theirs:Mine.Inner", ConnectorConfig())
+    assert type(nested).__name__ == "Inner"
+
+
+def test_an_installed_package_gives_its_connector_a_name(package: Callable[..., None]) -> None:
+    package({"mine": "theirs:Mine"}, theirs=TWO_CLASSES)
+    assert "mine" in installed_connectors()
+    assert type(load_scheduler_connector("mine", ConnectorConfig())).__name__ == "Mine"
+
+
+@pytest.mark.req("CRG-14")
+def test_only_the_chosen_connector_is_imported(package: Callable[..., None]) -> None:
+    needy = "import a_transport_nobody_has"
+    package({"mine": "theirs:Mine", "needy": "needy:Needy"}, theirs=TWO_CLASSES, needy=needy)
+    load_scheduler_connector("mine", ConnectorConfig())
+    assert "needy" not in sys.modules
+    with pytest.raises(ConfigError, match="needs the package a_transport_nobody_has; install it"):
+        load_scheduler_connector("needy", ConnectorConfig())
+
+
+def test_a_dependency_missing_at_construction_is_named_too(package: Callable[..., None]) -> None:
+    source = TWO_CLASSES + "    def __init__(self, config):\n        import nowhere_to_be_found\n"
+    package(theirs=source)
+    with pytest.raises(ConfigError, match="needs the package nowhere_to_be_found"):
+        load_scheduler_connector("theirs:Wide", ConnectorConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("unheard-of", "unheard-of is unknown. Installed packages offer: .*mine"),
+        ("theirs:", "theirs: is unknown"),
+        (":Mine", ":Mine is unknown"),
+        ("theirs", "theirs is unknown"),
+        ("no_such_module:Mine", "there is no module no_such_module"),
+        ("theirs.deeper:Mine", "there is no module theirs.deeper"),
+        ("theirs:Missing", "module theirs has no Missing"),
+        ("theirs:Mine.Missing", "module theirs has no Mine.Missing"),
+        ("theirs:number", "neither a SchedulerConnector nor a OneClassConnector"),
+        ("theirs:Plain", "neither a SchedulerConnector nor a OneClassConnector"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused_by_name(
+    package: Callable[..., None], name: str, says: str
+) -> None:
+    package({"mine": "theirs:Mine"}, theirs=TWO_CLASSES + "\nnumber = 3\nclass Plain: pass\n")
+    with pytest.raises(ConfigError, match=says):
+        load_scheduler_connector(name, ConnectorConfig())
+
+
+def test_a_name_that_two_packages_offer_is_refused_with_both(
+    package: Callable[..., None],
+) -> None:
+    package({"mine": "theirs:Mine", "mine!": "others:Theirs"}, theirs=TWO_CLASSES)
+    with pytest.raises(ConfigError, match="several packages: others:Theirs, theirs:Mine"):
+        load_scheduler_connector("mine", ConnectorConfig())
+
+
+@pytest.mark.req("CON-12")
+def test_several_cache_groups_need_a_connector_that_declares_them(
+    package: Callable[..., None],
+) -> None:
+    package(theirs=TWO_CLASSES, one=ONE_CLASS)
+    config = ConnectorConfig(num_groups=2)
+    for name in ("theirs:Mine", "one:Both"):
+        with pytest.raises(ConfigError, match="reads one KV cache group, but the model has 2"):
+            load_scheduler_connector(name, config)
+        load_scheduler_connector(name, ConnectorConfig())
+    for name in ("theirs:Wide", "one:Wide"):
+        assert load_scheduler_connector(name, config).supports_hma
+
+
+@pytest.mark.req("CON-01")
+def test_one_class_with_two_roles_builds_its_planning_half_only(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(ONE_CLASS)
+    program = (
+        "import sys\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from longshore.connectors.base import ConnectorConfig\n"
+        "from longshore.connectors.registry import load_scheduler_connector\n"
+        "assert 'one' not in sys.modules\n"
+        "connector = load_scheduler_connector('one:Both', ConnectorConfig())\n"
+        "print(connector.connector.half, 'torch' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout == "SCHEDULER False\n", run.stderr
+
+
+def test_a_connector_of_one_class_is_wrapped(package: Callable[..., None]) -> None:
+    package(one=ONE_CLASS)
+    connector = load_scheduler_connector("one:Both", ConnectorConfig(block_size=8))
+    assert isinstance(connector, OneClassAdapter)
+    assert connector.config.block_size == 8
+
+
+def test_options_are_a_json_object() -> None:
+    assert parse_options('{"depth": 3, "path": "/kv"}') == {"depth": 3, "path": "/kv"}
+    assert parse_options("") == {}
+    for text in ("[1]", "3", "{", '{"a": }', "\ud800"):
+        with pytest.raises(ConfigError, match="--kv-connector-config is not a JSON object"):
+            parse_options(text)
