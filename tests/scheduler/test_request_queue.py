@@ -8,10 +8,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.scheduler.request import Request
-from longshore.scheduler.request_queue import FCFSQueue, PriorityQueue, RequestQueue
+from longshore.scheduler.request_queue import (
+    FCFSQueue,
+    Order,
+    PolicyRequest,
+    PriorityQueue,
+    RequestQueue,
+)
 from tests.scheduler.test_request import make_request
 
-QUEUES: list[Callable[[], RequestQueue]] = [FCFSQueue, PriorityQueue]
+Queue = RequestQueue[Request]
+
+
+def by_priority_and_arrival(request: PolicyRequest) -> Order:
+    return request.priority, request.arrival_time
+
+
+def priority_queue() -> Queue:
+    return PriorityQueue(by_priority_and_arrival)
+
+
+QUEUES: list[Callable[[], Queue]] = [FCFSQueue, priority_queue]
 operations = st.lists(
     st.tuples(
         st.sampled_from(["add", "prepend", "prepend_all", "pop", "remove"]),
@@ -22,7 +39,7 @@ operations = st.lists(
 )
 
 
-def ids(queue: RequestQueue) -> list[str]:
+def ids(queue: Queue) -> list[str]:
     return [request.request_id for request in queue]
 
 
@@ -41,11 +58,17 @@ def test_fcfs_queue_behaves_like_a_list(steps: list[tuple[str, int, int]]) -> No
 @given(operations)
 @pytest.mark.req("QUE-03")
 def test_priority_queue_behaves_like_a_sorted_list(steps: list[tuple[str, int, int]]) -> None:
-    check_against_list(PriorityQueue(), steps, keep_order=sorted)
+    check_against_list(
+        priority_queue(),
+        steps,
+        keep_order=lambda requests: sorted(
+            requests, key=lambda each: (each.priority, each.arrival_time, each.request_id)
+        ),
+    )
 
 
 def check_against_list(
-    queue: RequestQueue,
+    queue: Queue,
     steps: list[tuple[str, int, int]],
     *,
     keep_order: Callable[[list[Request]], list[Request]],
@@ -86,7 +109,7 @@ def check_against_list(
 
 @pytest.mark.req("QUE-02")
 def test_fcfs_appends_right_pops_left_and_prepends_left() -> None:
-    queue = FCFSQueue()
+    queue: Queue = FCFSQueue()
     a, b, c, d = numbered(4)
     queue.add(a)
     queue.add(b)
@@ -102,7 +125,7 @@ def test_fcfs_appends_right_pops_left_and_prepends_left() -> None:
 @pytest.mark.parametrize("operation", ["add", "pop", "prepend", "remove"])
 def test_fcfs_work_per_operation_does_not_grow_with_the_queue(operation: str) -> None:
     def lines_run(length: int) -> int:
-        queue = FCFSQueue()
+        queue: Queue = FCFSQueue()
         requests = numbered(length)
         for request in requests:
             queue.add(request)
@@ -128,7 +151,7 @@ def test_fcfs_work_per_operation_does_not_grow_with_the_queue(operation: str) ->
 
 @pytest.mark.req("QUE-03")
 def test_prepending_under_priority_jumps_no_order() -> None:
-    queue = PriorityQueue()
+    queue = priority_queue()
     urgent, late = make_request("urgent", priority=-1), make_request("late", priority=5)
     queue.add(urgent)
     queue.prepend(late)
@@ -140,7 +163,7 @@ def test_prepending_under_priority_jumps_no_order() -> None:
 @pytest.mark.req("QUE-03")
 @pytest.mark.parametrize("removed", [0, 5, 1, 6, 7, 2])
 def test_removal_from_anywhere_keeps_the_heap_in_order(removed: int) -> None:
-    queue = PriorityQueue()
+    queue = priority_queue()
     requests = {index: make_request(str(index), priority=index) for index in (0, 5, 1, 6, 7, 2)}
     for request in requests.values():
         queue.add(request)
@@ -149,8 +172,39 @@ def test_removal_from_anywhere_keeps_the_heap_in_order(removed: int) -> None:
     assert popped == sorted(requests)
 
 
+@pytest.mark.req("REQ-11", "ERR-31")
+def test_equals_under_priority_stand_in_the_order_of_arrival_and_then_of_their_ids() -> None:
+    requests = [
+        make_request("b", priority=1, now=2.0),
+        make_request("a", priority=1, now=2.0),
+        make_request("late", priority=1, now=3.0),
+        make_request("early", priority=1, now=1.0),
+        make_request("urgent", priority=0, now=9.0),
+    ]
+    for shuffled in (requests, requests[::-1], sorted(requests, key=lambda each: each.request_id)):
+        queue = priority_queue()
+        queue.prepend_all(shuffled)
+        assert [queue.pop().request_id for _ in requests] == ["urgent", "early", "a", "b", "late"]
+
+
+def test_order_is_asked_once_per_request() -> None:
+    asked = []
+
+    def order(request: PolicyRequest) -> Order:
+        asked.append(request.request_id)
+        return request.priority
+
+    queue: Queue = PriorityQueue(order)
+    requests = numbered(20)
+    queue.prepend_all(requests)
+    queue.remove(requests[7])
+    while len(queue):
+        queue.pop()
+    assert asked == [request.request_id for request in requests]
+
+
 @pytest.mark.parametrize("make_queue", QUEUES)
-def test_an_empty_queue_has_no_head(make_queue: Callable[[], RequestQueue]) -> None:
+def test_an_empty_queue_has_no_head(make_queue: Callable[[], Queue]) -> None:
     queue = make_queue()
     with pytest.raises(LookupError):
         queue.peek()

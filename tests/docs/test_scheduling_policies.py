@@ -1,0 +1,131 @@
+"""The example of docs/scheduling_policies.md, as its reader would install it."""
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from longshore.deploy.llm import LLM
+from longshore.protocol.sampling import SamplingParams
+from longshore.scheduler.policy import (
+    POLICIES,
+    CheckedPolicy,
+    OrderedPolicy,
+    SchedulingPolicy,
+    load_policy,
+)
+from tests.conftest import ROOT
+from tests.models import make_tiny_llama
+from tests.scheduler.driver import Driver, prompt_of
+
+PAGE = ROOT / "docs" / "scheduling_policies.md"
+
+
+def files_on(page: Path) -> dict[str, str]:
+    """Code blocks that begin with a comment that names a file."""
+    blocks = re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    return dict(blocks)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The example's files in a folder on the path, with what an installer writes beside them."""
+    files = files_on(PAGE)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    info = tmp_path / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+    (info / "entry_points.txt").write_text("\n".join([*lines, ""]))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in files:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def admission_order(driver: Driver) -> list[str]:
+    return [start.request_id for plan in driver.plans for start in plan.added if not start.resumed]
+
+
+def test_example_is_found_by_its_entry_point_and_by_its_path(installed: Path) -> None:
+    for name in ("shortest-first", "shortest_first:ShortestFirst"):
+        assert isinstance(load_policy(name), CheckedPolicy)
+    module = sys.modules["shortest_first"]
+    assert module.__file__ == str(installed / "shortest_first.py")
+    assert issubclass(module.ShortestFirst, OrderedPolicy)
+
+
+def aged_slowly(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """One request runs at a time, and a second of waiting is worth four tokens. A second passes
+    with each request that comes and with each step."""
+    driver = Driver(policy="shortest-first", max_num_seqs=1)
+    monkeypatch.setattr(sys.modules["shortest_first"], "TOKENS_PER_SECOND", 4.0)
+    return driver
+
+
+def test_example_serves_short_prompts_first_and_lets_long_ones_age(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = aged_slowly(monkeypatch)
+    for name, length in (("long", 40), ("middle", 30), ("short", 8), ("shorter", 2)):
+        driver.add(name, prompt_of(length), max_tokens=1)
+    driver.steps(2)
+    driver.add("shorter than middle but late", prompt_of(20), max_tokens=1)
+    driver.run()
+    assert admission_order(driver) == [
+        "shorter", "short", "middle", "long", "shorter than middle but late"
+    ]  # fmt: skip
+
+
+def test_no_long_prompt_starves_under_the_example(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = aged_slowly(monkeypatch)
+    driver.add("long", prompt_of(60), max_tokens=1)
+    for index in range(20):  # one more short prompt per step, as many as can be served
+        driver.add(f"short {index}", prompt_of(2, index), max_tokens=1)
+        driver.step()
+    order = admission_order(driver)
+    assert order.index("long") == 7  # 60 tokens age in 15 seconds
+    driver.run()
+
+
+def test_example_preempts_and_everybody_finishes(installed: Path) -> None:
+    driver = Driver(policy="shortest-first", num_blocks=9, max_model_len=32)
+    for index, length in enumerate((14, 9, 4, 12, 6)):
+        driver.add(f"r{index}", prompt_of(length, 20 * index), max_tokens=10)
+    driver.run()
+    assert len(driver.finished) == 5
+    assert sum(end.num_preemptions for end in driver.finished.values()) > 0
+
+
+def test_page_names_every_built_in_policy_and_everything_a_policy_may_have() -> None:
+    page = PAGE.read_text()
+    members = {name for name in vars(SchedulingPolicy) if not name.startswith("_")}
+    assert {name for name in members if not re.search(rf"^\| `{name}\b", page, re.M)} == set()
+    assert {name for name in POLICIES if f"| `{name}` |" not in page} == set()
+
+
+def test_example_serves_in_a_scheduler_process_of_its_own(
+    installed: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = tmp_path_factory.mktemp("tiny")
+    make_tiny_llama(model_dir)
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with LLM(
+        model_dir, device="cpu", num_blocks=64, threads=1, scheduling_policy="shortest-first"
+    ) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": [7] * length} for length in (9, 4)], params, progress=False
+        )
+    assert [len(output.token_ids) for output in outputs] == [2, 2]
