@@ -33,6 +33,11 @@ class StepBudget:
         granted[order] = np.clip(self.num_left - before, 0, wanted[order])
         return granted
 
+    @property
+    def num_spent(self) -> int:
+        """Tokens that the step computes so far."""
+        return self.num_total - self.num_left
+
     def spend(self, num_tokens: int) -> None:
         assert num_tokens <= self.num_left
         self.num_left -= num_tokens

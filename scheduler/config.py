@@ -16,6 +16,18 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_num_scheduled_tokens: token budget of a step; None is `max_num_batched_tokens`.
     long_prefill_token_threshold: tokens of one prompt per step at most; 0 sets no such limit.
     enable_chunked_prefill:  off: a prompt is computed in one step or not yet.
+    scheduler_reserve_full_isl: admit a request only if blocks for its whole input are free, not
+                             just for its first chunk.
+    policy:                  a built-in one, an entry point's name, or package.module:Class.
+    max_loras:               different adapters that may run at once.
+    max_num_encoder_input_tokens: multimodal tokens encoded per step; 0 refuses multimodal requests.
+    encoder_cache_size:      tokens of encoder output kept; None is as many as one step encodes.
+    num_speculative_tokens:  drafts per request and step at most.
+    num_lookahead_tokens:    slots kept behind a request's tokens for a drafter that writes KV.
+    load_failure_policy:     a request whose KV could not be loaded computes it, or fails.
+    load_timeout_s:          how long a request waits for an asynchronous load.
+    max_loading_blocks:      held at most by requests that load or have loaded and do not run yet;
+                             None is half of the pool.
     max_steps_in_flight:     plans that may be unanswered; 1 is synchronous scheduling.
     feed_back_tokens:        sampled ids travel to a first pipeline stage that does not sample.
     """
@@ -26,7 +38,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_num_scheduled_tokens: int | None = None
     long_prefill_token_threshold: int = 0
     enable_chunked_prefill: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    scheduler_reserve_full_isl: bool = False
+    policy: str = "fcfs"
+    max_loras: int = 0
+    max_num_encoder_input_tokens: int = 0
+    encoder_cache_size: int | None = None
+    num_speculative_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    load_timeout_s: float = 60.0
+    max_loading_blocks: int | None = None
     max_steps_in_flight: int = 2
     feed_back_tokens: bool = False
 
@@ -56,8 +77,25 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(
                 "long_prefill_token_threshold slices prompts, but chunked prefill is off"
             )
-        if self.policy not in ("fcfs", "priority"):
-            raise ConfigError(f"policy={self.policy!r} is unknown; use 'fcfs' or 'priority'")
+        for name in (
+            "max_loras",
+            "max_num_encoder_input_tokens",
+            "num_speculative_tokens",
+            "num_lookahead_tokens",
+        ):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
+        if self.encoder_cache_size is not None and self.encoder_cache_size < 0:
+            raise ConfigError(f"encoder_cache_size={self.encoder_cache_size} must be at least 0")
+        if self.load_failure_policy not in ("recompute", "fail"):
+            raise ConfigError(
+                f"load_failure_policy={self.load_failure_policy!r} is unknown; use 'recompute' or "
+                "'fail'"
+            )
+        if not self.load_timeout_s > 0:
+            raise ConfigError(f"load_timeout_s={self.load_timeout_s} must be above 0")
+        if self.max_loading_blocks is not None and self.max_loading_blocks < 1:
+            raise ConfigError(f"max_loading_blocks={self.max_loading_blocks} must be at least 1")
         if not 1 <= self.max_steps_in_flight <= 2:
             raise ConfigError(
                 f"max_steps_in_flight={self.max_steps_in_flight} must be 1 (synchronous) or 2"
@@ -79,12 +117,30 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     num_blocks:  with the null block; None takes what the workers report.
     hash_algorithm: of block names; sha256 resists forged collisions, xxh3-128 is faster.
+    hash_block_size: tokens per name; a divisor of every group's block size. None is `block_size`.
+    watermark:   share of the blocks that admissions leave free for requests that run already.
+    preempt_threshold, admit_threshold: nothing is admitted from the moment the share of held blocks
+                 rises above the first until it has fallen below the second; 1.0 never closes.
+    enable_kv_cache_events: tell subscribers which blocks are stored and removed.
+    log_stats:   count tokens looked up and found.
+    use_eagle:   a drafter needs the hidden states of the last cached block: compute it again.
+    decode_context_parallel_size, prefill_context_parallel_size: ranks among which the tokens of a
+                 block are divided; it holds so many times `block_size`.
     """
 
     block_size: int = 16
     num_blocks: int | None = None
     enable_prefix_caching: bool = True
     hash_algorithm: Literal["sha256", "xxh3-128"] = "sha256"
+    hash_block_size: int | None = None
+    watermark: float = 0.01
+    preempt_threshold: float = 0.95
+    admit_threshold: float = 0.80
+    enable_kv_cache_events: bool = False
+    log_stats: bool = True
+    use_eagle: bool = False
+    decode_context_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
@@ -96,10 +152,40 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 f"num_blocks={self.num_blocks} leaves no block beside the null block; use 2 or more"
             )
+        hash_block_size = self.hash_block_size or self.block_size
+        if hash_block_size < 1 or self.block_size % hash_block_size:
+            raise ConfigError(
+                f"hash_block_size={self.hash_block_size} does not divide block_size="
+                f"{self.block_size}; a block's name is made of whole hash blocks"
+            )
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(
+                f"watermark={self.watermark} must be a share of the blocks, at least 0 and below 1"
+            )
+        if not 0 < self.admit_threshold <= self.preempt_threshold <= 1:
+            raise ConfigError(
+                f"admit_threshold={self.admit_threshold} and preempt_threshold="
+                f"{self.preempt_threshold} must rise in this order within 0..1"
+            )
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.hash_algorithm not in ("sha256", "xxh3-128"):
             raise ConfigError(
                 f"hash_algorithm={self.hash_algorithm!r} is unknown; use 'sha256' or 'xxh3-128'"
             )
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Ranks among which the tokens of one block are divided."""
+        return self.decode_context_parallel_size * self.prefill_context_parallel_size
+
+    @property
+    def tokens_per_name(self) -> int:
+        """Tokens that each link of the chain of names adds."""
+        if self.hash_block_size is not None:
+            return self.hash_block_size
+        return self.block_size * self.context_parallel_size
 
 
 class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,6 +196,8 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     hash_seed:   hex; per deployment, so that its engines agree on block names.
     workers:     one endpoint per rank; the scheduler binds them.
     clients:     where gateways connect.
+    kv_connector: name of a registered connector, or package.module:Class.
+    kv_connector_config: JSON for it; its keys are its own.
     lifeline_fd: inherited socket to the supervisor; None when started by hand.
     """
 
@@ -124,6 +212,8 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     engine_id: str = "engine-0"
     epoch: int = 1
     verify_plan: bool = False
+    kv_connector: str | None = None
+    kv_connector_config: str = "{}"
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -15,6 +15,8 @@ from longshore.protocol.channel import Channel, ServerChannel, SocketWatcher
 from longshore.protocol.client import (
     AbortRequests,
     AddRequest,
+    ContinueSession,
+    DescribeEngine,
     EngineFailed,
     EngineOutputs,
     StopFound,
@@ -34,13 +36,16 @@ from longshore.protocol.handshake import (
 )
 from longshore.protocol.lifeline import stop_signals
 from longshore.protocol.plan import Shutdown
-from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
+from longshore.protocol.results import ModelRunnerOutput, TransferReport, WorkerFailed
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 0.02
+STALL_S = 10.0
+MAX_STALL_LINES = 10
 
 
 class EngineError(LongshoreError):
@@ -68,6 +73,8 @@ class Engine:
         self._num_clients = 0
         self._reported_state: tuple[int, ...] = ()
         self._failure: BaseException | None = None
+        self._next_stall_s = STALL_S
+        self._poll: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Serve until told to stop; workers are told to shut down in every case."""
@@ -87,11 +94,14 @@ class Engine:
             await self._stopping.wait()
         finally:
             reporter.cancel()
+            if self._poll is not None:
+                self._poll.cancel()
             for watcher in self._watchers:
                 watcher.close()
             reason = str(self._failure or "the engine is shutting down")
             for peer in self._peer_of_index.values():
                 self._clients.send(peer, EngineFailed(reason))
+            self._scheduler.shutdown()
             with contextlib.suppress(EngineDead):  # a worker that is gone needs no goodbye
                 self._worker.send(Shutdown(reason))
         if self._failure is not None:
@@ -117,6 +127,9 @@ class Engine:
                 case ModelRunnerOutput():
                     self._scheduler.update_from_output(message, time.monotonic())
                     self._send_outputs_and_plans()
+                case TransferReport():
+                    self._scheduler.update_from_transfers(message, time.monotonic())
+                    self._send_outputs_and_plans()
                 case WorkerFailed():
                     raise EngineError(f"worker {message.rank} failed: {message.reason}")
                 case WorkerHello() | WorkerReady():
@@ -140,6 +153,10 @@ class Engine:
                     self._scheduler.abort_requests(index, message.handles, now)
                 case StopFound():
                     self._scheduler.stop_found(index, message, now)
+                case ContinueSession():
+                    self._scheduler.continue_session(index, message, now)
+                case DescribeEngine():
+                    self._clients.send(peer, self._scheduler.make_report(now, self._engine_id))
                 case _:
                     assert_never(message)
         self._send_outputs_and_plans()
@@ -177,10 +194,27 @@ class Engine:
         for index, outputs in self._scheduler.take_outputs():
             self._send(index, outputs)
         self._send_plans()
+        self._poll_if_idle()
+
+    def _poll_if_idle(self) -> None:
+        """Somebody waits for what comes without a message (a grammar, a connector's answer, a
+        deadline), and no answer is due that would wake this loop: look again in a while."""
+        scheduler = self._scheduler
+        is_idle = not scheduler.num_steps_in_flight and scheduler.has_unfinished_requests()
+        if is_idle and self._poll is None:
+            loop = asyncio.get_running_loop()
+            self._poll = loop.call_later(POLL_INTERVAL_S, self._guarded(self._on_poll))
+
+    def _on_poll(self) -> None:
+        self._poll = None
+        self._send_outputs_and_plans()
+        self._check_sockets()
 
     def _send_plans(self) -> None:
         while (plan := self._scheduler.schedule(time.monotonic())) is not None:
             self._worker.send(plan)
+        for mask in self._scheduler.take_masks():
+            self._worker.send(mask)
 
     def _check_sockets(self) -> None:
         for watcher in self._watchers:
@@ -193,9 +227,31 @@ class Engine:
             logger.info("client %d is gone; whatever it had running is aborted", index)
             self._scheduler.abort_client(index, time.monotonic())
 
+    def _warn_of_stall(self) -> None:
+        """Requests are there and none advances: say so, and what they wait for, at growing
+        intervals."""
+        now = time.monotonic()
+        idle_s = self._scheduler.idle_s(now)
+        if idle_s < self._next_stall_s:
+            if idle_s < STALL_S:
+                self._next_stall_s = STALL_S
+            return
+        self._next_stall_s *= 2
+        report = self._scheduler.make_report(now, self._engine_id)
+        logger.warning(
+            "stalled: no request has advanced for %.0f s; %d run, %d wait, %d plans are unanswered",
+            idle_s,
+            report.num_running,
+            report.num_waiting,
+            report.steps_in_flight,
+        )
+        for waiting in report.waiting[:MAX_STALL_LINES]:
+            logger.warning("request %s waits for %s", waiting.request_id, waiting.waits_for)
+
     async def _report_regularly(self) -> None:
         while True:
             await asyncio.sleep(STATS_INTERVAL_S)
+            self._warn_of_stall()
             state = (self._scheduler.num_steps, *self._scheduler.get_request_counts())
             if state == self._reported_state:
                 continue

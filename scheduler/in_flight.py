@@ -8,17 +8,62 @@ was preempted its token is delivered all the same, if it has ended the token is 
 from collections import deque
 from dataclasses import dataclass
 
-from longshore.protocol.arrays import Int64Array
+from longshore.protocol.arrays import BoolArray, Int32Array, Int64Array
 from longshore.scheduler.request import Request
+from longshore.scheduler.sampling_rows import SamplingRows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlannedStep:
-    """A plan on its way. `rows`, ascending, sample in it; `generations` held them then."""
+    """A plan on its way; nothing of it is ever changed.
+
+    sampling:   rows that sample in it, and who held them then.
+    num_drafts: drafts verified per row; None if there are none.
+    drafts:     their ids, one row after the other; -1 for those that only the worker knows.
+    is_masked:  rows whose token a grammar restricts; None if there are none.
+    loads:      generations that began with tokens loaded within this step.
+    """
 
     step: int
-    rows: Int64Array
-    generations: Int64Array
+    sampling: SamplingRows
+    num_drafts: Int64Array | None = None
+    drafts: Int32Array | None = None
+    is_masked: BoolArray | None = None
+    loads: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> Int64Array:
+        """Of `sampling`."""
+        return self.sampling.rows
+
+    @property
+    def generations(self) -> Int64Array:
+        """Of `sampling`."""
+        return self.sampling.generations
+
+    def draft_token_ids(self, index: int) -> list[int]:
+        """Drafts of the row at `index` of `rows`."""
+        if self.num_drafts is None or self.drafts is None:
+            return []
+        end = int(self.num_drafts[: index + 1].sum())
+        ids: list[int] = self.drafts[end - int(self.num_drafts[index]) : end].tolist()
+        return ids
+
+
+@dataclass(slots=True)
+class LeftRow:
+    """A request that left its row while plans that may compute on it were unanswered.
+
+    last_step: the newest of them.
+    tables, num_hit_tokens: what it held, and how much of that others had computed.
+    void_through: tokens of plans up to this one mean nothing.
+    """
+
+    request: Request
+    last_step: int
+    tables: tuple[Int32Array, ...]
+    num_hit_tokens: int
+    void_through: int
 
 
 class StepsInFlight:
@@ -26,8 +71,7 @@ class StepsInFlight:
 
     def __init__(self) -> None:
         self._steps: deque[PlannedStep] = deque()
-        # generation -> (request, newest plan that may bring a token of that generation)
-        self._departed: dict[int, tuple[Request, int]] = {}
+        self._departed: dict[int, LeftRow] = {}
         self.last_answered_step = 0
 
     def __len__(self) -> int:
@@ -49,15 +93,45 @@ class StepsInFlight:
     def answered(self) -> None:
         """The oldest plan's answer has been applied."""
         self.last_answered_step = self._steps.popleft().step
-        for generation, (_, last_step) in list(self._departed.items()):
-            if last_step <= self.last_answered_step:
-                del self._departed[generation]
+        if self._departed:
+            for generation, departure in list(self._departed.items()):
+                if departure.last_step <= self.last_answered_step:
+                    del self._departed[generation]
 
-    def note_departure(self, request: Request, generation: int) -> None:
-        """The request left its row with tokens still to come; it is not admitted before."""
-        request.resume_after_step = self.newest_step
-        self._departed[generation] = (request, self.newest_step)
+    def note_departure(
+        self,
+        request: Request,
+        generation: int,
+        *,
+        tables: tuple[Int32Array, ...],
+        expects_tokens: bool,
+        void_through: int,
+    ) -> None:
+        """A request leaves its row. If tokens are still to come that mean something, it is not
+        admitted again before they have."""
+        if not self._steps:
+            return
+        if expects_tokens and void_through < self.newest_step:
+            request.resume_after_step = self.newest_step
+        self._departed[generation] = LeftRow(
+            request, self.newest_step, tables, request.num_hit_tokens, void_through
+        )
 
-    def departed_request(self, generation: int) -> Request:
+    def departed(self, generation: int) -> LeftRow:
         """Who held a row under this generation when an unanswered plan was made."""
-        return self._departed[generation][0]
+        return self._departed[generation]
+
+    def departures(self) -> list[tuple[int, LeftRow]]:
+        """(generation, who left) for all that left their rows under unanswered plans."""
+        return list(self._departed.items())
+
+    def void_departed(self) -> None:
+        """Tokens still to come for requests that left their rows mean nothing."""
+        for departure in self._departed.values():
+            departure.void_through = departure.last_step
+
+    def reset(self) -> None:
+        """The workers are gone; no answer will come."""
+        self._steps.clear()
+        self._departed.clear()
+        self.last_answered_step = 0

@@ -1,46 +1,166 @@
 """Which requests an engine cannot serve, and what their client is told."""
 
 import math
-from typing import Final
+from typing import Final, TypeAlias
 
-from longshore.protocol.client import MAX_NAME_CHARACTERS, AddRequest, FinishReason
+import numpy as np
+
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array
+from longshore.protocol.client import (
+    MAX_NAME_CHARACTERS,
+    AddRequest,
+    ContinueSession,
+    FinishReason,
+)
+from longshore.protocol.handshake import Feature
 from longshore.scheduler.config import SchedulerConfig
 
 MAX_HANDLE: Final = 2**31 - 1
 
+Refusal: TypeAlias = tuple[FinishReason, str]
+"""(finish reason, text for the client)"""
 
-def refusal(
-    message: AddRequest, *, config: SchedulerConfig, vocab_size: int, is_duplicate: bool
-) -> tuple[FinishReason, str] | None:
-    """(finish reason, text for the client) of a request that must not be queued, else None."""
-    num_prompt = len(message.prompt_token_ids)
-    num_tokens = num_prompt + len(message.output_token_ids)
-    if is_duplicate:
-        return FinishReason.ERROR, (
-            f"request {message.request_id!r} (handle {message.handle}) is still running; "
-            "give each request an id of its own"
-        )
-    if not 0 <= message.handle <= MAX_HANDLE:
-        return FinishReason.ERROR, f"handle {message.handle} is not within 0..{MAX_HANDLE}"
-    if not (math.isfinite(message.age_s) and message.age_s >= 0):
-        return FinishReason.ERROR, f"age_s={message.age_s} is no number of seconds of at least 0"
-    for name in ("request_id", "cache_salt"):
-        if len(getattr(message, name) or "") > MAX_NAME_CHARACTERS:
-            return FinishReason.ERROR, f"{name} is longer than {MAX_NAME_CHARACTERS} characters"
-    if num_prompt == 0:
-        return FinishReason.ERROR, "the prompt has no tokens; there is nothing to continue"
-    if num_tokens >= config.max_model_len:
+
+class Intake:
+    """Refuses by name what would otherwise fail later, or be ignored.
+
+    vocab_size:    token ids must stay below it.
+    features:      what the workers can do beyond plain text.
+    has_connector: somebody could use `kv_transfer_params`.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        vocab_size: int,
+        features: frozenset[Feature],
+        has_connector: bool,
+        has_grammars: bool,
+    ) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._features = features if has_grammars else features - {Feature.STRUCTURED_OUTPUT}
+        self._has_connector = has_connector
+
+    def refusal(self, message: AddRequest, *, is_duplicate: bool) -> Refusal | None:
+        """Why a request must not be queued; None if it may."""
+        if is_duplicate:
+            return FinishReason.ERROR, (
+                f"request {message.request_id!r} (handle {message.handle}) is still running, or a "
+                "transfer of its blocks is; give each request an id of its own"
+            )
+        text = self._malformed(message) or self._unsupported(message)
+        if text is not None:
+            return FinishReason.ERROR, text
+        num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
+        return self._bad_length(num_tokens)
+
+    def chunk_refusal(self, chunk: ContinueSession, *, num_tokens: int) -> Refusal | None:
+        """Why a session of `num_tokens` tokens cannot go on with this chunk; None if it can."""
+        text = self._bad_ids(chunk.prompt_token_ids, chunk.sampling.stop_token_ids)
+        if text is not None:
+            return FinishReason.ERROR, text
+        return self._bad_length(num_tokens + len(chunk.prompt_token_ids))
+
+    def _bad_length(self, num_tokens: int) -> Refusal | None:
+        limit = self._config.max_model_len
+        if num_tokens < limit:
+            return None
         return FinishReason.IGNORED, (
             f"the prompt has {num_tokens} tokens, the engine's limit for prompt and output is "
-            f"{config.max_model_len}; at least one must be left for the output"
+            f"{limit}; at least one must be left for the output"
         )
-    if any(token_id >= vocab_size for token_id in message.sampling.stop_token_ids):
-        return FinishReason.ERROR, f"a stop token id lies outside 0..{vocab_size - 1}"
-    for ids in (message.prompt_token_ids, message.output_token_ids):
-        if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
-            return FinishReason.ERROR, f"a token id lies outside 0..{vocab_size - 1}"
-    if message.kv_transfer_params is not None:
-        return FinishReason.ERROR, (
-            "kv_transfer_params were given, but this engine has no KV connector that could use them"
+
+    def _malformed(self, message: AddRequest) -> str | None:
+        if not 0 <= message.handle <= MAX_HANDLE:
+            return f"handle {message.handle} is not within 0..{MAX_HANDLE}"
+        if not 0 <= message.age_s < math.inf:
+            return f"age_s={message.age_s} is no number of seconds of at least 0"
+        for name, value in (
+            ("request_id", message.request_id),
+            ("cache_salt", message.cache_salt),
+            ("job_id", message.job_id),
+        ):
+            if value is not None and len(value) > MAX_NAME_CHARACTERS:
+                return f"{name} is longer than {MAX_NAME_CHARACTERS} characters"
+        num_prompt = len(message.prompt_token_ids)
+        if num_prompt == 0:
+            return "the prompt has no tokens; there is nothing to continue"
+        end = 0
+        for item in message.multimodal:
+            if item.num_tokens < 1 or not end <= item.offset <= num_prompt - item.num_tokens:
+                return (
+                    f"multimodal item at {item.offset} with {item.num_tokens} tokens does not fit "
+                    f"the prompt of {num_prompt} tokens behind the item before it"
+                )
+            end = item.offset + item.num_tokens
+        embeds = message.prompt_embeds
+        if embeds is not None and len(embeds.data) != num_prompt * embeds.row_size_bytes:
+            return (
+                f"prompt_embeds has {len(embeds.data)} bytes, {num_prompt} tokens of "
+                f"{embeds.hidden_size} {embeds.dtype} need {num_prompt * embeds.row_size_bytes}"
+            )
+        return self._bad_ids(
+            message.prompt_token_ids,
+            message.sampling.stop_token_ids,
+            message.output_token_ids,
         )
-    return None
+
+    def _bad_ids(
+        self, ids: Int32Array, stop_ids: tuple[int, ...], more_ids: Int32Array = EMPTY_INT32
+    ) -> str | None:
+        end = self._vocab_size
+        if stop_ids and max(stop_ids) >= end:
+            return f"a stop token id lies outside 0..{end - 1}"
+        for part in (ids, more_ids):
+            if len(part):
+                unsigned = part.view(np.uint32)  # negative ids are the largest
+                if unsigned[unsigned.argmax()] >= end:  # a third of the cost of max()
+                    return f"a token id lies outside 0..{end - 1}"
+        return None
+
+    def _unsupported(self, message: AddRequest) -> str | None:
+        is_plain = not (
+            message.lora
+            or message.multimodal
+            or message.prompt_embeds
+            or message.pooling
+            or message.structured_output
+            or message.kv_transfer_params is not None
+            or message.resumable
+        )
+        if is_plain:
+            return None
+        config = self._config
+        wanted = {
+            Feature.PROMPT_EMBEDS: message.prompt_embeds is not None,
+            Feature.LORA: message.lora is not None,
+            Feature.MULTIMODAL: bool(message.multimodal),
+            Feature.POOLING: message.pooling is not None,
+            Feature.STRUCTURED_OUTPUT: message.structured_output is not None,
+        }
+        for feature, is_wanted in wanted.items():
+            if is_wanted and feature not in self._features:
+                return f"{feature.value} was asked for, but this engine's model does not offer it"
+        if message.lora is not None and config.max_loras == 0:
+            return "an adapter was asked for, but max_loras=0 admits none"
+        largest = max((item.num_tokens for item in message.multimodal), default=0)
+        capacity = config.max_num_encoder_input_tokens
+        if config.encoder_cache_size is not None:
+            capacity = min(capacity, config.encoder_cache_size)
+        if largest > capacity:
+            return (
+                f"a multimodal item has {largest} tokens; this engine encodes and keeps "
+                f"{capacity} at a time (max_num_encoder_input_tokens, encoder_cache_size)"
+            )
+        if message.kv_transfer_params is not None and not self._has_connector:
+            return (
+                "kv_transfer_params were given, but this engine has no KV connector that could "
+                "use them"
+            )
+        if message.resumable:
+            for name in ("structured_output", "multimodal", "pooling", "prompt_embeds"):
+                if getattr(message, name):
+                    return f"resumable sessions do not go together with {name}"
+        return None

@@ -1,22 +1,27 @@
 """What goes back to the clients: columns of tokens per client, and the ends of requests."""
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
-from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
+from longshore.protocol.arrays import (
+    EMPTY_FLOAT32,
+    EMPTY_INT32,
+    Float32Array,
+    Int32Array,
+    Int64Array,
+    int32_array,
+)
 from longshore.protocol.client import EngineOutputs, FinishedRequest, FinishReason
 from longshore.scheduler.request import FINISHED_STATUS, NOT_SCHEDULED, Request
-
-Array = TypeVar("Array", Int32Array, Int64Array)
 
 
 @dataclass(slots=True)
 class _Bucket:
     """One client's share. Arrays of one step, joined when taken."""
 
-    handles: list[Int64Array] = field(default_factory=list)
+    handles: list[Int32Array] = field(default_factory=list)
     tokens: list[Int32Array] = field(default_factory=list)
     finished: list[FinishedRequest] = field(default_factory=list)
 
@@ -27,17 +32,19 @@ class OutputBuckets:
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
 
-    def add_tokens(self, clients: Int64Array, handles: Int64Array, tokens: Int32Array) -> None:
+    def add_tokens(
+        self, clients: Int64Array, handles: Int64Array | Int32Array, tokens: Int32Array
+    ) -> None:
         """Token `tokens[i]` is the next of `handles[i]` at client `clients[i]`."""
-        if len(clients) == 0:
-            return
-        first = int(clients[0])
-        if (clients == first).all():
-            self._append(first, handles, tokens)
-            return
         for client in np.unique(clients).tolist():
             mine = clients == client
-            self._append(client, handles[mine], tokens[mine])
+            self.add_client_tokens(client, handles[mine].astype(np.int32), tokens[mine])
+
+    def add_client_tokens(self, client: int, handles: Int32Array, tokens: Int32Array) -> None:
+        """`add_tokens` for handles of one client. The arrays are kept until they are sent."""
+        bucket = self._bucket(client)
+        bucket.handles.append(handles)
+        bucket.tokens.append(tokens)
 
     def add_finish(
         self,
@@ -46,9 +53,14 @@ class OutputBuckets:
         *,
         stop_token_id: int | None = None,
         message: str | None = None,
+        pooled: Float32Array | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
+        session_continues: bool = False,
     ) -> None:
-        """The request, which is on no row any more, has ended."""
-        request.status = FINISHED_STATUS[reason]
+        """The request, which is on no row any more, has ended; or only its output, if its session
+        continues."""
+        if not session_continues:
+            request.status = FINISHED_STATUS[reason]
         self._bucket(request.client_index).finished.append(
             FinishedRequest(
                 handle=request.handle,
@@ -60,6 +72,12 @@ class OutputBuckets:
                 ),
                 num_preemptions=request.num_preemptions,
                 message=message,
+                kv_transfer_params=kv_transfer_params,
+                pooled=EMPTY_FLOAT32 if pooled is None else pooled,
+                events=tuple((event, at - request.events[0][1]) for event, at in request.events),
+                num_draft_tokens=request.num_draft_tokens,
+                num_accepted_tokens=request.num_accepted_tokens,
+                session_continues=session_continues,
             )
         )
 
@@ -89,11 +107,6 @@ class OutputBuckets:
         self._buckets = {}
         return taken
 
-    def _append(self, client: int, handles: Int64Array, tokens: Int32Array) -> None:
-        bucket = self._bucket(client)
-        bucket.handles.append(handles)
-        bucket.tokens.append(tokens)
-
     def _bucket(self, client: int) -> _Bucket:
         bucket = self._buckets.get(client)
         if bucket is None:
@@ -101,7 +114,7 @@ class OutputBuckets:
         return bucket
 
 
-def _join(arrays: list[Array]) -> Int32Array:
+def _join(arrays: list[Int32Array]) -> Int32Array:
     if not arrays:
         return EMPTY_INT32
     return int32_array(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))

@@ -4,14 +4,17 @@ from typing import Final
 
 import numpy as np
 
-from longshore.protocol.arrays import EMPTY_INT32, Int64Array, int32_array
+from longshore.connectors.base import SchedulerConnector, StepView
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
 from longshore.protocol.plan import (
     AppendedBlocks,
+    Rewind,
     RowStart,
     RowState,
     SchedulerOutput,
     digest_changes,
 )
+from longshore.scheduler.encoder_cache import EncoderCache
 from longshore.scheduler.kv_cache_manager import KVCacheManager
 from longshore.scheduler.running import RunningTable
 
@@ -30,83 +33,173 @@ class PlanBuilder:
         self,
         running: RunningTable,
         kv_cache: KVCacheManager,
+        encoder: EncoderCache,
         *,
         epoch: int,
         verify_plan: bool,
         feed_back_tokens: bool,
+        connector: SchedulerConnector | None,
     ) -> None:
         self._running = running
         self._kv_cache = kv_cache
-        self._epoch = epoch
+        self._encoder = encoder
         self._verify_plan = verify_plan
         self._feed_back_tokens = feed_back_tokens
+        self._connector = connector
+        self.begin_epoch(epoch)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """New workers have empty tables and have seen no plan."""
+        self.epoch = epoch
         self.step = 0
         self._digest = 0
-        self.finished_rows: list[int] = []
-        self.preempted_rows: list[int] = []
-        self.added: list[RowStart] = []
+        self._common_prefix_blocks: tuple[int, ...] = ()
+        self._forget_changes()
+
+    def _forget_changes(self) -> None:
+        self._finished: dict[int, str] = {}
+        self._preempted: dict[int, str] = {}
+        self._rewound: dict[int, Rewind] = {}
+        self._added: list[RowStart] = []
         self._num_added_tokens = 0
         self.appended: list[AppendedBlocks] = []
+        self.zero_block_ids: list[int] = []
+        self.unnamed: list[int] = []
+        self.loads: list[int] = []
+        self.num_invalid_draft_tokens = 0
+        self.has_new_loads = False
+
+    # Changes
 
     def can_add(self, num_tokens: int) -> bool:
         """Whether the plan may name one more row with so many known tokens: a message is bounded in
         frames and bytes. The first row always fits."""
         is_small = self._num_added_tokens + num_tokens <= MAX_ADDED_TOKENS
-        return not self.added or (is_small and len(self.added) < MAX_ADDED_ROWS)
+        return not self._added or (is_small and len(self._added) < MAX_ADDED_ROWS)
 
     def add(self, start: RowStart) -> None:
         """A request takes a row with this plan."""
-        self.added.append(start)
+        self._added.append(start)
         self._num_added_tokens += start.num_known_tokens
+
+    def drop_finished(self, row: int, request_id: str) -> None:
+        """The request on this row has ended."""
+        self._finished[row] = request_id
+        self._rewound.pop(row, None)
+
+    def drop_preempted(self, row: int, request_id: str) -> None:
+        """The request on this row has been preempted."""
+        self._preempted[row] = request_id
+        self._rewound.pop(row, None)
+
+    def add_rewind(self, rewind: Rewind) -> None:
+        """A row is sent back; a second time before the plan is the same as both at once."""
+        first = self._rewound.get(rewind.row)
+        if first is not None:
+            rewind = Rewind(
+                rewind.row,
+                min(first.num_computed_tokens, rewind.num_computed_tokens),
+                first.num_discarded_tokens + rewind.num_discarded_tokens,
+                rewind.num_known_tokens,
+            )
+        self._rewound[rewind.row] = rewind
 
     @property
     def has_drops(self) -> bool:
         """Rows were emptied that the workers still believe held."""
-        return bool(self.finished_rows or self.preempted_rows)
+        return bool(self._finished or self._preempted)
 
-    def build(self, num_scheduled: Int64Array) -> SchedulerOutput:
-        """The plan in which each row computes `num_scheduled` (max_num_seqs,) tokens; the counts
-        themselves advance afterwards."""
+    @property
+    def must_be_sent(self) -> bool:
+        """The workers must hear of something although no row computes anything."""
+        return (
+            self.has_drops
+            or bool(self._rewound)
+            or self.has_new_loads
+            or (self._connector is not None and self._connector.has_pending_work)
+        )
+
+    # The plan
+
+    def build(
+        self, num_scheduled: Int64Array, num_tokens: int, *, answered_step: int
+    ) -> tuple[SchedulerOutput, tuple[int, ...]]:
+        """The plan in which each row computes `num_scheduled` (max_num_seqs,) tokens, `num_tokens`
+        in all; the counts themselves advance afterwards. With it come the generations that load
+        within the step."""
         running = self._running
-        changed = np.flatnonzero(num_scheduled != running.expected())
-        finished_rows = int32_array(self.finished_rows)
-        preempted_rows = int32_array(self.preempted_rows)
-        added, appended = tuple(self.added), tuple(self.appended)
+        changed = (num_scheduled != running.expected()).nonzero()[0]
+        finished_rows = int32_array(list(self._finished))
+        preempted_rows = int32_array(list(self._preempted))
+        rewound = tuple(self._rewound.values())
+        added, appended = tuple(self._added), tuple(self.appended)
         scheduled_rows = int32_array(changed)
         scheduled_tokens = int32_array(num_scheduled[changed])
         self._digest = digest_changes(
             self._digest,
             finished_rows=finished_rows,
             preempted_rows=preempted_rows,
+            rewound=rewound,
             added=added,
             appended=appended,
             scheduled_rows=scheduled_rows,
             scheduled_tokens=scheduled_tokens,
         )
         sampled_rows, sampled_tokens = self._tokens_to_feed_back(num_scheduled)
+        draft_rows, draft_tokens = self._drafts(num_scheduled)
         previous_step = self.step
         self.step += 1
-        self.finished_rows, self.preempted_rows, self.added, self.appended = [], [], [], []
-        self._num_added_tokens = 0
-        return SchedulerOutput(
-            epoch=self._epoch,
+        plan = SchedulerOutput(
+            epoch=self.epoch,
             step=self.step,
             previous_step=previous_step,
             num_rows=running.num_rows,
-            num_scheduled_tokens=int(num_scheduled.sum()),
+            num_scheduled_tokens=num_tokens,
             digest=self._digest,
+            answered_step=answered_step,
             finished_rows=finished_rows,
             preempted_rows=preempted_rows,
+            rewound=rewound,
             added=added,
             appended=appended,
             scheduled_rows=scheduled_rows,
             scheduled_tokens=scheduled_tokens,
             sampled_rows=sampled_rows,
             sampled_tokens=sampled_tokens,
+            draft_rows=draft_rows,
+            draft_tokens=draft_tokens,
+            num_invalid_draft_tokens=self.num_invalid_draft_tokens,
+            encoder_inputs=self._encoder.take_encoder_inputs(),
+            freed_encoder_hashes=self._encoder.take_freed(),
+            common_prefix_blocks=self._common_prefix(),
+            zero_block_ids=int32_array(self.zero_block_ids),
+            has_structured_output=self._samples_masked(num_scheduled),
+            connector_metadata=self._connector_metadata(answered_step),
             full_state=self._full_state(num_scheduled) if self._verify_plan else None,
         )
+        loads = tuple(self.loads)
+        self._forget_changes()
+        return plan, loads
 
-    def _tokens_to_feed_back(self, num_scheduled: Int64Array) -> tuple[np.ndarray, np.ndarray]:
+    def build_standing(self, num_tokens: int, *, answered_step: int) -> SchedulerOutput:
+        """The plan of a standing step, in which all rows compute `num_tokens` as expected: it says
+        which blocks are appended, if any. Not for a connector, or full state."""
+        appended, self.appended = tuple(self.appended), []
+        self._digest = digest_changes(self._digest, appended=appended)
+        self.step += 1
+        return SchedulerOutput(
+            epoch=self.epoch,
+            step=self.step,
+            previous_step=self.step - 1,
+            num_rows=self._running.num_rows,
+            num_scheduled_tokens=num_tokens,
+            digest=self._digest,
+            answered_step=answered_step,
+            appended=appended,
+            freed_encoder_hashes=self._encoder.take_freed(),
+        )
+
+    def _tokens_to_feed_back(self, num_scheduled: Int64Array) -> tuple[Int32Array, Int32Array]:
         """Ids sampled since admission that this step computes: a first pipeline stage that does
         not sample has them from nobody else."""
         running = self._running
@@ -114,6 +207,51 @@ class PlanBuilder:
             return EMPTY_INT32, EMPTY_INT32
         rows = np.flatnonzero((num_scheduled > 0) & (running.num_computed >= running.num_known))
         return int32_array(rows), int32_array(running.token_ids[rows, running.num_computed[rows]])
+
+    def _drafts(self, num_scheduled: Int64Array) -> tuple[Int32Array, Int32Array]:
+        """Drafts that this step verifies, a row listed once per draft."""
+        running = self._running
+        if not running.drafts.shape[1]:
+            return EMPTY_INT32, EMPTY_INT32
+        counts = running.num_drafts_in(num_scheduled)
+        rows = np.flatnonzero(counts)
+        ids = [running.drafts[row, : counts[row]] for row in rows.tolist()]
+        if not ids:
+            return EMPTY_INT32, EMPTY_INT32
+        return int32_array(np.repeat(rows, counts[rows])), np.concatenate(ids)
+
+    def _samples_masked(self, num_scheduled: Int64Array) -> bool:
+        running = self._running
+        if not np.count_nonzero(running.has_grammar):
+            return False
+        ends = running.num_computed + num_scheduled >= running.num_known
+        return bool((running.has_grammar & (num_scheduled > 0) & ends).any())
+
+    def _common_prefix(self) -> tuple[int, ...]:
+        """Leading blocks that all running rows share, if that is news. It changes only with
+        membership: what a row appends is its own."""
+        if not (self._added or self.has_drops or self._rewound):
+            return ()
+        common = self._kv_cache.num_common_prefix_blocks(self._running.order)
+        if common == self._common_prefix_blocks:
+            return ()
+        self._common_prefix_blocks = common
+        return common
+
+    def _connector_metadata(self, answered_step: int) -> bytes:
+        if self._connector is None:
+            return b""
+        return self._connector.build_connector_meta(
+            StepView(
+                step=self.step,
+                answered_step=answered_step,
+                admitted=[start.request_id for start in self._added],
+                unnamed=self.unnamed,
+                named=self._kv_cache.take_named(),
+                preempted=list(self._preempted.values()),
+                finished=list(self._finished.values()),
+            )
+        )
 
     def _full_state(self, num_scheduled: Int64Array) -> tuple[RowState, ...]:
         running = self._running

@@ -5,13 +5,18 @@ request keeps them here.
 """
 
 import enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from longshore.protocol.arrays import Int32Array
-from longshore.protocol.client import AddRequest, FinishReason
+from longshore.protocol.client import AddRequest, ContinueSession, FinishReason, RequestEvent
 from longshore.protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:  # they know requests
+    from longshore.scheduler.block_hash import ExtraKeys
+    from longshore.scheduler.kv_cache_manager import HeldBlocks
+    from longshore.scheduler.structured_output import Grammar
 
 NOT_SCHEDULED: Final = -1
 
@@ -50,35 +55,73 @@ FINISHED_STATUS: Final = {
 class Request:
     """One request of one client.
 
-    token_ids:     prompt and verified output; out of date while the request runs.
+    token_ids:     prompt and verified output, never written to; out of date while the request runs.
     block_names:   names of its full blocks, as far as they have been computed.
     stop_ids:      ids that end it, end-of-sequence ids among them.
     max_total_tokens: it ends when prompt and output together reach this.
     resume_after_step: not admitted before this step is answered, because a token of an earlier
                    life is still in it.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+    num_computed_tokens: of a waiting request: those whose KV it holds, in `held`; else 0.
+    num_hit_tokens: computed by others, at its last admission.
+    waits_for:     why admission set it aside, if nothing else tells it; for reports.
+    is_resumed:    it was preempted and has not run since.
+    place:         among the requests set aside, under FCFS.
+    held:          blocks it holds without a row, once an asynchronous load has filled them.
+    load_number:   loads begin in this order.
+    unwritten_block_ids: of `held`: blocks that the load did not fill.
+    extra_keys:    what enters its block names beside tokens, once worked out (`block_hash`).
+    grammar:       compiled from `structured_output`.
+    next_chunks:   of a session: input that came before its turn.
+    asks_connector: off from its load to its next life, so that the load is not tried twice.
+    events:        (what, time), in order.
     """
 
     __slots__ = (
         "arrival_time",
+        "asks_connector",
         "block_names",
         "cache_salt",
         "client_index",
+        "events",
+        "extra_keys",
+        "grammar",
         "handle",
+        "held",
+        "is_last_step",
+        "is_resumed",
+        "job_id",
+        "kv_transfer_params",
+        "load_number",
+        "lora",
         "max_total_tokens",
+        "multimodal",
+        "next_chunks",
+        "num_accepted_tokens",
         "num_cached_tokens",
+        "num_computed_tokens",
+        "num_draft_tokens",
+        "num_external_tokens",
+        "num_hit_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "place",
+        "pooling",
         "priority",
+        "prompt_embeds",
         "request_id",
+        "resumable",
         "resume_after_step",
         "row",
         "sampling",
         "skip_reading_prefix_cache",
         "status",
         "stop_ids",
+        "structured_output",
         "token_ids",
         "trace_headers",
+        "unwritten_block_ids",
+        "waits_for",
     )
 
     def __init__(
@@ -99,22 +142,76 @@ class Request:
         self.cache_salt = message.cache_salt
         self.skip_reading_prefix_cache = message.skip_reading_prefix_cache
         self.trace_headers = message.trace_headers
+        self.kv_transfer_params = message.kv_transfer_params
+        self.lora = message.lora
+        self.multimodal = message.multimodal
+        self.prompt_embeds = message.prompt_embeds
+        self.pooling = message.pooling
+        self.structured_output = message.structured_output
+        self.job_id = message.job_id
+        self.is_last_step = message.is_last_step
+        self.resumable = message.resumable
         self.sampling: SamplingParams = sampling
         self.num_prompt_tokens = len(message.prompt_token_ids)
-        self.token_ids: Int32Array = np.concatenate(
-            (message.prompt_token_ids, message.output_token_ids)
-        )
-        self.max_total_tokens = max_model_len
-        if sampling.max_tokens is not None:
-            self.max_total_tokens = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
-        eos = () if sampling.ignore_eos else eos_token_ids
-        self.stop_ids: tuple[int, ...] = (*sampling.stop_token_ids, *eos)
+        self.token_ids: Int32Array = message.prompt_token_ids
+        if len(message.output_token_ids):
+            self.token_ids = np.concatenate((message.prompt_token_ids, message.output_token_ids))
+        self._set_limits(max_model_len, eos_token_ids)
         self.block_names: list[bytes] = []
+        self.extra_keys: ExtraKeys | None = None
+        self.grammar: Grammar | None = None
+        self.held: HeldBlocks | None = None
+        self.next_chunks: list[ContinueSession] = []
+        self.asks_connector = True
+        self.events: list[tuple[RequestEvent, float]] = [(RequestEvent.QUEUED, now)]
+        self.is_resumed = False
+        self.waits_for: str | None = None
+        self.place: int | None = None
+        self.num_computed_tokens = 0
+        self.num_external_tokens = 0
+        self.num_hit_tokens = 0
+        self.load_number = 0
+        self.unwritten_block_ids: list[int] = []
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         self.status = RequestStatus.WAITING
         self.row = -1
         self.resume_after_step = 0
         self.num_cached_tokens = NOT_SCHEDULED
         self.num_preemptions = 0
+
+    def _set_limits(self, max_model_len: int, eos_token_ids: tuple[int, ...]) -> None:
+        sampling = self.sampling
+        self.max_total_tokens = max_model_len
+        if self.pooling is not None:
+            # The one token that its last step would sample is never taken.
+            self.max_total_tokens = self.num_prompt_tokens + 1
+        elif sampling.max_tokens is not None:
+            self.max_total_tokens = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
+        eos = () if sampling.ignore_eos else eos_token_ids
+        self.stop_ids: tuple[int, ...] = (*sampling.stop_token_ids, *eos)
+
+    def begin_chunk(
+        self,
+        chunk: ContinueSession,
+        *,
+        now: float,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        """A session goes on: all tokens so far are prompt now, and the chunk's come behind them."""
+        self.token_ids = np.concatenate((self.token_ids, chunk.prompt_token_ids))
+        self.num_prompt_tokens = len(self.token_ids)
+        self.sampling = chunk.sampling
+        self.resumable = chunk.resumable
+        self._set_limits(max_model_len, eos_token_ids)
+        self.events = [(RequestEvent.QUEUED, now)]
+        self.status = RequestStatus.WAITING
+
+    @property
+    def lora_name(self) -> str | None:
+        """Of its adapter, if it wants one."""
+        return None if self.lora is None else self.lora.name
 
     @property
     def num_tokens(self) -> int:
@@ -138,15 +235,6 @@ class Request:
     def append_token(self, token_id: int) -> None:
         """A verified token of a request that does not run: one sampled before its preemption."""
         self.token_ids = np.append(self.token_ids, np.int32(token_id))
-
-    @property
-    def order(self) -> tuple[int, float, str]:
-        """Place under the priority policy: the smaller is served first. Ids are unique, so the
-        order is total and the same in every run."""
-        return self.priority, self.arrival_time, self.request_id
-
-    def __lt__(self, other: "Request") -> bool:
-        return self.order < other.order
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.name}, {self.num_tokens} tokens)"

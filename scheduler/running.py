@@ -5,22 +5,31 @@ is preempted or ends. The first four columns are the table the workers keep too 
 """
 
 import heapq
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
-from longshore.protocol.arrays import Int32Array, Int64Array
-from longshore.protocol.plan import RowStart
+from longshore.protocol.arrays import BoolArray, Int32Array, Int64Array
+from longshore.protocol.plan import Rewind, RowStart
 from longshore.protocol.rows import RowTable
 from longshore.scheduler.request import Request, RequestStatus
 
 NO_STOP_ID = -1
+_NEVER: Final = 1 << 62
 
 
 class RunningTable(RowTable):
     """RowTable and what only the scheduler knows; columns (max_num_seqs,) int64 unless said.
 
     num_tokens:       prompt and verified output.
-    num_placeholders: sampled in plans not answered yet.
+    num_placeholders: sampled in plans not answered yet, drafts among them.
+    num_drafts:       drafts for the next step; `drafts` (max_num_seqs, num_speculative_tokens)
+                      int32 has their ids, -1 where only the worker knows them.
+    void_through:     (step) tokens of plans up to this one mean nothing: the row was rewound.
+    has_grammar:      bool; a grammar restricts its tokens.
+    is_special:       bool; its answer is more than one token to append: it has a grammar, looks for
+                      repetition or is a pooling request.
     num_prompt:       prompt tokens.
     max_total:        the request ends when num_tokens reaches this.
     min_total:        stop ids do not count before num_tokens reaches this.
@@ -29,13 +38,22 @@ class RunningTable(RowTable):
     token_ids:        (max_num_seqs, max_model_len) int32; memory is used only as far as written.
     requests:         the Request on each row, or None.
 
+    version:          changes when a request comes, leaves or is sent back.
+
     Generations grow with every admission, so they are the admission order: rows have none.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, num_speculative_tokens: int = 0
+    ) -> None:
         super().__init__(max_num_seqs)
         self.num_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.num_placeholders: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.num_drafts: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.drafts = np.zeros((max_num_seqs, num_speculative_tokens), np.int32)
+        self.void_through: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.has_grammar: BoolArray = np.zeros(max_num_seqs, np.bool_)
+        self.is_special: BoolArray = np.zeros(max_num_seqs, np.bool_)
         self.num_prompt: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.max_total: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.min_total: Int64Array = np.zeros(max_num_seqs, np.int64)
@@ -43,7 +61,11 @@ class RunningTable(RowTable):
         self.handle: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.stop_ids = np.full((max_num_seqs, 1), NO_STOP_ID, np.int64)
         self.token_ids = np.empty((max_num_seqs, max_model_len), np.int32)
+        self._token_slots: Int32Array = self.token_ids.reshape(-1)
+        self._first_slot: Int64Array = np.arange(max_num_seqs) * max_model_len
         self.requests: list[Request | None] = [None] * max_num_seqs
+        self.version = 0
+        self._fewest_left = _NEVER  # no row has fewer tokens left to its max_total than this
         self._free_rows = list(range(max_num_seqs))
         self._last_generation = 0
         self._order: Int64Array | None = None
@@ -71,7 +93,7 @@ class RunningTable(RowTable):
         """Put a waiting request on `next_row`; returns what the workers must be told."""
         row = heapq.heappop(self._free_rows)
         self._last_generation += 1
-        self._order = None
+        self._changed()
         sampling, num_prompt = request.sampling, request.num_prompt_tokens
         start = RowStart(
             row=row,
@@ -83,14 +105,28 @@ class RunningTable(RowTable):
             output_token_ids=request.token_ids[num_prompt:],
             block_ids=block_ids,
             sampling=sampling,
-            resumed=request.status is RequestStatus.PREEMPTED,
+            resumed=request.is_resumed,
+            lora=request.lora,
+            multimodal=request.multimodal,
+            prompt_embeds=request.prompt_embeds,
+            pooling=request.pooling,
+            has_structured_output=request.structured_output is not None,
         )
         self.start(start)
         self.num_tokens[row] = request.num_tokens
         self.num_placeholders[row] = 0
+        self.num_drafts[row] = 0
+        self.void_through[row] = 0
+        self.has_grammar[row] = request.structured_output is not None
+        self.is_special[row] = (
+            request.structured_output is not None
+            or request.pooling is not None
+            or sampling.repetition is not None
+        )
         self.num_prompt[row] = num_prompt
         self.max_total[row] = request.max_total_tokens
         self.min_total[row] = min(num_prompt + sampling.min_tokens, request.max_total_tokens)
+        self._fewest_left = min(self._fewest_left, request.max_total_tokens - request.num_tokens)
         self.client[row] = request.client_index
         self.handle[row] = request.handle
         self.token_ids[row, : request.num_tokens] = request.token_ids
@@ -98,6 +134,7 @@ class RunningTable(RowTable):
         self.requests[row] = request
         request.row = row
         request.status = RequestStatus.RUNNING
+        request.is_resumed = False
         return start
 
     def release(self, request: Request) -> None:
@@ -109,8 +146,10 @@ class RunningTable(RowTable):
         self.drop(row)
         self.num_tokens[row] = 0
         self.num_placeholders[row] = 0
+        self.num_drafts[row] = 0
+        self.max_total[row] = _NEVER
         heapq.heappush(self._free_rows, row)
-        self._order = None
+        self._changed()
 
     def tokens_of(self, row: int, count: int | None = None) -> Int32Array:
         """A view of the row's first `count` (all) verified token ids."""
@@ -127,11 +166,52 @@ class RunningTable(RowTable):
         """All running requests in admission order."""
         return [self.request_on(row) for row in self.order.tolist()]
 
-    def append_tokens(self, rows: Int64Array, token_ids: Int32Array) -> None:
+    def wanted(self) -> Int64Array:
+        """(max_num_seqs,) tokens that each row could compute now."""
+        known = self.num_tokens + self.num_placeholders + self.num_drafts
+        wanted: Int64Array = np.minimum(known, self.last_computed) - self.num_computed
+        return wanted
+
+    def num_drafts_in(self, num_scheduled: Int64Array) -> Int64Array:
+        """(max_num_seqs,) drafts among the tokens that a step computes: those beyond the verified
+        tokens and the ones on their way."""
+        beyond = self.num_computed + num_scheduled - self.num_tokens - self.num_placeholders
+        num_drafts: Int64Array = np.where(num_scheduled > 0, np.maximum(beyond, 0), 0)
+        return num_drafts
+
+    def set_drafts(self, row: int, token_ids: Sequence[int]) -> None:
+        """Drafts for the row's next step; those beyond the limit are dropped."""
+        kept = list(token_ids)[: self.drafts.shape[1]]
+        self.drafts[row, : len(kept)] = kept
+        self.num_drafts[row] = len(kept)
+
+    def append_tokens(self, rows: Int64Array | slice, token_ids: Int32Array) -> None:
         """One verified token for each of `rows`, all different."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self._token_slots[self._first_slot[rows] + self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
         self.num_placeholders[rows] -= 1
+        self._fewest_left -= 1
+
+    def send_back(self, row: int, num_computed_tokens: int, newest_step: int) -> Rewind:
+        """The row computes again from `num_computed_tokens`; what it sampled in the plans up to
+        `newest_step` that are not answered is void."""
+        rewind = Rewind(
+            row,
+            num_computed_tokens,
+            int(self.num_placeholders[row]),
+            int(self.num_tokens[row]),
+        )
+        self.rewind(rewind)
+        self.num_placeholders[row] = 0
+        self.num_drafts[row] = 0
+        self.void_through[row] = newest_step
+        self.version += 1
+        return rewind
+
+    @property
+    def may_be_full(self) -> bool:
+        """Whether a row may have reached its max_total; `stopped` finds out."""
+        return self._fewest_left <= 0
 
     def stopped(self, rows: Int64Array, token_ids: Int32Array) -> Int64Array:
         """Those of `rows` that end with the token they just got, in admission order."""
@@ -139,8 +219,15 @@ class RunningTable(RowTable):
         ended = num_tokens >= self.max_total[rows]
         hit = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
         ended |= hit & (num_tokens >= self.min_total[rows])
+        if self.may_be_full:
+            left = self.max_total - self.num_tokens
+            self._fewest_left = int(left[left > 0].min(initial=_NEVER))
         ending = rows[ended]
-        return ending[np.argsort(self.generation[ending])]
+        return ending[self.generation[ending].argsort()]
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._order = None
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         width = self.stop_ids.shape[1]

@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from longshore.connectors.base import ConnectorConfig, SchedulerConnector
+from longshore.connectors.registry import load_scheduler_connector, parse_options
 from longshore.protocol.channel import Channel, ServerChannel, close_context, open_socket
 from longshore.protocol.errors import ConfigError, HandshakeRefused
 from longshore.protocol.handshake import (
@@ -46,7 +48,7 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
     )
     try:
         lifeline.report(Progress("waiting for the worker to load the model"))
-        kv_cache = welcome_worker(worker, config)
+        hello, kv_cache = welcome_worker(worker, config)
         scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -56,6 +58,8 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             eos_token_ids=config.eos_token_ids,
             epoch=config.epoch,
             verify_plan=config.verify_plan,
+            features=frozenset(hello.features),
+            connector=_load_connector(config, kv_cache),
         )
         clients: ServerChannel[ToClient, ToEngine] = ServerChannel(
             open_socket(context, zmq.ROUTER, config.clients, bind=True), ToEngine
@@ -76,7 +80,7 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
 
 def welcome_worker(
     worker: Channel[ToWorker, FromWorker], config: SchedulerProcessConfig
-) -> KVCacheConfig:
+) -> tuple[WorkerHello, KVCacheConfig]:
     """The handshake: compare, agree on the number of blocks, wait until the worker is warm."""
     hello = worker.receive(timeout_s=None)
     if isinstance(hello, WorkerFailed):
@@ -95,7 +99,25 @@ def welcome_worker(
         raise EngineError(f"worker {ready.rank} failed: {ready.reason}")
     if not isinstance(ready, WorkerReady):
         raise EngineError(f"a worker said {type(ready).__name__} instead of WorkerReady")
-    return kv_cache
+    return hello, kv_cache
+
+
+def _load_connector(
+    config: SchedulerProcessConfig, kv_cache: KVCacheConfig
+) -> SchedulerConnector | None:
+    if config.kv_connector is None:
+        return None
+    return load_scheduler_connector(
+        config.kv_connector,
+        ConnectorConfig(
+            parse_options(config.kv_connector_config),
+            block_size=config.cache.block_size,
+            num_blocks=kv_cache.num_blocks,
+            num_groups=len(kv_cache.groups),
+            num_ranks=len(config.workers),
+            engine_id=f"{config.engine_id}.{config.epoch}",
+        ),
+    )
 
 
 def _agree_on_blocks(offered: KVCacheConfig, config: SchedulerProcessConfig) -> KVCacheConfig:

@@ -2,27 +2,37 @@
 
 The worker is fed the encoded and decoded plans. It keeps what a block holds as one number per
 token that stands for that token and everything before it, so each step proves that every row's
-table still holds the KV of exactly that row's tokens.
+table still holds the KV of exactly that row's tokens. It also proves that drafts are where it
+verifies them, that items are encoded before a row computes their positions, that no more adapters
+run than have a place, and that every mask comes before the tokens it is for and allows them.
 """
 
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
-from longshore.protocol.client import AddRequest, FinishedRequest, FinishReason, StopFound
+from longshore.protocol.client import (
+    AddRequest,
+    ContinueSession,
+    FinishedRequest,
+    FinishReason,
+    StopFound,
+)
 from longshore.protocol.codec import Decoder, Encoder
-from longshore.protocol.handshake import ToWorker
+from longshore.protocol.handshake import Feature, ToWorker
 from longshore.protocol.kv_cache_spec import (
     NULL_BLOCK,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
 )
-from longshore.protocol.plan import SchedulerOutput
+from longshore.protocol.plan import RowStart, SampleMask, SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput
 from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.protocol.sampling import SamplingParams
@@ -56,11 +66,43 @@ def expected_output(request_id: str, count: int) -> list[int]:
     return [steady_token(request_id, position) for position in range(count)]
 
 
-class Driver:
-    """Drives one Scheduler. Settings not given are small; `settings` go to SchedulerConfig.
+@dataclass
+class WorkerRow:
+    """One row as the worker knows it, which learns of rejected drafts before the scheduler does.
 
+    tokens:   known ids; num_computed: tokens whose KV is right.
+    proposed: drafts for the next step.
+    """
+
+    start: RowStart
+    tokens: list[int]
+    tables: list[list[int]]
+    num_computed: int
+    proposed: list[int] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        return self.start.request_id
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.start.prompt_token_ids)
+
+
+def no_drafts(request_id: str, position: int) -> list[int]:
+    """A worker that speculates about nothing."""
+    return []
+
+
+class Driver:
+    """Drives one Scheduler. Settings not given are small; `settings` go to SchedulerConfig, those
+    in `cache` to CacheConfig, those in `world` to Scheduler.
+
+    draft:              what the worker proposes for the outputs of a request from a position on.
     received, finished: by (client, handle), what the clients have been told.
+    continued:          likewise, the ends of outputs behind which a session went on.
     scheduled:          request id -> tokens it got in the latest plan.
+    masks:              by step, those that have come for unanswered plans.
     """
 
     def __init__(
@@ -71,7 +113,10 @@ class Driver:
         num_groups: int = 1,
         enable_prefix_caching: bool = True,
         sample: Callable[[str, int], int] = steady_token,
+        draft: Callable[[str, int], list[int]] = no_drafts,
         verify_plan: bool = True,
+        cache: dict[str, Any] | None = None,
+        world: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         defaults = {
@@ -84,31 +129,42 @@ class Driver:
         self.num_blocks = num_blocks
         self.scheduler = Scheduler(
             self.config,
-            CacheConfig(block_size=block_size, enable_prefix_caching=enable_prefix_caching),
+            CacheConfig(
+                block_size=block_size,
+                enable_prefix_caching=enable_prefix_caching,
+                **(cache or {}),
+            ),
             kv_cache=kv_cache_config(num_blocks, block_size, num_groups),
             hash_seed=b"seed",
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(EOS,),
             verify_plan=verify_plan,
+            features=frozenset(Feature),
+            **(world or {}),
         )
         self.requests: dict[str, Request] = {}
         self.received: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.finished: dict[tuple[int, int], FinishedRequest] = {}
+        self.continued: dict[tuple[int, int], list[FinishedRequest]] = defaultdict(list)
         self.plans: list[SchedulerOutput] = []
         self.scheduled: dict[str, int] = {}
         self.now = 0.0
         self._num_added = 0
         self._sample = sample
+        self._draft = draft
         self._block_size = block_size
         self._encoder: Encoder[ToWorker] = Encoder()
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
+        self._start_workers(epoch=1)
+
+    def _start_workers(self, epoch: int) -> None:
         self._rows = RowTable(self.config.max_num_seqs)
-        self._follower = PlanFollower(self._rows, epoch=1)
-        self._request_id: dict[int, str] = {}
-        self._num_prompt: dict[int, int] = {}
-        self._tokens: dict[int, list[int]] = {}
-        self._tables: dict[int, list[list[int]]] = {}
+        self._follower = PlanFollower(self._rows, epoch=epoch)
+        self._held: dict[int, WorkerRow] = {}
         self._kv: dict[tuple[int, int], int] = {}
+        self._encoded: dict[str, int] = {}
+        self._masked: dict[int, dict[int, list[int]]] = {}  # by step: row -> tokens sampled
+        self.masks: dict[int, SampleMask] = {}
         self.pending: deque[ModelRunnerOutput] = deque()
 
     # What clients do
@@ -138,7 +194,7 @@ class Driver:
             **fields,
         )
         self.scheduler.add_request(message, client=client, now=self.now)
-        for request in self.scheduler.waiting._waiting:
+        for request in self.scheduler.waiting:
             self.requests[request.request_id] = request
         self.collect()
         return client, handle
@@ -154,12 +210,33 @@ class Driver:
         self.scheduler.stop_found(key[0], StopFound(key[1], num_tokens), self.now)
         self.collect()
 
+    def continue_session(
+        self,
+        key: tuple[int, int],
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 8,
+        resumable: bool = True,
+    ) -> None:
+        """More input for a session."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        message = ContinueSession(key[1], int32_array(list(prompt)), sampling, resumable)
+        self.scheduler.continue_session(key[0], message, self.now)
+        self.collect()
+
+    def restart_workers(self, epoch: int) -> None:
+        """All workers are replaced; their answers are lost."""
+        self.scheduler.begin_epoch(epoch, self.now)
+        self._start_workers(epoch)
+        self.collect()
+
     # Steps
 
     def plan(self) -> SchedulerOutput | None:
         """Plan a step and let the worker run it; its answer waits in `pending`."""
         self.now += 1.0
         plan = self.scheduler.schedule(self.now)
+        self.collect()
         self.check_blocks()
         if plan is None:
             return None
@@ -168,21 +245,41 @@ class Driver:
         self.plans.append(received)
         self._run(received)
         self._check_rows()
+        self._take_masks()
         return received
 
-    def answer(self, nan_rows: Sequence[int] = ()) -> None:
+    def answer(self, nan_rows: Sequence[int] = (), *, with_drafts: bool = True) -> None:
         """Hand the oldest answer to the scheduler."""
         output = self.pending.popleft()
-        if nan_rows:
-            output = ModelRunnerOutput(
-                output.epoch,
-                output.step,
-                sampled_tokens=output.sampled_tokens,
-                nan_rows=int32_array(list(nan_rows)),
+        self._check_mask(output.step)
+        if not with_drafts:
+            output = msgspec.structs.replace(
+                output, draft_rows=EMPTY_INT32, draft_tokens=EMPTY_INT32
             )
+        if nan_rows:
+            output = msgspec.structs.replace(output, nan_rows=int32_array(list(nan_rows)))
         self.scheduler.update_from_output(output, self.now)
+        self._take_masks()
         self.check_blocks()
         self.collect()
+
+    def _take_masks(self) -> None:
+        for mask in self.scheduler.take_masks():
+            assert mask.step in self._masked, "a mask that no plan has announced, or a second one"
+            assert self.pending[0].step == mask.step, "a mask before the tokens that it rests on"
+            self.masks[mask.step] = mask
+
+    def _check_mask(self, step: int) -> None:
+        """What was sampled in the step, all of it, its mask allows."""
+        sampled = self._masked.pop(step, {})
+        if not sampled:
+            return
+        mask = self.masks.pop(step)
+        bits = mask.bits.reshape(len(mask.rows), -1)
+        for row, tokens in sampled.items():
+            allowed = np.unpackbits(bits[mask.rows == row], axis=1, bitorder="little")
+            assert len(tokens) <= len(allowed)
+            assert all(allowed[index, token] for index, token in enumerate(tokens))
 
     def step(self) -> SchedulerOutput | None:
         """Plan, and answer the oldest plan if nothing more may be planned."""
@@ -240,49 +337,134 @@ class Driver:
     # The worker
 
     def _run(self, plan: SchedulerOutput) -> None:
+        num_scheduled = self._apply_changes(plan)
+        scheduled = {row: int(num_scheduled[row]) for row in np.flatnonzero(num_scheduled).tolist()}
+        self.scheduled = {self._held[row].request_id: count for row, count in scheduled.items()}
+        self._encode(plan, scheduled)
+        sampling = np.flatnonzero(self._rows.samples(num_scheduled)).tolist()
+        drafts = self._drafts_of(plan)
+        ids = {row: self._held[row].tokens + drafts[row] for row in scheduled}
+        ends = {row: self._held[row].num_computed + count for row, count in scheduled.items()}
+        # As in a layer: all KV of the step is written before anything attends to it.
+        for row, end in ends.items():
+            self.write_kv(self._held[row].tables, ids[row], end - scheduled[row], end)
+        for row, end in ends.items():
+            self._visit_kv(self._held[row].tables, ids[row], 0, end, self._check_kv)
+            self._held[row].num_computed = end
+        sampled = [self._verify(row, drafts[row]) for row in sampling]
+        num_drafts = np.array([len(drafts[row]) for row in sampling])
+        num_rejected = num_drafts + 1 - np.array([len(tokens) for tokens in sampled])
+        if num_rejected.any():
+            self._follower.note_rejected(
+                plan.step, np.array(sampling), self._rows.generation[sampling], num_rejected
+            )
+        self.pending.append(self._answer_to(plan, sampling, sampled))
+
+    def _apply_changes(self, plan: SchedulerOutput) -> np.ndarray:
         for row in (*plan.finished_rows.tolist(), *plan.preempted_rows.tolist()):
-            del self._request_id[row], self._num_prompt[row], self._tokens[row], self._tables[row]
+            del self._held[row]
         num_scheduled = self._follower.apply(plan)
+        for rewind in plan.rewound:
+            held = self._held[rewind.row]
+            held.num_computed = rewind.num_computed_tokens
+            del held.tokens[int(self._rows.num_known[rewind.row]) :]
+            for table in held.tables:
+                del table[-(-held.num_computed // self._block_size) :]
         for start in plan.added:
-            row = start.row
-            assert row not in self._tables
-            self._request_id[row] = start.request_id
-            self._num_prompt[row] = len(start.prompt_token_ids)
-            self._tokens[row] = [*start.prompt_token_ids.tolist(), *start.output_token_ids.tolist()]
-            self._tables[row] = [ids.tolist() for ids in start.block_ids]
+            assert start.row not in self._held
+            tokens = [*start.prompt_token_ids.tolist(), *start.output_token_ids.tolist()]
+            tables = [ids.tolist() for ids in start.block_ids]
+            self._held[start.row] = WorkerRow(start, tokens, tables, start.num_computed_tokens)
         for blocks in plan.appended:
             for row, block_id in zip(blocks.rows.tolist(), blocks.block_ids.tolist(), strict=True):
-                self._tables[row][blocks.group].append(block_id)
-        scheduled = {row: int(num_scheduled[row]) for row in np.flatnonzero(num_scheduled).tolist()}
-        self.scheduled = {self._request_id[row]: count for row, count in scheduled.items()}
-        # As in a layer: all KV of the step is written before anything attends to it.
+                self._held[row].tables[blocks.group].append(block_id)
+        adapters = {held.start.lora.name for held in self._held.values() if held.start.lora}
+        assert len(adapters) <= self.config.max_loras
+        return num_scheduled
+
+    def _encode(self, plan: SchedulerOutput, scheduled: dict[int, int]) -> None:
+        for item_hash in plan.freed_encoder_hashes:
+            del self._encoded[item_hash]
+        items = [self._held[row].start.multimodal[index] for row, index in plan.encoder_inputs]
+        assert sum(item.num_tokens for item in items) <= self.config.max_num_encoder_input_tokens
+        for item in items:
+            assert item.hash not in self._encoded
+            self._encoded[item.hash] = item.num_tokens
+        if self.config.encoder_cache_size is not None:
+            assert sum(self._encoded.values()) <= self.config.encoder_cache_size
         for row, count in scheduled.items():
-            last = int(self._rows.num_computed[row])
-            self._visit_kv(row, last - count, last, self._kv.__setitem__)
-        for row in scheduled:
-            self._visit_kv(row, 0, int(self._rows.num_computed[row]), self._check_kv)
-        sampled = []
-        for row in np.flatnonzero(self._rows.samples(num_scheduled)).tolist():
-            position = int(self._rows.num_computed[row])
-            assert position == len(self._tokens[row])
-            token = self._sample(self._request_id[row], position - self._num_prompt[row])
-            self._tokens[row].append(token)
-            sampled.append(token)
-        self.pending.append(
-            ModelRunnerOutput(
-                plan.epoch,
-                plan.step,
-                sampled_tokens=np.array(sampled, np.int32) if sampled else EMPTY_INT32,
-            )
+            held = self._held[row]
+            for item in held.start.multimodal:
+                is_before = item.offset + item.num_tokens <= held.num_computed
+                if not is_before and item.offset < held.num_computed + count:
+                    assert item.hash in self._encoded, f"{item.hash} is computed, not encoded"
+
+    def _drafts_of(self, plan: SchedulerOutput) -> dict[int, list[int]]:
+        """Drafts to verify by row; -1 is what the worker itself proposed."""
+        drafts: dict[int, list[int]] = defaultdict(list)
+        for row, token in zip(plan.draft_rows.tolist(), plan.draft_tokens.tolist(), strict=True):
+            mine = self._held[row].proposed
+            drafts[row].append(mine[len(drafts[row])] if token == -1 else token)
+        return drafts
+
+    def _verify(self, row: int, drafts: list[int]) -> list[int]:
+        """What a row samples: as many drafts as were right, and one token more."""
+        held = self._held[row]
+        position = len(held.tokens)
+        assert held.num_computed == position + len(drafts)
+        tokens = [self._sample(held.request_id, position - held.num_prompt)]
+        while len(tokens) <= len(drafts) and drafts[len(tokens) - 1] == tokens[-1]:
+            position += 1
+            tokens.append(self._sample(held.request_id, position - held.num_prompt))
+        held.tokens += tokens
+        held.num_computed = len(held.tokens) - 1
+        held.proposed = self._draft(held.request_id, len(held.tokens) - held.num_prompt)
+        return tokens
+
+    def _answer_to(
+        self, plan: SchedulerOutput, sampling: list[int], sampled: list[list[int]]
+    ) -> ModelRunnerOutput:
+        by_row = dict(zip(sampling, sampled, strict=True))
+        masked = {
+            row: tokens
+            for row, tokens in by_row.items()
+            if self._held[row].start.has_structured_output
+        }
+        assert plan.has_structured_output is bool(masked)
+        if masked:
+            self._masked[plan.step] = masked
+        pooled = [row for row in sampling if self._held[row].start.pooling is not None]
+        proposed = {row: self._held[row].proposed for row in sampling}
+        is_one_each = all(len(tokens) == 1 for tokens in sampled)
+        return ModelRunnerOutput(
+            plan.epoch,
+            plan.step,
+            sampled_tokens=int32_array([token for tokens in sampled for token in tokens]),
+            num_sampled=int32_array([] if is_one_each else [len(tokens) for tokens in sampled]),
+            draft_rows=int32_array([row for row, ids in proposed.items() for _ in ids]),
+            draft_tokens=int32_array([token for ids in proposed.values() for token in ids]),
+            pooled_rows=int32_array(pooled),
+            pooled=tuple(np.array([self._held[row].num_prompt], np.float32) for row in pooled),
         )
 
-    def _visit_kv(
-        self, row: int, first: int, last: int, visit: Callable[[tuple[int, int], int], None]
+    def write_kv(
+        self, tables: Sequence[Sequence[int]], ids: Sequence[int], first: int, last: int
     ) -> None:
-        prefix = zlib.crc32(np.array(self._tokens[row][:first], np.int32))
+        """Put KV of the tokens `ids[first:last]` into the blocks of a table per group."""
+        self._visit_kv(tables, ids, first, last, self._kv.__setitem__)
+
+    def _visit_kv(
+        self,
+        tables: Sequence[Sequence[int]],
+        ids: Sequence[int],
+        first: int,
+        last: int,
+        visit: Callable[[tuple[int, int], int], None],
+    ) -> None:
+        prefix = zlib.crc32(np.array(ids[:first], np.int32))
         for position in range(first, last):
-            prefix = zlib.crc32(np.array([self._tokens[row][position]], np.int32), prefix)
-            for table in self._tables[row]:
+            prefix = zlib.crc32(np.array([ids[position]], np.int32), prefix)
+            for table in tables:
                 block_id = table[position // self._block_size]
                 assert block_id != NULL_BLOCK
                 visit((block_id, position % self._block_size), prefix)
@@ -296,13 +478,16 @@ class Driver:
         ours = self.scheduler.running
         for column in ("generation", "num_computed", "num_known", "last_computed"):
             np.testing.assert_array_equal(getattr(ours, column), getattr(self._rows, column))
-        assert ours.num_rows == self._rows.num_rows == len(self._tables)
-        for row, tables in self._tables.items():
-            held = [ids.tolist() for ids in self.scheduler.kv_cache.block_ids(row)]
-            assert held == tables
+        assert ours.num_rows == self._rows.num_rows == len(self._held)
+        for row, held in self._held.items():
+            tables = [ids.tolist() for ids in self.scheduler.kv_cache.block_ids(row)]
+            assert held.tables == tables
 
     def check_blocks(self) -> None:
         """null + held + free = all, and as many references as holders."""
+        if self.scheduler._connector is not None:  # transfers hold blocks, too
+            self.scheduler.check()
+            return
         holders = Counter(
             int(block_id)
             for row in self.scheduler.running.order.tolist()
@@ -324,7 +509,10 @@ class Driver:
                 self.received[client, handle].append(token)
             for end in outputs.finished:
                 assert (client, end.handle) not in self.finished, "two ends"
-                self.finished[client, end.handle] = end
+                if end.session_continues:
+                    self.continued[client, end.handle].append(end)
+                else:
+                    self.finished[client, end.handle] = end
 
 
 def pressed(policy: str = "fcfs", **settings: Any) -> Driver:

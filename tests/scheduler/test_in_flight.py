@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from longshore.scheduler.in_flight import PlannedStep, StepsInFlight
+from longshore.scheduler.running import RunningTable
+from longshore.scheduler.sampling_rows import SamplingRows
 from tests.scheduler.test_request import make_request
 
 
 def planned(step: int) -> PlannedStep:
-    return PlannedStep(step, np.array([0, 2]), np.array([4, 5]))
+    return PlannedStep(step, SamplingRows(RunningTable(3, 8), np.array([0, 2])))
 
 
 def test_answers_come_in_the_order_of_the_plans() -> None:
@@ -29,11 +31,27 @@ def test_a_departed_request_is_known_until_the_last_plan_made_before_is_answered
     steps.add(planned(1))
     steps.add(planned(2))
     request = make_request()
-    steps.note_departure(request, generation=4)
+    tables = (np.array([7, 8], np.int32),)
+    steps.note_departure(request, 4, tables=tables, expects_tokens=True, void_through=1)
     assert request.resume_after_step == 2
     steps.add(planned(3))
     steps.answered()
-    assert steps.departed_request(4) is request
+    left = steps.departed(4)
+    assert (left.request, left.tables, left.void_through) == (request, tables, 1)
+    assert steps.departures() == [(4, left)]
+    steps.void_departed()
+    assert steps.departed(4).void_through == 2
     steps.answered()
     with pytest.raises(KeyError):
-        steps.departed_request(4)
+        steps.departed(4)
+
+
+def test_a_request_without_valid_tokens_on_their_way_may_come_back_at_once() -> None:
+    steps = StepsInFlight()
+    steps.add(planned(1))
+    for expects_tokens, void_through in ((False, 0), (True, 1)):
+        request = make_request()
+        steps.note_departure(
+            request, 4, tables=(), expects_tokens=expects_tokens, void_through=void_through
+        )
+        assert request.resume_after_step == 0

@@ -212,8 +212,8 @@ def test_an_answer_of_another_epoch_is_dropped_and_counted() -> None:
     ("answer", "message"),
     [
         (ModelRunnerOutput(1, 2, int32_array([9])), "answered step 2; step 1 was due"),
-        (ModelRunnerOutput(1, 1), "1 rows sample, 0 tokens came"),
-        (ModelRunnerOutput(1, 1, int32_array([9, 9])), "1 rows sample, 2 tokens came"),
+        (ModelRunnerOutput(1, 1), "1 rows sample 1 tokens, 0 tokens came"),
+        (ModelRunnerOutput(1, 1, int32_array([9, 9])), "1 rows sample 1 tokens, 2 tokens came"),
         (ModelRunnerOutput(1, 1, int32_array([100])), r"outside 0\.\.99 was sampled"),
         (ModelRunnerOutput(1, 1, int32_array([-1])), r"outside 0\.\.99 was sampled"),
     ],

@@ -3,25 +3,47 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import AddRequest, FinishReason
+from longshore.protocol.client import AddRequest, ContinueSession, FinishReason
+from longshore.protocol.handshake import Feature
+from longshore.protocol.inputs import (
+    LoRARequest,
+    MultimodalFeature,
+    PoolingParams,
+    PromptEmbeds,
+    StructuredOutput,
+)
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.intake import refusal
+from longshore.scheduler.intake import Intake
 
-CONFIG = SchedulerConfig(max_model_len=16)
+
+def intake(*features: Feature, has_connector: bool = False, **settings: Any) -> Intake:
+    return Intake(
+        SchedulerConfig(max_model_len=16, **settings),
+        vocab_size=100,
+        features=frozenset(features),
+        has_connector=has_connector,
+        has_grammars=True,
+    )
 
 
 def refused(
-    prompt: list[int], *, is_duplicate: bool = False, handle: int = 0, **fields: Any
+    prompt: list[int],
+    *,
+    is_duplicate: bool = False,
+    handle: int = 0,
+    by: Intake | None = None,
+    **fields: Any,
 ) -> tuple[FinishReason, str] | None:
     sampling = SamplingParams(**fields.pop("sampling", {}))
     if "outputs" in fields:
         fields["output_token_ids"] = int32_array(fields.pop("outputs"))
     message = AddRequest("name", handle, int32_array(prompt), sampling, **fields)
-    return refusal(message, config=CONFIG, vocab_size=100, is_duplicate=is_duplicate)
+    return (by or intake()).refusal(message, is_duplicate=is_duplicate)
 
 
 @pytest.mark.parametrize(
@@ -64,3 +86,68 @@ def test_a_request_that_cannot_be_served_is_told_why(
 def test_a_request_that_leaves_one_token_for_the_output_is_accepted() -> None:
     assert refused([0, 99] + [1] * 13) is None
     assert refused([1] * 7, outputs=[1] * 8, handle=2**31 - 1, age_s=5.0) is None
+
+
+EMBEDS = PromptEmbeds(np.zeros(2 * 8 * 2, np.uint8), hidden_size=8, dtype="float16")
+IMAGE = MultimodalFeature("image", offset=1, num_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("feature", "field", "value"),
+    [
+        (Feature.PROMPT_EMBEDS, "prompt_embeds", EMBEDS),
+        (Feature.LORA, "lora", LoRARequest("poet")),
+        (Feature.MULTIMODAL, "multimodal", (IMAGE,)),
+        (Feature.POOLING, "pooling", PoolingParams()),
+        (Feature.STRUCTURED_OUTPUT, "structured_output", StructuredOutput("regex", "a+")),
+    ],
+)
+def test_what_the_workers_do_not_offer_is_refused_by_name(
+    feature: Feature, field: str, value: Any
+) -> None:
+    prompt = [1] * (2 if field == "prompt_embeds" else 8)
+    settings = {"max_loras": 1, "max_num_encoder_input_tokens": 4}
+    others = [other for other in Feature if other is not feature]
+    answer = refused(prompt, by=intake(*others, **settings), **{field: value})
+    assert answer is not None
+    assert answer[0] is FinishReason.ERROR
+    assert feature.value in answer[1]
+    assert refused(prompt, by=intake(feature, **settings), **{field: value}) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"lora": LoRARequest("poet")}, "max_loras=0"),
+        ({"multimodal": (IMAGE,)}, r"4 tokens.*max_num_encoder_input_tokens"),
+        ({"multimodal": (MultimodalFeature("x", 6, 3),)}, "item at 6 with 3 tokens"),
+        ({"multimodal": (IMAGE, MultimodalFeature("x", 4, 1))}, "item at 4 with 1 tokens"),
+        ({"prompt_embeds": EMBEDS}, "prompt_embeds has 32 bytes, 8 tokens.*need 128"),
+        ({"job_id": "j" * 2000}, "job_id is longer"),
+        ({"resumable": True, "pooling": PoolingParams()}, "resumable.*pooling"),
+    ],
+)
+def test_inputs_that_do_not_fit_the_prompt_or_the_settings_are_refused(
+    fields: dict[str, Any], text: str
+) -> None:
+    answer = refused([1] * 8, by=intake(*Feature), **fields)
+    assert answer is not None
+    assert answer[0] is FinishReason.ERROR
+    assert re.search(text, answer[1])
+
+
+def test_parameters_for_a_connector_pass_when_there_is_one() -> None:
+    assert refused([1], by=intake(has_connector=True), kv_transfer_params={"a": 1}) is None
+
+
+def test_the_next_input_of_a_session_is_checked_like_a_prompt() -> None:
+    def chunk(ids: list[int]) -> ContinueSession:
+        return ContinueSession(0, int32_array(ids), SamplingParams())
+
+    assert intake().chunk_refusal(chunk([1] * 7), num_tokens=8) is None
+    too_long = intake().chunk_refusal(chunk([1] * 8), num_tokens=8)
+    assert too_long is not None
+    assert too_long[0] is FinishReason.IGNORED
+    bad = intake().chunk_refusal(chunk([100]), num_tokens=8)
+    assert bad is not None
+    assert bad[0] is FinishReason.ERROR

@@ -94,7 +94,7 @@ def test_a_plan_has_a_field_for_everything_and_fills_those_in_use() -> None:
     assert any(plan.finished_rows.size for plan in driver.plans)
     for plan in driver.plans:
         assert (plan.draft_rows.size, plan.draft_tokens.size, plan.encoder_inputs) == (0, 0, ())
-        assert (plan.common_prefix_blocks, plan.freed_encoder_hashes) == ((), ())
+        assert plan.freed_encoder_hashes == ()
         assert (plan.zero_block_ids.size, plan.connector_metadata) == (0, b"")
         assert (plan.has_structured_output, plan.num_invalid_draft_tokens) == (False, 0)
 

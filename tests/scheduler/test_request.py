@@ -105,17 +105,3 @@ def test_stop_ids_are_those_asked_for_and_the_models_own_unless_ignored() -> Non
 
 def test_arrival_is_a_duration_before_now() -> None:
     assert make_request(now=100.0, age_s=2.5).arrival_time == 97.5
-
-
-@pytest.mark.req("REQ-11", "ERR-31")
-def test_order_is_priority_then_arrival_then_id() -> None:
-    expected = [
-        make_request("z", priority=-1, now=9.0),
-        make_request("y", priority=0, now=1.0),
-        make_request("a", priority=0, now=2.0),
-        make_request("b", priority=0, now=2.0),
-        make_request("c", priority=1, now=0.0),
-    ]
-    for shuffle in ([4, 3, 2, 1, 0], [2, 0, 4, 1, 3]):
-        assert sorted(expected[index] for index in shuffle) == expected
-    assert not expected[2] < expected[2]

@@ -43,7 +43,7 @@ def test_each_admission_gets_a_greater_generation_even_of_the_same_request() -> 
 def test_what_the_workers_are_told_is_the_whole_request() -> None:
     running = RunningTable(2, 64)
     request = make_request(prompt=5, outputs=2, sampling={"max_tokens": 4, "top_k": 3})
-    request.status = RequestStatus.PREEMPTED
+    request.is_resumed = True
     start = running.admit(request, 4, (int32_array([7, 8]),))
     assert start.prompt_token_ids.tolist() == [0, 1, 2, 3, 4]
     assert start.output_token_ids.tolist() == [50, 51]
@@ -101,6 +101,24 @@ def test_a_token_ends_a_request_by_limit_or_by_stop_id(
     rows, tokens = np.array([row]), np.array([token], np.int32)
     running.append_tokens(rows, tokens)
     assert running.stopped(rows, tokens).tolist() == ([row] if ends else [])
+
+
+def test_that_a_row_is_full_is_noticed_although_nobody_looked_before() -> None:
+    running = RunningTable(3, 64)
+    for name, max_tokens in (("a", 4), ("b", 3)):
+        admit(running, make_request(name, sampling={"max_tokens": max_tokens}))
+    rows, tokens = np.array([0, 1]), np.array([9, 9], np.int32)
+    noticed = []
+    for _ in range(3):
+        running.append_tokens(rows, tokens)
+        noticed.append(running.may_be_full)
+    assert noticed == [False, False, True]
+    assert running.stopped(rows, tokens).tolist() == [1]
+    running.release(running.request_on(1))
+    assert not running.may_be_full
+    running.append_tokens(slice(0, 1), np.array([9], np.int32))
+    assert running.may_be_full
+    assert running.stopped(np.array([0]), np.array([9])).tolist() == [0]
 
 
 def test_requests_that_end_together_end_in_admission_order() -> None:

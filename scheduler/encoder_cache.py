@@ -1,0 +1,157 @@
+"""Outputs of the multimodal encoder: which are on the workers, and which this step computes.
+
+An item must be encoded before the language model computes the first of its positions. Encoding has
+a budget of tokens per step, and its outputs a place of so many tokens; an item that does not fit
+yet cuts its request's chunk to what stands before it. After vLLM's encoder cache manager.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from longshore.scheduler.request import Request
+
+
+class EncoderCache:
+    """Outputs by the hash of their item. Those that no request refers to stay until their place is
+    needed, the oldest first.
+
+    capacity: tokens of output that fit.
+    budget:   tokens encoded per step.
+    """
+
+    def __init__(self, *, capacity: int, budget: int) -> None:
+        self.capacity = capacity
+        self._budget = budget
+        self._budget_left = budget
+        self._sizes: dict[str, int] = {}
+        # hash -> (request id, index of the item) -> request
+        self._holders: dict[str, dict[tuple[str, int], Request]] = {}
+        self._unheld: OrderedDict[str, None] = OrderedDict()
+        self._encoded_now: dict[str, None] = {}
+        self._freed: list[str] = []
+        # Requests with items that their computed tokens have not passed, by id.
+        self.pending: dict[str, Request] = {}
+
+    @property
+    def usage(self) -> float:
+        """Share of the place that holds outputs."""
+        return sum(self._sizes.values()) / self.capacity if self.capacity else 0.0
+
+    def is_cached(self, item_hash: str) -> bool:
+        return item_hash in self._sizes
+
+    def begin_step(self) -> None:
+        """The budget starts anew."""
+        self._budget_left = self._budget
+        self._encoded_now = {}
+
+    def limit(self, request: Request, num_computed: int, num_tokens: int) -> int:
+        """How many of the next `num_tokens` tokens can be computed with what is encoded or will be
+        in this step; takes budget, places and references for it."""
+        end = num_computed + num_tokens
+        for index, item in enumerate(request.multimodal):
+            if item.offset >= end:
+                break
+            if item.offset + item.num_tokens <= num_computed:
+                continue
+            if item.hash not in self._sizes and not self._encode(item.hash, item.num_tokens):
+                return max(item.offset - num_computed, 0)
+            self._holders.setdefault(item.hash, {})[request.request_id, index] = request
+            self._unheld.pop(item.hash, None)
+        return num_tokens
+
+    def would_limit(self, request: Request, num_computed: int, num_tokens: int) -> int:
+        """What `limit` would answer; takes nothing."""
+        return self.checkpoint().limit(request, num_computed, num_tokens)
+
+    def withdraw(self, request: Request) -> None:
+        """The request computes nothing in this step after all, or leaves: it refers to nothing any
+        more, and what would have been encoded for it alone is not."""
+        self.pending.pop(request.request_id, None)
+        for index in range(len(request.multimodal)):
+            self._drop_reference(request, index)
+
+    def advanced(self, request: Request, num_computed: int) -> None:
+        """Its first `num_computed` tokens are planned: items before there are not needed again."""
+        self.pending[request.request_id] = request
+        for index, item in enumerate(request.multimodal):
+            if item.offset + item.num_tokens > num_computed:
+                return
+            self._drop_reference(request, index)
+        del self.pending[request.request_id]
+
+    def take_encoder_inputs(self) -> tuple[tuple[int, int], ...]:
+        """(row, index of the item) to encode in the step whose plan is being built."""
+        inputs = []
+        for item_hash in self._encoded_now:
+            (_, index), request = next(iter(self._holders[item_hash].items()))
+            inputs.append((request.row, index))
+        self._encoded_now = {}
+        return tuple(inputs)
+
+    def take_freed(self) -> tuple[str, ...]:
+        """Hashes of outputs that the workers may drop."""
+        freed, self._freed = tuple(self._freed), []
+        return freed
+
+    def checkpoint(self) -> "EncoderCache":
+        """A copy to `restore` from."""
+        copy = EncoderCache(capacity=self.capacity, budget=self._budget)
+        copy.restore(self)
+        return copy
+
+    def restore(self, other: "EncoderCache") -> None:
+        """Take over the other's state."""
+        self._budget_left = other._budget_left
+        self._sizes = dict(other._sizes)
+        self._holders = {key: dict(holders) for key, holders in other._holders.items()}
+        self._unheld = OrderedDict(other._unheld)
+        self._encoded_now = dict(other._encoded_now)
+        self._freed = list(other._freed)
+        self.pending = dict(other.pending)
+
+    def reset(self) -> bool:
+        """Forget all outputs; False while a request refers to one."""
+        if self._holders:
+            return False
+        self._free(list(self._unheld))
+        return True
+
+    def clear(self) -> None:
+        """The workers are new: they hold nothing."""
+        self.restore(EncoderCache(capacity=self.capacity, budget=self._budget))
+
+    def _encode(self, item_hash: str, num_tokens: int) -> bool:
+        if num_tokens > self._budget_left:
+            return False
+        num_free = self.capacity - sum(self._sizes.values())
+        victims = []
+        for unheld in self._unheld:
+            if num_tokens <= num_free:
+                break
+            victims.append(unheld)
+            num_free += self._sizes[unheld]
+        if num_tokens > num_free:
+            return False
+        self._free(victims)
+        self._sizes[item_hash] = num_tokens
+        self._budget_left -= num_tokens
+        self._encoded_now[item_hash] = None
+        return True
+
+    def _drop_reference(self, request: Request, index: int) -> None:
+        item_hash = request.multimodal[index].hash
+        holders = self._holders.get(item_hash)
+        if holders is None or holders.pop((request.request_id, index), None) is None or holders:
+            return
+        del self._holders[item_hash]
+        if item_hash in self._encoded_now:  # nobody is left for whom this step would encode it
+            del self._encoded_now[item_hash]
+            self._budget_left += self._sizes.pop(item_hash)
+        else:
+            self._unheld[item_hash] = None
+
+    def _free(self, item_hashes: Iterable[str]) -> None:
+        for item_hash in item_hashes:
+            del self._unheld[item_hash], self._sizes[item_hash]
+            self._freed.append(item_hash)

@@ -1,0 +1,59 @@
+"""A step that is like the one before: every running row computes the one token expected of it.
+
+Most steps of a decode are so. While the table's membership stands, what such a step computes is
+known without looking at a row, and between two block borders it changes nothing at all: its plan is
+a number.
+"""
+
+import numpy as np
+
+from longshore.protocol.arrays import Int64Array
+from longshore.scheduler.running import RunningTable
+from longshore.scheduler.sampling_rows import SamplingRows
+
+
+class StandingStep:
+    """True of the plan `step`, which has just been built, and of the next ones while it `holds`.
+
+    sampling:      all running rows.
+    num_scheduled: (max_num_seqs,) int64, 1 for each of them.
+    """
+
+    def __init__(
+        self, running: RunningTable, sampling: SamplingRows, num_scheduled: Int64Array, *, step: int
+    ) -> None:
+        self.sampling = sampling
+        self.num_scheduled = num_scheduled
+        self.num_tokens = len(sampling.rows)
+        left = running.last_computed[sampling.rows] - running.num_computed[sampling.rows]
+        self._last_step = step + int(left.min())
+        self._quiet_through = step
+
+    def holds(self, running: RunningTable, step: int) -> bool:
+        """Whether the plan `step`, which comes next, is such a one again: the same requests run,
+        and none has reached its last token."""
+        return self.sampling.version == running.version and step <= self._last_step
+
+    def is_quiet(self, step: int) -> bool:
+        """Whether no row needs a block in the plan `step`, nor completes one to be named."""
+        return step <= self._quiet_through
+
+    def look_ahead(
+        self, running: RunningTable, block_sizes: tuple[int, ...], *, num_lookahead: int, step: int
+    ) -> None:
+        """The plan `step` has just been built, and needed and named no block: find for how many
+        plans that stays so. `num_lookahead`: slots that a row needs behind what it computes."""
+        rows = self.sampling.rows
+        num_computed = running.num_computed[rows]
+        num_verified = np.minimum(running.num_tokens[rows], num_computed)
+        num_slots = num_computed + num_lookahead
+        num_quiet = min(
+            int(steps.min())
+            for size in block_sizes
+            for steps in (
+                # A block is named once it is full and verified; what is verified lags behind.
+                num_verified - num_verified % size + size - 1 - num_computed,
+                -num_slots % size,
+            )
+        )
+        self._quiet_through = step + max(num_quiet, 0)

@@ -1,0 +1,216 @@
+"""Blocks that transfers own: loads in the background, sends of ended requests, connectors' holds.
+
+A transfer holds a reference to each of its blocks from plan to confirmed end. A request that ends,
+is preempted or stops waiting drops only its own; a deadline ends the waiting, never the ownership:
+the blocks stay in quarantine until every rank has reported the end.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from longshore.protocol.arrays import Int32Array, int32_array
+from longshore.protocol.results import TransferReport
+from longshore.scheduler.in_flight import StepsInFlight
+from longshore.scheduler.kv_cache_manager import HeldBlocks, KVCacheManager
+from longshore.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
+
+_NO_DEADLINE: Final = float("inf")
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """`request` is None once nobody waits for it (a load in quarantine) or ever did (a send)."""
+
+    held: HeldBlocks
+    request: Request | None = None
+    num_tokens: int = 0
+    deadline: float = _NO_DEADLINE
+    ranks_done: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+    spoilt: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLoad:
+    """A load that all ranks have reported, for a request that waits. `held` is the request's now.
+
+    num_good_tokens: leading tokens whose KV is in place; `is_whole` if that is all it was to bring.
+    """
+
+    request: Request
+    held: HeldBlocks
+    num_good_tokens: int
+    unwritten: Int32Array
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.unwritten) == 0
+
+
+class Transfers:
+    """Loads and sends by request id, holds by number.
+
+    num_ranks: all of them report every transfer once.
+    num_bad_reports: of unknown transfers, or said twice by one rank; ignored.
+    """
+
+    def __init__(
+        self, kv_cache: KVCacheManager, in_flight: StepsInFlight, *, num_ranks: int
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._in_flight = in_flight
+        self._num_ranks = num_ranks
+        self._loads: dict[str, _Transfer] = {}
+        self._sends: dict[str, _Transfer] = {}
+        self._holds: dict[int, HeldBlocks] = {}
+        self._last_hold_id = 0
+        self.num_bad_reports = 0
+        self.num_loading_blocks = 0
+
+    # Loads
+
+    def begin_load(
+        self, request: Request, held: HeldBlocks, *, num_tokens: int, deadline: float
+    ) -> None:
+        """`held` are being filled up to `num_tokens` tokens while the request waits."""
+        self._loads[request.request_id] = _Transfer(held, request, num_tokens, deadline)
+        self.num_loading_blocks += num_blocks_of(held)
+
+    def abandon_load(self, request: Request) -> None:
+        """Nobody waits for it any more; its blocks go into quarantine."""
+        load = self._loads[request.request_id]
+        load.request = None
+        load.deadline = _NO_DEADLINE
+        self.num_loading_blocks -= num_blocks_of(load.held)
+
+    def expired(self, now: float) -> list[Request]:
+        """Requests whose load has passed its deadline."""
+        if not self._loads:
+            return []
+        return [
+            load.request
+            for load in self._loads.values()
+            if load.request is not None and load.deadline <= now
+        ]
+
+    def deadline(self, request: Request) -> float:
+        """When the request stops waiting for its load."""
+        return self._loads[request.request_id].deadline
+
+    # Sends
+
+    def begin_send(self, request_id: str, held: HeldBlocks) -> None:
+        """An ended request's blocks stay until they have been read."""
+        self._sends[request_id] = _Transfer(held)
+
+    # What ranks report
+
+    def apply(self, report: TransferReport) -> tuple[list[str], list[str], list[EndedLoad]]:
+        """(sends over, loads over, loads over that somebody waits for): what ended on all ranks."""
+        sent, received, ended = [], [], []
+        self._note_failed(report.failed_block_ids)
+        for request_id in report.finished_receiving:
+            load_over = self._done(self._loads, request_id, report.rank)
+            if load_over is None:
+                continue
+            received.append(request_id)
+            if load_over.request is None:
+                self._kv_cache.release(load_over.held)
+            else:
+                ended.append(self._ended(load_over.request, load_over))
+        for request_id in report.finished_sending:
+            send = self._done(self._sends, request_id, report.rank)
+            if send is not None:
+                sent.append(request_id)
+                self._kv_cache.release(send.held)
+        return sent, received, ended
+
+    def note_spoilt(self, block_ids: Int32Array) -> None:
+        """These blocks hold wrong KV; a load may have begun behind some of them."""
+        spoilt = set(block_ids.tolist())
+        for load in self._loads.values():
+            load.spoilt |= spoilt & _ids(load.held)
+
+    def _note_failed(self, block_ids: Int32Array) -> None:
+        if len(block_ids):
+            failed = set(block_ids.tolist())
+            for load in self._loads.values():
+                load.failed |= failed & _ids(load.held)
+
+    def _done(
+        self, transfers: dict[str, _Transfer], request_id: str, rank: int
+    ) -> _Transfer | None:
+        transfer = transfers.get(request_id)
+        if transfer is None or not 0 <= rank < self._num_ranks or rank in transfer.ranks_done:
+            self.num_bad_reports += 1
+            logger.warning("rank %d reports a transfer of %s that it has not", rank, request_id)
+            return None
+        transfer.ranks_done.add(rank)
+        if len(transfer.ranks_done) < self._num_ranks:
+            return None
+        return transfers.pop(request_id)
+
+    def _ended(self, request: Request, load: _Transfer) -> EndedLoad:
+        block_sizes = self._kv_cache.block_sizes
+        num_good = load.num_tokens
+        for block_ids, block_size in zip(load.held.block_ids, block_sizes, strict=True):
+            for index, block_id in enumerate(block_ids.tolist()):
+                if block_id in load.failed or block_id in load.spoilt:
+                    num_good = min(num_good, index * block_size)
+                    break
+        return EndedLoad(request, load.held, num_good, int32_array(sorted(load.failed)))
+
+    # Holds: `BlockHolder` of the connector contract
+
+    def hold(self, block_ids: Sequence[int]) -> int:
+        """See `BlockHolder.hold`."""
+        self._last_hold_id += 1
+        self._holds[self._last_hold_id] = self._kv_cache.hold(block_ids)
+        return self._last_hold_id
+
+    def release(self, hold_id: int) -> None:
+        """See `BlockHolder.release`."""
+        self._kv_cache.release(self._holds.pop(hold_id))
+
+    # All of them
+
+    def has(self, request_id: str) -> bool:
+        """Whether a transfer of this request id is under way."""
+        return request_id in self._loads or request_id in self._sends
+
+    def __len__(self) -> int:
+        return len(self._loads) + len(self._sends) + len(self._holds)
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Blocks of loads that nobody waits for."""
+        return sum(
+            num_blocks_of(load.held) for load in self._loads.values() if load.request is None
+        )
+
+    def held(self) -> Iterator[HeldBlocks]:
+        """What transfers hold."""
+        for transfers in (self._loads, self._sends):
+            for transfer in transfers.values():
+                yield transfer.held
+        yield from self._holds.values()
+
+    def reset(self) -> None:
+        """A new epoch has no transfers."""
+        self._loads, self._sends, self._holds = {}, {}, {}
+        self.num_loading_blocks = 0
+
+
+def num_blocks_of(held: HeldBlocks) -> int:
+    """Blocks of all groups."""
+    return sum(map(len, held.block_ids))
+
+
+def _ids(held: HeldBlocks) -> set[int]:
+    return set(np.concatenate(held.block_ids).tolist())

@@ -1,0 +1,218 @@
+"""New workers: what the scheduler keeps of an epoch that is over, and what it forgets."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longshore.protocol.arrays import int32_array
+from longshore.protocol.client import FinishReason, RequestEvent
+from longshore.protocol.inputs import LoRARequest, MultimodalFeature
+from longshore.protocol.results import ModelRunnerOutput
+from longshore.scheduler.kv_events import AllBlocksCleared
+from tests.scheduler.driver import Driver, expected_output, prompt_of
+from tests.scheduler.fake_grammar import FakeCompiler, grammar_for
+
+BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
+
+
+@BOTH
+def test_running_requests_wait_again_in_the_order_in_which_they_ran(steps_in_flight: int) -> None:
+    driver = Driver(max_num_seqs=3, max_steps_in_flight=steps_in_flight)
+    keys = [
+        driver.add(f"r{index}", prompt_of(5 + index, 9 * index), max_tokens=9) for index in range(5)
+    ]
+    driver.abort(keys[1])
+    driver.steps(4)
+    assert driver.running == ["r0", "r2", "r3"]
+    received = [list(driver.received[key]) for key in keys]
+    assert any(received)
+    driver.restart_workers(2)
+    assert driver.scheduler.get_request_counts() == (0, 4)
+    assert driver.scheduler.num_steps_in_flight == 0
+    assert driver.num_free_blocks == 39
+    plan = driver.plan()
+    assert plan is not None
+    assert (plan.epoch, plan.step, plan.previous_step, plan.answered_step) == (2, 1, 0, 0)
+    assert driver.running == ["r0", "r2", "r3"]
+    assert all(start.resumed for start in plan.added)
+    assert [start.output_token_ids.tolist() for start in plan.added] == [
+        received[index] for index in (0, 2, 3)
+    ]
+    driver.run()
+    for index in (0, 2, 3, 4):
+        assert driver.received[keys[index]] == expected_output(f"r{index}", 9)
+
+
+@BOTH
+def test_no_prefix_of_the_old_workers_is_found(steps_in_flight: int) -> None:
+    driver = Driver(max_steps_in_flight=steps_in_flight)
+    driver.add("old", prompt_of(20), max_tokens=2)
+    driver.run()
+    driver.restart_workers(2)
+    key = driver.add("same", prompt_of(20), max_tokens=2)
+    driver.run()
+    assert driver.finished[key].num_cached_tokens == 0
+
+
+def test_subscribers_hear_first_that_all_blocks_are_cleared() -> None:
+    driver = Driver(cache={"enable_kv_cache_events": True})
+    driver.add("r", prompt_of(20), max_tokens=3)
+    driver.steps(2)
+    assert driver.scheduler.take_kv_events()
+    driver.step()
+    driver.restart_workers(2)
+    driver.run()
+    events = driver.scheduler.take_kv_events()
+    assert isinstance(events[0], AllBlocksCleared)
+    assert not any(isinstance(event, AllBlocksCleared) for event in events[1:])
+
+
+@BOTH
+def test_answers_of_the_old_workers_are_counted_and_dropped(steps_in_flight: int) -> None:
+    driver = Driver(max_steps_in_flight=steps_in_flight)
+    key = driver.add("r", prompt_of(5))
+    driver.plan()
+    late = driver.pending[0]
+    driver.restart_workers(2)
+    driver.scheduler.update_from_output(late, driver.now)
+    driver.collect()
+    assert driver.received[key] == []
+    assert driver.scheduler.make_stats().num_stale_tokens == 1
+    driver.plan()
+    stale = ModelRunnerOutput(1, 1, sampled_tokens=int32_array([9]))
+    driver.scheduler.update_from_output(stale, driver.now)  # of a step that the new ones have too
+    driver.run()
+    assert driver.received[key] == expected_output("r", 8)
+
+
+def test_a_restart_is_one_more_preemption_of_each_request_that_ran() -> None:
+    driver = Driver(max_num_seqs=1)
+    ran = driver.add("ran", prompt_of(5), max_tokens=3)
+    waited = driver.add("waited", prompt_of(5, 40), max_tokens=3)
+    driver.step()
+    driver.restart_workers(2)
+    driver.run()
+    assert [driver.finished[key].num_preemptions for key in (ran, waited)] == [1, 0]
+    queued, scheduled, preempted = RequestEvent
+    assert [event for event, _ in driver.finished[ran].events] == [
+        queued,
+        scheduled,
+        preempted,
+        scheduled,
+    ]
+
+
+def test_a_request_whose_token_was_on_its_way_runs_again_at_once() -> None:
+    """Preempted with a token in flight it would wait for it; that answer never comes."""
+    driver = Driver(
+        num_blocks=9,
+        max_model_len=32,
+        enable_prefix_caching=False,
+        max_steps_in_flight=2,
+    )
+    driver.add("old", prompt_of(15, 0), max_tokens=10)
+    driver.add("young", prompt_of(15, 40), max_tokens=10)
+    while not driver.requests["young"].num_preemptions:
+        driver.plan() or driver.answer()
+    driver.restart_workers(2)
+    driver.plan()
+    assert driver.running == ["old", "young"]
+    driver.run()
+    for index, name in enumerate(("old", "young")):
+        assert driver.received[0, index] == expected_output(name, 10)
+
+
+@BOTH
+def test_encoder_outputs_adapters_and_masks_start_anew(steps_in_flight: int) -> None:
+    compiler = FakeCompiler({"all"})
+    driver = Driver(
+        max_loras=1,
+        max_num_encoder_input_tokens=8,
+        max_steps_in_flight=steps_in_flight,
+        world={"grammars": compiler},
+    )
+    item = MultimodalFeature("a", 2, 8)
+    sees = driver.add("sees", prompt_of(20), multimodal=(item,), max_tokens=9)
+    adapted = driver.add("adapted", prompt_of(6, 40), lora=LoRARequest("a"), max_tokens=9)
+    strict = driver.add("strict", prompt_of(6, 60), structured_output=grammar_for("strict"))
+    driver.steps(3)
+    driver.restart_workers(2)
+    assert driver.scheduler.make_stats().encoder_cache_usage == 0.0
+    driver.abort(adapted)
+    other = driver.add("other", prompt_of(6, 70), lora=LoRARequest("b"), max_tokens=2)
+    driver.run()
+    assert any(plan.epoch == 2 and plan.encoder_inputs for plan in driver.plans)
+    assert driver.received[sees] == expected_output("sees", 9)
+    assert driver.received[strict] == expected_output("strict", 8)
+    assert driver.received[other] == expected_output("other", 2)
+    assert compiler.grammars["strict"].tokens == expected_output("strict", 8)
+
+
+@BOTH
+def test_masks_are_told_anew_in_a_new_epoch(steps_in_flight: int) -> None:
+    driver = Driver(
+        max_steps_in_flight=steps_in_flight, world={"grammars": FakeCompiler({"strict"})}
+    )
+    key = driver.add("strict", prompt_of(6), structured_output=grammar_for("strict"))
+    driver.plan()
+    assert [mask.epoch for mask in driver.masks.values()] == [1]
+    driver.restart_workers(2)
+    driver.plan()
+    assert [(mask.epoch, mask.step) for mask in driver.masks.values()] == [(2, 1)]
+    driver.run()
+    assert driver.received[key] == expected_output("strict", 8)
+
+
+@BOTH
+def test_sessions_outlive_their_workers(steps_in_flight: int) -> None:
+    driver = Driver(max_steps_in_flight=steps_in_flight)
+    key = driver.add("s", prompt_of(6), max_tokens=2, resumable=True)
+    while not driver.continued[key]:
+        driver.step()
+    driver.restart_workers(2)
+    assert driver.step() is None
+    driver.continue_session(key, [70], max_tokens=2, resumable=False)
+    driver.run()
+    assert driver.received[key] == expected_output("s", 2) * 2
+
+
+engines = st.fixed_dictionaries(
+    {
+        "policy": st.sampled_from(["fcfs", "priority", "continuum"]),
+        "max_steps_in_flight": st.integers(1, 2),
+        "max_num_seqs": st.integers(1, 5),
+        "max_num_scheduled_tokens": st.integers(1, 40),
+        "num_speculative_tokens": st.integers(0, 2),
+        "num_blocks": st.integers(11, 20),
+    }
+)
+
+
+@settings(max_examples=60)
+@given(engine=engines, data=st.data())
+def test_no_restart_loses_or_changes_a_token(engine: dict[str, Any], data: st.DataObject) -> None:
+    num_drafts = engine["num_speculative_tokens"]
+    driver = Driver(
+        max_model_len=40,
+        draft=lambda name, position: expected_output(name, position + num_drafts)[position:],
+        **engine,
+    )
+    counts = {}
+    epoch = 1
+    for index in range(data.draw(st.integers(1, 5))):
+        count = data.draw(st.integers(1, 12))
+        key = driver.add(
+            f"r{index}", prompt_of(3 + 4 * index), max_tokens=count, priority=index % 2
+        )
+        counts[key] = count
+        driver.steps(data.draw(st.integers(0, 5)))
+        if data.draw(st.booleans()):
+            epoch += 1
+            driver.restart_workers(epoch)
+    driver.run()
+    for (client, index), count in counts.items():
+        assert driver.received[client, index] == expected_output(f"r{index}", count)
+        assert driver.reason((client, index)) is FinishReason.LENGTH_CAPPED
+    assert driver.num_free_blocks == engine["num_blocks"] - 1

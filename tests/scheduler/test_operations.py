@@ -1,0 +1,392 @@
+"""What the process around the scheduler calls it for, and what it learns from it."""
+
+from typing import Any
+
+import pytest
+
+from longshore.connectors.base import ConnectorOutput, Departure, RequestView, StepView
+from longshore.protocol.arrays import Int32Array, int32_array
+from longshore.protocol.client import FinishReason, RequestEvent
+from longshore.protocol.inputs import MultimodalFeature
+from longshore.protocol.results import TransferReport
+from longshore.protocol.sampling import RepetitionDetection
+from longshore.scheduler.kv_events import BlockStored
+from tests.scheduler.driver import (
+    EOS,
+    Driver,
+    expected_output,
+    pressed,
+    prompt_of,
+    steady_token,
+)
+from tests.scheduler.fake_grammar import FakeCompiler, grammar_for
+from tests.scheduler.loading_connector import LoadingConnector
+
+BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
+
+
+class WatchingConnector(LoadingConnector):
+    """Notes what it is told. views: as it was shown each request when that was new."""
+
+    def __init__(self, **stored: int) -> None:
+        super().__init__(stored)
+        self.views: dict[str, RequestView] = {}
+        self.log: list[str] = []
+
+    def on_new_request(self, request: RequestView) -> None:
+        self.views[request.request_id] = request
+
+    def build_connector_meta(self, step: StepView) -> bytes:
+        return b"step %d" % step.step
+
+    def update_connector_output(self, output: ConnectorOutput) -> None:
+        self.log.append(f"answer {output.step}")
+
+    def request_finished(
+        self, request: RequestView, block_ids: tuple[Int32Array, ...]
+    ) -> Departure:
+        self.log.append(f"end of {request.request_id}")
+        return Departure(params={"from": request.request_id})
+
+    def reset_cache(self) -> bool:
+        self.log.append("reset")
+        return True
+
+    def take_events(self) -> list[Any]:
+        return ["tier event"]
+
+    def shutdown(self) -> None:
+        self.log.append("shutdown")
+
+
+# Operations
+
+
+@pytest.mark.req("SCH-22")
+@BOTH
+def test_every_operation_of_the_scheduler_does_what_its_name_says(steps_in_flight: int) -> None:
+    connector = WatchingConnector()
+    driver = Driver(
+        max_num_seqs=1,
+        max_steps_in_flight=steps_in_flight,
+        max_num_encoder_input_tokens=4,
+        cache={"enable_kv_cache_events": True},
+        world={"connector": connector},
+    )
+    scheduler = driver.scheduler
+    assert not scheduler.has_unfinished_requests()
+    item = MultimodalFeature("a", 2, 4)
+    first = driver.add("first", prompt_of(9), max_tokens=3, multimodal=(item,))
+    second = driver.add("second", prompt_of(9, 40), max_tokens=3)
+    assert scheduler.get_request_counts() == (0, 2)
+    driver.plan()
+    assert scheduler.get_request_counts() == (1, 1)
+    assert scheduler.has_unfinished_requests()
+    assert not scheduler.has_finished_requests()
+    assert not scheduler.reset_prefix_cache()
+    driver.abort(second)
+    assert (driver.reason(second), scheduler.get_request_counts()) == (FinishReason.ABORTED, (1, 0))
+    driver.answer()
+    assert scheduler.reset_connector_cache()
+    driver.abort(first)
+    assert scheduler.has_finished_requests()  # the workers do not know it yet
+    driver.run()
+    assert not scheduler.has_finished_requests()
+    assert not scheduler.has_unfinished_requests()
+    stats = scheduler.make_stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, 39)
+    events = scheduler.take_kv_events()
+    assert [type(event) for event in events] == [BlockStored, BlockStored, str]
+    assert scheduler.reset_prefix_cache()
+    assert scheduler.make_stats().encoder_cache_usage == 1.0
+    assert scheduler.reset_encoder_cache()
+    assert scheduler.make_stats().encoder_cache_usage == 0.0
+    again = driver.add("again", prompt_of(9), max_tokens=1)
+    driver.run()
+    assert driver.finished[again].num_cached_tokens == 0
+    scheduler.shutdown()
+    assert connector.log[-1] == "shutdown"
+    assert "reset" in connector.log
+
+
+def test_without_a_connector_there_is_no_connector_cache_to_reset() -> None:
+    assert not Driver().scheduler.reset_connector_cache()
+
+
+# An answer
+
+
+@BOTH
+def test_an_answer_brings_tokens_then_ends_then_the_connectors_turn(steps_in_flight: int) -> None:
+    """`one` gets a third token that stops it, `two` its last; both ends come behind the tokens of
+    all, in admission order, and the connector hears of the answer last."""
+    connector = WatchingConnector()
+    driver = Driver(
+        sample=lambda name, position: EOS if (name, position) == ("one", 2) else 50 + position,
+        max_steps_in_flight=steps_in_flight,
+        world={"connector": connector},
+    )
+    driver.add("one", prompt_of(5))
+    driver.add("two", prompt_of(5, 30), max_tokens=3)
+    driver.add("three", prompt_of(5, 60), max_tokens=9)
+    for _ in range(2 + steps_in_flight - 1):
+        driver.step()
+    connector.log.clear()
+    if not driver.pending:
+        driver.plan()
+    driver.scheduler.update_from_output(driver.pending.popleft(), driver.now)
+    ((client, outputs),) = driver.scheduler.take_outputs()
+    assert (client, outputs.handles.tolist()) == (0, [0, 1, 2])
+    assert outputs.tokens.tolist() == [EOS, 52, 52]
+    assert [(end.handle, end.reason) for end in outputs.finished] == [
+        (0, FinishReason.STOPPED),
+        (1, FinishReason.LENGTH_CAPPED),
+    ]
+    assert [end.kv_transfer_params for end in outputs.finished] == [
+        {"from": "one"},
+        {"from": "two"},
+    ]
+    assert connector.log == ["end of one", "end of two", "answer 3"]
+
+
+@pytest.mark.req("REQ-08")
+@BOTH
+def test_an_end_says_what_happened_when_and_why(steps_in_flight: int) -> None:
+    driver = pressed(
+        enable_prefix_caching=False,
+        max_steps_in_flight=steps_in_flight,
+        sample=lambda name, position: 77 if position == 9 else steady_token(name, position),
+    )
+    old = driver.add("old", prompt_of(15, 0), max_tokens=11, sampling={"stop_token_ids": (77,)})
+    young = driver.add("young", prompt_of(15, 40), max_tokens=8)
+    driver.run()
+    end = driver.finished[old]
+    assert (end.reason, end.stop_token_id) == (FinishReason.STOPPED, 77)
+    assert [event for event, _ in end.events] == [RequestEvent.QUEUED, RequestEvent.SCHEDULED]
+    end = driver.finished[young]
+    assert (end.reason, end.stop_token_id) == (FinishReason.LENGTH_CAPPED, None)
+    assert [event for event, _ in end.events] == [
+        RequestEvent.QUEUED,
+        RequestEvent.SCHEDULED,
+        RequestEvent.PREEMPTED,
+        RequestEvent.SCHEDULED,
+    ]
+    times = [at for _, at in end.events]
+    assert times[0] == 0.0
+    assert times == sorted(times)
+    assert times[3] > times[2] > times[1] > 0.0
+    nan = driver.add("nan", prompt_of(6, 70))
+    driver.plan()
+    driver.answer(nan_rows=[0])
+    end = driver.finished[nan]
+    assert (end.reason, end.num_output_tokens) == (FinishReason.ERROR, 0)
+    assert "not finite" in (end.message or "")
+    driver.run()
+
+
+@pytest.mark.req("REQ-10")
+@BOTH
+def test_every_reason_to_end_reaches_the_client(steps_in_flight: int) -> None:
+    driver = Driver(
+        max_steps_in_flight=steps_in_flight,
+        sample=lambda name, position: {"stop": 33, "eos": EOS, "circles": 44}.get(
+            name, 50 + position
+        ),
+    )
+    keys = {
+        "stop": driver.add("stop", prompt_of(5), sampling={"stop_token_ids": (33,)}),
+        "eos": driver.add("eos", prompt_of(5, 10)),
+        "length": driver.add("length", prompt_of(5, 20), max_tokens=2),
+        "circles": driver.add(
+            "circles", prompt_of(5, 30), sampling={"repetition": RepetitionDetection(1)}
+        ),
+        "gone": driver.add("gone", prompt_of(5, 40)),
+        "found": driver.add("found", prompt_of(5, 50)),
+        "long": driver.add("long", prompt_of(65, 60)),
+        "bad": driver.add("bad", [100]),
+        "nan": driver.add("nan", prompt_of(5, 70), max_tokens=20),
+    }
+    driver.steps(3)
+    driver.abort(keys["gone"])
+    driver.stop_found(keys["found"], 1)
+    while driver.pending:
+        driver.answer()
+    driver.plan()
+    driver.answer(nan_rows=[driver.requests["nan"].row])
+    driver.run()
+    assert {name: driver.reason(key) for name, key in keys.items()} == {
+        "stop": FinishReason.STOPPED,
+        "eos": FinishReason.STOPPED,
+        "length": FinishReason.LENGTH_CAPPED,
+        "circles": FinishReason.REPETITION,
+        "gone": FinishReason.ABORTED,
+        "found": FinishReason.STOPPED,
+        "long": FinishReason.IGNORED,
+        "bad": FinishReason.ERROR,
+        "nan": FinishReason.ERROR,
+    }
+
+
+@pytest.mark.req("REQ-07")
+def test_a_request_carries_what_connector_session_and_agent_need() -> None:
+    connector = WatchingConnector()
+    driver = Driver(world={"connector": connector}, max_steps_in_flight=2)
+    key = driver.add(
+        "turn",
+        prompt_of(5),
+        max_tokens=20,
+        kv_transfer_params={"lease": 7},
+        job_id="job",
+        is_last_step=False,
+        resumable=True,
+    )
+    view, request = connector.views["turn"], driver.requests["turn"]
+    assert (view.kv_transfer_params, view.job_id) == ({"lease": 7}, "job")
+    assert (request.job_id, request.is_last_step, request.resumable) == ("job", False, True)
+    driver.steps(4)
+    driver.continue_session(key, [70], max_tokens=2, resumable=False)
+    assert len(request.next_chunks) == 1
+    received = list(driver.received[key])
+    driver.stop_found(key, 1)
+    assert request.next_chunks == []
+    num_stale = driver.scheduler.make_stats().num_stale_tokens
+    driver.answer()  # what was in flight for the part that ended is discarded
+    assert driver.received[key] == received
+    assert driver.scheduler.make_stats().num_stale_tokens == num_stale + 1
+    driver.run()
+    assert driver.received[key] == received + expected_output("turn", 2)
+    assert not request.resumable
+    assert driver.finished[key].kv_transfer_params == {"from": "turn"}
+
+
+# What a plan says beside rows and blocks
+
+
+@pytest.mark.req("OUT-05")
+def test_a_plan_says_everything_that_workers_and_gateways_need_of_a_step() -> None:
+    compiler, connector = FakeCompiler({"strict"}), WatchingConnector(loads=8)
+    own = expected_output("strict", 3)
+    driver = Driver(
+        num_speculative_tokens=2,
+        draft=lambda name, position: [own[1], 6] if (name, position) == ("strict", 1) else [],
+        max_num_encoder_input_tokens=4,
+        world={"grammars": compiler, "connector": connector},
+    )
+    sees = driver.add("sees", prompt_of(9), multimodal=(MultimodalFeature("a", 2, 4),))
+    strict = driver.add("strict", prompt_of(10, 40), structured_output=grammar_for("strict"))
+    driver.add("loads", prompt_of(12, 60))
+    plan = driver.step()
+    assert plan is not None
+    assert [start.request_id for start in plan.added] == ["strict", "sees"]
+    assert (driver.scheduled, plan.num_scheduled_tokens) == ({"strict": 10, "sees": 9}, 19)
+    assert plan.encoder_inputs == ((1, 0),)
+    assert plan.connector_metadata == b"step 1"
+    assert plan.has_structured_output
+    plan = driver.step()
+    assert plan is not None
+    assert driver.scheduled == {"strict": 2, "sees": 1}
+    assert (plan.draft_rows.tolist(), plan.draft_tokens.tolist()) == ([0], [own[1]])
+    assert plan.num_invalid_draft_tokens == 1
+    driver.abort(strict)
+    load = connector.loading.pop("loads")
+    failed = load.tables[0][1]
+    driver.write_kv(load.tables, load.token_ids, 0, 4)
+    report = TransferReport(
+        1, 0, finished_receiving=("loads",), failed_block_ids=int32_array([failed])
+    )
+    driver.scheduler.update_from_transfers(report, driver.now)
+    driver.add("same", [*prompt_of(12), 20])
+    driver.add("other", prompt_of(4, 80), multimodal=(MultimodalFeature("b", 0, 4),))
+    plan = driver.step()
+    assert plan is not None
+    assert plan.finished_rows.tolist() == [0]
+    assert failed in plan.zero_block_ids.tolist()
+    assert plan.freed_encoder_hashes == ("a",)
+    assert not plan.has_structured_output
+    driver.run()
+    assert driver.received[sees] == expected_output("sees", 8)
+    driver = pressed(enable_prefix_caching=False)
+    driver.add("old", prompt_of(15, 0), max_tokens=8)
+    driver.add("young", prompt_of(16, 40), max_tokens=8)
+    driver.steps(2)
+    assert driver.plans[-1].preempted_rows.tolist() == [1]
+    driver.run()
+
+
+@pytest.mark.req("OUT-05")
+def test_blocks_that_all_rows_share_are_counted_when_membership_changes() -> None:
+    driver = Driver(num_blocks=60, num_groups=2)
+    driver.add("one", prompt_of(13), max_tokens=4)
+    driver.step()
+    driver.add("two", prompt_of(12), max_tokens=9)
+    driver.step()
+    three = driver.add("three", prompt_of(12, 50), max_tokens=2)
+    driver.run()
+    told = [plan.common_prefix_blocks for plan in driver.plans if plan.common_prefix_blocks]
+    assert told[:2] == [(4, 4), (2, 2)]
+    assert (0, 0) in told  # with `three`, who shares nothing
+    assert three in driver.finished
+
+
+# Figures
+
+
+@pytest.mark.req("MET-01")
+def test_the_figures_are_those_of_what_has_happened() -> None:
+    connector = LoadingConnector({"loads": 11})
+    driver = Driver(
+        max_num_seqs=2,
+        max_num_encoder_input_tokens=8,
+        num_speculative_tokens=2,
+        draft=lambda name, position: [steady_token(name, position), 5],
+        world={"connector": connector},
+    )
+    driver.add("one", prompt_of(14), max_tokens=1, multimodal=(MultimodalFeature("a", 1, 6),))
+    driver.step()
+    stats = driver.scheduler.make_stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_steps) == (0, 0, 1)
+    assert stats.encoder_cache_usage == 6 / 8
+    assert (stats.num_prefix_queried_tokens, stats.num_prefix_hit_tokens) == (14, 0)
+    driver.add("same", prompt_of(14), max_tokens=30)
+    driver.step()
+    driver.add("loads", prompt_of(12, 30), max_tokens=20)
+    driver.add("waits", prompt_of(12, 30), max_tokens=4)
+    driver.add("also", prompt_of(12, 30), max_tokens=4)
+    driver.step()
+    stats = driver.scheduler.make_stats()
+    assert (stats.num_running, stats.num_waiting) == (2, 2)
+    assert stats.num_external_queried_tokens >= 12
+    assert stats.num_external_hit_tokens == 11
+    # An item makes other names of the same tokens, so `same` has found nothing.
+    assert (stats.num_prefix_queried_tokens, stats.num_prefix_hit_tokens) == (14 + 14 + 12 + 12, 0)
+    assert stats.num_free_blocks == driver.num_free_blocks
+    assert stats.kv_usage == pytest.approx(1 - driver.num_free_blocks / 39)
+    # `same` has decoded one step of two drafts, of which one was right.
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (2, 1)
+    assert stats.num_invalid_draft_tokens == 0
+
+
+@pytest.mark.req("MET-01")
+def test_what_preempted_requests_find_again_is_counted_apart() -> None:
+    driver = pressed()
+    driver.add("old", prompt_of(15, 0), max_tokens=8)
+    driver.add("young", prompt_of(15, 40), max_tokens=8)
+    driver.run()
+    stats = driver.scheduler.make_stats()
+    assert stats.num_preemptions == 1
+    resumed = next(start for plan in driver.plans for start in plan.added if start.resumed)
+    assert (stats.num_prefix_queried_tokens, stats.num_prefix_hit_tokens) == (30, 0)
+    assert stats.num_preempted_queried_tokens == resumed.num_known_tokens
+    assert stats.num_preempted_hit_tokens == resumed.num_computed_tokens
+
+
+@BOTH
+def test_steps_in_flight_are_averaged_since_the_last_look(steps_in_flight: int) -> None:
+    driver = Driver(max_steps_in_flight=steps_in_flight)
+    driver.add("r", prompt_of(5), max_tokens=40)
+    driver.steps(5)
+    driver.scheduler.make_stats()
+    driver.steps(10)
+    assert driver.scheduler.make_stats().steps_in_flight == steps_in_flight
+    assert driver.scheduler.make_stats().steps_in_flight == 0.0  # no step since
+    driver.run()

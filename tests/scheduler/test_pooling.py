@@ -1,0 +1,114 @@
+"""Requests for one vector: their prompt is computed as any other, and no token comes of it."""
+
+import pytest
+
+from longshore.protocol.arrays import int32_array
+from longshore.protocol.client import FinishReason
+from longshore.protocol.inputs import PoolingParams
+from longshore.protocol.results import ModelRunnerOutput
+from longshore.scheduler.answers import BadAnswer
+from longshore.scheduler.request import RequestStatus
+from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
+
+EMBED = PoolingParams("embed")
+BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
+
+
+@pytest.mark.req("FEA-04")
+@BOTH
+def test_a_pooling_request_ends_with_its_vector_and_without_tokens(steps_in_flight: int) -> None:
+    driver = Driver(max_steps_in_flight=steps_in_flight)
+    text = driver.add("text", prompt_of(6), max_tokens=4)
+    key = driver.add("p", prompt_of(11, 40), pooling=EMBED, max_tokens=20)
+    driver.run()
+    end = driver.finished[key]
+    assert (end.reason, end.num_output_tokens) == (FinishReason.STOPPED, 0)
+    assert end.pooled.tolist() == [11.0]
+    assert driver.received[key] == []
+    assert driver.received[text] == expected_output("text", 4)
+    assert len(driver.finished[text].pooled) == 0
+    starts = [start for plan in driver.plans for start in plan.added]
+    assert [start.pooling for start in starts] == [None, EMBED]
+    assert sum(plan.num_scheduled_tokens for plan in driver.plans) == 6 + 3 + 11
+    assert driver.num_free_blocks == 39
+
+
+@pytest.mark.req("FEA-04")
+@BOTH
+def test_a_long_prompt_is_pooled_after_its_last_chunk(steps_in_flight: int) -> None:
+    driver = Driver(max_num_scheduled_tokens=8, max_steps_in_flight=steps_in_flight)
+    key = driver.add("p", prompt_of(20), pooling=EMBED)
+    driver.run()
+    counts = [plan.num_scheduled_tokens for plan in driver.plans if plan.num_scheduled_tokens]
+    assert counts == [8, 8, 4]
+    assert driver.finished[key].pooled.tolist() == [20.0]
+
+
+def test_a_prompt_of_the_models_length_but_one_is_pooled() -> None:
+    driver = Driver(max_model_len=16)
+    key = driver.add("p", prompt_of(15), pooling=EMBED)
+    driver.run()
+    assert driver.reason(key) is FinishReason.STOPPED
+
+
+@BOTH
+def test_a_pooled_prompt_is_a_prefix_for_others(steps_in_flight: int) -> None:
+    driver = Driver(max_steps_in_flight=steps_in_flight)
+    driver.add("p", prompt_of(12), pooling=EMBED)
+    driver.run()
+    key = driver.add("text", prompt_of(14), max_tokens=2)
+    driver.run()
+    assert driver.finished[key].num_cached_tokens == 12
+
+
+def test_pooling_takes_no_drafts() -> None:
+    driver = Driver(
+        num_speculative_tokens=2, draft=lambda name, position: [9, 9], max_steps_in_flight=2
+    )
+    key = driver.add("p", prompt_of(6), pooling=EMBED)
+    driver.run()
+    assert driver.finished[key].num_draft_tokens == 0
+    assert not any(len(plan.draft_rows) for plan in driver.plans)
+
+
+@BOTH
+def test_a_vector_that_comes_after_the_abort_is_dropped(steps_in_flight: int) -> None:
+    driver = Driver(max_steps_in_flight=steps_in_flight)
+    key = driver.add("p", prompt_of(6), pooling=EMBED)
+    driver.plan()
+    driver.abort(key)
+    driver.run()
+    assert driver.reason(key) is FinishReason.ABORTED
+    assert len(driver.finished[key].pooled) == 0
+
+
+def test_a_request_preempted_with_its_vector_in_flight_gets_it_all_the_same() -> None:
+    driver = pressed(max_steps_in_flight=2, enable_prefix_caching=False)
+    driver.add("old", prompt_of(16, 0), max_tokens=8)
+    key = driver.add("p", prompt_of(16, 40), pooling=EMBED)
+    driver.plan()
+    driver.plan()  # the seventeenth token of `old` needs a block
+    assert driver.requests["p"].status is RequestStatus.PREEMPTED
+    driver.answer()
+    assert driver.finished[key].pooled.tolist() == [16.0]
+    driver.run()
+    assert not any(start.resumed for plan in driver.plans for start in plan.added)
+
+
+def test_numbers_that_are_not_finite_end_a_pooling_request_with_an_error() -> None:
+    driver = Driver()
+    key = driver.add("p", prompt_of(6), pooling=EMBED)
+    driver.plan()
+    driver.answer(nan_rows=[0])
+    assert driver.reason(key) is FinishReason.ERROR
+    assert len(driver.finished[key].pooled) == 0
+    driver.run()
+
+
+def test_an_answer_without_the_vector_is_refused() -> None:
+    driver = Driver()
+    driver.add("p", prompt_of(6), pooling=EMBED)
+    driver.plan()
+    answer = ModelRunnerOutput(1, 1, sampled_tokens=int32_array([0]))
+    with pytest.raises(BadAnswer, match="no vector came for row 0"):
+        driver.scheduler.update_from_output(answer, driver.now)

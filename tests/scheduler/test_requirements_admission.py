@@ -1,0 +1,293 @@
+"""Who is looked at, and what keeps a waiting request out: requirements SCH."""
+
+from typing import Any
+
+import pytest
+
+from longshore.protocol.inputs import LoRARequest, MultimodalFeature, StructuredOutput
+from longshore.scheduler.pause import PauseState
+from longshore.scheduler.request import RequestStatus
+from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
+from tests.scheduler.grammars import Grammars
+
+NEVER = StructuredOutput("regex", "never compiled")
+
+
+def image(offset: int, num_tokens: int, name: str = "image") -> tuple[MultimodalFeature, ...]:
+    return (MultimodalFeature(name, offset, num_tokens),)
+
+
+# Need
+
+
+@pytest.mark.req("SCH-06")
+@pytest.mark.parametrize(
+    ("threshold", "budget", "expected"), [(0, 64, 19), (6, 64, 6), (0, 8, 8), (6, 8, 6)]
+)
+def test_a_resumed_request_needs_all_its_tokens_cut_to_threshold_and_budget(
+    threshold: int, budget: int, expected: int
+) -> None:
+    driver = pressed(
+        enable_prefix_caching=False,
+        max_num_batched_tokens=budget,
+        long_prefill_token_threshold=threshold,
+        cache={"preempt_threshold": 1.0},
+    )
+    driver.add("old", prompt_of(9, 0), max_tokens=8)
+    key = driver.add("young", prompt_of(13, 40), max_tokens=10)
+    young = driver.requests["young"]
+    while not young.num_preemptions:
+        driver.step()
+    assert (young.num_prompt_tokens, young.num_tokens) == (13, 13 + len(driver.received[key]))
+    num_outputs = len(driver.received[key])
+    while young.row < 0:
+        driver.step()
+    left = budget - driver.scheduled.get("old", 0)
+    assert driver.scheduled["young"] == min(13 + num_outputs, expected, left)
+    assert num_outputs > 0
+    driver.run()
+    assert driver.received[key] == expected_output("young", 10)
+
+
+# Who is looked at
+
+
+def waiting_with_witness(**settings: Any) -> tuple[Driver, Grammars]:
+    """A full pool with two running requests; `polled` grows when somebody looks at `waits`."""
+    grammars = Grammars()
+    driver = pressed(
+        enable_prefix_caching=False,
+        cache={"preempt_threshold": 1.0},
+        world={"grammars": grammars},
+        **settings,
+    )
+    driver.add("old", prompt_of(15, 0), max_tokens=8)
+    driver.add("young", prompt_of(16, 40), max_tokens=8)
+    driver.step()
+    assert driver.running == ["old", "young"]
+    driver.add("waits", prompt_of(1, 80), structured_output=StructuredOutput("regex", "g"))
+    return driver, grammars
+
+
+@pytest.mark.req("SCH-07")
+def test_nobody_who_waits_is_looked_at_in_a_step_that_preempted() -> None:
+    driver, grammars = waiting_with_witness()
+    plan = driver.plan()
+    assert plan is not None
+    assert len(plan.preempted_rows) == 1
+    assert grammars.polled == []
+    driver.answer()
+    grammars.ready.add("g")
+    driver.run()
+    assert grammars.polled == ["g"]
+    assert len(driver.finished) == 3
+
+
+@pytest.mark.req("SCH-07")
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_nobody_who_waits_is_looked_at_while_the_engine_is_paused(state: PauseState) -> None:
+    grammars = Grammars("g")
+    driver = Driver(world={"grammars": grammars})
+    driver.add("runs", prompt_of(5), max_tokens=9)
+    driver.step()
+    driver.add("waits", prompt_of(5, 40), structured_output=StructuredOutput("regex", "g"))
+    driver.scheduler.set_pause(state)
+    for _ in range(3):
+        driver.step()
+    assert (grammars.polled, driver.running) == ([], ["runs"])
+    driver.scheduler.set_pause(PauseState.UNPAUSED)
+    driver.step()
+    assert (grammars.polled, driver.running) == (["g"], ["runs", "waits"])
+
+
+# The order of the constraints
+
+
+@pytest.mark.req("SCH-09")
+@pytest.mark.parametrize("limit", [{"max_num_seqs": 1}, {"max_num_batched_tokens": 5}])
+def test_width_and_budget_come_before_everything_about_the_request(limit: dict[str, int]) -> None:
+    grammars = Grammars("g")
+    driver = Driver(world={"grammars": grammars}, **limit)
+    driver.add("runs", prompt_of(5), max_tokens=2)
+    driver.step()
+    driver.add("more", prompt_of(4 if "max_num_batched_tokens" in limit else 1, 20), max_tokens=2)
+    if "max_num_batched_tokens" in limit:
+        driver.step()  # the last token of `runs` and four of `more`
+        assert driver.scheduled == {"runs": 1, "more": 4}
+    driver.add("g", prompt_of(5, 40), structured_output=StructuredOutput("regex", "g"))
+    assert grammars.polled == []
+    driver.run()
+    assert len(driver.finished) == 3
+
+
+@pytest.mark.req("SCH-09")
+@pytest.mark.parametrize("obstacle", ["blocked", "adapter", "nothing"])
+def test_a_blocked_request_or_a_new_adapter_is_set_aside_before_blocks_are_counted(
+    obstacle: str,
+) -> None:
+    driver = Driver(num_blocks=9, max_model_len=32, max_loras=1, world={"grammars": Grammars()})
+    driver.add("runs", prompt_of(12, 0), max_tokens=8, lora=LoRARequest("a"))
+    driver.step()
+    fields = {
+        "blocked": {"structured_output": NEVER},
+        "adapter": {"lora": LoRARequest("b")},
+        "nothing": {},
+    }
+    driver.add("big", prompt_of(28, 40), max_tokens=1, **fields[obstacle])  # 7 of 5 free blocks
+    driver.add("small", prompt_of(3, 80), max_tokens=8, lora=LoRARequest("a"))
+    driver.step()
+    expected = ["runs"] if obstacle == "nothing" else ["runs", "small"]
+    assert driver.running == expected
+    assert driver.scheduler.make_stats().num_preemptions == 0
+
+
+@pytest.mark.req("SCH-09")
+def test_a_blocked_request_is_set_aside_before_its_adapter_is_asked_about() -> None:
+    grammars = Grammars()
+    driver = Driver(max_loras=1, world={"grammars": grammars})
+    driver.add("runs", prompt_of(5), max_tokens=30, lora=LoRARequest("a"))
+    driver.step()
+    driver.add("both", prompt_of(5, 40), structured_output=NEVER, lora=LoRARequest("b"))
+    driver.step()
+    assert grammars.polled == [NEVER.text]  # it is asked, although it has no place for its adapter
+    report = driver.scheduler.make_report(driver.now, "engine")
+    assert [waiting.request_id for waiting in report.waiting] == ["both"]
+    assert driver.requests["both"].status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+
+
+@pytest.mark.req("SCH-09")
+def test_want_of_blocks_preempts_for_those_who_run_and_ends_admission_for_those_who_wait() -> None:
+    driver = pressed(enable_prefix_caching=False, cache={"preempt_threshold": 1.0})
+    driver.add("old", prompt_of(15, 0), max_tokens=8)
+    driver.add("young", prompt_of(12, 40), max_tokens=8)
+    driver.step()
+    driver.add("big", prompt_of(9, 60), max_tokens=1)  # three blocks, one is free
+    driver.add("small", prompt_of(2, 80), max_tokens=1)
+    plan = driver.plan()  # `young` takes its fourth block; nobody gives way to those who wait
+    assert plan is not None
+    assert (plan.preempted_rows.size, plan.added) == (0, ())
+    assert driver.running == ["old", "young"]
+    driver.answer()
+    while not driver.scheduler.make_stats().num_preemptions:
+        plan = driver.step()
+    assert plan is not None
+    assert driver.scheduled == {"old": 1}  # tried again, and served, once `young` had given way
+    driver.run()
+    assert len(driver.finished) == 4
+
+
+@pytest.mark.req("SCH-09")
+def test_a_request_that_encoder_or_blocks_leave_nothing_ends_admission_and_takes_nothing() -> None:
+    driver = Driver(max_num_encoder_input_tokens=4, encoder_cache_size=8)
+    driver.add("first", prompt_of(6), max_tokens=4, multimodal=image(0, 3, "a"))
+    driver.add("head", prompt_of(6, 30), max_tokens=4, multimodal=image(0, 2, "b"))
+    driver.add("small", prompt_of(2, 60), max_tokens=4)
+    plan = driver.plan()  # one token of the encoder's budget is left, the head's item needs two
+    assert plan is not None
+    assert driver.scheduled == {"first": 6}
+    assert plan.encoder_inputs == ((0, 0),)
+    driver.answer()
+    driver.step()
+    assert driver.scheduled == {"first": 1, "head": 6, "small": 2}
+    # Blocks: the item of a head that finds none is not encoded, and has no place in the cache.
+    full = pressed(enable_prefix_caching=False, max_num_encoder_input_tokens=4)
+    full.add("runs", prompt_of(20), max_tokens=2)
+    full.step()
+    full.add("head", prompt_of(17, 50), max_tokens=2, multimodal=image(0, 4))
+    plan = full.plan()
+    assert plan is not None
+    assert (full.running, plan.encoder_inputs) == (["runs"], ())
+    assert full.scheduler.make_stats().encoder_cache_usage == 0.0
+    full.answer()
+    full.run()
+    assert sum(len(plan.encoder_inputs) for plan in full.plans) == 1
+
+
+# Lookups
+
+
+@pytest.mark.req("SCH-12")
+def test_prefixes_are_looked_up_once_per_life_and_a_miss_is_one_shared_object() -> None:
+    driver = pressed(max_num_batched_tokens=9, cache={"preempt_threshold": 1.0})
+    driver.add("old", prompt_of(15, 0), max_tokens=8)
+    driver.add("young", prompt_of(13, 40), max_tokens=8)
+    stats = driver.scheduler.kv_cache.stats
+    for _ in range(3):
+        driver.step()
+    assert driver.running == ["old", "young"]  # both in two chunks
+    assert (stats.num_queried_tokens, stats.num_preempted_queried_tokens) == (15 + 13, 0)
+    while not driver.requests["young"].num_preemptions:
+        driver.step()
+    num_tokens = driver.requests["young"].num_tokens
+    driver.run()
+    assert stats.num_preempted_queried_tokens == num_tokens  # it had nothing, and looked again
+    manager = driver.scheduler.kv_cache
+    misses = []
+    for name in ("a", "b"):
+        driver.add(name, [ord(name)] * 9, max_tokens=1)
+        misses.append(manager.get_computed_blocks(driver.requests[name]))
+    assert misses[0] is misses[1]
+
+
+# The whole input
+
+
+@pytest.mark.req("ERR-32")
+@pytest.mark.parametrize("reserve", [False, True])
+@pytest.mark.parametrize(("length", "fits"), [(24, True), (25, False)])
+def test_the_full_sequence_gate_counts_the_input_and_not_the_output(
+    reserve: bool, length: int, fits: bool
+) -> None:
+    driver = pressed(
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=4,
+        scheduler_reserve_full_isl=reserve,
+        cache={"preempt_threshold": 1.0},
+    )
+    driver.add("runs", prompt_of(4, 0), max_tokens=5)
+    driver.step()
+    driver.step()
+    assert driver.num_free_blocks == 6  # 24 tokens; with all its output it would need 8 blocks
+    driver.add("waits", prompt_of(length, 40), max_tokens=32 - length)
+    driver.step()
+    assert driver.running == (["runs", "waits"] if fits or not reserve else ["runs"])
+    driver.run()
+    assert len(driver.finished) == 2
+
+
+@pytest.mark.req("ERR-32")
+def test_the_input_of_a_resumed_request_includes_what_it_had_sampled() -> None:
+    driver = pressed(
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=4,
+        scheduler_reserve_full_isl=True,
+        cache={"preempt_threshold": 1.0},
+    )
+    driver.add("runs", prompt_of(4, 0), max_tokens=5)
+    driver.step()
+    driver.step()
+    driver.add("comes back", prompt_of(22, 40), outputs=[50, 51, 52], max_tokens=5)
+    driver.step()
+    assert driver.running == ["runs"]  # 25 tokens need 7 blocks, 6 are free
+    driver.run()
+
+
+@pytest.mark.req("ERR-38")
+def test_admission_keeps_the_watermark_that_the_check_has_promised() -> None:
+    # 40 usable blocks, int(41 * 0.1) = 4 are kept back while somebody runs.
+    driver = Driver(
+        num_blocks=41, max_num_batched_tokens=256, cache={"watermark": 0.1}, max_model_len=64
+    )
+    for index in range(4):
+        driver.add(f"r{index}", prompt_of(35, 18 * index), max_tokens=9)  # nine blocks each
+    driver.step()
+    assert driver.running == ["r0", "r1", "r2", "r3"]
+    assert driver.num_free_blocks == 4
+    driver.add("tiny", prompt_of(1, 80), max_tokens=1)
+    driver.step()
+    assert "tiny" not in driver.scheduled
+    for _ in range(2):
+        driver.step()
+    assert driver.num_free_blocks < 4  # those who run may take what was kept back
+    driver.run()
+    assert len(driver.finished) == 5
