@@ -3,7 +3,7 @@
 The rules are the checklist's POO, FRQ and HSH; cost is of no concern here.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
@@ -15,31 +15,43 @@ class OutOfBlocks(Exception):
 
 @dataclass(eq=False)
 class Block:
-    """`name` is set while the block can be found as a prefix, held or not."""
+    """`name` is set while the block can be found as a prefix, held or not.
+
+    fence:     the newest plan that may still write to it, or read from it.
+    num_taken: how often it was taken from the free queue, which tells one content from the next.
+    """
 
     block_id: int
     ref_count: int = 0
     name: int | None = None
+    fence: int = 0
+    num_taken: int = 0
 
 
 class BlockNames:
-    """Numbers every (parent, tokens, salt) ever seen, so two blocks share a name only if they hold
-    the same tokens behind the same prefix. A name of bytes is the root of all chains."""
+    """Numbers every (parent, tokens, extra key) ever seen, so two blocks share a name only if they
+    hold the same tokens behind the same prefix. A name of bytes is the root of all chains."""
 
     def __init__(self, root: bytes) -> None:
         self._root = root
         self._numbers: dict[Hashable, int] = {}
 
-    def chain(self, token_ids: Sequence[int], block_size: int, salt: str | None) -> list[int]:
-        """The names of all full blocks of `token_ids`. The salt enters with the first block."""
-        names: list[int] = []
-        parent: int | bytes = self._root
-        for start in range(0, len(token_ids) - block_size + 1, block_size):
-            content = tuple(token_ids[start : start + block_size])
-            key = (parent, content, salt if start == 0 else None)
-            parent = self._numbers.setdefault(key, len(self._numbers))
-            names.append(parent)
-        return names
+    def extend(
+        self,
+        names: list[int],
+        token_ids: Sequence[int],
+        block_size: int,
+        extra_key: Callable[[int, int], Hashable],
+    ) -> None:
+        """Append to `names` until every full block of `token_ids` has one.
+
+        extra_key: of the block that holds positions [first, last): what else its KV depends on.
+        """
+        for first in range(len(names) * block_size, len(token_ids) - block_size + 1, block_size):
+            last = first + block_size
+            parent: int | bytes = names[-1] if names else self._root
+            content = (parent, tuple(token_ids[first:last]), extra_key(first, last))
+            names.append(self._numbers.setdefault(content, len(self._numbers)))
 
 
 class TextbookBlockPool:
@@ -57,15 +69,25 @@ class TextbookBlockPool:
     def num_free(self) -> int:
         return len(self.free_queue)
 
-    def take(self, num_blocks: int) -> list[Block]:
-        """Blocks from the head of the free queue; they lose their names. Raises OutOfBlocks."""
-        if num_blocks > self.num_free:
-            raise OutOfBlocks(f"{num_blocks} blocks wanted, {self.num_free} are free")
-        taken, self.free_queue = self.free_queue[:num_blocks], self.free_queue[num_blocks:]
+    def take(self, num_blocks: int, *, answered_step: int | None = None) -> list[Block]:
+        """Blocks from the head of the free queue; they lose their names. With `answered_step`,
+        blocks whose fence is newer keep their place. Raises OutOfBlocks."""
+        taken = self.available(answered_step)[:num_blocks]
+        if num_blocks > len(taken):
+            raise OutOfBlocks(f"{num_blocks} blocks wanted, {len(taken)} are free")
         for block in taken:
+            self.free_queue.remove(block)
             self.remove_name(block)
             block.ref_count = 1
+            block.num_taken += 1
         return taken
+
+    def available(self, answered_step: int | None = None) -> list[Block]:
+        """The free blocks, the next to be taken first; with `answered_step`, those behind their
+        fences only."""
+        if answered_step is None:
+            return self.free_queue
+        return [block for block in self.free_queue if block.fence <= answered_step]
 
     def touch(self, blocks: Iterable[Block]) -> None:
         """One more holder for each block; those without one leave the free queue."""

@@ -4,22 +4,27 @@ Plans are encoded, decoded and applied as a worker would, and only what the work
 compared: so a delta that is wrong shows, as well as a decision that is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import AddRequest, StopFound
+from longshore.connectors.base import SchedulerConnector
+from longshore.protocol.arrays import Int64Array, UInt8Array, int32_array
+from longshore.protocol.client import AddRequest, ContinueSession, StopFound
 from longshore.protocol.codec import Decoder, Encoder
-from longshore.protocol.handshake import ToWorker
+from longshore.protocol.handshake import Feature, ToWorker
+from longshore.protocol.inputs import StructuredOutput
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from longshore.protocol.plan import SchedulerOutput
-from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.results import ModelRunnerOutput, TransferReport
 from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.pause import PauseState
 from longshore.scheduler.scheduler import Scheduler
+from tests.oracle.fake_grammar import FakeGrammars
 from tests.oracle.plan import (
     Admission,
+    Answer,
     Delivery,
     Finish,
     OraclePlan,
@@ -28,8 +33,61 @@ from tests.oracle.plan import (
 )
 
 
+class FastGrammar:
+    """Implements `longshore.scheduler.structured_output.Grammar` for one request."""
+
+    def __init__(self, grammars: FakeGrammars, spec: StructuredOutput) -> None:
+        self._grammars = grammars
+        self._spec = spec
+        self._num_accepted = 0
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        """Advance by verified tokens."""
+        if self.num_valid(token_ids) < len(token_ids):
+            return False
+        self._num_accepted += len(token_ids)
+        return True
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """How many leading tokens it would accept."""
+        return self._grammars.num_valid(self._spec, self._num_accepted, [*token_ids])
+
+    def fill_masks(self, draft_token_ids: Sequence[int], masks: UInt8Array) -> None:
+        """Nobody looks at the bits."""
+        masks[:] = 0xFF
+
+
+class FastGrammars:
+    """Implements `longshore.scheduler.structured_output.GrammarCompiler`."""
+
+    def __init__(self, grammars: FakeGrammars) -> None:
+        self._grammars = grammars
+
+    def poll(self, spec: StructuredOutput) -> FastGrammar | None:
+        """A fresh grammar once it is compiled."""
+        return FastGrammar(self._grammars, spec) if self._grammars.is_ready(spec) else None
+
+
+class SamplingRows:
+    """The rows that sample in one step, in the order of its answer.
+
+    generations: of the occupants; num_drafts: that each verifies.
+    """
+
+    def __init__(
+        self, rows: Int64Array, ids: list[str], generations: Int64Array, num_drafts: list[int]
+    ) -> None:
+        self.rows = rows
+        self.ids = ids
+        self.generations = generations
+        self.num_drafts = num_drafts
+
+
 class FastAdapter:
-    """Implements `SchedulerAdapter` over `longshore.scheduler.Scheduler`."""
+    """Implements `SchedulerAdapter` over `longshore.scheduler.Scheduler`.
+
+    drafts_apart: drafts come in a message of their own instead of with the answer.
+    """
 
     def __init__(
         self,
@@ -40,6 +98,10 @@ class FastAdapter:
         eos_token_ids: tuple[int, ...],
         vocab_size: int = 1000,
         verify_plan: bool = False,
+        drafts_apart: bool = False,
+        connector: SchedulerConnector | None = None,
+        grammars: FakeGrammars | None = None,
+        num_ranks: int = 1,
     ) -> None:
         spec = FullAttentionSpec(cache.block_size, 1, 4, 4)
         self.scheduler = Scheduler(
@@ -52,16 +114,27 @@ class FastAdapter:
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             verify_plan=verify_plan,
+            features=frozenset(Feature),
+            connector=connector,
+            grammars=None if grammars is None else FastGrammars(grammars),
+            num_ranks=num_ranks,
         )
-        self._num_blocks = num_blocks
+        self._drafts_apart = drafts_apart
+        self._max_num_seqs = config.max_num_seqs
         self._block_size = cache.block_size
         self._encoder: Encoder[ToWorker] = Encoder()
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
-        self._rows = RowTable(config.max_num_seqs)
-        self._follower = PlanFollower(self._rows, epoch=1)
+        self._num_steps = 0
+        self._begin_epoch(1)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._first_step = self._num_steps  # the scheduler's steps count from 1 in each epoch
+        self._rows = RowTable(self._max_num_seqs)
+        self._follower = PlanFollower(self._rows, epoch=epoch)
         self._ids: dict[int, str] = {}
         self._tables: dict[int, list[int]] = {}
-        self._sampling_rows: dict[int, list[str]] = {}
+        self._sampling: dict[int, SamplingRows] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -70,11 +143,21 @@ class FastAdapter:
     def add_request(self, request: AddRequest, *, client: int, now: float) -> None:
         self.scheduler.add_request(request, client=client, now=now)
 
+    def continue_session(self, message: ContinueSession, *, client: int, now: float) -> None:
+        self.scheduler.continue_session(client, message, now)
+
     def abort(self, handles: Sequence[int], *, client: int) -> None:
         self.scheduler.abort_requests(client, int32_array(handles), 0.0)
 
     def stop_found(self, handle: int, num_tokens: int, *, client: int) -> None:
         self.scheduler.stop_found(client, StopFound(handle, num_tokens), 0.0)
+
+    def set_pause(self, state: PauseState) -> None:
+        self.scheduler.set_pause(state)
+
+    def begin_epoch(self, epoch: int, now: float) -> None:
+        self.scheduler.begin_epoch(epoch, now)
+        self._begin_epoch(epoch)
 
     def schedule(self, now: float) -> OraclePlan | None:
         plan = self.scheduler.schedule(now)
@@ -88,6 +171,9 @@ class FastAdapter:
     def _follow(self, plan: SchedulerOutput) -> OraclePlan:
         finished = [self._drop(row) for row in plan.finished_rows.tolist()]
         preempted = [self._drop(row) for row in plan.preempted_rows.tolist()]
+        for rewind in plan.rewound:
+            num_blocks = -(-rewind.num_computed_tokens // self._block_size)
+            del self._tables[rewind.row][num_blocks:]
         new_blocks: dict[int, list[int]] = {}
         for start in plan.added:
             table = start.block_ids[0].tolist()
@@ -98,15 +184,25 @@ class FastAdapter:
             for row, block_id in zip(blocks.rows.tolist(), blocks.block_ids.tolist(), strict=True):
                 self._tables[row].append(block_id)
                 new_blocks.setdefault(row, []).append(block_id)
+        drafts: dict[int, list[int]] = {}
+        for row, token in zip(plan.draft_rows.tolist(), plan.draft_tokens.tolist(), strict=True):
+            drafts.setdefault(row, []).append(token)
         num_scheduled = self._follower.apply(plan)
         samples = self._rows.samples(num_scheduled)
         for state in plan.full_state or ():
             assert state.block_ids[0].tolist() == self._tables[state.row]
-        self._sampling_rows[plan.step] = [self._ids[r] for r in np.flatnonzero(samples).tolist()]
+        self._num_steps = self._first_step + plan.step
+        sampling = np.flatnonzero(samples)
+        self._sampling[plan.step] = SamplingRows(
+            sampling,
+            [self._ids[row] for row in sampling.tolist()],
+            self._rows.generation[sampling],
+            [len(drafts.get(row, ())) for row in sampling.tolist()],
+        )
         rows = np.flatnonzero(num_scheduled)
         by_admission = rows[np.argsort(self._rows.generation[rows])].tolist()
         return OraclePlan(
-            step=plan.step,
+            step=self._num_steps,
             scheduled=tuple(
                 ScheduledRequest(
                     request_id=self._ids[row],
@@ -114,6 +210,7 @@ class FastAdapter:
                     samples=bool(samples[row]),
                     new_block_ids=tuple(new_blocks.get(row, ())),
                     block_ids=tuple(self._tables[row]),
+                    drafts=tuple(drafts.get(row, ())),
                 )
                 for row in by_admission
             ),
@@ -123,16 +220,61 @@ class FastAdapter:
             ),
             preempted=tuple(sorted(preempted)),
             finished=tuple(sorted(finished)),
+            rewound=tuple(
+                sorted(
+                    (self._ids[rewind.row], rewind.num_computed_tokens) for rewind in plan.rewound
+                )
+            ),
+            encoder_inputs=tuple(sorted((self._ids[r], index) for r, index in plan.encoder_inputs)),
+            freed_hashes=tuple(sorted(plan.freed_encoder_hashes)),
+            num_invalid_drafts=plan.num_invalid_draft_tokens,
+            has_structured_output=plan.has_structured_output,
         )
 
     def _drop(self, row: int) -> str:
         del self._tables[row]
         return self._ids.pop(row)
 
-    def update_from_output(self, step: int, tokens: Mapping[str, int]) -> None:
-        sampled = [tokens[request_id] for request_id in self._sampling_rows.pop(step)]
-        output = ModelRunnerOutput(epoch=1, step=step, sampled_tokens=int32_array(sampled))
-        self.scheduler.update_from_output(output, 0.0)
+    def take_masks(self) -> tuple[int, ...]:
+        return tuple(self._first_step + mask.step for mask in self.scheduler.take_masks())
+
+    def update_from_output(self, answer: Answer) -> None:
+        step = answer.step - self._first_step
+        sampling = self._sampling.pop(step)
+        tokens = [answer.tokens[id_] or (0,) for id_ in sampling.ids]
+        num_sampled = [len(some) for some in tokens]
+        self._note_rejected(step, sampling, num_sampled)
+        rows = dict(zip(sampling.ids, sampling.rows.tolist(), strict=True))
+        draft_rows = [rows[id_] for id_, drafts in answer.drafts.items() for _ in drafts]
+        draft_tokens = [token for drafts in answer.drafts.values() for token in drafts]
+        in_answer = not self._drafts_apart
+        self.scheduler.update_from_output(
+            ModelRunnerOutput(
+                epoch=self._epoch,
+                step=step,
+                sampled_tokens=int32_array([token for some in tokens for token in some]),
+                num_sampled=int32_array(num_sampled if max(num_sampled, default=1) > 1 else []),
+                draft_rows=int32_array(draft_rows if in_answer else []),
+                draft_tokens=int32_array(draft_tokens if in_answer else []),
+                pooled_rows=int32_array([rows[id_] for id_ in answer.pooled]),
+                pooled=tuple(np.array(vector, "<f4") for vector in answer.pooled.values()),
+                failed_block_ids=int32_array(answer.failed_block_ids),
+            ),
+            0.0,
+        )
+        if draft_rows and not in_answer:
+            self.scheduler.update_drafts(int32_array(draft_rows), int32_array(draft_tokens))
+
+    def _note_rejected(self, step: int, sampling: SamplingRows, num_sampled: list[int]) -> None:
+        num_rejected = np.array(sampling.num_drafts, np.int64) + 1 - np.array(num_sampled, np.int64)
+        rejects = num_rejected > 0
+        if rejects.any():
+            self._follower.note_rejected(
+                step, sampling.rows[rejects], sampling.generations[rejects], num_rejected[rejects]
+            )
+
+    def update_from_transfers(self, report: TransferReport, now: float) -> None:
+        self.scheduler.update_from_transfers(report, now)
 
     def take_outputs(self) -> Outputs:
         deliveries: list[Delivery] = []
@@ -152,18 +294,13 @@ class FastAdapter:
                     finished.num_output_tokens,
                     finished.num_cached_tokens,
                     finished.num_preemptions,
+                    tuple(finished.pooled.tolist()),
+                    finished.session_continues,
                 )
                 for finished in message.finished
             ]
         return Outputs(tuple(deliveries), tuple(finishes))
 
     def check_invariants(self) -> None:
-        """Free and held blocks make up the pool, and the worker's tables are the scheduler's."""
-        running = self.scheduler.running
-        held: set[int] = set()
-        for request in running.requests_in_order():
-            held.update(self.scheduler.kv_cache.block_ids(request.row)[0].tolist())
-        assert 0 not in held
-        assert self.num_free_blocks + len(held) + 1 == self._num_blocks
-        assert (running.num_placeholders >= 0).all()
-        assert running.num_rows == len(running.requests_in_order())
+        """The scheduler's own check: conservation of blocks, and its rows."""
+        self.scheduler.check()

@@ -7,11 +7,14 @@ tokens on the same blocks, whatever rows hold them.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from longshore.protocol.client import AddRequest, FinishReason
+from longshore.protocol.client import AddRequest, ContinueSession, FinishReason
+from longshore.protocol.results import TransferReport
+from longshore.scheduler.pause import PauseState
 
 
 class Admission(NamedTuple):
-    """A request that enters the running list; `num_cached_tokens` of it were prefix hits."""
+    """A request that enters the running list; `num_cached_tokens` of it are computed already:
+    prefix hits, and what a connector brought or is to bring before the step."""
 
     request_id: str
     resumed: bool
@@ -22,8 +25,10 @@ class ScheduledRequest(NamedTuple):
     """What one request gets in one step.
 
     samples:       the step ends at the request's last token, so it is answered with the next one.
-    new_block_ids: taken from the free queue in this step, in order of position; no prefix hits.
-    block_ids:     its whole block table, for the tokens up to the end of this step.
+    new_block_ids: appended to its table in this step; on admission, the blocks behind the computed
+                   tokens.
+    block_ids:     its whole block table, for the tokens up to the end of this step at least.
+    drafts:        ids to verify, its last tokens in this step; -1 is what the worker proposed.
     """
 
     request_id: str
@@ -31,6 +36,7 @@ class ScheduledRequest(NamedTuple):
     samples: bool
     new_block_ids: tuple[int, ...]
     block_ids: tuple[int, ...]
+    drafts: tuple[int, ...] = ()
 
 
 class OraclePlan(NamedTuple):
@@ -39,7 +45,13 @@ class OraclePlan(NamedTuple):
     scheduled: in scheduling order, which is admission order: running requests, then admitted ones.
     admitted:  in admission order; each of them is in `scheduled` too.
     preempted: ids, sorted; the order of victims shows when they are resumed.
-    finished:  ids, sorted, of requests that ended while running since the plan before.
+    finished:  ids, sorted, of requests that ended while running since the plan before, and of
+               sessions whose output did.
+    rewound:   (id, tokens it falls back to), sorted, since the plan before.
+    encoder_inputs: (id, index of the multimodal item) to encode, sorted.
+    freed_hashes: encoder outputs to forget, sorted.
+    num_invalid_drafts: that a grammar refused since the plan before.
+    has_structured_output: a grammar masks some token of this step.
     """
 
     step: int
@@ -47,6 +59,11 @@ class OraclePlan(NamedTuple):
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()
+    rewound: tuple[tuple[str, int], ...] = ()
+    encoder_inputs: tuple[tuple[str, int], ...] = ()
+    freed_hashes: tuple[str, ...] = ()
+    num_invalid_drafts: int = 0
+    has_structured_output: bool = False
 
     @property
     def num_scheduled(self) -> dict[str, int]:
@@ -62,6 +79,22 @@ class OraclePlan(NamedTuple):
     def sampling(self) -> tuple[str, ...]:
         """Ids of the requests that sample, in admission order: the order of the plan's answer."""
         return tuple(entry.request_id for entry in self.scheduled if entry.samples)
+
+
+class Answer(NamedTuple):
+    """What the worker says of one step.
+
+    tokens:  the ids that each sampling request got; empty for one that asks for a vector.
+    drafts:  proposed for the next step, by request.
+    pooled:  the vectors of the requests that asked for one.
+    failed_block_ids: blocks that the step's own loads were to fill and did not.
+    """
+
+    step: int
+    tokens: Mapping[str, tuple[int, ...]]
+    drafts: Mapping[str, tuple[int, ...]] = {}
+    pooled: Mapping[str, tuple[float, ...]] = {}
+    failed_block_ids: tuple[int, ...] = ()
 
 
 class Delivery(NamedTuple):
@@ -81,6 +114,8 @@ class Finish(NamedTuple):
     num_output_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+    pooled: tuple[float, ...] = ()
+    session_continues: bool = False
 
 
 class Outputs(NamedTuple):
@@ -109,6 +144,10 @@ class SchedulerAdapter(Protocol):
         """Queue a request, or refuse it with a Finish."""
         ...
 
+    def continue_session(self, message: ContinueSession, *, client: int, now: float) -> None:
+        """The next input of a session; an unknown handle is ignored."""
+        ...
+
     def abort(self, handles: Sequence[int], *, client: int) -> None:
         """End these requests; unknown handles are ignored."""
         ...
@@ -117,12 +156,28 @@ class SchedulerAdapter(Protocol):
         """End a request after its output token `num_tokens`; an unknown handle is ignored."""
         ...
 
-    def schedule(self, now: float) -> OraclePlan | None:
-        """Plan a step, or None."""
+    def set_pause(self, state: PauseState) -> None:
+        """How much of its work the scheduler does from now on."""
         ...
 
-    def update_from_output(self, step: int, tokens: Mapping[str, int]) -> None:
-        """Answer the oldest unanswered plan: one token for each id of its `sampling`."""
+    def begin_epoch(self, epoch: int, now: float) -> None:
+        """All workers are new: nothing that was computed exists, unanswered plans are void."""
+        ...
+
+    def schedule(self, now: float) -> OraclePlan | None:
+        """Plan a step, or None. Steps count from 1, through all epochs."""
+        ...
+
+    def take_masks(self) -> tuple[int, ...]:
+        """Steps whose grammar masks have become known since the last call."""
+        ...
+
+    def update_from_output(self, answer: Answer) -> None:
+        """The oldest unanswered plan is answered."""
+        ...
+
+    def update_from_transfers(self, report: TransferReport, now: float) -> None:
+        """A rank's transfers have ended."""
         ...
 
     def take_outputs(self) -> Outputs:

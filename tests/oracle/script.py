@@ -6,12 +6,22 @@ the order of their `Add` lines.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import AddRequest, FinishReason
-from longshore.protocol.sampling import SamplingParams
+from longshore.connectors.base import Match, Matched, RequestView, SchedulerConnector
+from longshore.protocol.arrays import Int32Array, int32_array
+from longshore.protocol.client import AddRequest, ContinueSession, FinishReason
+from longshore.protocol.inputs import (
+    LoRARequest,
+    MultimodalFeature,
+    PoolingParams,
+    StructuredOutput,
+)
+from longshore.protocol.results import TransferReport
+from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.pause import PauseState
+from tests.oracle.plan import Answer as OracleAnswer
 from tests.oracle.plan import OraclePlan, Outputs, SchedulerAdapter
 
 CLIENT = 0
@@ -34,6 +44,13 @@ class Add:
     skips_cache: bool = False
     handle: int | None = None
     refused: FinishReason | None = None
+    lora: str | None = None
+    items: tuple[tuple[str, int, int], ...] = ()  # (hash, offset, tokens)
+    is_pooling: bool = False
+    grammar: StructuredOutput | None = None
+    job_id: str | None = None
+    resumable: bool = False
+    repetition: RepetitionDetection | None = None
 
     def message(self, handle: int) -> AddRequest:
         """The request as the client sends it."""
@@ -46,18 +63,25 @@ class Add:
                 min_tokens=self.min_tokens,
                 stop_token_ids=self.stop_ids,
                 ignore_eos=self.ignore_eos,
+                repetition=self.repetition,
             ),
             output_token_ids=int32_array([*self.outputs]),
             priority=self.priority,
             age_s=self.age_s,
             cache_salt=self.salt,
             skip_reading_prefix_cache=self.skips_cache,
+            lora=None if self.lora is None else LoRARequest(self.lora),
+            multimodal=tuple(MultimodalFeature(*item) for item in self.items),
+            pooling=PoolingParams() if self.is_pooling else None,
+            structured_output=self.grammar,
+            job_id=self.job_id,
+            resumable=self.resumable,
         )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The next step. `cached` and `tables` are looked at only for the requests they name.
+    """The next step. `cached`, `tables` and `drafts` are looked at only for the requests they name.
 
     scheduled: tokens by request, in scheduling order.
     cached:    prefix hits of admitted requests, in tokens.
@@ -71,6 +95,11 @@ class Plan:
     finished: tuple[str, ...] = ()
     cached: Mapping[str, int] = field(default_factory=dict)
     tables: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    encoder_inputs: tuple[tuple[str, int], ...] = ()
+    freed_hashes: tuple[str, ...] = ()
+    rewound: tuple[tuple[str, int], ...] = ()
+    num_invalid_drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,13 +111,21 @@ class NoPlan:
 class Answer:
     """The oldest unanswered plan is answered with these tokens, which are all that it samples.
 
-    dropped: requests whose token reaches nobody.
-    ended:   requests that end with their token.
+    tokens:  several where drafts were right; none where a vector was asked for.
+    dropped: requests whose tokens reach nobody.
+    ended:   requests whose output ends with their token; what comes behind the first `told` of its
+             tokens is dropped.
+    drafts:  proposed for the next step.
+    failed:  blocks that the step was to load and did not.
     """
 
-    tokens: Mapping[str, int]
+    tokens: Mapping[str, int | tuple[int, ...]]
     dropped: tuple[str, ...] = ()
     ended: Mapping[str, FinishReason] = field(default_factory=dict)
+    told: Mapping[str, int] = field(default_factory=dict)
+    drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    pooled: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    failed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,7 +160,92 @@ class Free:
     num_blocks: int
 
 
-Line: TypeAlias = Add | Plan | NoPlan | Answer | Abort | StopAt | Usage | Free
+@dataclass(frozen=True)
+class SetPause:
+    """An operator wants less, or everything again."""
+
+    state: PauseState
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next input of a session."""
+
+    request_id: str
+    prompt: Iterable[int]
+    max_tokens: int | None = None
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What was begun since the last look: (request, its blocks, tokens to load)."""
+
+    begun: tuple[tuple[str, tuple[int, ...], int], ...]
+
+
+@dataclass(frozen=True)
+class Received:
+    """A rank reports loads that have ended. `ended`: requests that end with that."""
+
+    request_ids: tuple[str, ...]
+    failed: tuple[int, ...] = ()
+    rank: int = 0
+    ended: Mapping[str, FinishReason] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NewEpoch:
+    """All workers are new."""
+
+    epoch: int
+
+
+Line: TypeAlias = (
+    Add
+    | Plan
+    | NoPlan
+    | Answer
+    | Abort
+    | StopAt
+    | Usage
+    | Free
+    | SetPause
+    | Chunk
+    | Loads
+    | Received
+    | NewEpoch
+)
+
+
+class ScriptedConnector(SchedulerConnector):
+    """Answers each question with the next of a request's `offers`, the last one again and again;
+    `begun` is for `Loads`."""
+
+    def __init__(self, offers: Mapping[str, tuple[Match, ...]]) -> None:
+        self._offers = {request_id: [*answers] for request_id, answers in offers.items()}
+        self.begun: list[tuple[str, tuple[int, ...], int]] = []
+        self._has_news = False
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        answers = self._offers.get(request.request_id, [Matched(0)])
+        return answers.pop(0) if len(answers) > 1 else answers[0]
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: tuple[Int32Array, ...], num_external_tokens: int
+    ) -> None:
+        if num_external_tokens:
+            self._has_news = True
+            table = tuple(block_ids[0].tolist())
+            self.begun.append((request.request_id, table, num_external_tokens))
+
+    def build_connector_meta(self, step: object) -> bytes:
+        self._has_news = False
+        return b""
+
+    @property
+    def has_pending_work(self) -> bool:
+        return self._has_news
 
 
 @dataclass(frozen=True)
@@ -131,6 +253,8 @@ class Scenario:
     """Settings and lines; `requirements` are the ids of the checklist that it is about.
 
     num_blocks: with the null block.
+    feature:    of `workloads.ALL_FEATURES`, the one that it needs.
+    offers:     what the connector answers; None without one.
     """
 
     name: str
@@ -140,6 +264,13 @@ class Scenario:
     num_blocks: int
     lines: tuple[Line, ...]
     eos_token_ids: tuple[int, ...] = ()
+    feature: str | None = None
+    offers: Mapping[str, tuple[Match, ...]] | None = None
+    num_ranks: int = 1
+
+    def make_connector(self) -> ScriptedConnector | None:
+        """One per scheduler."""
+        return None if self.offers is None else ScriptedConnector(self.offers)
 
 
 def scenario(
@@ -154,11 +285,20 @@ def scenario(
     chunked: bool = True,
     max_num_seqs: int = 8,
     priority: bool = False,
+    policy: str = "fcfs",
     in_flight: int = 1,
     caching: bool = True,
     eos: tuple[int, ...] = (),
+    watermark: float = 0.0,
+    preempt_threshold: float = 1.0,
+    admit_threshold: float = 1.0,
+    feature: str | None = None,
+    offers: Mapping[str, tuple[Match, ...]] | None = None,
+    num_ranks: int = 1,
+    **settings: Any,
 ) -> Scenario:
-    """A Scenario with small settings; whatever is not said is off or ample."""
+    """A Scenario with small settings; whatever is not said is off or ample. `settings`: more of the
+    `SchedulerConfig`."""
     return Scenario(
         name=name,
         requirements=requirements,
@@ -168,19 +308,32 @@ def scenario(
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=threshold,
             enable_chunked_prefill=chunked,
-            policy="priority" if priority else "fcfs",
+            policy="priority" if priority else policy,
             max_steps_in_flight=in_flight,
+            **settings,
         ),
-        cache=CacheConfig(block_size=block_size, enable_prefix_caching=caching),
+        cache=CacheConfig(
+            block_size=block_size,
+            enable_prefix_caching=caching,
+            watermark=watermark,
+            preempt_threshold=preempt_threshold,
+            admit_threshold=admit_threshold,
+        ),
         num_blocks=usable_blocks + 1,
         lines=lines,
         eos_token_ids=eos,
+        feature=feature,
+        offers=offers,
+        num_ranks=num_ranks,
     )
 
 
-def play(scheduler: SchedulerAdapter, scenario: Scenario) -> None:
-    """Run all lines; AssertionError names the first one that does not hold."""
-    player = _Player(scheduler)
+def play(
+    scheduler: SchedulerAdapter, scenario: Scenario, connector: ScriptedConnector | None = None
+) -> None:
+    """Run all lines; AssertionError names the first one that does not hold. `connector`: the
+    scheduler's."""
+    player = _Player(scheduler, connector)
     for number, line in enumerate(scenario.lines, start=1):
         try:
             player.play(line)
@@ -191,8 +344,10 @@ def play(scheduler: SchedulerAdapter, scenario: Scenario) -> None:
 
 
 class _Player:
-    def __init__(self, scheduler: SchedulerAdapter) -> None:
+    def __init__(self, scheduler: SchedulerAdapter, connector: ScriptedConnector | None) -> None:
         self._scheduler = scheduler
+        self._connector = connector
+        self._epoch = 1
         self._ids: dict[int, str] = {}
         self._handles: dict[str, int] = {}
         self._unanswered: list[int] = []
@@ -207,10 +362,8 @@ class _Player:
             case NoPlan():
                 plan = self._scheduler.schedule(0.0)
                 assert plan is None, f"planned {plan}"
-            case Answer(tokens, dropped, ended):
-                self._scheduler.update_from_output(self._unanswered.pop(0), tokens)
-                told = {id_: token for id_, token in tokens.items() if id_ not in dropped}
-                self._expect_outputs(told, ended)
+            case Answer():
+                self._answer(line)
             case Abort(request_id):
                 self._scheduler.abort((self._handles[request_id],), client=CLIENT)
                 self._expect_outputs({}, {request_id: FinishReason.ABORTED})
@@ -223,6 +376,28 @@ class _Player:
             case Free(num_blocks):
                 num_free = self._scheduler.num_free_blocks
                 assert num_free == num_blocks, f"{num_free} are free"
+            case SetPause(state):
+                self._scheduler.set_pause(state)
+            case Chunk():
+                self._continue(line)
+            case Loads(begun):
+                assert self._connector is not None
+                found, self._connector.begun = tuple(self._connector.begun), []
+                assert found == begun, f"are {found}"
+            case Received():
+                report = TransferReport(
+                    epoch=self._epoch,
+                    rank=line.rank,
+                    finished_receiving=line.request_ids,
+                    failed_block_ids=int32_array(line.failed),
+                )
+                self._scheduler.update_from_transfers(report, 0.0)
+                self._expect_outputs({}, line.ended)
+            case NewEpoch(epoch):
+                self._epoch = epoch
+                self._unanswered.clear()
+                self._scheduler.begin_epoch(epoch, 0.0)
+                self._expect_outputs({}, {})
 
     def _add(self, line: Add) -> None:
         handle = len(self._ids) if line.handle is None else line.handle
@@ -234,6 +409,30 @@ class _Player:
             self._ids[handle] = line.request_id
             self._handles[line.request_id] = handle
 
+    def _continue(self, line: Chunk) -> None:
+        message = ContinueSession(
+            handle=self._handles[line.request_id],
+            prompt_token_ids=int32_array([*line.prompt]),
+            sampling=SamplingParams(max_tokens=line.max_tokens),
+            resumable=not line.is_last,
+        )
+        self._scheduler.continue_session(message, client=CLIENT, now=0.0)
+
+    def _answer(self, line: Answer) -> None:
+        tokens = {
+            id_: (some,) if isinstance(some, int) else some for id_, some in line.tokens.items()
+        }
+        step = self._unanswered.pop(0)
+        self._scheduler.update_from_output(
+            OracleAnswer(step, tokens, line.drafts, line.pooled, line.failed)
+        )
+        told = {
+            id_: some[: line.told.get(id_)]
+            for id_, some in tokens.items()
+            if some and id_ not in line.dropped
+        }
+        self._expect_outputs(told, line.ended)
+
     def _plan(self, line: Plan) -> None:
         plan = self._scheduler.schedule(0.0)
         assert plan is not None, "nothing was planned"
@@ -243,15 +442,19 @@ class _Player:
         order = [*plan.num_scheduled], [*line.scheduled]
         assert order[0] == order[1], f"is in the order {order[0]}"
 
-    def _expect_outputs(self, tokens: Mapping[str, int], ended: Mapping[str, FinishReason]) -> None:
+    def _expect_outputs(
+        self, tokens: Mapping[str, tuple[int, ...]], ended: Mapping[str, FinishReason]
+    ) -> None:
         outputs: Outputs = self._scheduler.take_outputs()
-        told = {self._ids[delivery.handle]: delivery.token for delivery in outputs.deliveries}
+        told: dict[str, tuple[int, ...]] = {}
+        for _, handle, token in outputs.deliveries:
+            told[self._ids[handle]] = (*told.get(self._ids[handle], ()), token)
         assert told == tokens, f"delivered {told}"
         reasons = {self._ids[finish.handle]: finish.reason for finish in outputs.finishes}
         assert reasons == ended, f"ended {reasons}"
         for finish in outputs.finishes:
             request_id = self._ids[finish.handle]
-            self._usage[request_id] = Usage(request_id, *finish[3:])
+            self._usage[request_id] = Usage(request_id, *finish[3:6])
 
 
 def _describe(plan: OraclePlan, wanted: Plan) -> Plan:
@@ -266,4 +469,9 @@ def _describe(plan: OraclePlan, wanted: Plan) -> Plan:
         finished=plan.finished,
         cached={id_: cached[id_] for id_ in wanted.cached if id_ in cached},
         tables={id_: tables[id_] for id_ in wanted.tables if id_ in tables},
+        drafts={e.request_id: e.drafts for e in plan.scheduled if e.request_id in wanted.drafts},
+        encoder_inputs=plan.encoder_inputs,
+        freed_hashes=plan.freed_hashes,
+        rewound=plan.rewound,
+        num_invalid_drafts=plan.num_invalid_drafts,
     )

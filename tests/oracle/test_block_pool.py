@@ -68,10 +68,27 @@ def test_misuse_is_refused() -> None:
         pool.set_name(pool.blocks[1], 8)
 
 
-def test_names_are_equal_only_for_equal_prefix_and_salt() -> None:
+def test_a_load_takes_the_oldest_blocks_behind_their_fences() -> None:  # DESIGN 9.3
+    pool = TextbookBlockPool(6)
+    for block, fence in zip(pool.blocks[1:], (0, 4, 2, 5, 3), strict=True):
+        block.fence = fence
+    assert ids(pool.available(3)) == [1, 3, 5]
+    assert ids(pool.take(2, answered_step=3)) == [1, 3]
+    assert ids(pool.free_queue) == [2, 4, 5]
+    with pytest.raises(OutOfBlocks, match="2 blocks wanted, 1 are free"):
+        pool.take(2, answered_step=3)
+
+
+def chain(names: BlockNames, token_ids: list[int], salt: str | None) -> list[int]:
+    chained: list[int] = []
+    names.extend(chained, token_ids, 2, lambda first, last: salt if first == 0 else None)
+    return chained
+
+
+def test_names_are_equal_only_for_equal_prefix_and_extra_key() -> None:
     names = BlockNames(b"seed")
-    plain = names.chain([1, 2, 3, 4, 5], 2, None)
+    plain = chain(names, [1, 2, 3, 4, 5], None)
     assert len(plain) == 2
-    assert names.chain([1, 2, 3, 4], 2, None) == plain
-    assert names.chain([9, 2, 3, 4], 2, None)[1] != plain[1]
-    assert not set(names.chain([1, 2, 3, 4], 2, "salt")) & set(plain)
+    assert chain(names, [1, 2, 3, 4], None) == plain
+    assert chain(names, [9, 2, 3, 4], None)[1] != plain[1]
+    assert not set(chain(names, [1, 2, 3, 4], "salt")) & set(plain)

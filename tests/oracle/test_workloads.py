@@ -3,25 +3,33 @@
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from longshore.protocol.client import AddRequest
-from tests.oracle.block_pool import Block
-from tests.oracle.plan import OraclePlan
+from longshore.protocol.results import TransferReport
+from tests.oracle.block_pool import Block, TextbookBlockPool
+from tests.oracle.driver import Surroundings, drive
+from tests.oracle.plan import Answer, OraclePlan
 from tests.oracle.request import TextbookRequest
+from tests.oracle.tables import BlockTables
 from tests.oracle.textbook import TextbookScheduler
-from tests.oracle.workloads import Workload, drive
+from tests.oracle.workloads import Workload
 
 
 class ForgetsSalt(TextbookScheduler):
     def add_request(self, message: AddRequest, *, client: int = 0, now: float) -> None:
-        super().add_request(message, client=client, now=now)
-        for request in self.waiting:
-            request.salt = None
+        super().add_request(replace(message, cache_salt=None), client=client, now=now)
+
+
+class TablesMixedUp(BlockTables):
+    def find_prefix(self, request: TextbookRequest) -> list[Block]:
+        return super().find_prefix(request)[::-1]
 
 
 class MixesUpHits(TextbookScheduler):
-    def _find_prefix(self, request: TextbookRequest) -> list[Block]:
-        return super()._find_prefix(request)[::-1]
+    def _reset(self) -> None:
+        super()._reset()
+        self.tables.__class__ = TablesMixedUp
 
 
 class IgnoresAborts(TextbookScheduler):
@@ -40,28 +48,90 @@ class GetsStuck(TextbookScheduler):
         return super().schedule(now) if now < 2 else None
 
 
-def drive_some_workloads(scheduler_type: type[TextbookScheduler]) -> None:
-    for seed in range(100):
-        workload = Workload.random(seed)
+class ForgetsAdapters(TextbookScheduler):
+    def add_request(self, message: AddRequest, *, client: int = 0, now: float) -> None:
+        super().add_request(replace(message, lora=None), client=client, now=now)
+
+
+class ForgetsItems(TextbookScheduler):
+    def add_request(self, message: AddRequest, *, client: int = 0, now: float) -> None:
+        super().add_request(replace(message, multimodal=()), client=client, now=now)
+
+
+class NamesDrafts(TextbookScheduler):
+    def update_from_output(self, answer: Answer) -> None:
+        """Every draft counts as right."""
+        for entry in self.unanswered[0].entries if self.unanswered else ():
+            entry.num_drafts = max(len(answer.tokens.get(entry.request.request_id, ())) - 1, 0)
+        super().update_from_output(answer)
+
+
+class PoolWithoutFences(TextbookBlockPool):
+    def available(self, answered_step: int | None = None) -> list[Block]:
+        return self.free_queue
+
+
+class IgnoresFences(TextbookScheduler):
+    def _reset(self) -> None:
+        super()._reset()
+        self.tables.pool = PoolWithoutFences(self.num_blocks)
+
+
+class FreesWhatIsBeingLoaded(TextbookScheduler):
+    def abandon_load(self, request: TextbookRequest) -> None:
+        assert request.load is not None
+        self.transfers.loads.remove(request.load)
+
+
+class BelievesLoads(TextbookScheduler):
+    def update_from_transfers(self, report: TransferReport, now: float) -> None:
+        super().update_from_transfers(
+            replace(report, failed_block_ids=report.failed_block_ids[:0]), now
+        )
+
+
+class BelievesSynchronousLoads(TextbookScheduler):
+    def update_from_output(self, answer: Answer) -> None:
+        super().update_from_output(answer._replace(failed_block_ids=()))
+
+
+def drive_some_workloads(
+    scheduler_type: type[TextbookScheduler], feature: str | None, num_workloads: int
+) -> None:
+    for seed in range(num_workloads):
+        workload = Workload.random(seed, () if feature is None else (feature,))
+        surroundings = Surroundings.of(workload)
         scheduler = scheduler_type(
             workload.scheduler,
             workload.cache,
             num_blocks=workload.num_blocks,
             eos_token_ids=workload.eos_token_ids,
+            connector=surroundings.connector,
+            grammars=surroundings.grammars,
+            num_ranks=workload.num_ranks,
         )
-        drive(scheduler, workload)
+        drive(scheduler, workload, surroundings)
 
 
 @pytest.mark.parametrize(
-    ("broken", "complaint"),
+    ("broken", "feature", "complaint"),
     [
-        (ForgetsSalt, "wrong KV at position 0"),
-        (MixesUpHits, "wrong KV at position 0"),
-        (IgnoresAborts, "still alive after its abort"),
-        (ForgetsFinishedRows, "has a row already|rows are held"),
-        (GetsStuck, "never answered"),
+        (ForgetsSalt, None, "wrong KV at position 0"),
+        (MixesUpHits, None, "wrong KV at position 0"),
+        (IgnoresAborts, None, "still alive after its abort"),
+        (ForgetsFinishedRows, None, "has a row already|rows are held|never dropped"),
+        (GetsStuck, None, "never answered"),
+        (ForgetsAdapters, "lora", "wrong KV at position 0|too many adapters"),
+        (ForgetsItems, "encoder", "is not encoded|wrong KV"),
+        (NamesDrafts, "drafts", None),
+        (IgnoresFences, "connector", "names {"),
+        (FreesWhatIsBeingLoaded, "connector", "wrong KV"),
+        (BelievesLoads, "connector", None),
+        (BelievesSynchronousLoads, "rewind", None),
     ],
 )
-def test_driver_finds_what_is_broken(broken: type[TextbookScheduler], complaint: str) -> None:
+def test_driver_finds_what_is_broken(
+    broken: type[TextbookScheduler], feature: str | None, complaint: str | None
+) -> None:
     with pytest.raises(AssertionError, match=complaint):
-        drive_some_workloads(broken)
+        drive_some_workloads(broken, feature, 300)

@@ -1,54 +1,35 @@
 """The scheduler as the checklist states it: one object per request and block, one rule per line.
 
 It exists to be compared with: on equal inputs a scheduler of any other design must make equal
-plans. Scope: FCFS and priority, one token budget, chunked prefill, prefix caching, recompute
-preemption, aborts, one or two plans in flight, full attention in one KV cache group.
+plans. Scope: all rules of issue 3 for full attention in one KV cache group. The parts of a step are
+in files of their own: `running.py`, `admission.py`, `settle.py`, `answers.py`; this one holds the
+state, and what becomes of requests.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from longshore.protocol.client import AddRequest, FinishReason
+from longshore.connectors.base import RequestView, SchedulerConnector
+from longshore.protocol.arrays import int32_array
+from longshore.protocol.client import AddRequest, ContinueSession, FinishReason
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.results import TransferReport
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
-from tests.oracle.block_pool import Block, BlockNames, TextbookBlockPool
-from tests.oracle.plan import Admission, Delivery, Finish, OraclePlan, Outputs, ScheduledRequest
-from tests.oracle.request import Status, TextbookRequest, WaitingQueue
-
-
-@dataclass
-class Step:
-    """A plan in the making.
-
-    new_blocks: blocks taken in this step, by request.
-    admitted:   requests with whether they are resumed and their prefix hits in tokens.
-    """
-
-    budget: int
-    scheduled: dict[TextbookRequest, int] = field(default_factory=dict)
-    new_blocks: dict[TextbookRequest, list[Block]] = field(default_factory=dict)
-    admitted: list[Admission] = field(default_factory=list)
-    preempted: list[TextbookRequest] = field(default_factory=list)
-
-    def schedule(self, request: TextbookRequest, num_tokens: int, new_blocks: list[Block]) -> None:
-        """Give a request its tokens and charge the budget."""
-        self.scheduled[request] = num_tokens
-        self.new_blocks[request] = new_blocks
-        self.budget -= num_tokens
-
-    def withdraw(self, request: TextbookRequest) -> None:
-        """Undo `schedule`; nothing of the request will be computed after all."""
-        self.budget += self.scheduled.pop(request)
-        del self.new_blocks[request]
-
-
-@dataclass(frozen=True)
-class UnansweredPlan:
-    """A plan on its way. A request that samples in it is kept with its number of preemptions,
-    which tells whether it is still in the same life when the answer comes."""
-
-    step: int
-    sampling: tuple[tuple[TextbookRequest, int], ...]
+from longshore.scheduler.pause import PauseState
+from tests.oracle.admission import Admissions
+from tests.oracle.answers import apply_answer
+from tests.oracle.block_pool import BlockNames, TextbookBlockPool
+from tests.oracle.check import check_books
+from tests.oracle.encoder import EncoderCache
+from tests.oracle.fake_grammar import FakeGrammars
+from tests.oracle.gates import Gates
+from tests.oracle.intake import refusal
+from tests.oracle.loads import Transfers
+from tests.oracle.plan import Answer, Delivery, Finish, OraclePlan, Outputs
+from tests.oracle.request import Status, TextbookRequest, WaitingQueues
+from tests.oracle.running import schedule_running
+from tests.oracle.settle import settle
+from tests.oracle.step import Step, UnansweredPlan
+from tests.oracle.tables import BlockTables
 
 
 class TextbookScheduler:
@@ -68,36 +49,72 @@ class TextbookScheduler:
         num_blocks: int,
         hash_seed: bytes = b"",
         eos_token_ids: Sequence[int] = (),
+        connector: SchedulerConnector | None = None,
+        grammars: FakeGrammars | None = None,
+        num_ranks: int = 1,
     ) -> None:
         self.config = config
-        self.block_size = cache.block_size
-        self.caches_prefixes = cache.enable_prefix_caching
-        self.pool = TextbookBlockPool(num_blocks)
-        self.waiting = WaitingQueue(config.policy)
-        self.running: list[TextbookRequest] = []
-        if self._num_blocks_for(config.max_model_len) > self.pool.num_free:
-            raise ConfigError(
-                f"max_model_len={config.max_model_len} needs more blocks than the "
-                f"{self.pool.num_free} of an empty pool; raise num_blocks"
-            )
+        self.connector = connector
+        self.grammars = grammars
+        self.num_blocks = num_blocks
+        self._cache = cache
         self._names = BlockNames(hash_seed)
+        self.queues = WaitingQueues(config.policy)
+        self.running: list[TextbookRequest] = []
+        self.live: list[TextbookRequest] = []
+        self.gates = Gates(cache, num_blocks)
+        self.pause = PauseState.UNPAUSED
+        self.num_steps = 0
+        self.answered_step = 0
+        self._num_ranks = num_ranks
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._live: list[TextbookRequest] = []
-        self._unanswered: list[UnansweredPlan] = []
-        self._finished_ids: list[str] = []  # to be told to the worker
         self._deliveries: list[Delivery] = []
         self._finishes: list[Finish] = []
-        self._num_steps = 0
+        self._masked_steps: list[int] = []
+        self._newest_mask = 0
+        self._reset()
+        if self.tables.num_blocks_for(config.max_model_len) > self.tables.pool.num_free:
+            raise ConfigError(
+                f"max_model_len={config.max_model_len} needs more blocks than the "
+                f"{self.tables.pool.num_free} of an empty pool; raise num_blocks"
+            )
+
+    def _reset(self) -> None:
+        """What the workers know, for new ones."""
+        self.tables = BlockTables(
+            TextbookBlockPool(self.num_blocks),
+            self._names,
+            block_size=self._cache.block_size,
+            caches_prefixes=self._cache.enable_prefix_caching,
+        )
+        self.encoder = EncoderCache(
+            self.config.max_num_encoder_input_tokens
+            if self.config.encoder_cache_size is None
+            else self.config.encoder_cache_size
+        )
+        self.transfers = Transfers(self._num_ranks)
+        self.unanswered: list[UnansweredPlan] = []
+        self.num_invalid_drafts = 0
+        self._finished_ids: list[str] = []
+        self._rewound: dict[TextbookRequest, int] = {}
 
     @property
     def num_free_blocks(self) -> int:
-        return self.pool.num_free
+        return self.tables.pool.num_free
+
+    @property
+    def max_loading_blocks(self) -> int:
+        """Of all requests that load, or have loaded and wait."""
+        if self.config.max_loading_blocks is not None:
+            return self.config.max_loading_blocks
+        return self.num_blocks // 2
 
     # Requests come and go.
 
     def add_request(self, message: AddRequest, *, client: int = 0, now: float) -> None:
-        """Queue a request, or refuse it: ERROR without a prompt or under an id or handle that is
-        alive, IGNORED if too long, LENGTH_CAPPED if it has all its tokens already."""
+        """Queue a request, or refuse it: ERROR without a prompt, under an id or handle that is
+        alive, under an id whose transfers go on, or with an item too large for the encoder; IGNORED
+        if too long. One that has all its tokens already ends at once."""
         request = TextbookRequest.from_message(
             message,
             client=client,
@@ -105,59 +122,141 @@ class TextbookScheduler:
             max_model_len=self.config.max_model_len,
             eos_token_ids=self._eos_token_ids,
         )
-        refusal = self._refusal(request)
-        if refusal is not None:
-            self._report_end(request, refusal)
+        reason = refusal(self, request)
+        if reason is not None:
+            self._report_end(request, reason)
             return
-        self._live.append(request)
-        self.waiting.append(request)
-
-    def _refusal(self, request: TextbookRequest) -> FinishReason | None:
-        if not request.prompt:
-            return FinishReason.ERROR
-        if request.num_tokens >= self.config.max_model_len:
-            return FinishReason.IGNORED
-        for other in self._live:
-            if other.request_id == request.request_id:
-                return FinishReason.ERROR
-            if (other.client, other.handle) == (request.client, request.handle):
-                return FinishReason.ERROR
-        if len(request.outputs) >= request.max_tokens:
-            return FinishReason.LENGTH_CAPPED
-        return None
+        self.live.append(request)
+        self.queues.jobs.add(request)
+        self.queues.append(request)
+        if self.connector is not None:
+            self.connector.on_new_request(self.view(request))
+        if len(request.outputs) >= request.max_tokens and not request.is_pooling:
+            self.finish(request, FinishReason.LENGTH_CAPPED)
 
     def abort(self, handles: Sequence[int], *, client: int = 0) -> None:
         """End these requests; unknown handles are ignored, they may just have finished."""
         for handle in handles:
             request = self._find(client, handle)
             if request is not None:
-                self._finish(request, FinishReason.ABORTED)
+                self.finish(request, FinishReason.ABORTED)
 
     def stop_found(self, handle: int, num_tokens: int, *, client: int = 0) -> None:
-        """The text of output token `num_tokens` completed a stop string: the rest is void."""
+        """The text of output token `num_tokens` completed a stop string: the rest is void. One that
+        comes too late for its part of a session is ignored."""
         request = self._find(client, handle)
-        if request is not None:
+        if request is not None and num_tokens <= len(request.outputs):
             del request.outputs[num_tokens:]
-            self._finish(request, FinishReason.STOPPED)
+            del request.names[request.num_tokens // self.tables.block_size :]
+            self.end_output(request, FinishReason.STOPPED)
+
+    def continue_session(self, message: ContinueSession, *, client: int = 0, now: float) -> None:
+        """The next input of a session: at once if the session waits for it. A chunk behind the last
+        one, or for a request that is no session, is ignored."""
+        request = self._find(client, message.handle)
+        if request is None or not request.is_resumable:
+            return
+        if request.chunks and not request.chunks[-1].resumable:
+            return
+        request.chunks.append(message)
+        if request.status is Status.WAITING_FOR_INPUT:
+            self._take_chunk(request)
+
+    def _take_chunk(self, request: TextbookRequest) -> None:
+        """The next chunk goes behind the tokens so far; the request waits to be admitted with it,
+        in the queue it stands in."""
+        chunk = request.chunks.popleft()
+        request.prompt += chunk.prompt_token_ids.tolist()
+        request.is_resumable = chunk.resumable
+        request.set_limits(chunk.sampling, self.config.max_model_len, self._eos_token_ids)
+        request.status = Status.WAITING
+        if request.num_tokens >= self.config.max_model_len:
+            self.finish(request, FinishReason.IGNORED)
 
     def _find(self, client: int, handle: int) -> TextbookRequest | None:
-        for request in self._live:
+        for request in self.live:
             if (request.client, request.handle) == (client, handle):
                 return request
         return None
 
-    def _finish(self, request: TextbookRequest, reason: FinishReason) -> None:
-        if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self._free_blocks(request)
-            self._finished_ids.append(request.request_id)
-        else:
-            self.waiting.remove(request)
-        request.status = Status.FINISHED
-        self._live.remove(request)
-        self._report_end(request, reason)
+    def end_output(
+        self, request: TextbookRequest, reason: FinishReason, pooled: tuple[float, ...] = ()
+    ) -> None:
+        """The request has all it asked for; a session goes on with its next chunk, unless the
+        model's length leaves no room for one."""
+        if not request.is_resumable or request.num_tokens >= self.config.max_model_len:
+            self.finish(request, reason, pooled)
+            return
+        self._report_end(request, reason, session_continues=True)
+        self._leave(request)
+        request.prompt, request.outputs = request.token_ids, []
+        request.num_cached = None
+        request.part += 1
+        request.status = Status.WAITING_FOR_INPUT
+        self.queues.append(request)
+        if request.chunks:
+            self._take_chunk(request)
 
-    def _report_end(self, request: TextbookRequest, reason: FinishReason) -> None:
+    def finish(
+        self, request: TextbookRequest, reason: FinishReason, pooled: tuple[float, ...] = ()
+    ) -> None:
+        """The request ends, wherever it stands."""
+        self._report_end(request, reason, pooled)
+        if self.connector is not None:
+            self._finish_transfers(request)
+        self._leave(request)
+        request.status = Status.FINISHED
+        self.live.remove(request)
+        self.queues.jobs.remove(request)
+
+    def _finish_transfers(self, request: TextbookRequest) -> None:
+        """Transfers own their blocks: what is being loaded into is the request's no more, what is
+        to be sent gets one reference more."""
+        assert self.connector is not None
+        if request.status is Status.LOADING and not request.load_is_over:
+            self.abandon_load(request)
+            self.tables.free(request)
+        departure = self.connector.request_finished(
+            self.view(request), (int32_array([block.block_id for block in request.blocks]),)
+        )
+        if departure.delay_free and request.blocks:
+            self.tables.pool.touch(request.blocks)
+            self.transfers.begin_send(request.request_id, [*request.blocks])
+
+    def abandon_load(self, request: TextbookRequest) -> None:
+        """Nobody waits for it any more, but it still writes."""
+        assert self.connector is not None
+        assert request.load is not None
+        self.tables.pool.touch(request.blocks)
+        self.transfers.quarantine.append(request.load)
+        self.connector.load_abandoned(request.request_id)
+
+    def _leave(self, request: TextbookRequest) -> None:
+        """Off the row, or out of the queue; its blocks and encoder outputs are free for others."""
+        if request.status is Status.RUNNING:
+            self._finished_ids.append(request.request_id)
+            self._leave_row(request)
+        else:
+            self.queues.remove(request)
+            self.tables.free(request)
+        request.was_preempted = False
+
+    def _leave_row(self, request: TextbookRequest) -> None:
+        self.running.remove(request)
+        self._rewound.pop(request, None)
+        self.encoder.drop_all(request)
+        self.tables.free(request, newest_plan=self.num_steps)
+        request.drafts = []
+        request.num_placeholders = 0
+        request.life += 1
+
+    def _report_end(
+        self,
+        request: TextbookRequest,
+        reason: FinishReason,
+        pooled: tuple[float, ...] = (),
+        session_continues: bool = False,
+    ) -> None:
         self._finishes.append(
             Finish(
                 client=request.client,
@@ -167,262 +266,170 @@ class TextbookScheduler:
                 # Usage counts cached tokens of the prompt; hits may reach into resubmitted outputs.
                 num_cached_tokens=min(request.num_cached or 0, len(request.prompt)),
                 num_preemptions=request.num_preemptions,
+                pooled=pooled,
+                session_continues=session_continues,
             )
         )
+
+    def set_pause(self, state: PauseState) -> None:
+        """How much of its work the scheduler does from now on."""
+        self.pause = state
+
+    def begin_epoch(self, epoch: int, now: float) -> None:
+        """All workers are new: what was computed, loaded or in flight is gone. Running requests
+        wait again, before all others and in their order."""
+        for request in reversed(self.running[:]):
+            self.preempt(request)
+        for request in self.queues.requests():
+            self.tables.free(request)
+            self._forget_load(request)
+            request.asks_connector = True
+        self._reset()
+        if self.connector is not None:
+            self.connector.on_new_epoch(epoch)
 
     # One step.
 
     def schedule(self, now: float) -> OraclePlan | None:
-        """Plan the next step; None if too many plans are unanswered or there is nothing to say.
-
-        now: seconds. No rule in scope looks at the clock after a request has arrived.
-        """
-        if len(self._unanswered) >= self.config.max_steps_in_flight:
+        """Plan the next step, at `now` in seconds; None if too many plans are unanswered or there
+        is nothing to say."""
+        if len(self.unanswered) >= self.config.max_steps_in_flight:
             return None
-        step = Step(budget=self.config.token_budget)
-        self._schedule_running(step)
+        self._give_up_late_loads(now)
+        step = Step(
+            budget=0 if self.pause is PauseState.PAUSED_ALL else self.config.token_budget,
+            encoder_budget=self.config.max_num_encoder_input_tokens,
+            encoder=self.encoder,
+        )
+        schedule_running(self, step)
         self._name_running(step)
-        if not step.preempted:
-            self._admit_waiting(step)
-        if not (step.scheduled or step.preempted or self._finished_ids):
+        if not step.preempted and self.pause is PauseState.UNPAUSED:
+            Admissions(self, step, now).run()
+        has_news = step.scheduled or step.preempted or self._finished_ids or self._rewound
+        if not has_news and not (self.connector is not None and self.connector.has_pending_work):
             return None
-        return self._finish_plan(step)
+        return settle(self, step)
 
-    def _schedule_running(self, step: Step) -> None:
-        for request in list(self.running):  # victims leave the list while it is walked
-            if step.budget == 0:
-                return
-            if request.status is not Status.RUNNING:
+    def _give_up_late_loads(self, now: float) -> None:
+        for request in self.queues.requests():
+            if request.status is not Status.LOADING or request.load_is_over:
                 continue
-            if self._ends_with_placeholders(request):
-                continue
-            num_tokens = self._running_need(request, step.budget)
-            if num_tokens == 0:
-                continue
-            end = request.num_computed + num_tokens
-            new_blocks = self._allocate(request, [], end)
-            while new_blocks is None:
-                victim = self._choose_victim()
-                self._preempt(victim, step)
-                if victim is request:
-                    break
-                new_blocks = self._allocate(request, [], end)
-            if new_blocks is not None:
-                step.schedule(request, num_tokens, new_blocks)
+            assert request.load is not None
+            if now >= request.load.deadline:
+                self.fail_load(request)
+
+    def fail_load(self, request: TextbookRequest) -> None:
+        """What the request loads or has loaded is of no use: it ends, or waits without it."""
+        if self.config.load_failure_policy == "fail":
+            self.finish(request, FinishReason.ERROR)
+            return
+        if not request.load_is_over:
+            self.abandon_load(request)
+        self.tables.free(request)
+        self._forget_load(request)
+
+    def _forget_load(self, request: TextbookRequest) -> None:
+        if request.load is not None:
+            request.load = None
+            request.num_computed = 0
+            request.status = Status.WAITING
+
+    def give_up_youngest_load(self, keep: TextbookRequest) -> bool:
+        """DESIGN 9.15: of the requests other than `keep` whose load is over and who wait, the one
+        whose load began last loses its blocks. False if there is none."""
+        loaded = [
+            request
+            for request in self.queues.requests()
+            if request.load is not None and request.load_is_over and request is not keep
+        ]
+        if not loaded:
+            return False
+        youngest = max(loaded, key=lambda request: request.load.number if request.load else 0)
+        self.tables.free(youngest)
+        self._forget_load(youngest)
+        youngest.asks_connector = True
+        return True
+
+    def count_loaded(self, request: TextbookRequest) -> None:
+        """What a load that is over brought: the tokens before the first block that failed."""
+        assert request.load is not None
+        num_good = request.load.num_good_tokens(self.tables.block_size)
+        request.num_computed = min(num_good, request.num_tokens - 1)
+
+    def with_lookahead(self, end: int) -> int:
+        """Tokens for which there must be slots, to compute up to `end`."""
+        return min(end + self.config.num_lookahead_tokens, self.config.max_model_len)
 
     def _name_running(self, step: Step) -> None:
         """DESIGN 9.7: what is verified and in a plan, this one included. Only now, because a victim
         of this step computes nothing of what it had been given."""
         for request in self.running:
-            self._name_blocks(request, request.num_computed + step.scheduled.get(request, 0))
+            self.tables.name(request, request.num_computed + step.scheduled.get(request, 0))
 
-    def _ends_with_placeholders(self, request: TextbookRequest) -> bool:
-        """SPD-06: the outputs on their way are the last ones, so there is nothing to compute."""
-        if request.num_placeholders == 0:
-            return False
-        settled = request.num_computed + 2 - request.num_placeholders
-        return settled >= len(request.prompt) + request.max_tokens
-
-    def _running_need(self, request: TextbookRequest, budget: int) -> int:
-        """SCH-04, in its order of caps."""
-        need = request.num_tokens + request.num_placeholders - request.num_computed
-        if self.config.long_prefill_token_threshold > 0:
-            need = min(need, self.config.long_prefill_token_threshold)
-        need = min(need, budget)
-        return min(need, self.config.max_model_len - 1 - request.num_computed)
-
-    def _choose_victim(self) -> TextbookRequest:
-        if self.config.policy == "priority":
-            return max(self.running, key=lambda request: request.urgency)
-        return self.running[-1]
-
-    def _preempt(self, victim: TextbookRequest, step: Step) -> None:
-        if victim in step.scheduled:
+    def preempt(self, victim: TextbookRequest, step: Step | None = None) -> None:
+        """PRE-04; out of a step in the making, or because the workers are new."""
+        if step is not None and victim in step.scheduled:
             step.withdraw(victim)  # PRE-03
-        self.running.remove(victim)
-        self._free_blocks(victim)
+        self._leave_row(victim)
         victim.status = Status.PREEMPTED
-        victim.num_computed = 0
-        victim.num_placeholders = 0
+        victim.was_preempted = True
+        victim.asks_connector = True
         victim.num_preemptions += 1
-        step.preempted.append(victim)
-        self.waiting.prepend(victim)
+        if step is not None:
+            step.preempted.append(victim)
+        self.queues.prepend(victim)
 
-    def _admit_waiting(self, step: Step) -> None:
-        set_aside: list[TextbookRequest] = []
-        while (
-            len(self.waiting) > 0
-            and step.budget > 0
-            and len(self.running) < self.config.max_num_seqs
-        ):
-            request = self.waiting.head()
-            if self._has_token_in_flight(request):
-                self.waiting.remove(request)
-                set_aside.append(request)
-                continue
-            hits = self._find_prefix(request)
-            num_hit_tokens = len(hits) * self.block_size
-            num_tokens = self._waiting_need(request, num_hit_tokens, step.budget)
-            if num_tokens == 0:
-                break
-            end = num_hit_tokens + num_tokens
-            new_blocks = self._allocate(request, hits, end)
-            if new_blocks is None:
-                break
-            self.waiting.remove(request)
-            self._admit(request, num_hit_tokens, step)
-            step.schedule(request, num_tokens, new_blocks)
-            self._name_blocks(request, end)
-        for request in reversed(set_aside):
-            self.waiting.prepend(request)
+    def take_news(self) -> tuple[list[str], dict[TextbookRequest, int]]:
+        """Ids that left their rows for good, and rewound requests with the tokens they keep, since
+        the last call."""
+        finished_ids, rewound = self._finished_ids, self._rewound
+        self._finished_ids, self._rewound = [], {}
+        return finished_ids, rewound
 
-    def _has_token_in_flight(self, request: TextbookRequest) -> bool:
-        """It was preempted while its next token was being sampled: wait for that token, or it
-        would be sampled again."""
-        return any(
-            request is sampling for plan in self._unanswered for sampling, _ in plan.sampling
-        )
+    # What the workers answer.
 
-    def _waiting_need(self, request: TextbookRequest, num_hit_tokens: int, budget: int) -> int:
-        """SCH-06 and SCH-14; 0 ends admission."""
-        need = request.num_tokens - num_hit_tokens
-        if self.config.long_prefill_token_threshold > 0:
-            need = min(need, self.config.long_prefill_token_threshold)
-        if need > budget and not self.config.enable_chunked_prefill:
-            return 0
-        return min(need, budget)
+    def update_from_output(self, answer: Answer) -> None:
+        """Answer the oldest unanswered plan. Raises ValueError, with nothing changed, if step or
+        tokens are not those of that plan."""
+        apply_answer(self, answer)
+        self.note_masks()
 
-    def _admit(self, request: TextbookRequest, num_hit_tokens: int, step: Step) -> None:
-        resumed = request.status is Status.PREEMPTED
-        step.admitted.append(Admission(request.request_id, resumed, num_hit_tokens))
-        request.status = Status.RUNNING
-        request.num_computed = num_hit_tokens
-        request.num_named = num_hit_tokens // self.block_size
-        if request.num_cached is None:
-            request.num_cached = num_hit_tokens
-        self.running.append(request)
-
-    def _finish_plan(self, step: Step) -> OraclePlan:
-        """Settle the books as if the step had run, and put it into words."""
-        self._num_steps += 1
-        assert step.budget >= 0
-        assert len(self.running) <= self.config.max_num_seqs
-        sampling: list[TextbookRequest] = []
-        for request, num_tokens in step.scheduled.items():
-            request.num_computed += num_tokens
-            if request.num_computed >= request.num_tokens + request.num_placeholders:
-                request.num_placeholders += 1
-                sampling.append(request)
-        self._unanswered.append(
-            UnansweredPlan(
-                self._num_steps,
-                tuple((request, request.num_preemptions) for request in sampling),
-            )
-        )
-        finished_ids, self._finished_ids = self._finished_ids, []
-        return OraclePlan(
-            step=self._num_steps,
-            scheduled=tuple(
-                ScheduledRequest(
-                    request_id=request.request_id,
-                    num_tokens=num_tokens,
-                    samples=request in sampling,
-                    new_block_ids=tuple(block.block_id for block in step.new_blocks[request]),
-                    block_ids=tuple(block.block_id for block in request.blocks),
-                )
-                for request, num_tokens in step.scheduled.items()
-            ),
-            admitted=tuple(step.admitted),
-            preempted=tuple(sorted(request.request_id for request in step.preempted)),
-            finished=tuple(sorted(finished_ids)),
-        )
-
-    # Blocks.
-
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def _find_prefix(self, request: TextbookRequest) -> list[Block]:
-        """Leading cached blocks; the last token is never a hit, it must be computed to sample."""
-        if not (self.caches_prefixes and request.reads_prefix_cache):
-            return []
-        hits: list[Block] = []
-        for name in self._block_names(request)[: (request.num_tokens - 1) // self.block_size]:
-            block = self.pool.find(name)
-            if block is None:
-                break
-            hits.append(block)
-        return hits
-
-    def _allocate(
-        self, request: TextbookRequest, hits: list[Block], end: int
-    ) -> list[Block] | None:
-        """Extend the block table by `hits` and then by new blocks, to hold `end` tokens.
-
-        Returns the new blocks, or None, with nothing changed, if too few are free.
-        """
-        num_new = self._num_blocks_for(end) - len(request.blocks) - len(hits)
-        num_free_hits = sum(block.ref_count == 0 for block in hits)  # KVM-08
-        if num_new + num_free_hits > self.pool.num_free:
-            return None
-        self.pool.touch(hits)
-        new_blocks = self.pool.take(num_new)
-        request.blocks += hits + new_blocks
-        return new_blocks
-
-    def _name_blocks(self, request: TextbookRequest, end: int) -> None:
-        """Name the blocks that the first `end` tokens fill, as far as their ids are verified."""
-        if not self.caches_prefixes:
-            return
-        num_full = min(end, request.num_tokens) // self.block_size
-        unnamed = request.blocks[request.num_named : num_full]
-        names = self._block_names(request)[request.num_named : num_full]
-        for block, name in zip(unnamed, names, strict=True):
-            self.pool.set_name(block, name)
-        request.num_named = max(num_full, request.num_named)
-
-    def _block_names(self, request: TextbookRequest) -> list[int]:
-        return self._names.chain(request.token_ids, self.block_size, request.salt)
-
-    def _free_blocks(self, request: TextbookRequest) -> None:
-        # Tail first: the oldest free block is reused first, and a prefix is worth more.
-        self.pool.free(reversed(request.blocks))
-        request.blocks = []
-
-    # What the worker answers.
-
-    def update_from_output(self, step: int, tokens: Mapping[str, int] | Sequence[int]) -> None:
-        """Answer the oldest unanswered plan.
-
-        tokens: one for each request that samples in it, by id or in the plan's order. Raises
-        ValueError, with nothing changed, if step or tokens are not those of that plan.
-        """
-        if not self._unanswered or self._unanswered[0].step != step:
-            raise ValueError(f"step {step} is not the oldest unanswered one")
-        plan = self._unanswered[0]
-        request_ids = [request.request_id for request, _ in plan.sampling]
-        if not isinstance(tokens, Mapping):
-            tokens = dict(zip(request_ids, tokens, strict=True))
-        if set(tokens) != set(request_ids):
-            raise ValueError(f"step {step} samples {request_ids}, the answer is for {[*tokens]}")
-        del self._unanswered[0]
-        for request, num_preemptions in plan.sampling:
-            if request.status is Status.FINISHED:
-                continue
-            if request.num_preemptions == num_preemptions:
-                request.num_placeholders -= 1
-            self._append_output(request, tokens[request.request_id])
-
-    def _append_output(self, request: TextbookRequest, token: int) -> None:
+    def deliver(self, request: TextbookRequest, token: int) -> None:
+        """The next output token, for the client."""
         request.outputs.append(token)
         self._deliveries.append(Delivery(request.client, request.handle, token))
-        if token in request.stop_ids and len(request.outputs) >= request.min_tokens:
-            self._finish(request, FinishReason.STOPPED)
-        elif (
-            len(request.outputs) >= request.max_tokens
-            or request.num_tokens >= self.config.max_model_len
-        ):
-            self._finish(request, FinishReason.LENGTH_CAPPED)
+
+    def rewind(self, request: TextbookRequest, num_blocks: int) -> None:
+        """A running request falls back to its first `num_blocks` blocks; what samples of it in
+        flight brings is void."""
+        self.tables.free(request, num_blocks, newest_plan=self.num_steps)
+        request.num_computed = num_blocks * self.tables.block_size
+        request.num_placeholders = 0
+        request.drafts = []
+        request.life += 1
+        self._rewound[request] = request.num_computed
+
+    def update_from_transfers(self, report: TransferReport, now: float) -> None:
+        """A rank's transfers have ended. Loads of which a block failed may end their request."""
+        arrived, freed = self.transfers.apply(report)
+        self.tables.pool.free(freed)
+        for load in arrived:
+            request = next(request for request in self.live if request.load is load)
+            if load.failed_block_ids and self.config.load_failure_policy == "fail":
+                self.finish(request, FinishReason.ERROR)
+
+    def note_masks(self) -> None:
+        """The mask of a step is known when no plan before it is unanswered."""
+        if self.unanswered and self.unanswered[0].step > self._newest_mask:
+            plan = self.unanswered[0]
+            self._newest_mask = plan.step
+            if any(entry.request.is_structured for entry in plan.sampling):
+                self._masked_steps.append(plan.step)
+
+    def take_masks(self) -> tuple[int, ...]:
+        """Steps whose grammar masks have become known since the last call."""
+        masks, self._masked_steps = tuple(self._masked_steps), []
+        return masks
 
     def take_outputs(self) -> Outputs:
         """Deliveries and ends since the last call."""
@@ -430,22 +437,20 @@ class TextbookScheduler:
         self._deliveries, self._finishes = [], []
         return outputs
 
+    def view(self, request: TextbookRequest) -> RequestView:
+        """The request as a connector sees it; block names are left out."""
+        message = request.message
+        return RequestView(
+            request_id=request.request_id,
+            token_ids=int32_array(request.token_ids),
+            num_prompt_tokens=len(request.prompt),
+            block_names=(),
+            kv_transfer_params=message.kv_transfer_params,
+            cache_salt=message.cache_salt,
+            lora_name=request.lora_name,
+            job_id=message.job_id,
+        )
+
     def check_invariants(self) -> None:
         """Raise AssertionError when the books contradict each other."""
-        self.pool.check_invariants(block for request in self._live for block in request.blocks)
-        assert len(self.running) <= self.config.max_num_seqs
-        assert len(self._unanswered) <= self.config.max_steps_in_flight
-        assert {*self.running, *self.waiting} == set(self._live)
-        assert len(self.running) + len(self.waiting) == len(self._live)
-        for request in self.running:
-            assert request.status is Status.RUNNING
-            assert len(request.blocks) == self._num_blocks_for(request.num_computed)
-            in_flight = [(request, request.num_preemptions) in p.sampling for p in self._unanswered]
-            assert request.num_placeholders == sum(in_flight)
-            last = min(len(request.prompt) + request.max_tokens, self.config.max_model_len) - 1
-            assert request.num_computed <= last
-        for request in self.waiting:
-            assert request.status in (Status.WAITING, Status.PREEMPTED)
-            assert not request.blocks
-            assert request.num_computed == 0
-            assert request.num_placeholders == 0
+        check_books(self)

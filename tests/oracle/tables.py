@@ -1,0 +1,100 @@
+"""The block tables of requests: what they need, find, take, name and give back."""
+
+from tests.oracle.block_pool import Block, BlockNames, TextbookBlockPool
+from tests.oracle.request import TextbookRequest
+
+
+class BlockTables:
+    """Acts on `blocks` of requests, and on the pool that all of them share."""
+
+    def __init__(
+        self, pool: TextbookBlockPool, names: BlockNames, *, block_size: int, caches_prefixes: bool
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self._names = names
+        self._caches_prefixes = caches_prefixes
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, request: TextbookRequest) -> list[Block]:
+        """Leading cached blocks; the last token is never a hit, it must be computed to sample."""
+        if not self._caches_prefixes or request.message.skip_reading_prefix_cache:
+            return []
+        hits: list[Block] = []
+        for name in self.names_of(request)[: (request.num_tokens - 1) // self.block_size]:
+            block = self.pool.find(name)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def num_needed(self, request: TextbookRequest, hits: list[Block], end: int) -> int:
+        """Free blocks that `allocate` would take, hits that nobody holds included (KVM-08)."""
+        num_new = self.num_blocks_for(end) - len(request.blocks) - len(hits)
+        return max(num_new, 0) + sum(block.ref_count == 0 for block in hits)
+
+    def fits(
+        self,
+        request: TextbookRequest,
+        hits: list[Block],
+        end: int,
+        answered_step: int | None = None,
+    ) -> bool:
+        """Whether there are blocks for `end` tokens. DESIGN 9.3: with `answered_step`, because they
+        are written outside the order of steps, new ones must be named by no later plan."""
+        if self.num_needed(request, hits, end) > self.pool.num_free:
+            return False
+        num_new = self.num_blocks_for(end) - len(request.blocks) - len(hits)
+        return num_new <= sum(block not in hits for block in self.pool.available(answered_step))
+
+    def allocate(
+        self,
+        request: TextbookRequest,
+        hits: list[Block],
+        end: int,
+        answered_step: int | None = None,
+    ) -> list[Block] | None:
+        """Extend the block table by `hits` and then by new blocks, to hold `end` tokens.
+
+        Returns the new blocks, or None, with nothing changed, if they do not fit.
+        """
+        if not self.fits(request, hits, end, answered_step):
+            return None
+        num_new = self.num_blocks_for(end) - len(request.blocks) - len(hits)
+        self.pool.touch(hits)
+        new_blocks = self.pool.take(max(num_new, 0), answered_step=answered_step)
+        request.blocks += hits + new_blocks
+        return new_blocks
+
+    def name(self, request: TextbookRequest, end: int) -> None:
+        """Name the blocks that the first `end` tokens fill, as far as their ids are verified."""
+        if not self._caches_prefixes:
+            return
+        num_full = min(end, request.num_tokens) // self.block_size
+        unnamed = request.blocks[request.num_named : num_full]
+        names = self.names_of(request)[request.num_named : num_full]
+        for block, name in zip(unnamed, names, strict=True):
+            self.pool.set_name(block, name)
+        request.num_named = max(num_full, request.num_named)
+
+    def names_of(self, request: TextbookRequest) -> list[int]:
+        """Of all its full blocks."""
+        self._names.extend(request.names, request.token_ids, self.block_size, request.extra_key)
+        return request.names
+
+    def free(self, request: TextbookRequest, keep: int = 0, newest_plan: int | None = None) -> None:
+        """Give back all blocks behind the first `keep`. newest_plan: of those that may name them,
+        for a request that runs."""
+        freed = request.blocks[keep:]
+        if newest_plan is not None:
+            for block in freed:
+                block.fence = newest_plan
+        # Tail first: the oldest free block is reused first, and a prefix is worth more.
+        self.pool.free(reversed(freed))
+        request.blocks = request.blocks[:keep]
+        request.num_named = min(request.num_named, keep)
+        if keep == 0:
+            request.num_computed = 0
