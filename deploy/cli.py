@@ -13,7 +13,7 @@ import longshore
 from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
 from longshore.deploy.demo import DEMO_MODEL_DIR
 from longshore.deploy.logs import OWN, set_up_logging
-from longshore.deploy.options import ServeOptions
+from longshore.deploy.options import DoctorOptions, ServeOptions
 from longshore.protocol.errors import ConfigError, LongshoreError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,20 @@ def serve(
 
     set_up_logging(options.log_level, OWN)
     serve_model(read_model_folder(model), options, announce=_announce)
+
+
+@app.command
+def doctor(
+    *,
+    options: Annotated[DoctorOptions, Parameter(name="*")] = DoctorOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Ask a running engine what it does, and what each waiting request waits for.
+
+    Exit status 0: healthy; 1: requests wait and nothing advances; 2: it cannot be reached.
+    """
+    from longshore.deploy.doctor import examine
+
+    sys.exit(examine(options))
 
 
 @bench.command

@@ -4,6 +4,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Final
 
+from longshore.connectors.registry import parse_options
 from longshore.deploy.model_folder import ModelFolder
 from longshore.deploy.options import EngineOptions
 from longshore.deploy.process import ProcessSpec
@@ -12,6 +13,7 @@ from longshore.protocol.channel import Endpoint
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity, hash_seed_digest, model_fingerprint
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
+from longshore.scheduler.policy import load_policy
 from longshore.worker.config import WorkerConfig, WorkerProcessConfig
 
 HASH_SEED_BYTES: Final = 32
@@ -37,20 +39,31 @@ class EnginePlan:
 
 def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     """Derive every component's settings. Raises ConfigError for settings that contradict."""
+    _check_policy(options.scheduling_policy)
+    parse_options(options.kv_connector_config)
     device = options.resolve_device()
     hash_seed = secrets.token_bytes(HASH_SEED_BYTES)
     cache = CacheConfig(
         block_size=options.block_size,
         num_blocks=options.num_blocks,
         enable_prefix_caching=options.enable_prefix_caching,
+        hash_block_size=options.hash_block_size,
+        watermark=options.watermark,
+        preempt_threshold=options.preempt_threshold,
+        admit_threshold=options.admit_threshold,
     )
     scheduler = SchedulerConfig(
         max_model_len=_max_model_len(options, model),
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_scheduled_tokens=options.max_num_scheduled_tokens,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         enable_chunked_prefill=options.enable_chunked_prefill,
+        scheduler_reserve_full_isl=options.scheduler_reserve_full_isl,
         policy=options.scheduling_policy,
+        load_failure_policy=options.load_failure_policy,
+        load_timeout_s=options.load_timeout_s,
+        max_loading_blocks=options.max_loading_blocks,
         max_steps_in_flight=2 if options.async_scheduling else 1,
     )
     identity = EngineIdentity(
@@ -63,6 +76,14 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         hash_seed_digest=hash_seed_digest(hash_seed),
     )
     return EnginePlan(options, model, device, identity, scheduler, cache, hash_seed)
+
+
+def _check_policy(name: str) -> None:
+    """Better said here than by a process that has waited for a model to load."""
+    try:
+        load_policy(name)
+    except ConfigError as error:
+        raise ConfigError(f"scheduling_policy={name!r}: {error}") from error
 
 
 def worker_config(plan: EnginePlan) -> WorkerConfig:
@@ -86,6 +107,8 @@ def engine_processes(
         vocab_size=plan.model.vocab_size,
         eos_token_ids=plan.model.eos_token_ids,
         verify_plan=plan.options.verify_plan,
+        kv_connector=plan.options.kv_connector,
+        kv_connector_config=plan.options.kv_connector_config,
         log_level=plan.options.log_level,
     )
     return [

@@ -6,17 +6,20 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import assert_never
 
 from longshore.deploy.engine import EnginePlan, worker_config
 from longshore.protocol.client import (
     AbortRequests,
     AddRequest,
     ClientRequest,
+    ContinueSession,
+    DescribeEngine,
     EngineOutputs,
     StopFound,
 )
-from longshore.protocol.errors import EngineDead
-from longshore.protocol.results import WorkerFailed, WorkerReport
+from longshore.protocol.errors import ConfigError, EngineDead
+from longshore.protocol.results import ModelRunnerOutput, WorkerFailed, WorkerReport
 from longshore.scheduler.scheduler import Scheduler
 
 CLIENT_INDEX = 0
@@ -49,6 +52,11 @@ class InProcessEngine:
         """Raises ConfigError for a model that cannot be loaded."""
         from longshore.worker.worker import Worker  # torch: only for those who ask for it
 
+        if plan.options.kv_connector is not None:
+            raise ConfigError(
+                f"kv_connector={plan.options.kv_connector!r} needs an engine in processes of its "
+                "own; leave in_process out"
+            )
         self._worker = Worker(worker_config(plan))
         try:
             self._runner = self._worker.start()
@@ -70,6 +78,10 @@ class InProcessEngine:
         self._outputs: list[EngineOutputs] = []
         self._failure: EngineDead | None = None
 
+    @property
+    def num_blocks(self) -> int:
+        return self._worker.kv_cache.num_blocks
+
     def send(self, message: ClientRequest) -> None:
         self._check_alive()
         now = time.monotonic()
@@ -79,8 +91,14 @@ class InProcessEngine:
                     self._scheduler.add_request(message, client=CLIENT_INDEX, now=now)
                 case AbortRequests():
                     self._scheduler.abort_requests(CLIENT_INDEX, message.handles, now)
+                case ContinueSession():
+                    self._scheduler.continue_session(CLIENT_INDEX, message, now)
                 case StopFound():
                     self._scheduler.stop_found(CLIENT_INDEX, message, now)
+                case DescribeEngine():
+                    raise ValueError("reports are for engines in processes of their own")
+                case _:
+                    assert_never(message)
 
     def receive(self) -> EngineOutputs | None:
         """What one step brought, if anything. Raises EngineDead if a step failed, now or earlier.
@@ -103,10 +121,14 @@ class InProcessEngine:
         self._has_reports.clear()
         while self._reports:
             report = self._reports.popleft()
-            self._num_in_flight -= 1
-            if isinstance(report, WorkerFailed):
-                raise EngineDead(f"the worker failed: {report.reason}")
-            self._scheduler.update_from_output(report, time.monotonic())
+            match report:
+                case ModelRunnerOutput():
+                    self._num_in_flight -= 1
+                    self._scheduler.update_from_output(report, time.monotonic())
+                case WorkerFailed():
+                    raise EngineDead(f"the worker failed: {report.reason}")
+                case _:
+                    assert_never(report)
         while (plan := self._scheduler.schedule(time.monotonic())) is not None:
             self._runner.submit(plan, self._take_report)
             self._num_in_flight += 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
+import msgspec
 from tqdm import tqdm
 
 from longshore.deploy.engine import plan_engine
@@ -36,7 +37,13 @@ MAX_LIVE_REQUESTS: Final = 16_384
 
 
 class Engine(Protocol):
-    """What carries requests: processes of its own, or objects in this one."""
+    """What carries requests: processes of its own, or objects in this one.
+
+    num_blocks: in its KV cache, the null block included.
+    """
+
+    @property
+    def num_blocks(self) -> int: ...
 
     def send(self, message: ClientRequest) -> None: ...
 
@@ -94,11 +101,25 @@ class LLM:
         self._model = read_model_folder(Path(model))
         self._tokenizer = load_tokenizer(self._model.path, advice_level=logging.DEBUG)
         plan = plan_engine(options, self._model)
+        self._plan = plan
         self._max_model_len = plan.identity.max_model_len
         self._requests = LiveRequests(options.seed)
         self._num_requests = 0
         self._engine: Engine = InProcessEngine(plan) if in_process else RemoteEngine(plan)
         self._finalizer = weakref.finalize(self, _close_in_owner, self._engine, os.getpid())
+
+    @property
+    def settings_in_force(self) -> dict[str, Any]:
+        """What became of the settings: every default and `auto` resolved, as plain values."""
+        return {
+            "device": self._plan.device,
+            "dtype": self._plan.identity.dtype,
+            "scheduler": msgspec.to_builtins(self._plan.scheduler),
+            "cache": {
+                **msgspec.to_builtins(self._plan.cache),
+                "num_blocks": self._engine.num_blocks,
+            },
+        }
 
     def generate(
         self,

@@ -18,6 +18,8 @@ _MOST: Final = {
     "max_model_len": 1 << 26,
     "max_num_seqs": 1 << 16,
     "max_num_batched_tokens": 1 << 24,
+    "max_num_scheduled_tokens": 1 << 24,
+    "max_loading_blocks": 2**31 - 1,
     "threads": 1024,
 }
 
@@ -34,15 +36,35 @@ class EngineOptions:
         kv_memory_fraction: Share of the memory left after loading that the KV cache takes, when
             the number of blocks is not given.
         block_size: Tokens per block, a power of two.
+        hash_block_size: Tokens per name in the prefix cache, a divisor of block_size. Default:
+            block_size.
         max_num_seqs: Requests that run at the same time.
         max_num_batched_tokens: Tokens that one step computes at most.
+        max_num_scheduled_tokens: Tokens that one step is given to compute. Default: as many as it
+            can, max_num_batched_tokens.
         max_model_len: Tokens of one request, prompt and answer. Default: what the model was made
             for, and not more than num_blocks hold.
-        scheduling_policy: Who runs first: fcfs by arrival, priority by the request's priority.
+        scheduling_policy: Who runs first: fcfs by arrival, priority by the request's priority,
+            continuum by the first arrival of the request's job; or the name of an installed
+            policy, or package.module:Class.
         async_scheduling: Plan the next step while one runs.
         enable_prefix_caching: Share the KV blocks of equal prefixes.
         enable_chunked_prefill: Slice prompts that exceed what is left of a step.
         long_prefill_token_threshold: Tokens of one prompt per step at most; 0 sets no limit.
+        scheduler_reserve_full_isl: Admit a request only when blocks for its whole prompt are free,
+            not just for its first slice.
+        watermark: Share of the blocks that admissions leave free for requests that run already; 0
+            leaves none.
+        preempt_threshold: Nothing more is admitted once the share of blocks in use is above this;
+            1 never holds anything up.
+        admit_threshold: Admissions go on once the share of blocks in use is below this.
+        kv_connector: What keeps KV beyond the device: the name of an installed connector, or
+            package.module:Class. Default: nothing does.
+        kv_connector_config: Settings of the connector, a JSON object.
+        load_failure_policy: A request whose KV the connector could not load computes it, or fails.
+        load_timeout_s: How long a request waits for an asynchronous load of the connector.
+        max_loading_blocks: Blocks held at most by requests that wait for loads, or that have loaded
+            and do not run yet. Default: half of them.
         threads: CPU threads of the worker. Default: one per physical core.
         seed: Makes the seeds repeatable that are given to requests without one.
         verify_plan: Send the full state beside every plan and compare (slow; finds faults).
@@ -55,14 +77,25 @@ class EngineOptions:
     num_blocks: int | None = None
     kv_memory_fraction: float | None = None
     block_size: int = 16
+    hash_block_size: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_num_scheduled_tokens: int | None = None
     max_model_len: int | None = None
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    scheduling_policy: str = "fcfs"
     async_scheduling: bool = True
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    scheduler_reserve_full_isl: bool = False
+    watermark: float = 0.01
+    preempt_threshold: float = 0.95
+    admit_threshold: float = 0.80
+    kv_connector: str | None = None
+    kv_connector_config: str = "{}"
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    load_timeout_s: float = 60.0
+    max_loading_blocks: int | None = None
     threads: int | None = None
     seed: int | None = None
     verify_plan: bool = False
@@ -74,7 +107,7 @@ class EngineOptions:
             raise ConfigError(f"device={self.device!r} is unknown; use auto, cpu, cuda or cuda:N")
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
-            ("scheduling_policy", ("fcfs", "priority")),
+            ("load_failure_policy", ("recompute", "fail")),
             ("log_level", get_args(LogLevel)),
         ):
             if getattr(self, name) not in allowed:
@@ -86,10 +119,14 @@ class EngineOptions:
         fraction = self.kv_memory_fraction
         if fraction is not None and not 0 < fraction <= 1:
             raise ConfigError(f"kv_memory_fraction={fraction} must be above 0 and at most 1")
-        if not 0 < self.startup_timeout_s <= MAX_TIMEOUT_S:
+        for name in ("startup_timeout_s", "load_timeout_s"):
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be above 0 and at most {MAX_TIMEOUT_S}"
+                )
+        if self.kv_connector is None and self.kv_connector_config != "{}":
             raise ConfigError(
-                f"startup_timeout_s={self.startup_timeout_s} must be above 0 and at most "
-                f"{MAX_TIMEOUT_S}"
+                "kv_connector_config is given, but no kv_connector that it could be for"
             )
 
     def resolve_device(self) -> str:
@@ -132,6 +169,30 @@ class ServeOptions(EngineOptions):
             raise ConfigError(
                 f"drain_timeout_s={self.drain_timeout_s} must lie between 0 and {MAX_TIMEOUT_S}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """A look at a running engine.
+
+    Attributes:
+        engine: Address of its server, as `longshore serve` prints it.
+        json: Print the engine's report and the verdict as JSON instead of a table.
+        stall_after_s: An engine with requests of which none advances for so long is stalled.
+        timeout_s: How long the server may take to answer.
+    """
+
+    engine: str = "http://127.0.0.1:8000"
+    json: bool = False
+    stall_after_s: float = 10.0
+    timeout_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        for name in ("stall_after_s", "timeout_s"):
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be above 0 and at most {MAX_TIMEOUT_S}"
+                )
 
 
 def check_range(name: str, value: int | None, least: int, most: int) -> None:

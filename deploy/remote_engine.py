@@ -9,7 +9,7 @@ from longshore.deploy.engine import EnginePlan, engine_processes
 from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor import STOP_TIMEOUT_S, Supervisor
 from longshore.protocol.channel import Channel, open_socket
-from longshore.protocol.client import ClientRequest, EngineFailed, EngineOutputs
+from longshore.protocol.client import ClientRequest, EngineFailed, EngineOutputs, EngineReport
 from longshore.protocol.errors import EngineDead, HandshakeRefused
 from longshore.protocol.handshake import ClientHello, EngineReady, Refused, ToClient, ToEngine
 
@@ -50,6 +50,10 @@ class RemoteEngine:
             case _:
                 raise self._dead("the scheduler did not answer")
 
+    @property
+    def num_blocks(self) -> int:
+        return self.ready.num_blocks
+
     def send(self, message: ClientRequest) -> None:
         self._channel.send(message)
 
@@ -68,8 +72,8 @@ class RemoteEngine:
                 raise self._dead(self._supervisor.wait_for_death(DEATH_TIMEOUT_S) or reason)
             case Refused(reason):  # it has dropped this client: nothing will come back
                 raise self._dead(reason)
-            case EngineReady():
-                return None  # a second answer to the same greeting
+            case EngineReady() | EngineReport():
+                return None  # a second answer to the same greeting; nobody asks for reports
             case _:
                 assert_never(message)
 

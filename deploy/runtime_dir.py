@@ -1,5 +1,6 @@
 """The private directory of one deployment: configuration files and sockets, gone when it ends."""
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,6 +11,7 @@ from longshore.protocol.errors import ConfigError
 
 # sockaddr_un holds 107 characters and a final zero.
 MAX_SOCKET_PATH_BYTES: Final = 107
+_DEATH_NOTE: Final = "death.txt"
 
 
 class RuntimeDir:
@@ -28,6 +30,21 @@ class RuntimeDir:
             )
         return Endpoint(f"ipc://{path}")
 
+    def note_death(self, reason: str) -> None:
+        """Before the processes are stopped because one has died: let the others tell why."""
+        with contextlib.suppress(OSError):  # a disk may be full, or somebody has cleaned up
+            (self.path / _DEATH_NOTE).write_text(reason, encoding="utf-8")
+
     def remove(self) -> None:
         """Delete it and everything inside; nothing happens if it is gone already."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def read_death_note(runtime_dir: Path | None) -> str | None:
+    """Why the supervisor stops the deployment whose directory this is; None if it has not said."""
+    if runtime_dir is None:
+        return None
+    try:
+        return (runtime_dir / _DEATH_NOTE).read_text(encoding="utf-8")
+    except OSError:
+        return None

@@ -48,7 +48,7 @@ def serve(
         announce(_ready_line(url, options.served_model_name or model.path.name, ready["gateway"]))
         death = supervisor.wait_for_death(stop_signal=stop_signal)
         if death is not None:
-            supervisor.stop_now()
+            supervisor.stop_now(death)
             raise EngineDead(f"{death} Everything has been stopped; start it again to go on.")
         stop_signal.clear()  # a second one cuts the draining short
         logger.info("stopping: live answers have %.0f s to finish", options.drain_timeout_s)

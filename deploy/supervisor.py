@@ -205,8 +205,13 @@ class Supervisor:
                     return False
         return True
 
-    def stop_now(self) -> None:
-        """Ask all at once, kill what has not ended within STOP_TIMEOUT_S. Nothing is drained."""
+    def stop_now(self, reason: str | None = None) -> None:
+        """Ask all at once, kill what has not ended within STOP_TIMEOUT_S. Nothing is drained.
+
+        reason: the death that made it necessary; what still has clients tells them.
+        """
+        if reason is not None:
+            self.runtime_dir.note_death(reason)
         for process in self.processes:
             process.terminate()
         deadline_s = time.monotonic() + STOP_TIMEOUT_S

@@ -47,8 +47,10 @@ def run(options: ThroughputOptions) -> None:
             _check(outputs)
             if repeat > 0:
                 runs.append(_measured(outputs, wall_s))
+        settings_in_force = llm.settings_in_force
     result = {
         **conditions(options),
+        "settings_in_force": settings_in_force,
         "runs": runs,
         **{name: spread([run[name] for run in runs]) for name in runs[0]},
     }

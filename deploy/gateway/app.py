@@ -12,20 +12,25 @@ from starlette.routing import Route
 from longshore.deploy.gateway.chat import ChatEndpoint
 from longshore.deploy.gateway.completions import CompletionsEndpoint
 from longshore.deploy.gateway.endpoint import Service
-from longshore.deploy.gateway.errors import ApiError
+from longshore.deploy.gateway.errors import ApiError, unavailable
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai import Model, ModelList, unknown_model
+from longshore.protocol.errors import EngineDead
 
 
 class Gateway:
     """The ASGI application and what changes while it runs.
 
     not_ready_reason: says why, until the engine serves and again once it is gone or draining.
+    report_timeout_s: how long a scheduler may take to describe itself.
     """
 
-    def __init__(self, model: Model, not_ready_reason: Callable[[], str | None]) -> None:
+    def __init__(
+        self, model: Model, not_ready_reason: Callable[[], str | None], *, report_timeout_s: float
+    ) -> None:
         self.metrics = GatewayMetrics()
         self._model = model
+        self._report_timeout_s = report_timeout_s
         self._not_ready_reason = not_ready_reason
         self._endpoints = (CompletionsEndpoint(self.metrics), ChatEndpoint(self.metrics))
         self.app = Starlette(
@@ -36,6 +41,7 @@ class Gateway:
                 Route("/health", self._health),
                 Route("/ready", self._ready),
                 Route("/metrics", self._metrics),
+                Route("/engine/report", self._engine_report),
             ],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )
@@ -69,6 +75,25 @@ class Gateway:
         if reason is None:
             return Response("ready\n", media_type="text/plain")
         return Response(f"{reason}\n", status_code=503, media_type="text/plain")
+
+    async def _engine_report(self, request: Request) -> Response:
+        """What the engine does, and what each waiting request waits for."""
+        service = self._endpoints[0].service
+        if service is None:
+            raise unavailable("the engine is still starting; /ready tells when it serves")
+        try:
+            report = await service.client.describe(self._report_timeout_s)
+        except TimeoutError:
+            raise ApiError(
+                504,
+                f"the scheduler has not answered for {self._report_timeout_s:g} s: its process "
+                "hangs or is stopped",
+                code="scheduler_silent",
+            ) from None
+        except EngineDead as error:
+            raise unavailable(str(error)) from error
+        content = msgspec.json.encode(msgspec.structs.asdict(report))  # an empty list is shown too
+        return Response(content, media_type="application/json")
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")

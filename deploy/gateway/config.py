@@ -17,6 +17,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     chat_template:     file that replaces the model's own template.
     max_body_bytes:    of a request.
     drain_timeout_s:   how long live answers may go on after SIGTERM.
+    report_timeout_s:  how long the scheduler may take to describe itself for /engine/report.
     seed:              makes the seeds repeatable that requests without one get.
     """
 
@@ -31,6 +32,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     chat_template: str | None = None
     max_body_bytes: int = 16 << 20
     drain_timeout_s: float = 30.0
+    report_timeout_s: float = 5.0
     seed: int | None = None
     lifeline_fd: int | None = None
     runtime_dir: str | None = None

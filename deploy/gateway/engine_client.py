@@ -15,7 +15,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from longshore.deploy.live_requests import LiveRequest, LiveRequests
 from longshore.protocol.channel import Channel, Endpoint, SocketWatcher, open_socket
-from longshore.protocol.client import EngineFailed, EngineOutputs, SchedulerStats
+from longshore.protocol.client import (
+    DescribeEngine,
+    EngineFailed,
+    EngineOutputs,
+    EngineReport,
+    SchedulerStats,
+)
 from longshore.protocol.errors import EngineDead, HandshakeRefused
 from longshore.protocol.handshake import ClientHello, EngineReady, Refused, ToClient, ToEngine
 from longshore.protocol.sampling import SamplingParams
@@ -28,6 +34,8 @@ class EngineClient:
 
     death:    set when the engine is gone; nothing can be submitted then.
     on_stats: gets the engine's statistics, about once per second while anything changes.
+    why_stopped: the supervisor's reason for stopping the engine, when it has one; the scheduler
+              itself, told to stop, does not know it.
     """
 
     def __init__(
@@ -37,6 +45,7 @@ class EngineClient:
         *,
         seed: int | None = None,
         on_stats: Callable[[SchedulerStats], None],
+        why_stopped: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._context = zmq.Context()
         socket = open_socket(self._context, zmq.DEALER, endpoint, bind=False)
@@ -44,7 +53,9 @@ class EngineClient:
         self._channel: Channel[ToEngine, ToClient] = Channel(socket, ToClient)
         self._requests = LiveRequests(seed)
         self._on_stats = on_stats
+        self._why_stopped = why_stopped
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
+        self._report: asyncio.Future[EngineReport] | None = None
         self.death: EngineDead | None = None
         self._watcher = SocketWatcher(socket, self._receive)
         self._monitor_watcher = SocketWatcher(self._monitor, self._disconnected)
@@ -57,6 +68,16 @@ class EngineClient:
     async def wait_until_ready(self) -> EngineReady:
         """The engine's description. Raises HandshakeRefused or EngineDead with its reason."""
         return await asyncio.shield(self._ready)
+
+    async def describe(self, timeout_s: float) -> EngineReport:
+        """The engine's state in its own words. Raises TimeoutError if the scheduler does not
+        answer in time, EngineDead if there is none."""
+        if self.death is not None:
+            raise self.death
+        if self._report is None:  # else somebody has asked and waits
+            self._report = asyncio.get_running_loop().create_future()
+            self._send(DescribeEngine())
+        return await asyncio.wait_for(asyncio.shield(self._report), timeout_s)
 
     def submit(
         self,
@@ -108,6 +129,10 @@ class EngineClient:
                     self._requests.apply(message)
                     if message.stats is not None:
                         self._on_stats(message.stats)
+                case EngineReport():
+                    if self._report is not None:
+                        self._report.set_result(message)
+                        self._report = None
                 case EngineReady():
                     if not self._ready.done():
                         self._ready.set_result(message)
@@ -117,7 +142,7 @@ class EngineClient:
                     else:
                         self._ready.set_exception(HandshakeRefused(reason))
                 case EngineFailed(reason):
-                    self._die(EngineDead(f"the engine is gone: {reason}"))
+                    self._engine_ended(reason)
                 case _:
                     assert_never(message)
 
@@ -125,7 +150,10 @@ class EngineClient:
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
             self._receive()  # what it sent before it went
-            self._die(EngineDead("the engine is gone: its scheduler process has ended"))
+            self._engine_ended("its scheduler process has ended")
+
+    def _engine_ended(self, reason: str) -> None:
+        self._die(EngineDead(f"the engine is gone: {self._why_stopped() or reason}"))
 
     def _die(self, death: EngineDead) -> None:
         if self.death is not None:
@@ -133,8 +161,11 @@ class EngineClient:
         self.death = death
         logger.error("%s; %d live requests are lost", self.death, len(self._requests))
         self._requests.fail_all(self.death)
-        if not self._ready.done():
-            self._ready.set_exception(self.death)
+        for answer in (self._ready, self._report):
+            if answer is not None and not answer.done():
+                answer.set_exception(self.death)
+                answer.exception()  # seen, also if nobody waits any more
+        self._report = None
 
     def close(self) -> None:
         """Stop receiving. Requests that are still live stay without an end."""

@@ -45,6 +45,7 @@ _TYPE_OF_STATUS: Final = {
     405: "invalid_request_error",
     413: "invalid_request_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 
 

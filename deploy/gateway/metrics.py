@@ -94,6 +94,12 @@ class _SchedulerMetrics:
                 ("num_free_blocks", "free_blocks", "KV blocks that nobody holds"),
                 ("kv_usage", "kv_usage_ratio", "Share of the usable KV blocks that is held"),
                 ("steps_in_flight", "steps_in_flight", "Plans not yet answered, recent mean"),
+                ("encoder_cache_usage", "encoder_cache_usage_ratio", "Share of it that is filled"),
+                (
+                    "num_quarantined_blocks",
+                    "quarantined_blocks",
+                    "Targets of loads that nobody waits for any more and that have not ended",
+                ),
             )
         }
         self._counters = {
@@ -115,6 +121,16 @@ class _SchedulerMetrics:
                 ),
                 ("num_stale_tokens", "stale_tokens", "Sampled for a row that changed hands"),
                 ("num_bad_messages", "bad_messages", "Messages dropped as malformed"),
+                (
+                    "num_external_queried_tokens",
+                    "external_queried_tokens",
+                    "The connector was asked for",
+                ),
+                ("num_external_hit_tokens", "external_hit_tokens", "The connector has"),
+                ("num_draft_tokens", "draft_tokens", "Speculated"),
+                ("num_accepted_tokens", "accepted_draft_tokens", "Speculated and right"),
+                ("num_invalid_draft_tokens", "invalid_draft_tokens", "Refused by a grammar"),
+                ("num_rewinds", "rewinds", "Requests sent back because KV proved wrong"),
             )
         }
         self._last: dict[str, int] = dict.fromkeys(self._counters, 0)

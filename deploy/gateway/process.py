@@ -13,6 +13,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +31,7 @@ from longshore.deploy.gateway.openai import Model
 from longshore.deploy.gateway.prompts import PromptReader
 from longshore.deploy.gateway.tokenizer import load_tokenizer
 from longshore.deploy.logs import set_up_logging
+from longshore.deploy.runtime_dir import read_death_note
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.handshake import ClientHello, EngineReady
 from longshore.protocol.lifeline import Failed, Lifeline, Progress, Ready, stop_signals
@@ -83,13 +85,17 @@ class GatewayProcess:
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
         )
-        self._gateway = Gateway(model, self._not_ready_reason)
+        self._gateway = Gateway(
+            model, self._not_ready_reason, report_timeout_s=config.report_timeout_s
+        )
+        runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
         hello = ClientHello(name="gateway", model_fingerprint=config.model_fingerprint)
         self._client = EngineClient(
             config.engine,
             hello,
             seed=config.seed,
             on_stats=self._gateway.metrics.observe_scheduler,
+            why_stopped=partial(read_death_note, runtime_dir),
         )
         self._server = _Server(
             uvicorn.Config(

@@ -1,9 +1,12 @@
 """From a user's settings to every component's own."""
 
 import json
+import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from longshore.deploy.engine import EnginePlan, engine_processes, plan_engine, worker_config
@@ -11,6 +14,7 @@ from longshore.deploy.model_folder import read_model_folder
 from longshore.deploy.options import EngineOptions, ServeOptions, engine_options
 from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.protocol.errors import ConfigError
+from longshore.scheduler.config import SchedulerProcessConfig
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,6 +53,76 @@ def test_every_process_gets_the_same_identity(model_dir: Path) -> None:
     assert engine.hash_seed.hex() not in str(worker.config)
 
 
+@pytest.mark.req("CFG-01", "CFG-02")
+def test_what_is_not_set_has_the_described_defaults(model_dir: Path) -> None:
+    engine = plan(model_dir)
+    scheduler, cache = engine.scheduler, engine.cache
+    assert scheduler.token_budget == scheduler.max_num_batched_tokens == 2048
+    assert (scheduler.max_num_seqs, scheduler.long_prefill_token_threshold) == (256, 0)
+    assert (scheduler.enable_chunked_prefill, scheduler.scheduler_reserve_full_isl) == (True, False)
+    assert (scheduler.policy, scheduler.max_steps_in_flight) == ("fcfs", 2)
+    assert (scheduler.max_loras, scheduler.max_num_encoder_input_tokens) == (0, 0)
+    assert (cache.block_size, cache.hash_block_size, cache.enable_prefix_caching) == (
+        16,
+        None,
+        True,
+    )
+    assert (cache.watermark, cache.preempt_threshold, cache.admit_threshold) == (0.01, 0.95, 0.80)
+    assert cache.enable_kv_cache_events is False
+    assert len(engine.hash_seed) == 32
+
+
+@pytest.mark.req("CFG-01", "CFG-02")
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "continuum"])
+def test_every_setting_reaches_the_scheduler(model_dir: Path, policy: str) -> None:
+    scheduling = {
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 1000,
+        "max_num_scheduled_tokens": 600,
+        "long_prefill_token_threshold": 100,
+        "scheduler_reserve_full_isl": True,
+        "load_failure_policy": "fail",
+        "load_timeout_s": 7.5,
+        "max_loading_blocks": 9,
+    }
+    caching = {
+        "block_size": 32,
+        "num_blocks": 200,
+        "hash_block_size": 16,
+        "enable_prefix_caching": False,
+        "watermark": 0.05,
+        "preempt_threshold": 0.9,
+        "admit_threshold": 0.7,
+    }
+    connecting = {"kv_connector": "theirs:Connector", "kv_connector_config": '{"url": "x"}'}
+    runtime_dir = RuntimeDir()
+    try:
+        settings = scheduling | caching | connecting
+        engine = plan(model_dir, scheduling_policy=policy, async_scheduling=False, **settings)
+        (_, scheduler), _ = engine_processes(engine, runtime_dir)
+    finally:
+        runtime_dir.remove()
+    process = msgspec.json.decode(
+        msgspec.json.encode(scheduler.config), type=SchedulerProcessConfig
+    )
+    assert {name: getattr(process.scheduler, name) for name in scheduling} == scheduling
+    assert {name: getattr(process.cache, name) for name in caching} == caching
+    assert {name: getattr(process, name) for name in connecting} == connecting
+    assert (process.scheduler.policy, process.scheduler.max_steps_in_flight) == (policy, 1)
+    assert bytes.fromhex(process.hash_seed) == engine.hash_seed
+
+
+def test_what_no_worker_can_do_yet_is_no_setting() -> None:
+    offered = {field.name for field in fields(EngineOptions)}
+    assert not offered & {
+        "max_loras",
+        "max_num_encoder_input_tokens",
+        "encoder_cache_size",
+        "num_speculative_tokens",
+        "num_lookahead_tokens",
+    }
+
+
 def test_deployments_do_not_share_a_hash_seed(model_dir: Path) -> None:
     assert plan(model_dir).hash_seed != plan(model_dir).hash_seed
 
@@ -79,7 +153,22 @@ def test_length_beyond_the_model_is_refused_with_both_numbers(model_dir: Path) -
     [
         ({"device": "tpu"}, "device='tpu'.*cpu, cuda"),
         ({"dtype": "int8"}, "dtype='int8'.*float32, bfloat16, float16"),
-        ({"scheduling_policy": "random"}, "scheduling_policy='random'.*fcfs, priority"),
+        ({"scheduling_policy": "random"}, "scheduling_policy='random'.*fcfs, priority, continuum"),
+        ({"scheduling_policy": "no_such:Policy"}, "scheduling_policy='no_such:Policy'.*no_such"),
+        ({"max_num_scheduled_tokens": 4096}, "max_num_scheduled_tokens=4096.*2048"),
+        ({"max_num_scheduled_tokens": 0}, "max_num_scheduled_tokens=0"),
+        ({"hash_block_size": 5}, "hash_block_size=5.*block_size=16"),
+        ({"watermark": 1}, "watermark=1"),
+        ({"watermark": math.nan}, "watermark=nan"),
+        ({"preempt_threshold": 1.5}, "preempt_threshold=1.5"),
+        ({"admit_threshold": 0.96}, "admit_threshold=0.96.*preempt_threshold=0.95"),
+        ({"load_failure_policy": "hope"}, "load_failure_policy='hope'.*recompute, fail"),
+        ({"load_timeout_s": math.inf}, "load_timeout_s=inf"),
+        ({"load_timeout_s": 0}, "load_timeout_s=0"),
+        ({"max_loading_blocks": 0}, "max_loading_blocks=0"),
+        ({"kv_connector_config": '{"a": 1}'}, "kv_connector_config.*no kv_connector"),
+        ({"kv_connector": "c", "kv_connector_config": "[1]"}, "kv-connector-config.*JSON object"),
+        ({"kv_connector": "c", "kv_connector_config": "{"}, "kv-connector-config.*JSON object"),
         ({"num_blocks": 0}, "num_blocks=0"),
         ({"block_size": 12}, "block_size=12.*power of two"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),

@@ -11,12 +11,16 @@ from longshore.protocol.channel import Endpoint, ServerChannel, SocketWatcher, o
 from longshore.protocol.client import (
     AbortRequests,
     AddRequest,
+    ContinueSession,
+    DescribeEngine,
     EngineFailed,
     EngineOutputs,
+    EngineReport,
     FinishedRequest,
     FinishReason,
     SchedulerStats,
     StopFound,
+    WaitingReport,
 )
 from longshore.protocol.handshake import (
     ClientHello,
@@ -26,6 +30,7 @@ from longshore.protocol.handshake import (
     ToClient,
     ToEngine,
 )
+from longshore.scheduler.pause import PauseState
 
 IDENTITY = EngineIdentity(
     model_fingerprint="a model",
@@ -52,6 +57,18 @@ STATS = SchedulerStats(
     num_stale_tokens=0,
     num_bad_messages=0,
 )
+REPORT = EngineReport(
+    engine_id="engine-0.1",
+    num_running=3,
+    num_waiting=1,
+    num_blocks=100,
+    num_free_blocks=75,
+    kv_usage=0.25,
+    steps_in_flight=2,
+    idle_s=0.5,
+    pause=PauseState.UNPAUSED.value,
+    waiting=(WaitingReport("cmpl-1", "WAITING", "blocks: 9 are needed, 3 are free", 12.5, 140, 1),),
+)
 
 Script = Callable[["FakeEngine", AddRequest], None]
 
@@ -72,12 +89,15 @@ class FakeEngine:
     """Binds the clients' endpoint on the running loop and follows a script per request.
 
     requests: everything that was asked; aborted: handles that clients gave up.
+    num_describes: how often it was asked for a report; it answers while `report` is set.
     """
 
     def __init__(self, endpoint: Endpoint, script: Script = echo) -> None:
         self.script = script
         self.requests: list[AddRequest] = []
         self.aborted: list[int] = []
+        self.num_describes = 0
+        self.report: EngineReport | None = REPORT
         self.arrived = asyncio.Event()
         self._peer = b""
         self._context = zmq.Context()
@@ -99,8 +119,12 @@ class FakeEngine:
                     self.script(self, message)
                 case AbortRequests(handles):
                     self.aborted += handles.tolist()
-                case StopFound():
-                    raise AssertionError("nothing looks for stop strings yet")
+                case DescribeEngine():
+                    self.num_describes += 1
+                    if self.report is not None:
+                        self.send(self.report)
+                case StopFound() | ContinueSession():
+                    raise AssertionError("the gateway sends none of these yet")
             self.arrived.set()
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from longshore.deploy.bench.sse_client import HttpAnswer
 from longshore.deploy.model_folder import SamplingDefaults
+from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.protocol.client import AddRequest, FinishReason
 from longshore.protocol.errors import HandshakeRefused
 from tests.deploy.gateway.conftest import StartGateway
@@ -236,6 +237,30 @@ async def test_engine_that_dies_ends_streams_with_an_error_and_then_503(
         assert later.status == 503
         assert (await gateway.get("/ready")).status == 503
         assert (await gateway.get("/health")).status == 200
+
+
+async def test_clients_are_told_which_process_died_not_that_the_engine_was_told_to_stop(
+    start_gateway: StartGateway,
+) -> None:
+    def begin(engine: FakeEngine, request: AddRequest) -> None:
+        engine.send_tokens(request, ids_of("x"))
+
+    runtime_dir = RuntimeDir()
+    async with start_gateway(begin, runtime_dir=str(runtime_dir.path)) as gateway:
+        asking = [
+            asyncio.create_task(gateway.post("/v1/completions", {"prompt": "x", "stream": stream}))
+            for stream in (True, False)
+        ]
+        await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 2)
+        runtime_dir.note_death("worker 0 was killed (SIGKILL).")
+        gateway.engine.fail("the engine is shutting down")
+        streamed, whole = await asyncio.gather(*asking)
+        later = await gateway.post("/v1/completions", {"prompt": "x"})
+        for body in (streamed.events[-1][1], whole.body, later.body):
+            message = json.loads(body)["error"]["message"]
+            assert message == "the engine is gone: worker 0 was killed (SIGKILL)."
+        assert (whole.status, later.status) == (503, 503)
+    runtime_dir.remove()
 
 
 async def test_broken_connection_to_the_engine_is_noticed(start_gateway: StartGateway) -> None:
