@@ -1,22 +1,30 @@
-"""What one step costs the scheduler in a steady decode, by the number of running requests.
+"""What one step costs the scheduler in a steady decode, by the number of running requests, and what
+it costs vLLM's.
 
-    python benchmarks/scheduler_step.py [--running 64 256 1024 4096] [--json F]
+    python benchmarks/scheduler_step.py [--running 1 64 256 1024 4096] [--json F]
 
-A step is: plan, encode the plan, apply the answer to it, encode the message to the gateway. Prompts
-of 512 tokens and a few more, staggered so that block borders are crossed evenly; prefix caching on,
-blocks named with sha256. `async` keeps two plans unanswered, `sync` one.
+Our step is: plan, encode the plan, apply the answer to it, encode the message to the gateway.
+Theirs is `schedule()` and `update_from_output()` alone. The two take turns: ours, theirs, ours;
+`step_us_each` has the medians of our two turns. A turn that was disturbed is measured again, a few
+times at most; `cpu_share` is the least share of the wall time for which a turn had its core.
+
+Prompts of 512 to 543 tokens, so that block borders are crossed evenly; prefix caching on, blocks
+named with sha256. `async` keeps two plans unanswered, `sync` one.
 """
 
 import gc
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import report
+from peers import workload
 
 from longshore.protocol.client import AddRequest
-from longshore.protocol.codec import Encoder
+from longshore.protocol.codec import Encoder, Frame
 from longshore.protocol.handshake import ToClient, ToWorker
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from longshore.protocol.plan import SchedulerOutput
@@ -25,93 +33,188 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler
 
-BLOCK_SIZE = 16
-VOCAB_SIZE = 32_000
-MAX_MODEL_LEN = 4096
+CLIENT = 0
+QUIET_SHARE = 0.97  # of the wall time on a core; a turn with less is measured again
+MAX_TRIES = 4
+MIN_ROW_STEPS = 4000  # running requests x steps of a turn: short steps need more of them
+
+
+def num_sampled(plan: SchedulerOutput) -> int:
+    """Tokens that answer a plan which leaves no prompt half computed: a row that the plan does not
+    list computes the one token that is expected of it, and each that computes any samples one."""
+    listed = plan.scheduled_tokens
+    return plan.num_scheduled_tokens - int(listed.sum()) + int(np.count_nonzero(listed))
 
 
 class Load:
-    """A scheduler with `num_running` requests, all past their prompts."""
+    """A scheduler with a workload in it; requests that end are replaced. The parts of its steps are
+    collected in microseconds: `intake_us`, `plan_us`, `apply_us`; and the frames of plans in bytes.
+    """
 
-    def __init__(self, num_running: int, *, steps_in_flight: int) -> None:
-        self._steps_in_flight = steps_in_flight
-        blocks_per_request = MAX_MODEL_LEN // BLOCK_SIZE
-        spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype_bytes=2)
+    def __init__(self, work: workload.Workload, *, mode: str) -> None:
+        spec = FullAttentionSpec(workload.BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype_bytes=2)
+        num_running = len(work.first)
+        num_prompt_tokens = sum(len(arrival.prompt) for arrival in work.first)
+        arrivals = (*work.first, *work.later)
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_model_len=MAX_MODEL_LEN,
+                max_model_len=max(len(one.prompt) + one.max_tokens for one in arrivals),
                 max_num_seqs=num_running,
-                max_num_batched_tokens=num_running * 1024,
-                max_steps_in_flight=steps_in_flight,
+                max_num_batched_tokens=max(num_prompt_tokens, 8192),
+                max_steps_in_flight=2 if mode == "async" else 1,
             ),
-            CacheConfig(block_size=BLOCK_SIZE),
-            kv_cache=KVCacheConfig(
-                num_running * blocks_per_request + 1, (KVCacheGroup(("layer",), spec),), "bfloat16"
-            ),
+            CacheConfig(block_size=workload.BLOCK_SIZE),
+            kv_cache=KVCacheConfig(work.num_blocks, (KVCacheGroup(("layer",), spec),), "bfloat16"),
             hash_seed=b"benchmark",
-            vocab_size=VOCAB_SIZE,
+            vocab_size=workload.VOCAB_SIZE,
         )
         self._plans: Encoder[ToWorker] = Encoder()
         self._messages: Encoder[ToClient] = Encoder()
         self._unanswered: deque[SchedulerOutput] = deque()
-        self._tokens = np.full(num_running, 7, np.int32)
-        self.plan_bytes = 0
-        rng = np.random.default_rng(0)
-        for index in range(num_running):
-            prompt = rng.integers(0, VOCAB_SIZE, 512 + index % 32).astype(np.int32)
-            sampling = SamplingParams(max_tokens=None, ignore_eos=True)
-            request = AddRequest(f"request-{index}", index, prompt, sampling)
-            self.scheduler.add_request(request, client=0, now=0.0)
+        self._tokens = np.random.default_rng(1).integers(
+            3, workload.VOCAB_SIZE, 2 * num_running, np.int32
+        )
+        self._num_made = 0
+        self._arriving = [self._message(arrival) for arrival in work.first]
+        self._to_come = self._later([self._message(arrival) for arrival in work.later])
+        self.intake_us: list[float] = []
+        self.plan_us: list[float] = []
+        self.apply_us: list[float] = []
+        self.plan_bytes: list[int] = []
+        self.num_finished = self.num_preempted = 0
+
+    def _message(self, arrival: workload.Arrival) -> AddRequest:
+        self._num_made += 1
+        sampling = SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=True)
+        return AddRequest(f"cmpl-{self._num_made:024x}", self._num_made, arrival.prompt, sampling)
+
+    def _later(self, messages: list[AddRequest]) -> Iterator[AddRequest]:
+        return iter(messages)
+
+    def _answer(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        first = plan.step % (len(self._tokens) // 2)
+        tokens = self._tokens[first : first + num_sampled(plan)]
+        return ModelRunnerOutput(epoch=1, step=plan.step, sampled_tokens=tokens)
+
+    def forget_samples(self) -> None:
+        """What has been measured so far was warming up."""
+        for samples in (self.intake_us, self.plan_us, self.apply_us, self.plan_bytes):
+            samples.clear()
+        self.num_finished = self.num_preempted = 0
 
     def step(self) -> None:
-        """Plan until enough is in flight, then answer the oldest plan."""
-        while (plan := self.scheduler.schedule(0.0)) is not None:
-            self.plan_bytes = sum(map(len, self._plans.encode(plan)))
-            self._unanswered.append(plan)
-        oldest = self._unanswered.popleft()
-        output = ModelRunnerOutput(
-            epoch=1, step=oldest.step, sampled_tokens=self._tokens[: oldest.num_rows]
-        )
-        self.scheduler.update_from_output(output, 0.0)
-        for _, message in self.scheduler.take_outputs():
+        """Take in who has come, plan until enough is in flight, answer the oldest plan."""
+        scheduler, unanswered = self.scheduler, self._unanswered
+        started = time.perf_counter_ns()
+        for request in self._arriving:
+            scheduler.add_request(request, client=CLIENT, now=0.0)
+        queued = time.perf_counter_ns()
+        frames: list[Frame] = []
+        while (plan := scheduler.schedule(0.0)) is not None:
+            frames = self._plans.encode(plan)
+            unanswered.append(plan)
+        planned = time.perf_counter_ns()
+        self.plan_bytes.append(sum(map(len, frames)))
+        self.num_preempted += len(unanswered[-1].preempted_rows) if frames else 0
+        output = self._answer(unanswered.popleft())
+        answering = time.perf_counter_ns()
+        scheduler.update_from_output(output, 0.0)
+        outputs = scheduler.take_outputs()
+        for _, message in outputs:
             self._messages.encode(message)
+        ended = time.perf_counter_ns()
+        self.intake_us.append((queued - started) / 1e3)
+        self.plan_us.append((planned - queued) / 1e3)
+        self.apply_us.append((ended - answering) / 1e3)
+        num_ended = sum(len(message.finished) for _, message in outputs)
+        self.num_finished += num_ended
+        self._arriving = list(islice(self._to_come, num_ended))
 
 
-def measure(num_running: int, *, steps_in_flight: int, num_steps: int) -> dict[str, Any]:
-    """One row of the result."""
-    load = Load(num_running, steps_in_flight=steps_in_flight)
-    for _ in range(100):
+def measure_ours(work: str, *, running: int, mode: str, steps: int, warm_up: int) -> dict[str, Any]:
+    """Samples in the form in which `peers/vllm_steps.py` gives its own, and the plans' bytes.
+    `cpu_share` well below 1 means that others used the machine, and the samples are worth little.
+    """
+    load = Load(workload.make(work, running, steps + warm_up), mode=mode)
+    for _ in range(warm_up):
         load.step()
+    load.forget_samples()
     gc.collect()
     gc.freeze()
-    times_us, plan_bytes = [], []
-    for _ in range(num_steps):
-        started = time.perf_counter_ns()
+    started, started_cpu = time.perf_counter(), time.thread_time()
+    for _ in range(steps):
         load.step()
-        times_us.append((time.perf_counter_ns() - started) / 1e3)
-        plan_bytes.append(load.plan_bytes)
+    cpu_share = (time.thread_time() - started_cpu) / (time.perf_counter() - started)
     gc.unfreeze()
     return {
-        "running": num_running,
-        "mode": "async" if steps_in_flight == 2 else "sync",
-        "step_us": float(np.median(times_us)),
-        "mean_us": float(np.mean(times_us)),
-        "p99_us": float(np.percentile(times_us, 99)),
-        "plan_bytes": float(np.mean(plan_bytes)),
+        "cpu_share": cpu_share,
+        "intake_us": load.intake_us,
+        "plan_us": load.plan_us,
+        "apply_us": load.apply_us,
+        "plan_bytes": float(np.mean(load.plan_bytes)),
+        "num_finished": load.num_finished,
+        "num_preempted": load.num_preempted,
     }
 
 
-def main() -> None:
-    arguments = report.parser(__doc__)
-    arguments.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
-    arguments.add_argument("--steps", type=int, default=1000)
-    options = arguments.parse_args()
-    rows = [
-        measure(num_running, steps_in_flight=steps_in_flight, num_steps=options.steps)
-        for num_running in options.running
-        for steps_in_flight in (1, 2)
+def steps_us(samples: dict[str, Any]) -> list[float]:
+    """Microseconds of each step, without intake."""
+    return [
+        plan + apply for plan, apply in zip(samples["plan_us"], samples["apply_us"], strict=True)
     ]
-    report.write(options.json, rows)
+
+
+def undisturbed(measure: Callable[..., dict[str, Any]], **job: Any) -> dict[str, Any]:
+    """A turn of one side that had its core to itself, or the least disturbed of a few."""
+    turns: list[dict[str, Any]] = []
+    while len(turns) < MAX_TRIES and (not turns or turns[-1]["cpu_share"] < QUIET_SHARE):
+        turns.append(measure(**job))
+    return max(turns, key=lambda turn: float(turn["cpu_share"]))
+
+
+def compare(peer: report.Peer | None, running: int, mode: str, *, steps: int) -> dict[str, Any]:
+    """One row: ours, theirs, ours."""
+    job: dict[str, Any] = {
+        "work": "steady",
+        "running": running,
+        "mode": mode,
+        "steps": max(steps, MIN_ROW_STEPS // running),
+        "warm_up": 64,
+    }
+    turns = [undisturbed(measure_ours, **job)]
+    theirs = peer and undisturbed(peer.measure, **job)
+    turns.append(undisturbed(measure_ours, **job))
+    each = [steps_us(turn) for turn in turns]
+    row = {
+        "running": running,
+        "mode": mode,
+        **report.times(each[0] + each[1]),
+        "step_us_each": [float(np.median(samples)) for samples in each],
+        "plan_us": float(np.median(turns[0]["plan_us"] + turns[1]["plan_us"])),
+        "apply_us": float(np.median(turns[0]["apply_us"] + turns[1]["apply_us"])),
+        "plan_bytes": turns[0]["plan_bytes"],
+        "cpu_share": min(turn["cpu_share"] for turn in turns),
+        "ratio": None,
+        "peer": None,
+    }
+    if theirs:
+        row["peer"] = report.times(steps_us(theirs)) | {"cpu_share": theirs["cpu_share"]}
+        row["ratio"] = row["peer"]["step_us"] / row["step_us"]
+    return row
+
+
+def main() -> None:
+    arguments = report.parser(__doc__, peer="core")
+    arguments.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
+    arguments.add_argument("--steps", type=int, default=500, help="of each turn, at least")
+    options = arguments.parse_args()
+    with report.peer(options.peer_python, "vllm_steps.py") as peer:
+        rows = [
+            compare(peer, running, mode, steps=options.steps)
+            for running in options.running
+            for mode in ("sync", "async")
+        ]
+    report.write(options.json, rows, peer=peer and peer.about)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,247 @@
+"""A real scheduler process for benchmarks, which are its worker and its client; and that process
+with instruments in it.
+
+    python benchmarks/live_engine.py cprofile|stopwatch OUT.json CONFIG.json
+
+does what `python -m longshore.scheduler CONFIG.json` does, and writes at its end what it has
+measured: `cprofile` calls and times of every function, `stopwatch` the time spent in the few calls
+that a step consists of, which disturbs little.
+"""
+
+import cProfile
+import functools
+import json
+import os
+import pstats
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from longshore.protocol.channel import Channel, Endpoint, ServerChannel, open_socket
+from longshore.protocol.client import AddRequest
+from longshore.protocol.handshake import (
+    ClientHello,
+    EngineIdentity,
+    EngineReady,
+    FromWorker,
+    ToClient,
+    ToEngine,
+    ToWorker,
+    Welcome,
+    WorkerHello,
+    WorkerReady,
+)
+from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from longshore.protocol.lifeline import STOP_SIGNAL, Progress, Ready, decode_report
+from longshore.protocol.sampling import SamplingParams
+from longshore.scheduler import __main__ as scheduler_main
+from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
+from longshore.scheduler.scheduler import Scheduler
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 32_000
+TIMEOUT_S = 60.0
+EPOCH = 1
+
+
+class LiveEngine:
+    """The process, between `with` and its end; `num_rows` requests of `max_model_len` tokens fit.
+
+    The worker is whoever calls `connect_worker`, in this process or another. `instrument` is one of
+    `cprofile` and `stopwatch`; what it found is in `findings` after the end.
+    """
+
+    def __init__(
+        self, *, num_rows: int, max_model_len: int, mode: str, instrument: str | None = None
+    ) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="longshore-bench-")
+        self.directory = Path(self._directory.name)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._identity = EngineIdentity(
+            model_fingerprint="benchmark",
+            dtype="bfloat16",
+            block_size=BLOCK_SIZE,
+            max_model_len=max_model_len,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=num_rows * 1024,  # no prompt is computed in parts
+            hash_seed_digest="benchmark",
+        )
+        self._lifeline, child_end = socket.socketpair()
+        config = SchedulerProcessConfig(
+            scheduler=SchedulerConfig(
+                max_model_len=max_model_len,
+                max_num_seqs=num_rows,
+                max_num_batched_tokens=num_rows * 1024,
+                max_steps_in_flight=2 if mode == "async" else 1,
+            ),
+            cache=CacheConfig(block_size=BLOCK_SIZE),
+            identity=self._identity,
+            workers=(Endpoint(f"ipc://{self.directory}/worker"),),
+            clients=Endpoint(f"ipc://{self.directory}/clients"),
+            hash_seed="00" * 32,
+            vocab_size=VOCAB_SIZE,
+            epoch=EPOCH,
+            lifeline_fd=child_end.fileno(),
+            log_level="warning",
+        )
+        config_path = self.directory / "scheduler.json"
+        config_path.write_bytes(msgspec.json.encode(config))
+        self._config = config
+        self.is_async = mode == "async"
+        self._findings = self.directory / "findings.json"
+        self.findings: Any = None
+        program = ["-m", "longshore.scheduler"]
+        if instrument is not None:
+            program = [__file__, instrument, str(self._findings)]
+        self._process = subprocess.Popen(
+            [sys.executable, *program, str(config_path)], pass_fds=[child_end.fileno()]
+        )
+        child_end.close()
+
+    def __enter__(self) -> "LiveEngine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.send_signal(STOP_SIGNAL)
+        try:
+            self._process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._lifeline.close()
+        self.context.destroy(linger=0)
+        if self._findings.exists():
+            self.findings = json.loads(self._findings.read_bytes())
+        self._directory.cleanup()
+
+    @property
+    def worker_setup(self) -> tuple[Endpoint, EngineIdentity]:
+        """What `connect_worker` needs, to be sent to another process."""
+        return self._config.workers[0], self._identity
+
+    def wait_until_ready(self) -> None:
+        """Until the process, which has its worker, takes clients."""
+        with self._lifeline.makefile("rb") as lines:
+            while isinstance(reported := decode_report(lines.readline()), Progress):
+                continue
+        assert isinstance(reported, Ready), reported
+
+    def connect_client(self) -> Channel[ToEngine, ToClient]:
+        """A gateway's channel, welcomed."""
+        client: Channel[ToEngine, ToClient] = Channel(
+            open_socket(self.context, zmq.DEALER, self._config.clients, bind=False), ToClient
+        )
+        client.send(ClientHello("benchmark", self._identity.model_fingerprint))
+        answer = client.receive(TIMEOUT_S)
+        assert isinstance(answer, EngineReady), answer
+        return client
+
+    def cpu_s(self) -> float:
+        """CPU time that the process has used."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def connect_worker(
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: Endpoint, identity: EngineIdentity
+) -> Channel[FromWorker, ToWorker]:
+    """A worker's channel, welcomed and ready for plans; its blocks hold all rows at full length."""
+    worker: Channel[FromWorker, ToWorker] = Channel(
+        open_socket(context, zmq.DEALER, endpoint, bind=False), ToWorker
+    )
+    num_blocks = identity.max_num_seqs * (identity.max_model_len // BLOCK_SIZE + 1) + 1
+    spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype_bytes=2)
+    groups = (KVCacheGroup(("layer",), spec),)
+    worker.send(WorkerHello(0, identity, KVCacheConfig(num_blocks, groups, "bfloat16")))
+    answer = worker.receive(TIMEOUT_S)
+    assert isinstance(answer, Welcome), answer
+    worker.send(WorkerReady(0))
+    return worker
+
+
+def long_request(handle: int, prompt_len: int) -> AddRequest:
+    """A request that decodes up to the engine's longest length."""
+    prompt = np.random.default_rng(handle).integers(0, VOCAB_SIZE, prompt_len, np.int32)
+    sampling = SamplingParams(max_tokens=None, ignore_eos=True)
+    return AddRequest(f"request-{handle}", handle, prompt, sampling)
+
+
+def _run_under_cprofile() -> list[dict[str, Any]]:
+    """Each function's calls and times, the costliest first. Importing is over by now."""
+    profile = cProfile.Profile()
+    profile.runcall(scheduler_main.main)
+    stats: Any = pstats.Stats(profile)
+    table = [
+        {
+            "function": f"{_module(path)}:{name}",
+            "calls": num_calls,
+            "own_us": own_s * 1e6,
+            "total_us": total_s * 1e6,
+        }
+        for (path, _, name), (_, num_calls, own_s, total_s, _) in stats.stats.items()
+    ]
+    return sorted(table, key=lambda row: -row["own_us"])
+
+
+def _module(path: str) -> str:
+    _, _, inside = path.rpartition("longshore/")
+    return inside if inside != path else Path(path).name
+
+
+def _run_under_stopwatch() -> dict[str, dict[str, float]]:
+    """Calls and median time of each part of a step."""
+    samples: defaultdict[str, list[int]] = defaultdict(list)
+
+    def watch(owner: type, method: str, name: str, if_none: str) -> None:
+        original: Callable[..., Any] = getattr(owner, method)
+
+        @functools.wraps(original)
+        def watched(*arguments: Any, **named: Any) -> Any:
+            started = time.perf_counter_ns()
+            result = original(*arguments, **named)
+            elapsed = time.perf_counter_ns() - started
+            samples[if_none if result is None else name].append(elapsed)
+            return result
+
+        setattr(owner, method, watched)
+
+    watch(Channel, "receive", "receive and decode the answer", "look for another answer")
+    watch(Scheduler, "update_from_output", "", "apply the answer")
+    watch(Scheduler, "schedule", "plan", "find that there is nothing to plan")
+    watch(Channel, "send", "", "encode and send the plan")
+    watch(Scheduler, "take_outputs", "take the outputs", "")
+    watch(ServerChannel, "send", "encode and send to the client", "")
+    scheduler_main.main()
+    return {
+        name: {"calls": len(elapsed), "median_us": statistics.median(elapsed) / 1e3}
+        for name, elapsed in samples.items()
+        if len(elapsed) > 1
+    }
+
+
+def main() -> None:
+    instrument, out, config = sys.argv[1:]
+    sys.argv = ["longshore.scheduler", config]
+    run = {"cprofile": _run_under_cprofile, "stopwatch": _run_under_stopwatch}[instrument]
+    Path(out).write_text(json.dumps(run()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What a step costs when requests come and go, ours and vLLM's.
+
+    python benchmarks/mixed_load.py [--running 64 256 1024] [--json F]
+
+`churn`: in each step a tenth of the running requests ends and as many are admitted. `pressure`: the
+pool is too small for all, so they preempt one another (`preempted`, per step, on both sides). The
+requests are those of `peers/workload.py`, made before anything is timed; both sides take turns.
+
+`intake_us` is what taking in one request costs: our `add_request(AddRequest)`; vLLM's
+`Request(...)`, which hashes the prompt (we do that at admission), and `add_request`. `total_us` is
+intake and step together, the mean of all steps (under pressure a few bear the cost); `ratio`
+compares that. `median_us` is the median of the same, compared by `median_ratio`.
+"""
+
+from typing import Any
+
+import numpy as np
+import report
+from scheduler_step import measure_ours, steps_us, undisturbed
+
+
+def summary(turns: list[dict[str, Any]]) -> dict[str, float]:
+    """The samples of one side."""
+    step_us = [us for turn in turns for us in steps_us(turn)]
+    intake_us = [us for turn in turns for us in turn["intake_us"]]
+    total_us = np.add(step_us, intake_us)
+    num_finished = sum(turn["num_finished"] for turn in turns)
+    return {
+        "total_us": float(np.mean(total_us)),
+        "median_us": float(np.median(total_us)),
+        "p99_us": float(np.percentile(total_us, 99)),
+        "intake_us": sum(intake_us) / max(num_finished, 1),
+        "finished": num_finished / len(step_us),
+        "preempted": sum(turn["num_preempted"] for turn in turns) / len(step_us),
+        "cpu_share": min(turn["cpu_share"] for turn in turns),
+    }
+
+
+def compare(
+    peer: report.Peer | None, load: str, running: int, mode: str, *, steps: int
+) -> dict[str, Any]:
+    """One row: ours, theirs, ours."""
+    # Long enough that the pool has been handed out once and the ends are spread evenly.
+    job: dict[str, Any] = {
+        "work": load,
+        "running": running,
+        "mode": mode,
+        "steps": steps,
+        "warm_up": 150,
+    }
+    turns = [undisturbed(measure_ours, **job)]
+    theirs = peer and undisturbed(peer.measure, **job)
+    turns.append(undisturbed(measure_ours, **job))
+    ours = summary(turns)
+    row = {
+        "load": load,
+        "running": running,
+        "mode": mode,
+        **ours,
+        "total_us_each": [summary([turn])["total_us"] for turn in turns],
+        "plan_bytes": turns[0]["plan_bytes"],
+        "ratio": None,
+        "median_ratio": None,
+        "peer": None,
+    }
+    if theirs:
+        row["peer"] = summary([theirs])
+        row["ratio"] = row["peer"]["total_us"] / ours["total_us"]
+        row["median_ratio"] = row["peer"]["median_us"] / ours["median_us"]
+    return row
+
+
+def main() -> None:
+    arguments = report.parser(__doc__, peer="core")
+    arguments.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024])
+    arguments.add_argument("--steps", type=int, default=300, help="of each turn")
+    options = arguments.parse_args()
+    with report.peer(options.peer_python, "vllm_steps.py") as peer:
+        rows = [
+            compare(peer, load, running, mode, steps=options.steps)
+            for load in ("churn", "pressure")
+            for running in options.running
+            for mode in ("sync", "async")
+        ]
+    report.write(options.json, rows, peer=peer and peer.about)
+
+
+if __name__ == "__main__":
+    main()

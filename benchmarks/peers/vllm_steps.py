@@ -1,0 +1,142 @@
+"""vLLM's scheduler under a workload of `workload.py`, driven from outside: a line of JSON in is a job,
+a line of JSON out its samples. `benchmarks/scheduler_step.py` and `mixed_load.py` start this in vLLM's
+own environment and let the two sides take turns.
+
+Job:    {"work": "steady", "running": 64, "mode": "sync" | "async", "steps": 200, "warm_up": 32}
+Answer: microseconds of each step, apart: intake_us (Request(), which hashes its prompt, and
+        add_request), plan_us (schedule), apply_us (update_from_output); and what happened. cpu_share
+        well below 1 means that others used the machine, and the samples are worth little.
+"""
+
+import os
+import sys
+
+# Whatever the imports print must not get among the answers.
+ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
+os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
+
+import gc
+import json
+import random
+import tempfile
+import time
+from collections import deque
+from importlib.metadata import version
+
+import workload
+from bench_vllm_core import LLAMA_2L, T, hasher_for, make_scheduler, settle
+
+
+class Load:
+    """A scheduler with a workload in it; `step` returns what its three parts cost, in ns."""
+
+    def __init__(self, model_dir, work, *, is_async):
+        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.request import Request
+
+        self.request_type, self.output_type = Request, ModelRunnerOutput
+        self.hasher = hasher_for("sha256")
+        self.random_token = random.Random(0).randrange
+        num_prompt_tokens = sum(len(arrival.prompt) for arrival in work.first)
+        self.sched, _ = make_scheduler(
+            model_dir, work.num_blocks, len(work.first), max(num_prompt_tokens, 8192), is_async
+        )
+        self.steps_in_flight = 2 if is_async else 1
+        self.in_flight = deque()
+        self.num_made = self.num_finished = self.num_preempted = 0
+        self.arriving = [self.arguments_of(arrival) for arrival in work.first]
+        self.waiting_to_come = deque(self.arguments_of(arrival) for arrival in work.later)
+
+    def arguments_of(self, arrival):
+        """What the engine has decoded when it makes a Request."""
+        from vllm.sampling_params import SamplingParams
+
+        self.num_made += 1
+        return dict(
+            request_id=f"cmpl-{self.num_made:024x}",
+            prompt_token_ids=arrival.prompt.tolist(),
+            sampling_params=SamplingParams(
+                max_tokens=arrival.max_tokens, ignore_eos=True, temperature=0.0
+            ),
+            pooling_params=None,
+        )
+
+    def step(self):
+        sched, arriving = self.sched, self.arriving
+        t0 = T()
+        for arguments in arriving:
+            sched.add_request(self.request_type(block_hasher=self.hasher, **arguments))
+        t1 = T()
+        plan_ns = 0
+        while len(self.in_flight) < self.steps_in_flight:
+            t = T()
+            plan = sched.schedule()
+            plan_ns += T() - t
+            self.num_preempted += len(plan.preempted_req_ids or ())
+            self.in_flight.append((plan, self.answer(plan)))
+        plan, output = self.in_flight.popleft()
+        t2 = T()
+        outputs = sched.update_from_output(plan, output)
+        t3 = T()
+        ended = sum(
+            one.finish_reason is not None for many in outputs.values() for one in many.outputs
+        )
+        self.num_finished += ended
+        self.arriving = [self.waiting_to_come.popleft() for _ in range(ended)]
+        return t1 - t0, plan_ns, t3 - t2
+
+    def answer(self, plan):
+        """A token for every request that has none left to compute; made when the plan is, as a
+        worker would."""
+        ids = list(plan.num_scheduled_tokens)
+        tokens = [
+            [] if self.sched.requests[i].is_prefill_chunk else [self.random_token(3, 32000)]
+            for i in ids
+        ]
+        return self.output_type(
+            req_ids=ids,
+            req_id_to_index={name: index for index, name in enumerate(ids)},
+            sampled_token_ids=tokens,
+        )
+
+
+def measure(model_dir, *, work, running, mode, steps, warm_up):
+    load = Load(
+        model_dir, workload.make(work, running, steps + warm_up), is_async=mode == "async"
+    )
+    for _ in range(warm_up):
+        load.step()
+    settle()
+    load.num_finished = load.num_preempted = 0
+    started, started_cpu = time.perf_counter(), time.thread_time()
+    samples = [load.step() for _ in range(steps)]
+    cpu_share = (time.thread_time() - started_cpu) / (time.perf_counter() - started)
+    gc.unfreeze()
+    intake, plan, apply = ([ns / 1e3 for ns in part] for part in zip(*samples))
+    return {
+        "cpu_share": cpu_share,
+        "intake_us": intake,
+        "plan_us": plan,
+        "apply_us": apply,
+        "num_finished": load.num_finished,
+        "num_preempted": load.num_preempted,
+        "num_running": len(load.sched.running),
+    }
+
+
+def main():
+    def say(answer):
+        print(json.dumps(answer), file=ANSWERS, flush=True)
+
+    with tempfile.TemporaryDirectory() as model_dir:
+        with open(os.path.join(model_dir, "config.json"), "w") as config:
+            json.dump(LLAMA_2L, config)
+        say({"vllm": version("vllm"), "python": sys.version.split()[0]})
+        for line in sys.stdin:
+            say(measure(model_dir, **json.loads(line)))
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The benchmarks of the scheduler: each runs at a tiny size and writes the figures it promises.
+What the figures are is never asserted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+NO_PEER = ("--peer-python", "/nonexistent/python")
+
+
+class Result:
+    """What one run of a benchmark wrote to its file and to standard error."""
+
+    def __init__(self, tmp_path: Path, *command: str) -> None:
+        path = tmp_path / "result.json"
+        ran = subprocess.run(
+            [sys.executable, f"benchmarks/{command[0]}", *command[1:], "--json", str(path)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        self.errors = ran.stderr
+        self.all: dict[str, Any] = json.loads(path.read_text())
+        self.rows: list[dict[str, Any]] = self.all["rows"]
+        assert self.all["conditions"]["versions"]["numpy"]
+
+
+def test_the_step_benchmark_has_a_row_per_size_and_mode(tmp_path: Path) -> None:
+    sizes = ("--running", "1", "8", "--steps", "10")
+    result = Result(tmp_path, "scheduler_step.py", *sizes, *NO_PEER)
+    assert [(row["running"], row["mode"]) for row in result.rows] == [
+        (1, "sync"),
+        (1, "async"),
+        (8, "sync"),
+        (8, "async"),
+    ]
+    for row in result.rows:
+        assert 0 < row["step_us"] <= row["p99_us"]
+        assert row["mean_us"] > 0
+        assert row["plan_bytes"] > 0
+        assert len(row["step_us_each"]) == 2
+
+
+def test_a_missing_peer_is_said_loudly_and_leaves_no_ratio(tmp_path: Path) -> None:
+    result = Result(tmp_path, "scheduler_step.py", "--running", "1", "--steps", "2", *NO_PEER)
+    assert "NO PEER: /nonexistent/python" in result.errors
+    assert result.all["peer"] is None
+    assert all(row["peer"] is None and row["ratio"] is None for row in result.rows)
+
+
+FAKE_PEER = """#!{python}
+import json, sys
+print(json.dumps({{"name": "a fake"}}), flush=True)
+for line in sys.stdin:
+    steps = json.loads(line)["steps"]
+    parts = {{"intake_us": [0.0] * steps, "plan_us": [4e9] * steps, "apply_us": [2e9] * steps}}
+    print(json.dumps({{**parts, "cpu_share": 1.0}}), flush=True)
+"""
+
+
+def test_a_peer_is_measured_in_the_same_run_and_compared(tmp_path: Path) -> None:
+    peer = tmp_path / "python"
+    peer.write_text(FAKE_PEER.format(python=sys.executable))
+    peer.chmod(0o755)
+    sizes = ("--running", "4", "--steps", "3")
+    result = Result(tmp_path, "scheduler_step.py", *sizes, "--peer-python", str(peer))
+    assert result.all["peer"] == {"name": "a fake"}
+    for row in result.rows:
+        assert row["peer"]["step_us"] == 6e9
+        assert row["ratio"] == pytest.approx(6e9 / row["step_us"])
+
+
+def test_the_mixed_load_ends_a_tenth_per_step_and_preempts_under_pressure(tmp_path: Path) -> None:
+    sizes = ("--running", "20", "--steps", "60")
+    result = Result(tmp_path, "mixed_load.py", *sizes, *NO_PEER)
+    churn = [row for row in result.rows if row["load"] == "churn"]
+    pressure = [row for row in result.rows if row["load"] == "pressure"]
+    assert {row["mode"] for row in churn} == {row["mode"] for row in pressure} == {"sync", "async"}
+    assert all(1.5 < row["finished"] <= 2.5 and row["preempted"] == 0 for row in churn)
+    assert all(row["preempted"] > 0 and row["finished"] > 0 for row in pressure)
+
+
+def test_the_collector_benchmark_counts_every_generation(tmp_path: Path) -> None:
+    result = Result(tmp_path, "gc_pauses.py", "--running", "10", "--steps", "300")
+    for row in result.rows:
+        assert row["steps"] == 300
+        assert {row[f"gen{number}"]["collections"] >= 0 for number in range(3)} == {True}
+
+
+def test_the_round_trip_is_measured_beside_both_ping_pongs(tmp_path: Path) -> None:
+    sizes = ("--round-trips", "50", "--repeats", "1")
+    result = Result(tmp_path, "engine_round_trip.py", *sizes)
+    assert [row["mode"] for row in result.rows] == ["sync", "async"]
+    for row in result.rows:
+        bare_us = row["echo"]["round_trip_us"]
+        assert row["ratio"] == pytest.approx(row["round_trip_us"] / bare_us)
+        assert row["watcher"]["round_trip_us"] > 0
+    for parts in result.all["parts"]:
+        assert parts["plan"]["calls"] >= 50
+        assert parts["apply the answer"]["calls"] >= 50
+
+
+def test_the_throughput_benchmark_profiles_the_scheduler_process(tmp_path: Path) -> None:
+    sizes = ("--running", "4", "--steps", "100", "--repeats", "1")
+    result = Result(tmp_path, "engine_throughput.py", *sizes)
+    assert [row["mode"] for row in result.rows] == ["sync", "async"]
+    assert all(row["steps_per_s"] > 0 and row["tokens_per_s"] > 0 for row in result.rows)
+    functions = {row["function"] for row in result.all["profile"]}
+    assert any("scheduler/" in name for name in functions), functions
