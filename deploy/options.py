@@ -58,8 +58,9 @@ class EngineOptions:
         preempt_threshold: Nothing more is admitted once the share of blocks in use is above this;
             1 never holds anything up.
         admit_threshold: Admissions go on once the share of blocks in use is below this.
-        kv_connector: What keeps KV beyond the device: the name of an installed connector, or
-            package.module:Class. Default: nothing does.
+        kv_connector: What keeps KV beyond the device (refused until workers have their half of
+            the contract): the name of an installed connector, or package.module:Class. Default:
+            nothing does.
         kv_connector_config: Settings of the connector, a JSON object.
         load_failure_policy: A request whose KV the connector could not load computes it, or fails.
         load_timeout_s: How long a request waits for an asynchronous load of the connector.

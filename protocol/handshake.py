@@ -71,6 +71,7 @@ class Feature(enum.Enum):
     POOLING = "pooling"
     STRUCTURED_OUTPUT = "structured_output"
     DRAFTS = "drafts"
+    KV_CONNECTOR = "kv_connector"
 
 
 class WorkerHello(msgspec.Struct, tag="worker_hello", frozen=True):

@@ -12,6 +12,7 @@ from longshore.connectors.registry import load_scheduler_connector, parse_option
 from longshore.protocol.channel import Channel, ServerChannel, close_context, open_socket
 from longshore.protocol.errors import ConfigError, HandshakeRefused
 from longshore.protocol.handshake import (
+    Feature,
     FromWorker,
     Refused,
     ToClient,
@@ -42,6 +43,8 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             f"{len(config.workers)} workers were configured; this version runs one worker per "
             "engine (no tensor or pipeline parallelism yet)"
         )
+    if config.cache.enable_kv_cache_events:
+        raise ConfigError("enable_kv_cache_events: this version publishes no events; leave it off")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     worker: Channel[ToWorker, FromWorker] = Channel(
         open_socket(context, zmq.DEALER, config.workers[0], bind=True), FromWorker
@@ -59,7 +62,7 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             epoch=config.epoch,
             verify_plan=config.verify_plan,
             features=frozenset(hello.features),
-            connector=_load_connector(config, kv_cache),
+            connector=_load_connector(config, hello, kv_cache),
         )
         clients: ServerChannel[ToClient, ToEngine] = ServerChannel(
             open_socket(context, zmq.ROUTER, config.clients, bind=True), ToEngine
@@ -103,11 +106,12 @@ def welcome_worker(
 
 
 def _load_connector(
-    config: SchedulerProcessConfig, kv_cache: KVCacheConfig
+    config: SchedulerProcessConfig, hello: WorkerHello, kv_cache: KVCacheConfig
 ) -> SchedulerConnector | None:
+    """Raises ConfigError without a worker half: blocks would count as loaded that nobody fills."""
     if config.kv_connector is None:
         return None
-    return load_scheduler_connector(
+    connector = load_scheduler_connector(
         config.kv_connector,
         ConnectorConfig(
             parse_options(config.kv_connector_config),
@@ -118,6 +122,12 @@ def _load_connector(
             engine_id=f"{config.engine_id}.{config.epoch}",
         ),
     )
+    if Feature.KV_CONNECTOR not in hello.features:
+        raise ConfigError(
+            f"--kv-connector {config.kv_connector}: worker {hello.rank} has no connector half to "
+            "move its blocks; this version's workers have none. Start without --kv-connector."
+        )
+    return connector
 
 
 def _agree_on_blocks(offered: KVCacheConfig, config: SchedulerProcessConfig) -> KVCacheConfig:

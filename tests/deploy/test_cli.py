@@ -42,6 +42,13 @@ def test_command_line_loads_neither_torch_nor_a_server() -> None:
             ["serve", "--port", "0", "--num-blocks", "200", "--kv-connector", "no_such:At"],
             ["--kv-connector no_such:At", "no module no_such"],
         ),
+        (
+            [
+                *("serve", "--port", "0", "--num-blocks", "200"),
+                *("--kv-connector", "longshore.connectors.base:SchedulerConnector"),
+            ],
+            ["--kv-connector longshore.connectors.base:SchedulerConnector", "no connector half"],
+        ),
         (["doctor", "--engine", "nowhere"], ["url='nowhere'"]),
         (["doctor", "--engine", "http://127.0.0.1:9"], ["unreachable", "longshore serve"]),
         (["doctor", "--stall-after-s", "0"], ["stall_after_s=0"]),

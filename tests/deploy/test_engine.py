@@ -53,7 +53,6 @@ def test_every_process_gets_the_same_identity(model_dir: Path) -> None:
     assert engine.hash_seed.hex() not in str(worker.config)
 
 
-@pytest.mark.req("CFG-01", "CFG-02")
 def test_what_is_not_set_has_the_described_defaults(model_dir: Path) -> None:
     engine = plan(model_dir)
     scheduler, cache = engine.scheduler, engine.cache
@@ -72,7 +71,6 @@ def test_what_is_not_set_has_the_described_defaults(model_dir: Path) -> None:
     assert len(engine.hash_seed) == 32
 
 
-@pytest.mark.req("CFG-01", "CFG-02")
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "continuum"])
 def test_every_setting_reaches_the_scheduler(model_dir: Path, policy: str) -> None:
     scheduling = {
