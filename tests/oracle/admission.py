@@ -217,7 +217,8 @@ class Admissions:
         answered_step: as in `BlockTables.fits`.
         """
         scheduler = self._scheduler
-        scheduler.gates.feel_pressure(scheduler.tables.pool.num_free)
+        if request.status is not Status.LOADED:
+            scheduler.gates.feel_pressure(scheduler.tables.pool.num_free)
         while True:
             is_idle = not scheduler.running
             num_free = scheduler.tables.pool.num_free
