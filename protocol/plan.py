@@ -103,8 +103,8 @@ class SchedulerOutput(
     draft_rows, draft_tokens: drafts to verify, a row listed once per draft; token -1 is the draft
                     that the worker itself proposed last, which it alone knows yet.
     num_invalid_draft_tokens: drafts that the grammar refused, for the statistics.
+    freed_encoder_hashes: encoder outputs whose place is needed; one may be encoded anew right away.
     encoder_inputs: (row, index of the multimodal item) to encode in this step.
-    freed_encoder_hashes: encoder outputs that no request needs any more.
     common_prefix_blocks: per group, leading blocks that all running rows share, for cascade
                     attention; empty if they are as in the plan before.
     zero_block_ids: blocks to clear before use.
@@ -132,8 +132,8 @@ class SchedulerOutput(
     draft_rows: Int32Array = EMPTY_INT32
     draft_tokens: Int32Array = EMPTY_INT32
     num_invalid_draft_tokens: int = 0
-    encoder_inputs: tuple[tuple[int, int], ...] = ()
     freed_encoder_hashes: tuple[str, ...] = ()
+    encoder_inputs: tuple[tuple[int, int], ...] = ()
     common_prefix_blocks: tuple[int, ...] = ()
     zero_block_ids: Int32Array = EMPTY_INT32
     has_structured_output: bool = False

@@ -89,7 +89,7 @@ class Admission:
         self._asked = None
         while budget.num_left > 0 and not self._running.is_full:
             request = self._waiting.peek()
-            if request is None or not self._plan.can_add(request.num_tokens):
+            if request is None or not self._plan.can_add(request):
                 break
             outcome = self._try(request, budget, num_scheduled, now)
             if outcome is Outcome.SET_ASIDE:

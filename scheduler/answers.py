@@ -78,8 +78,8 @@ class Answers:
         planned = self._plan_of(output)
         if len(output.failed_block_ids):
             self._fail_loads(output.failed_block_ids, planned, now)
-        for row in output.nan_rows.tolist():
-            self._fail_not_finite(row, planned, now)
+        if len(output.nan_rows):
+            self._fail_not_finite(output.nan_rows, planned, now)
         sampling = planned.sampling
         if (
             sampling.version == self._running.version
@@ -155,6 +155,8 @@ class Answers:
             raise BadAnswer(
                 f"step {output.step}: a token id outside 0..{self._vocab_size - 1} was sampled"
             )
+        if not np.isin(output.nan_rows, planned.rows).all():
+            raise BadAnswer(f"step {output.step}: a row that sampled nothing is not finite")
         if len(output.pooled) != len(output.pooled_rows):
             raise BadAnswer(f"step {output.step}: vectors and rows of them differ in number")
         return planned
@@ -322,19 +324,26 @@ class Answers:
             return self._kv_cache.block_ids(int(rows[0]))
         return self._in_flight.departed(generation).tables
 
-    def _fail_not_finite(self, row: int, planned: PlannedStep, now: float) -> None:
-        """The model's output was not a number: nothing that this request computed may be reused.
-        What it had found, others have computed and got numbers from."""
-        index = int(np.searchsorted(planned.rows, row))
-        if index >= len(planned.rows) or planned.rows[index] != row:
-            raise BadAnswer(f"step {planned.step}: row {row} sampled nothing, and that not finite")
-        generation = int(planned.generations[index])
+    def _fail_not_finite(self, nan_rows: Int32Array, planned: PlannedStep, now: float) -> None:
+        """The model's output was not a number for these rows. The eldest first: a younger one that
+        had found its blocks is sent back with it, and its own output means nothing then."""
+        indices = np.flatnonzero(np.isin(planned.rows, nan_rows))
+        for index in indices[np.argsort(planned.generations[indices])].tolist():
+            self._fail_row(int(planned.rows[index]), int(planned.generations[index]), planned, now)
+
+    def _fail_row(self, row: int, generation: int, planned: PlannedStep, now: float) -> None:
+        """Nothing that the row's request computed may be reused. What it had found, others have
+        computed and got numbers from."""
         if self._running.generation[row] == generation:
+            if planned.step <= self._running.void_through[row]:
+                return
             request = self._running.request_on(row)
             num_hit_tokens = request.num_hit_tokens
         else:
             left = self._in_flight.departed(generation)
             request, num_hit_tokens = left.request, left.num_hit_tokens
+            if planned.step <= left.void_through and not request.is_finished:
+                return
         if not request.is_finished:
             logger.warning(
                 "request %s: logits of step %d are not finite", request.request_id, planned.step

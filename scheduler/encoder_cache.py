@@ -48,6 +48,8 @@ class EncoderCache:
     def limit(self, request: Request, num_computed: int, num_tokens: int) -> int:
         """How many of the next `num_tokens` tokens can be computed with what is encoded or will be
         in this step; takes budget, places and references for it."""
+        if not num_tokens:
+            return 0
         end = num_computed + num_tokens
         for index, item in enumerate(request.multimodal):
             if item.offset >= end:

@@ -200,7 +200,7 @@ class Engine:
         """Somebody waits for what comes without a message (a grammar, a connector's answer, a
         deadline), and no answer is due that would wake this loop: look again in a while."""
         scheduler = self._scheduler
-        is_idle = not scheduler.num_steps_in_flight and scheduler.has_unfinished_requests()
+        is_idle = not scheduler.num_steps_in_flight and scheduler.is_waited_for()
         if is_idle and self._poll is None:
             loop = asyncio.get_running_loop()
             self._poll = loop.call_later(POLL_INTERVAL_S, self._guarded(self._on_poll))

@@ -125,10 +125,11 @@ class StepsInFlight:
         """(generation, who left) for all that left their rows under unanswered plans."""
         return list(self._departed.items())
 
-    def void_departed(self) -> None:
-        """Tokens still to come for requests that left their rows mean nothing."""
-        for departure in self._departed.values():
-            departure.void_through = departure.last_step
+    def void_departed(self, request: Request | None = None) -> None:
+        """Tokens still to come for requests that left their rows (or for this one) mean nothing."""
+        for left in self._departed.values():
+            if request is None or left.request is request:
+                left.void_through = left.last_step
 
     def reset(self) -> None:
         """The workers are gone; no answer will come."""

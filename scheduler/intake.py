@@ -13,12 +13,23 @@ from longshore.protocol.client import (
     FinishReason,
 )
 from longshore.protocol.handshake import Feature
+from longshore.protocol.plan import RowStart
 from longshore.scheduler.config import SchedulerConfig
 
 MAX_HANDLE: Final = 2**31 - 1
 
+MAX_ADDED_BYTES: Final = 64 << 20
+"""Of the requests that one plan adds: token ids, embeddings and multimodal data together."""
+
 Refusal: TypeAlias = tuple[FinishReason, str]
 """(finish reason, text for the client)"""
+
+
+def num_input_bytes(message: AddRequest | RowStart) -> int:
+    """What a request brings, on the wire."""
+    ids = 4 * (len(message.prompt_token_ids) + len(message.output_token_ids))
+    embeds = 0 if message.prompt_embeds is None else len(message.prompt_embeds.data)
+    return ids + embeds + sum(len(item.data) for item in message.multimodal)
 
 
 class Intake:
@@ -95,7 +106,17 @@ class Intake:
                     f"the prompt of {num_prompt} tokens behind the item before it"
                 )
             end = item.offset + item.num_tokens
+        sizes = {item.hash: item.num_tokens for item in message.multimodal}
+        if any(sizes[item.hash] != item.num_tokens for item in message.multimodal):
+            return "two multimodal items have one hash and different numbers of tokens"
+        num_bytes = num_input_bytes(message)
+        if num_bytes > MAX_ADDED_BYTES:
+            return f"its inputs have {num_bytes} bytes; {MAX_ADDED_BYTES} fit one plan"
+        if message.pooling is not None and len(message.output_token_ids):
+            return "a pooling request has no output tokens to go on from"
         embeds = message.prompt_embeds
+        if embeds is not None and embeds.hidden_size < 1:
+            return f"prompt_embeds has hidden_size={embeds.hidden_size}; it must be at least 1"
         if embeds is not None and len(embeds.data) != num_prompt * embeds.row_size_bytes:
             return (
                 f"prompt_embeds has {len(embeds.data)} bytes, {num_prompt} tokens of "

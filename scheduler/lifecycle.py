@@ -113,6 +113,10 @@ class Lifecycle:
 
     def continue_session(self, request: Request, chunk: ContinueSession, now: float) -> None:
         """More input for a resumable request; it waits while the session is not ready for it."""
+        if not request.resumable:
+            text = "it takes no more input: it is no session, or its last input has been given"
+            self.end(request, FinishReason.ERROR, now, message=text)
+            return
         if len(request.next_chunks) >= MAX_QUEUED_CHUNKS:
             text = f"more than {MAX_QUEUED_CHUNKS} chunks wait in this session"
             self.end(request, FinishReason.ERROR, now, message=text)
@@ -261,6 +265,8 @@ class Lifecycle:
         request.num_prompt_tokens = request.num_tokens
         request.num_cached_tokens = NOT_SCHEDULED
         request.is_resumed = False
+        request.resume_after_step = 0
+        self._in_flight.void_departed(request)  # they belong to the output that has ended
         request.status = RequestStatus.WAITING_FOR_STREAMING_REQ
         self._waiting.park(request)
         if request.next_chunks:

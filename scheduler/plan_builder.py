@@ -15,15 +15,14 @@ from longshore.protocol.plan import (
     digest_changes,
 )
 from longshore.scheduler.encoder_cache import EncoderCache
+from longshore.scheduler.intake import MAX_ADDED_BYTES, num_input_bytes
 from longshore.scheduler.kv_cache_manager import KVCacheManager
+from longshore.scheduler.request import Request
 from longshore.scheduler.running import RunningTable
 
-MAX_ADDED_ROWS: Final = 2048
-"""Rows that one plan adds at most: each takes up to three frames, of which a message has 16,384.
-That leaves room for the tables of 8,192 rows under --verify-plan."""
-
-MAX_ADDED_TOKENS: Final = 16 << 20
-"""Known token ids of the added rows, all together: 64 MiB."""
+MAX_ADDED_ARRAYS: Final = 3 * 2048
+"""Arrays that one plan's added rows bring: each may be a frame, of which a message has 16,384. That
+leaves room for the tables of 8,192 rows under --verify-plan."""
 
 
 class PlanBuilder:
@@ -61,7 +60,7 @@ class PlanBuilder:
         self._preempted: dict[int, str] = {}
         self._rewound: dict[int, Rewind] = {}
         self._added: list[RowStart] = []
-        self._num_added_tokens = 0
+        self._num_added_bytes = self._num_added_arrays = 0
         self.appended: list[AppendedBlocks] = []
         self.zero_block_ids: list[int] = []
         self.unnamed: list[int] = []
@@ -71,16 +70,22 @@ class PlanBuilder:
 
     # Changes
 
-    def can_add(self, num_tokens: int) -> bool:
-        """Whether the plan may name one more row with so many known tokens: a message is bounded in
-        frames and bytes. The first row always fits."""
-        is_small = self._num_added_tokens + num_tokens <= MAX_ADDED_TOKENS
-        return not self._added or (is_small and len(self._added) < MAX_ADDED_ROWS)
+    def can_add(self, request: Request) -> bool:
+        """Whether the plan may name one more row: a message is bounded in frames and bytes. The
+        first row always fits: intake has seen to that."""
+        num_bytes = 4 * request.num_tokens + request.num_input_bytes
+        num_arrays = 3 + len(request.multimodal)
+        fits = (
+            self._num_added_bytes + num_bytes <= MAX_ADDED_BYTES
+            and self._num_added_arrays + num_arrays <= MAX_ADDED_ARRAYS
+        )
+        return fits or not self._added
 
     def add(self, start: RowStart) -> None:
         """A request takes a row with this plan."""
         self._added.append(start)
-        self._num_added_tokens += start.num_known_tokens
+        self._num_added_bytes += num_input_bytes(start)
+        self._num_added_arrays += 3 + len(start.multimodal)
 
     def drop_finished(self, row: int, request_id: str) -> None:
         """The request on this row has ended."""

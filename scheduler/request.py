@@ -103,6 +103,7 @@ class Request:
         "num_draft_tokens",
         "num_external_tokens",
         "num_hit_tokens",
+        "num_input_bytes",
         "num_preemptions",
         "num_prompt_tokens",
         "place",
@@ -170,6 +171,10 @@ class Request:
         self.num_computed_tokens = 0
         self.num_external_tokens = 0
         self.num_hit_tokens = 0
+        # Beside token ids: what its start adds to a plan, and how many arrays that is.
+        self.num_input_bytes = sum(len(item.data) for item in message.multimodal)
+        if message.prompt_embeds is not None:
+            self.num_input_bytes += len(message.prompt_embeds.data)
         self.load_number = 0
         self.unwritten_block_ids: list[int] = []
         self.num_draft_tokens = 0
@@ -206,6 +211,9 @@ class Request:
         self.resumable = chunk.resumable
         self._set_limits(max_model_len, eos_token_ids)
         self.events = [(RequestEvent.QUEUED, now)]
+        self.asks_connector = True
+        self.num_external_tokens = 0
+        self.num_draft_tokens = self.num_accepted_tokens = 0
         self.status = RequestStatus.WAITING
 
     @property

@@ -1,17 +1,14 @@
-"""Who runs in the next step, on which blocks: policy without I/O, clock or tensors.
+"""Requests in, plans out: the scheduler without I/O, clock or tensors.
 
-Each request has a number of computed tokens, and every step gives it tokens until it has caught up
-with those it has; there is no prefill phase and no decode phase. Running requests are columns
-(`RunningTable`), so the common step is a handful of vector operations; what happens to one request
-(admission, preemption, the end) is ordinary code. The design is that of vLLM V1's scheduler.
+It joins the parts and is their one door. Who runs in the next step is decided in `step_planner`,
+who may join in `admission`, what an answer means in `answers`, how a request comes and goes in
+`lifecycle`.
 """
 
 from typing import Any
 
-import numpy as np
-
 from longshore.connectors.base import ConnectorOutput, SchedulerConnector
-from longshore.protocol.arrays import Int32Array, Int64Array, int32_array
+from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.client import (
     MAX_REPORTED,
     AddRequest,
@@ -25,15 +22,15 @@ from longshore.protocol.client import (
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import KVCacheConfig
-from longshore.protocol.plan import AppendedBlocks, SampleMask, SchedulerOutput
+from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput, TransferReport
 from longshore.scheduler.admission import Admission
 from longshore.scheduler.answers import Answers
-from longshore.scheduler.budget import StepBudget
+from longshore.scheduler.block_metrics import BlockMetrics
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.encoder_cache import EncoderCache
 from longshore.scheduler.gates import AdmissionGates
-from longshore.scheduler.in_flight import PlannedStep, StepsInFlight
+from longshore.scheduler.in_flight import StepsInFlight
 from longshore.scheduler.intake import Intake
 from longshore.scheduler.kv_cache_manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
@@ -44,9 +41,9 @@ from longshore.scheduler.plan_builder import PlanBuilder
 from longshore.scheduler.policy import SchedulingPolicy, load_policy
 from longshore.scheduler.recovery import Recovery
 from longshore.scheduler.report import Progress, WaitingReasons
+from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.running import RunningTable
-from longshore.scheduler.sampling_rows import SamplingRows
-from longshore.scheduler.standing_step import StandingStep
+from longshore.scheduler.step_planner import StepPlanner
 from longshore.scheduler.structured_output import GrammarCompiler, StructuredOutputs
 from longshore.scheduler.transfers import Transfers
 from longshore.scheduler.waiting import WaitingRequests
@@ -64,6 +61,7 @@ class Scheduler:
     connector: its scheduler half; None keeps KV on the device.
     grammars:  compiles grammars; None refuses requests with structured output.
     num_ranks: workers that each report the end of a transfer.
+    block_metrics: is told how blocks live; None costs nothing.
     Raises ConfigError if one request of `max_model_len` does not fit the empty pool.
     """
 
@@ -83,22 +81,23 @@ class Scheduler:
         connector: SchedulerConnector | None = None,
         grammars: GrammarCompiler | None = None,
         num_ranks: int = 1,
+        block_metrics: BlockMetrics | None = None,
     ) -> None:
         check_pool_size(config, kv_cache)
         self.config = config
-        self._policy = load_policy(config.policy) if policy is None else policy
+        policy = load_policy(config.policy) if policy is None else policy
         self._connector = connector
-        self._pause = PauseState.UNPAUSED
         self.running = RunningTable(
             config.max_num_seqs, config.max_model_len, config.num_speculative_tokens
         )
-        self.waiting = WaitingRequests(self._policy)
+        self.waiting = WaitingRequests(policy)
         self.kv_cache = KVCacheManager(
             cache,
             kv_cache,
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
             hash_seed=hash_seed,
+            metrics=block_metrics,
             record_named=connector is not None,
         )
         self._in_flight = StepsInFlight()
@@ -197,15 +196,24 @@ class Scheduler:
             epoch=epoch,
             vocab_size=vocab_size,
         )
-        # Whoever is to hear of every row, or of every step, gets plans that are worked out anew.
-        self._steps_can_stand = not (
-            connector is not None
-            or verify_plan
-            or config.feed_back_tokens
-            or config.num_speculative_tokens
+        self._planner = StepPlanner(
+            config,
+            policy=policy,
+            running=self.running,
+            waiting=self.waiting,
+            kv_cache=self.kv_cache,
+            in_flight=self._in_flight,
+            lifecycle=self._lifecycle,
+            admission=self._admission,
+            encoder=self._encoder,
+            plan=self._plan,
+            steps_can_stand=not (
+                connector is not None
+                or verify_plan
+                or config.feed_back_tokens
+                or config.num_speculative_tokens
+            ),
         )
-        self._standing: StandingStep | None = None
-        self._sampling = SamplingRows(self.running, np.empty(0, np.int64))
         self._sum_in_flight = 0
         self._num_steps_reported = 0
         if connector is not None:
@@ -237,248 +245,25 @@ class Scheduler:
     def stop_found(self, client: int, message: StopFound, now: float) -> None:
         """The gateway found a stop string: the request ends, cut to `num_tokens` output tokens."""
         request = self._lifecycle.get(client, message.handle)
-        if request is not None:
+        # A session between two outputs has none that could be cut.
+        between = RequestStatus.WAITING_FOR_STREAMING_REQ
+        if request is not None and request.status is not between:
             self._lifecycle.end_cut(request, message.num_tokens, now)
 
     # A step
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """The next plan; None while enough plans are unanswered or there is nothing to plan."""
+        """The next plan; None while enough plans are unanswered or there is nothing to plan. Who
+        runs is decided in `StepPlanner.plan_step`."""
         if len(self._in_flight) >= self.config.max_steps_in_flight:
             return None
         self._give_up_late_loads(now)
-        if (plan := self._plan_standing_step(now)) is not None:
-            return plan
-        budget = StepBudget(self._token_budget, self.config.long_prefill_token_threshold)
-        self._encoder.begin_step()
-        num_scheduled, nobody_preempted = self._schedule_running(budget, now)
-        self._name_running_blocks(num_scheduled)
-        if nobody_preempted and self._pause is PauseState.UNPAUSED:
-            self._admission.admit_waiting(budget, num_scheduled, now)
-        if not budget.num_spent and not self._plan.must_be_sent:
-            return None
-        return self._build_plan(num_scheduled, budget.num_spent, now)
-
-    @property
-    def _token_budget(self) -> int:
-        return 0 if self._pause is PauseState.PAUSED_ALL else self.config.token_budget
-
-    def _plan_standing_step(self, now: float) -> SchedulerOutput | None:
-        """The next plan if it is like the one before: the same requests run, each computes one
-        token, and nobody can join them. None if that is not sure, or blocks are short."""
-        standing, running, step = self._standing, self.running, self._plan.step + 1
-        if standing is None or not standing.holds(running, step):
-            return None
-        if self._pause is not PauseState.UNPAUSED or (
-            not running.is_full and self.waiting.peek() is not None
-        ):
-            return None
-        is_quiet = standing.is_quiet(step)
-        if not is_quiet:
-            appended = self.kv_cache.grow(
-                self._num_slots(standing.num_scheduled), running.generation
-            )
-            if appended is None:
-                return None
-            self._plan.appended += appended
-            has_named = self._name_running_blocks(standing.num_scheduled)
-        plan = self._plan.build_standing(
-            standing.num_tokens, answered_step=self._in_flight.last_answered_step
-        )
-        running.advance(standing.num_scheduled)
-        running.num_placeholders += standing.num_scheduled
-        if not (is_quiet or appended or has_named):
-            standing.look_ahead(
-                running,
-                self.kv_cache.block_sizes,
-                num_lookahead=self.config.num_lookahead_tokens,
-                step=step,
-            )
-        self._in_flight.add(PlannedStep(step, standing.sampling))
-        self._sum_in_flight += len(self._in_flight)
-        self._progress.advanced(now)
+        plan = self._planner.plan_step(now)
+        if plan is not None:
+            self._sum_in_flight += len(self._in_flight)
+            if plan.num_scheduled_tokens:
+                self._progress.advanced(now)
         return plan
-
-    def _schedule_running(self, budget: StepBudget, now: float) -> tuple[Int64Array, bool]:
-        """Tokens per row for the requests that run, and whether all of them still do."""
-        running = self.running
-        wanted = budget.cap(running.wanted())
-        before = self._encoder.checkpoint() if self._encoder.pending else None
-        num_scheduled = self._cut(wanted, budget)
-        appended = self.kv_cache.grow(self._num_slots(num_scheduled), running.generation)
-        if appended is None:
-            if before is not None:
-                self._encoder.restore(before)
-            return self._schedule_under_pressure(wanted, budget, now)
-        self._plan.appended += appended
-        budget.spend(int(num_scheduled.sum()))
-        return num_scheduled, True
-
-    def _cut(self, wanted: Int64Array, budget: StepBudget) -> Int64Array:
-        """What of `wanted` the budgets of tokens and of encoder inputs allow, in admission order.
-
-        An item that cannot be encoded yet cuts its request, and leaves more for those behind it.
-        """
-        running = self.running
-        num_scheduled = budget.cut(wanted, running)
-        pending = self._encoder.pending.values()
-        if not pending:
-            return num_scheduled
-        for request in sorted(pending, key=lambda request: int(running.generation[request.row])):
-            row = request.row
-            allowed = self._encoder.limit(
-                request, int(running.num_computed[row]), int(num_scheduled[row])
-            )
-            if allowed < num_scheduled[row]:
-                wanted = wanted.copy()
-                wanted[row] = allowed
-                num_scheduled = budget.cut(wanted, running)
-        return num_scheduled
-
-    def _num_slots(self, num_scheduled: Int64Array) -> Int64Array:
-        """(max_num_seqs,) tokens that rows need slots for; a drafter writes behind those that
-        compute."""
-        num_tokens = self.running.num_computed + num_scheduled
-        lookahead = self.config.num_lookahead_tokens
-        if lookahead:
-            num_tokens[num_scheduled > 0] += lookahead
-        return num_tokens
-
-    def _schedule_under_pressure(
-        self, wanted: Int64Array, budget: StepBudget, now: float
-    ) -> tuple[Int64Array, bool]:
-        """The same, one request after the other, when the blocks do not suffice for all: the
-        policy's victim gives up its blocks, and what it took in this step, until they do."""
-        running = self.running
-        num_scheduled = np.zeros_like(wanted)
-        requests = running.requests_in_order()
-        grown: dict[int, list[list[int]]] = {}
-        nobody_preempted = True
-        index = 0
-        while index < len(requests) and budget.num_left > 0:
-            request = requests[index]
-            row = request.row
-            count = min(int(wanted[row]), budget.num_left)
-            if request.multimodal:
-                num_computed = int(running.num_computed[row])
-                count = self._encoder.would_limit(request, num_computed, count)
-            if count == 0:
-                index += 1
-                continue
-            num_tokens = int(running.num_computed[row]) + count + self.config.num_lookahead_tokens
-            block_ids = self.kv_cache.grow_row(row, num_tokens)
-            while block_ids is None:
-                if len(requests) == 1 and self._lifecycle.give_up_youngest_load():
-                    block_ids = self.kv_cache.grow_row(row, num_tokens)
-                    continue
-                victim_index = self._policy.pick_victim(requests)
-                victim = requests.pop(victim_index)
-                budget.give_back(int(num_scheduled[victim.row]))
-                num_scheduled[victim.row] = 0
-                grown.pop(victim.row, None)
-                self._lifecycle.preempt(victim, now)
-                nobody_preempted = False
-                index -= victim_index < index
-                if victim is request:
-                    break
-                block_ids = self.kv_cache.grow_row(row, num_tokens)
-            if block_ids is None:
-                continue
-            if request.multimodal:
-                self._encoder.limit(request, int(running.num_computed[row]), count)
-            grown[row] = block_ids
-            num_scheduled[row] = count
-            budget.spend(count)
-            index += 1
-        self._plan.appended += _appended_blocks(grown)
-        return num_scheduled, nobody_preempted
-
-    def _name_running_blocks(self, num_scheduled: Int64Array) -> bool:
-        """Make findable what this plan completes, if anything. Not earlier: a request preempted in
-        this step computes nothing of what it had been given. Tokens not verified yet name nothing.
-        """
-        running = self.running
-        num_named = np.minimum(running.num_computed + num_scheduled, running.num_tokens)
-        rows = self.kv_cache.rows_to_name(num_named)
-        if len(rows):
-            rows = rows[np.argsort(running.generation[rows])]
-            self.kv_cache.name_rows(
-                rows, num_named, running.token_ids, running.requests, self._plan.step + 1
-            )
-        return len(rows) > 0
-
-    def _build_plan(
-        self, num_scheduled: Int64Array, num_tokens: int, now: float
-    ) -> SchedulerOutput:
-        running = self.running
-        num_drafts = running.num_drafts_in(num_scheduled) if running.drafts.shape[1] else None
-        plan, loads = self._plan.build(
-            num_scheduled, num_tokens, answered_step=self._in_flight.last_answered_step
-        )
-        running.advance(num_scheduled)
-        rows = running.samples(num_scheduled).nonzero()[0]
-        running.num_placeholders[rows] += 1
-        planned = self._planned_step(plan, loads, rows, num_drafts)
-        if num_drafts is not None:
-            self._consume_drafts(num_scheduled, rows, num_drafts)
-        for request in list(self._encoder.pending.values()):
-            self._encoder.advanced(request, int(running.num_computed[request.row]))
-        self._standing = self._standing_after(plan, planned, num_scheduled)
-        if plan.num_scheduled_tokens:
-            self._progress.advanced(now)
-        self._in_flight.add(planned)
-        self._sum_in_flight += len(self._in_flight)
-        return plan
-
-    def _standing_after(
-        self, plan: SchedulerOutput, planned: PlannedStep, num_scheduled: Int64Array
-    ) -> StandingStep | None:
-        """What stands if this plan, just built, is one that the next can be like."""
-        running, last = self.running, self._standing
-        if (
-            not self._steps_can_stand
-            or len(plan.scheduled_rows)
-            or plan.num_scheduled_tokens != running.num_rows
-            or not running.num_rows
-            or not planned.sampling.is_plain
-        ):
-            return None
-        if last is not None and last.holds(running, plan.step):
-            return last
-        return StandingStep(running, planned.sampling, num_scheduled, step=plan.step)
-
-    def _planned_step(
-        self,
-        plan: SchedulerOutput,
-        loads: tuple[int, ...],
-        rows: Int64Array,
-        num_drafts: Int64Array | None,
-    ) -> PlannedStep:
-        running = self.running
-        if not self._sampling.serves(running, rows):
-            self._sampling = SamplingRows(running, rows)
-        has_drafts = len(plan.draft_rows) > 0 and num_drafts is not None
-        return PlannedStep(
-            plan.step,
-            self._sampling,
-            num_drafts=num_drafts[rows] if has_drafts and num_drafts is not None else None,
-            drafts=plan.draft_tokens if has_drafts else None,
-            is_masked=running.has_grammar[rows] if plan.has_structured_output else None,
-            loads=loads,
-        )
-
-    def _consume_drafts(
-        self, num_scheduled: Int64Array, rows: Int64Array, num_drafts: Int64Array
-    ) -> None:
-        """Drafts are consumed by the plan that verifies them. With two steps in flight only the
-        workers know the next ones; their number is what is planned with."""
-        running = self.running
-        running.num_placeholders += num_drafts
-        running.num_drafts[num_scheduled > 0] = 0
-        if self.config.max_steps_in_flight > 1:
-            rows = rows[~running.has_grammar[rows]]
-            running.num_drafts[rows] = running.drafts.shape[1]
-            running.drafts[rows] = -1
 
     def take_masks(self) -> list[SampleMask]:
         """Masks that workers wait for, for plans with structured output; to be sent at once."""
@@ -533,7 +318,7 @@ class Scheduler:
 
     def set_pause(self, state: PauseState) -> None:
         """How much is scheduled from now on; plans under way are not touched."""
-        self._pause = state
+        self._planner.pause = state
 
     def begin_epoch(self, epoch: int, now: float) -> None:
         """All workers are new, and know nothing: rows are empty, cached blocks void, transfers
@@ -548,6 +333,7 @@ class Scheduler:
         self._plan.begin_epoch(epoch)
         self._structured.begin_epoch(epoch)
         self._answers.epoch = epoch
+        self._sum_in_flight = self._num_steps_reported = 0
 
     def shutdown(self) -> None:
         """No hook of the connector is called after this."""
@@ -571,6 +357,13 @@ class Scheduler:
     def has_unfinished_requests(self) -> bool:
         """Somebody still waits for tokens."""
         return len(self._lifecycle) > 0
+
+    def is_waited_for(self) -> bool:
+        """Somebody waits for this engine: sessions whose client has the next word do not."""
+        between = RequestStatus.WAITING_FOR_STREAMING_REQ
+        return self.running.num_rows > 0 or any(
+            request.status is not between for request in self.waiting
+        )
 
     def has_finished_requests(self) -> bool:
         """Rows were given up that the workers still believe held."""
@@ -619,13 +412,13 @@ class Scheduler:
             kv_usage=self.kv_cache.usage,
             steps_in_flight=len(self._in_flight),
             idle_s=self.idle_s(now),
-            pause=self._pause.value,
-            waiting=self._reasons.describe(self._pause, now, MAX_REPORTED),
+            pause=self._planner.pause.value,
+            waiting=self._reasons.describe(self._planner.pause, now, MAX_REPORTED),
         )
 
     def idle_s(self, now: float) -> float:
         """Seconds for which requests have been there and none has advanced."""
-        if not self.has_unfinished_requests():
+        if not self.is_waited_for():
             self._progress.advanced(now)
         return self._progress.idle_s(now)
 
@@ -672,16 +465,3 @@ def check_pool_size(config: SchedulerConfig, kv_cache: KVCacheConfig) -> None:
             f"a request of max_model_len={config.max_model_len} tokens needs {needed} blocks, but "
             f"the pool has {usable} usable ones. Lower max_model_len or raise num_blocks."
         )
-
-
-def _appended_blocks(grown: dict[int, list[list[int]]]) -> list[AppendedBlocks]:
-    """Blocks per row and group as columns per group."""
-    appended = []
-    for group in range(max(map(len, grown.values()), default=0)):
-        rows = [row for row, block_ids in grown.items() for _ in block_ids[group]]
-        ids = [block_id for block_ids in grown.values() for block_id in block_ids[group]]
-        if ids:
-            appended.append(
-                AppendedBlocks(group, np.array(rows, np.int32), np.array(ids, np.int32))
-            )
-    return appended

@@ -114,7 +114,7 @@ class Driver:
         enable_prefix_caching: bool = True,
         sample: Callable[[str, int], int] = steady_token,
         draft: Callable[[str, int], list[int]] = no_drafts,
-        verify_plan: bool = True,
+        verify_plan: bool = False,
         cache: dict[str, Any] | None = None,
         world: dict[str, Any] | None = None,
         **settings: Any,

@@ -6,6 +6,7 @@ import pytest
 from longshore.protocol.arrays import Int32Array
 from longshore.scheduler.block_metrics import BlockLife, SampledBlockMetrics
 from longshore.scheduler.block_pool import BlockPool
+from tests.scheduler.driver import Driver, prompt_of
 
 
 class ManualClock:
@@ -71,3 +72,21 @@ def test_lives_that_nobody_takes_do_not_pile_up() -> None:
         metrics.allocated(ids(block_id))
         metrics.evicted(ids(block_id))
     assert len(metrics.take_lives()) == 2
+
+
+@pytest.mark.req("MET-03")
+def test_a_scheduler_tells_how_its_blocks_live() -> None:
+    clock = ManualClock()
+    metrics = SampledBlockMetrics(clock, sample_every=1)
+    driver = Driver(num_blocks=10, max_model_len=36, world={"block_metrics": metrics})
+    driver.add("first", prompt_of(9), max_tokens=2)
+    driver.run()
+    clock.now += 1.0
+    driver.add("same", prompt_of(9), max_tokens=2)  # finds two blocks
+    driver.run()
+    assert (metrics.num_allocated, metrics.num_accessed, metrics.num_evicted) == (4, 2, 0)
+    clock.now += 2.0
+    driver.add("other", prompt_of(34, 40), max_tokens=2)  # takes all blocks, named or not
+    driver.run()
+    assert metrics.num_evicted == 2
+    assert BlockLife(3.0, 2.0, (1.0,)) in metrics.take_lives()

@@ -295,6 +295,25 @@ def test_what_produced_numbers_that_are_not_finite_is_never_hit_again() -> None:
     driver.run()
 
 
+@pytest.mark.parametrize("both_show_it", [False, True])
+def test_a_request_that_found_bad_blocks_is_sent_back_and_not_failed(both_show_it: bool) -> None:
+    """Attention over what is not a number gives none: both rows may show it in one answer."""
+    driver = Driver(**ASYNC)
+    bad = driver.add("bad", prompt_of(12), max_tokens=6)
+    finds = driver.add("finds", [*prompt_of(12), 90, 91], max_tokens=6)
+    driver.plan()
+    assert driver.plans[-1].added[1].num_computed_tokens == 12
+    driver.plan()
+    driver.answer(nan_rows=[0, 1] if both_show_it else [0])
+    driver.plan()
+    assert [rewind.row for rewind in driver.plans[-1].rewound] == [1]
+    driver.answer(nan_rows=[1] if both_show_it else [])  # what is void may be anything
+    driver.run()
+    assert driver.reason(bad) is FinishReason.ERROR
+    assert driver.reason(finds) is FinishReason.LENGTH_CAPPED
+    assert driver.received[finds] == expected_output("finds", 6)
+
+
 @pytest.mark.parametrize("fate", ["abort", "preempt"])
 def test_bad_numbers_un_name_blocks_although_their_request_has_left(fate: str) -> None:
     driver = pressed(**ASYNC) if fate == "preempt" else Driver(**ASYNC)

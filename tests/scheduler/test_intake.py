@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longshore.protocol.arrays import int32_array
+from longshore.protocol.arrays import EMPTY_UINT8, int32_array
 from longshore.protocol.client import AddRequest, ContinueSession, FinishReason
 from longshore.protocol.handshake import Feature
 from longshore.protocol.inputs import (
@@ -124,6 +124,12 @@ def test_what_the_workers_do_not_offer_is_refused_by_name(
         ({"multimodal": (IMAGE, MultimodalFeature("x", 4, 1))}, "item at 4 with 1 tokens"),
         ({"prompt_embeds": EMBEDS}, "prompt_embeds has 32 bytes, 8 tokens.*need 128"),
         ({"job_id": "j" * 2000}, "job_id is longer"),
+        ({"prompt_embeds": PromptEmbeds(EMPTY_UINT8, 0, "float16")}, "hidden_size=0"),
+        (
+            {"multimodal": (MultimodalFeature("x", 0, 2), MultimodalFeature("x", 2, 3))},
+            "one hash and different numbers",
+        ),
+        ({"pooling": PoolingParams(), "outputs": [1]}, "pooling request has no output"),
         ({"resumable": True, "pooling": PoolingParams()}, "resumable.*pooling"),
     ],
 )
@@ -151,3 +157,13 @@ def test_the_next_input_of_a_session_is_checked_like_a_prompt() -> None:
     bad = intake().chunk_refusal(chunk([100]), num_tokens=8)
     assert bad is not None
     assert bad[0] is FinishReason.ERROR
+
+
+def test_inputs_that_no_plan_could_carry_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longshore.scheduler.intake.MAX_ADDED_BYTES", 64)
+    item = MultimodalFeature("x", 0, 4, data=np.zeros(40, np.uint8))
+    by = intake(*Feature, max_num_encoder_input_tokens=4)
+    answer = refused([1] * 8, by=by, multimodal=(item,))
+    assert answer is not None
+    assert "72 bytes; 64 fit" in answer[1]
+    assert refused([1] * 6, by=by, multimodal=(item,)) is None

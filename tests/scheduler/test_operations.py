@@ -149,7 +149,6 @@ def test_an_answer_brings_tokens_then_ends_then_the_connectors_turn(steps_in_fli
     assert connector.log == ["end of one", "end of two", "answer 3"]
 
 
-@pytest.mark.req("REQ-08")
 @BOTH
 def test_an_end_says_what_happened_when_and_why(steps_in_flight: int) -> None:
     driver = pressed(

@@ -1,8 +1,10 @@
 """What a plan says, and what it leaves out."""
 
+import numpy as np
 import pytest
 
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.inputs import MultimodalFeature
 from longshore.scheduler import plan_builder
 from longshore.scheduler.config import SchedulerConfig
 from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
@@ -26,8 +28,8 @@ def test_everything_about_a_new_request_is_sent_once() -> None:
 @pytest.mark.parametrize(
     ("limit", "value", "expected"),
     [
-        ("MAX_ADDED_ROWS", 2, [2, 2, 2]),
-        ("MAX_ADDED_TOKENS", 12, [2, 2, 1, 1]),  # also the one that is over the limit by itself
+        ("MAX_ADDED_ARRAYS", 6, [2, 2, 2]),
+        ("MAX_ADDED_BYTES", 48, [2, 2, 1, 1]),  # also the one that is over the limit by itself
     ],
 )
 def test_a_plan_adds_no_more_than_a_message_can_carry(
@@ -41,6 +43,16 @@ def test_a_plan_adds_no_more_than_a_message_can_carry(
     driver.run()
     admitted = [len(plan.added) for plan in driver.plans if plan.added]
     assert admitted == expected
+
+
+def test_the_bytes_of_multimodal_items_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_builder, "MAX_ADDED_BYTES", 100)
+    driver = Driver(max_num_encoder_input_tokens=8)
+    for name in ("a", "b"):
+        item = MultimodalFeature(name, offset=1, num_tokens=2, data=np.zeros(60, np.uint8))
+        driver.add(name, prompt_of(6), multimodal=(item,), max_tokens=2)
+    driver.run()
+    assert [len(plan.added) for plan in driver.plans if plan.added] == [1, 1]
 
 
 @pytest.mark.req("OUT-02")

@@ -95,7 +95,7 @@ def play(driver: Driver, happenings: list[Any]) -> dict[tuple[int, int], tuple[s
 def test_whatever_happens_every_request_ends_once_with_its_own_tokens(
     engine: dict[str, Any], happenings: list[Any]
 ) -> None:
-    driver = Driver(max_model_len=40, **engine)
+    driver = Driver(max_model_len=40, verify_plan=True, **engine)
     names = play(driver, happenings)
     driver.run()
     assert set(driver.finished) == set(names)
@@ -163,7 +163,7 @@ def test_a_long_run_under_pressure_keeps_every_token_in_its_place(
 def test_the_same_calls_give_the_same_plans(engine: dict[str, Any], happenings: list[Any]) -> None:
     digests = []
     for _ in range(2):
-        driver = Driver(max_model_len=40, **engine)
+        driver = Driver(max_model_len=40, verify_plan=True, **engine)
         play(driver, happenings)
         driver.run()
         digests.append([plan.digest for plan in driver.plans])

@@ -150,6 +150,7 @@ def test_a_request_at_the_models_length_takes_no_budget_for_what_it_cannot_compu
 def test_counters_advance_when_the_plan_has_been_built(steps_in_flight: int) -> None:
     grammars = Grammars()
     driver = Driver(
+        verify_plan=True,
         max_steps_in_flight=steps_in_flight,
         max_num_batched_tokens=8,
         max_num_encoder_input_tokens=4,

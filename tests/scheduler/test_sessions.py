@@ -246,3 +246,50 @@ def test_a_session_gets_every_output_whole_and_in_order(data: st.DataObject) -> 
     for key in keys:
         assert driver.received[key] == outputs[key]
     assert driver.num_free_blocks == driver.num_blocks - 1
+
+
+def test_tokens_on_their_way_are_void_once_the_output_of_a_preempted_session_has_ended() -> None:
+    first, stop = expected_output("s", 2)
+    driver = Driver(max_steps_in_flight=2)
+    key = driver.add(
+        "s", prompt_of(6), max_tokens=9, sampling={"stop_token_ids": (stop,)}, resumable=True
+    )
+    driver.continue_session(key, [70], max_tokens=2, resumable=False)
+    driver.plan()
+    driver.plan()
+    driver.answer()
+    driver.plan()  # the second token, which stops, and a third are on their way
+    driver.scheduler._lifecycle.preempt(driver.requests["s"], driver.now)
+    driver.run()
+    assert driver.received[key] == [first, stop, *expected_output("s", 2)]
+    assert driver.scheduler.make_stats().num_stale_tokens == 1
+
+
+def test_a_stop_string_found_too_late_ends_no_session_that_waits() -> None:
+    driver = Driver()
+    key = driver.add("s", prompt_of(6), max_tokens=2, resumable=True)
+    until_it_waits(driver, "s")
+    driver.stop_found(key, 1)
+    assert (len(driver.continued[key]), key in driver.finished) == (1, False)
+    driver.continue_session(key, [70], max_tokens=2, resumable=False)
+    driver.run()
+    assert driver.finished[key].num_output_tokens == 2
+
+
+def test_more_input_for_what_is_no_session_ends_it_with_the_reason() -> None:
+    driver = Driver()
+    key = driver.add("plain", prompt_of(6))
+    driver.step()
+    driver.continue_session(key, [70])
+    assert driver.reason(key) is FinishReason.ERROR
+    assert "no session" in str(driver.finished[key].message)
+
+
+def test_a_session_whose_client_thinks_is_no_stall() -> None:
+    driver = Driver()
+    driver.add("s", prompt_of(6), max_tokens=2, resumable=True)
+    until_it_waits(driver, "s")
+    assert not driver.scheduler.is_waited_for()
+    assert driver.scheduler.idle_s(driver.now + 1000) == 0
+    driver.add("other", prompt_of(6, 40))
+    assert driver.scheduler.is_waited_for()
