@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from longshore.protocol.errors import ConfigError
-from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.block_hash import BlockHasher
+from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
+from longshore.scheduler.policy import load_policy
 
 
 @pytest.mark.parametrize(
@@ -107,3 +109,31 @@ def test_a_wrong_setting_in_a_file_is_the_same_named_error() -> None:
         msgspec.json.decode(
             b'{"max_model_len": 64, "max_steps_in_flight": 9}', type=SchedulerConfig
         )
+
+
+@pytest.mark.req("CFG-01")
+def test_scheduler_settings_have_the_defaults_of_the_field() -> None:
+    config = SchedulerConfig(max_model_len=64)
+    assert config.max_num_scheduled_tokens is None
+    assert config.token_budget == config.max_num_batched_tokens
+    assert (config.max_num_seqs, config.long_prefill_token_threshold) == (256, 0)
+    assert (config.enable_chunked_prefill, config.scheduler_reserve_full_isl) == (True, False)
+    assert (config.policy, config.max_steps_in_flight) == ("fcfs", 2)  # asynchronous
+    assert (config.max_loras, config.max_num_encoder_input_tokens) == (0, 0)
+    for policy in ("fcfs", "priority", "continuum"):
+        load_policy(SchedulerConfig(max_model_len=64, policy=policy).policy)
+    cut = SchedulerConfig(max_model_len=64, max_num_batched_tokens=64, max_num_scheduled_tokens=9)
+    assert cut.token_budget == 9
+
+
+@pytest.mark.req("CFG-02")
+def test_cache_settings_have_the_defaults_of_the_field() -> None:
+    config = CacheConfig()
+    assert (config.block_size, config.hash_block_size, config.tokens_per_name) == (16, None, 16)
+    assert config.enable_prefix_caching
+    assert (config.watermark, config.preempt_threshold, config.admit_threshold) == (0.01, 0.95, 0.8)
+    assert not config.enable_kv_cache_events
+    assert CacheConfig(hash_block_size=4).tokens_per_name == 4
+    assert "hash_seed" in SchedulerProcessConfig.__struct_fields__
+    roots = {BlockHasher(16, seed).none_hash for seed in (b"one", b"other")}
+    assert len(roots) == 2
