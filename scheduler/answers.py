@@ -155,6 +155,14 @@ class Answers:
             raise BadAnswer(
                 f"step {output.step}: a token id outside 0..{self._vocab_size - 1} was sampled"
             )
+        drafts = output.draft_tokens
+        if len(drafts) != len(output.draft_rows) or (
+            len(drafts) and not (drafts.min() >= 0 and drafts.max() < self._vocab_size)
+        ):
+            raise BadAnswer(
+                f"step {output.step}: drafts are token ids of 0..{self._vocab_size - 1}, one per "
+                "draft row"
+            )
         if not np.isin(output.nan_rows, planned.rows).all():
             raise BadAnswer(f"step {output.step}: a row that sampled nothing is not finite")
         if len(output.pooled) != len(output.pooled_rows):

@@ -52,6 +52,11 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
     try:
         lifeline.report(Progress("waiting for the worker to load the model"))
         hello, kv_cache = welcome_worker(worker, config)
+        if config.scheduler.num_speculative_tokens and Feature.DRAFTS not in hello.features:
+            raise ConfigError(
+                f"num_speculative_tokens={config.scheduler.num_speculative_tokens}: worker "
+                f"{hello.rank} proposes and verifies no drafts. Set it to 0."
+            )
         scheduler = Scheduler(
             config.scheduler,
             config.cache,

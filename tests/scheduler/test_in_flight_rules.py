@@ -216,6 +216,13 @@ def test_an_answer_of_another_epoch_is_dropped_and_counted() -> None:
         (ModelRunnerOutput(1, 1, int32_array([9, 9])), "1 rows sample 1 tokens, 2 tokens came"),
         (ModelRunnerOutput(1, 1, int32_array([100])), r"outside 0\.\.99 was sampled"),
         (ModelRunnerOutput(1, 1, int32_array([-1])), r"outside 0\.\.99 was sampled"),
+        (ModelRunnerOutput(1, 1, int32_array([9]), nan_rows=int32_array([3])), "sampled nothing"),
+        (
+            ModelRunnerOutput(
+                1, 1, int32_array([9]), draft_rows=int32_array([0]), draft_tokens=int32_array([100])
+            ),
+            r"drafts are token ids of 0\.\.99",
+        ),
     ],
 )
 def test_an_answer_that_fits_no_plan_raises_and_changes_nothing(
