@@ -112,7 +112,8 @@ def test_preemption_changes_no_token(
     references: list[ReferenceAnswer],
     async_scheduling: bool,
 ) -> None:
-    with make_llm(checkpoint, num_blocks=61, async_scheduling=async_scheduling) as llm:
+    no_gates = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
+    with make_llm(checkpoint, num_blocks=61, async_scheduling=async_scheduling, **no_gates) as llm:
         outputs = generate(llm, prompts)
     assert sum(output.num_preemptions for output in outputs) > 10
     assert_greedy_equal([output.token_ids for output in outputs], references)

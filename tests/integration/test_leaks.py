@@ -94,8 +94,9 @@ class Load:
 @pytest.mark.req("POO-11")
 def test_every_block_is_free_after_ten_thousand_requests_with_aborts(tmp_path: Path) -> None:
     make_tiny_llama(tmp_path)
+    no_gates = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
     options = engine_options(
-        {"num_blocks": 120, "device": "cpu", "threads": 1, "log_level": "warning"}
+        {"num_blocks": 120, "device": "cpu", "threads": 1, "log_level": "warning", **no_gates}
     )
     engine = RemoteEngine(plan_engine(options, read_model_folder(tmp_path)))
     try:

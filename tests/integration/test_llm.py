@@ -110,7 +110,8 @@ def test_more_requests_than_blocks_are_preempted_and_answered_alike(
     prompts = [{"prompt_token_ids": [5 + i] * 20} for i in range(8)]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     calm = llm.generate(prompts, params, progress=False)
-    with LLM(tiny_model[0], num_blocks=16, max_num_seqs=8, threads=1) as tight:
+    no_gates = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
+    with LLM(tiny_model[0], num_blocks=16, max_num_seqs=8, threads=1, **no_gates) as tight:
         pressed = tight.generate(prompts, params, progress=False)
     assert sum(output.num_preemptions for output in pressed) > 0
     assert [o.token_ids for o in pressed] == [o.token_ids for o in calm]

@@ -61,7 +61,7 @@ def test_workloads_with_many_features_end_well_and_use_them() -> None:
     assert sum(len(plan.rewound) for plan in plans) > 3
     assert sum(plan.has_structured_output for plan in plans) > 100
     assert sum(len(finish.pooled) > 0 for finish in finishes) > 20
-    assert sum(finish.session_continues for finish in finishes) > 20
+    assert sum(finish.session_continues for finish in finishes) > 10
     assert hooks.count("load") > 100
     assert hooks.count("abandoned") > 3
 
