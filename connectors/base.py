@@ -180,7 +180,7 @@ class SchedulerConnector:
         the `num_external_tokens` behind the local hits that the match was asked with. The blocks
         they lie in are the transfer's too from here on, until it is reported in
         `finished_receiving` (asynchronous), or until the step is answered (synchronous). No plan
-        that is still unanswered names them, so a transfer need not wait for one. Called with 0 if
+        that is still unanswered names them, so a transfer need not wait for one. Not called if
         nothing is to be loaded."""
 
     def build_connector_meta(self, step: StepView) -> bytes:

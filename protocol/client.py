@@ -20,7 +20,7 @@ from longshore.protocol.inputs import (
 from longshore.protocol.sampling import SamplingParams
 
 MAX_NAME_CHARACTERS: Final = 1024
-"""Of a request id and of a cache salt; longer ones are refused."""
+"""Of a request id, a job id and a cache salt; longer ones are refused."""
 
 
 class FinishReason(enum.IntEnum):
@@ -157,7 +157,8 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The state of one engine; the `num_*` counters only grow, from the engine's start.
+    """The state of one engine; the `num_*` that count what happened only grow, from
+    the engine's start; `num_steps` from that of its epoch.
 
     steps_in_flight: plans not yet answered, averaged over the steps planned since the last report
                      (the one just planned included): 2.0 in a steady asynchronous decode.

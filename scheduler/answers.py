@@ -165,9 +165,26 @@ class Answers:
             )
         if not np.isin(output.nan_rows, planned.rows).all():
             raise BadAnswer(f"step {output.step}: a row that sampled nothing is not finite")
+        if not planned.sampling.is_plain:
+            self._check_pooled(planned, output)
         if len(output.pooled) != len(output.pooled_rows):
             raise BadAnswer(f"step {output.step}: vectors and rows of them differ in number")
         return planned
+
+    def _check_pooled(self, planned: PlannedStep, output: ModelRunnerOutput) -> None:
+        """Every pooling request of the plan that still wants its vector has one."""
+        answered = {*output.pooled_rows.tolist(), *output.nan_rows.tolist()}
+        for row, generation in zip(
+            planned.rows.tolist(), planned.generations.tolist(), strict=True
+        ):
+            if row in answered:
+                continue
+            if self._running.generation[row] == generation:
+                request = self._running.request_on(row)
+            else:
+                request = self._in_flight.departed(generation).request
+            if request.pooling is not None and not request.is_finished:
+                raise BadAnswer(f"step {planned.step}: no vector came for row {row}")
 
     # Tokens
 
@@ -204,8 +221,7 @@ class Answers:
         if is_void or request.is_finished:
             self.num_stale_tokens += len(token_ids)
         elif request.pooling is not None:
-            if pooled is None:
-                raise BadAnswer(f"step {planned.step}: no vector came for row {row}")
+            assert pooled is not None, "checked by _check_pooled"
             if is_current:
                 self._ending[row] = pooled
             else:

@@ -56,8 +56,9 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def make_queue(self) -> RequestQueue[Any]:
-        """FCFSQueue() or PriorityQueue(order), empty. Called once for the requests that may be
-        admitted and once for those set aside; after `update_pinned_state` returned True again."""
+        """FCFSQueue() or PriorityQueue(order), empty: for the requests that may be admitted, and
+        for those set aside unless the first is an FCFSQueue (they keep their places then). Called
+        again after `update_pinned_state` returned True."""
 
     @abstractmethod
     def prefers_skipped(self, waiting: PolicyRequest, skipped: PolicyRequest) -> bool:
@@ -73,8 +74,8 @@ class SchedulingPolicy(ABC):
         """A new request is about to wait. A preempted one that returns is not announced."""
 
     def update_pinned_state(self, job_ids: Collection[str]) -> bool:
-        """Jobs whose KV is kept for their next turn; said at each step. True if the order of
-        requests that wait has changed by it."""
+        """Jobs whose KV is kept for their next turn. True if the order of requests that wait has
+        changed by it. Nothing pins yet, so no step of this version says it."""
         return False
 
 

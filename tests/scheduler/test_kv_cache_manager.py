@@ -536,7 +536,6 @@ def test_pins_and_loads_do_not_distort_what_running_rows_have_in_common() -> Non
     assert manager.num_common_prefix_blocks(np.array([], np.int64)) == (0,)
 
 
-@pytest.mark.req("SCH-19")
 def test_new_blocks_are_those_of_this_step_without_the_targets_of_loads() -> None:
     manager = make_manager(num_groups=2, num_blocks=32)
     manager.new_step_starts()

@@ -108,7 +108,9 @@ def test_numbers_that_are_not_finite_end_a_pooling_request_with_an_error() -> No
 def test_an_answer_without_the_vector_is_refused() -> None:
     driver = Driver()
     driver.add("p", prompt_of(6), pooling=EMBED)
+    driver.add("plain", prompt_of(6, 40))
     driver.plan()
-    answer = ModelRunnerOutput(1, 1, sampled_tokens=int32_array([0]))
+    answer = ModelRunnerOutput(1, 1, sampled_tokens=int32_array([0, 5]))
     with pytest.raises(BadAnswer, match="no vector came for row 0"):
         driver.scheduler.update_from_output(answer, driver.now)
+    assert driver.scheduler.take_outputs() == []  # nothing has changed
