@@ -152,8 +152,12 @@ class Channel(Generic[Out, In]):
     def send(self, message: Out) -> None:
         """Hand the message to ZMQ; never blocks. Raises EngineDead if nobody is connected to a
         bound socket, or the peer stopped reading so long ago that its queue is full."""
+        frames = self._encoder.encode(message)
         try:
-            self.socket.send_multipart(self._encoder.encode(message), zmq.DONTWAIT)
+            if len(frames) == 1:
+                self.socket.send(frames[0], zmq.DONTWAIT)
+            else:
+                self.socket.send_multipart(frames, zmq.DONTWAIT)
         except zmq.Again:
             raise EngineDead("the peer is gone or has not read its messages for too long") from None
 
@@ -263,8 +267,13 @@ class SocketWatcher:
         self._scheduled = False
         self._closed = False
         self._fd = int(socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self.check)
+        self._loop.add_reader(self._fd, self._wake)
         self.check()
+
+    def _wake(self) -> None:
+        """The descriptor's edge: answered at once, not in the loop's next turn."""
+        if not self._scheduled and has_input(self._socket):
+            self._fire()
 
     def check(self) -> None:
         """Schedule `on_ready` if a message is waiting."""

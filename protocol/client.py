@@ -17,6 +17,7 @@ from longshore.protocol.inputs import (
     PromptEmbeds,
     StructuredOutput,
 )
+from longshore.protocol.results import TokenLogprobs
 from longshore.protocol.sampling import SamplingParams
 
 MAX_NAME_CHARACTERS: Final = 1024
@@ -66,6 +67,11 @@ class AddRequest(
     pooling:           asks for a vector; `sampling` means nothing then.
     job_id, is_last_step: the agent's job this request is a turn of, and whether another follows.
     resumable:         a session: when its output ends it waits for a `ContinueSession`.
+    keeps_blocks:      of a session: while it waits it holds its KV, for others to fork and for its
+                       own next input, as long as nobody else needs the room.
+    fork_of:           handle of a live request of the same client: this one begins with its KV, as
+                       far as their tokens agree, once that is computed. If it has ended by then,
+                       or never was, this is a request like any other.
     """
 
     request_id: str
@@ -87,6 +93,8 @@ class AddRequest(
     job_id: str | None = None
     is_last_step: bool = True
     resumable: bool = False
+    keeps_blocks: bool = False
+    fork_of: int | None = None
 
 
 class ContinueSession(
@@ -136,7 +144,9 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     kv_transfer_params: from the connector, for whoever goes on with the request elsewhere.
     pooled:            the vector of a pooling request.
     events:            (what, seconds since the request reached the engine), in order.
-    num_draft_tokens, num_accepted_tokens: speculated for it, and how many of those were right.
+    num_draft_tokens, num_accepted_tokens, num_invalid_draft_tokens: speculated for it; how many of
+                       those were right; how many more its grammar refused.
+    num_nans_in_logits: logits that were not finite numbers, of a request that ended for them.
     session_continues: the output so far has ended, the request has not: it waits for its next
                        `ContinueSession`.
     """
@@ -154,6 +164,8 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     session_continues: bool = False
+    num_nans_in_logits: int = 0
+    num_invalid_draft_tokens: int = 0
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -202,10 +214,12 @@ class EngineOutputs(
     """What one step brought for one client: `tokens[i]` is the next output token of `handles[i]`.
 
     A handle is listed once per token. `finished` comes after the tokens of the same message.
+    logprobs: of prompt tokens, and of the tokens of the same message, where asked for.
     """
 
     handles: Int32Array = EMPTY_INT32
     tokens: Int32Array = EMPTY_INT32
+    logprobs: TokenLogprobs | None = None
     finished: tuple[FinishedRequest, ...] = ()
     stats: SchedulerStats | None = None
 

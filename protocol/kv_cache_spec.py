@@ -1,12 +1,15 @@
 """What a block of the KV cache is: sizes per kind of attention, and the groups of one model.
 
 The worker derives the groups from the model; the scheduler plans blocks from them and never learns
-what a tensor is.
+what a tensor is. Specs are immutable, and two layers with equal specs can share a group.
 """
 
-from typing import Final, TypeAlias
+import math
+from typing import ClassVar, Final, TypeAlias
 
 import msgspec
+
+from longshore.protocol.errors import ConfigError
 
 NULL_BLOCK: Final = 0
 """Placeholder in block tables, padding target of kernels: never holds data, never handed out."""
@@ -15,45 +18,193 @@ CROSS_LAYER_LAYOUT: Final = "num_blocks,num_layers,2,block_size,num_kv_heads,hea
 """A block's bytes are contiguous over all layers of its group, so one copy moves one block."""
 
 
-class FullAttentionSpec(msgspec.Struct, frozen=True, tag="full", forbid_unknown_fields=True):
-    """Layers whose every token attends to all earlier ones. Sizes in tokens, heads, elements."""
+class BadSpec(ConfigError, ValueError):
+    """A spec that contradicts itself. Being a ValueError, it makes a message malformed."""
+
+
+class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every integer of a spec is at least 1, but for `may_be_0`. Raises BadSpec."""
+
+    may_be_0: ClassVar[tuple[str, ...]] = ()
 
     block_size: int
-    num_kv_heads: int
-    head_size: int
-    dtype_bytes: int
 
-    @property
-    def page_size_bytes(self) -> int:
-        """Bytes of one block of one layer: keys and values."""
-        return self.block_size * self.num_kv_heads * 2 * self.head_size * self.dtype_bytes
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int) and value < (0 if name in self.may_be_0 else 1):
+                raise BadSpec(f"{type(self).__name__}.{name}={value} is too small")
 
-    def max_blocks(self, max_model_len: int) -> int:
-        """Blocks that one request of `max_model_len` tokens can hold at most."""
+    def max_blocks(self, max_model_len: int, max_num_batched_tokens: int | None = None) -> int:
+        """Blocks that one request of `max_model_len` tokens can hold at most, if a step computes
+        at most `max_num_batched_tokens` (None: all of them) of it."""
         return -(-max_model_len // self.block_size)
 
 
-class CrossAttentionSpec(msgspec.Struct, frozen=True, tag="cross", forbid_unknown_fields=True):
-    """Layers whose tokens attend to the encoder's, of which a request has at most
-    `max_encoder_tokens`; their KV is computed once. Sizes in tokens, heads, elements."""
+class _AttentionSpec(_Spec, frozen=True):
+    """A key and a value vector per token and head. Sizes in tokens, heads, elements.
 
-    block_size: int
+    head_size_v: of the values; None: as the keys'.
+    """
+
     num_kv_heads: int
     head_size: int
     dtype_bytes: int
-    max_encoder_tokens: int
+    head_size_v: int | None = None
 
     @property
     def page_size_bytes(self) -> int:
         """Bytes of one block of one layer: keys and values."""
-        return self.block_size * self.num_kv_heads * 2 * self.head_size * self.dtype_bytes
+        width = self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
+        return self.block_size * self.num_kv_heads * width * self.dtype_bytes
 
-    def max_blocks(self, max_model_len: int) -> int:
-        """Blocks that one request can hold at most, however long it is."""
+
+class FullAttentionSpec(_AttentionSpec, frozen=True, tag="full"):
+    """Layers whose every token attends to all earlier ones.
+
+    sliding_window, attention_chunk_size: what the layers really attend to, if they stand in a full
+        group because their model is planned without groups that forget; it keeps every block.
+    """
+
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sliding_window is not None and self.attention_chunk_size is not None:
+            raise BadSpec(
+                f"sliding_window={self.sliding_window} and attention_chunk_size="
+                f"{self.attention_chunk_size} are both set; a layer has one or the other"
+            )
+
+
+class SinkFullAttentionSpec(_AttentionSpec, frozen=True, tag="sink_full", kw_only=True):
+    """Full attention behind `sink_tokens` learned tokens that every request sees and none computes.
+    Their blocks, `num_sink_blocks`, are set aside for good: see `sink_block_ids`."""
+
+    sink_tokens: int
+
+    @property
+    def num_sink_blocks(self) -> int:
+        """Blocks that the group's sink takes out of the pool."""
+        return -(-self.sink_tokens // self.block_size)
+
+
+class SlidingWindowSpec(_AttentionSpec, frozen=True, tag="sliding_window", kw_only=True):
+    """Layers whose tokens attend to themselves and the `sliding_window - 1` tokens before."""
+
+    sliding_window: int
+
+    def max_blocks(self, max_model_len: int, max_num_batched_tokens: int | None = None) -> int:
+        computed = max_model_len if max_num_batched_tokens is None else max_num_batched_tokens
+        num_tokens = min(self.sliding_window - 1 + computed, max_model_len)
+        return -(-num_tokens // self.block_size) + 1  # they need not begin at a block border
+
+
+class ChunkedLocalAttentionSpec(_AttentionSpec, frozen=True, tag="chunked_local", kw_only=True):
+    """Layers whose tokens attend to those before them in the same chunk; chunks of
+    `attention_chunk_size` tokens follow each other from the first token on."""
+
+    attention_chunk_size: int
+
+    def max_blocks(self, max_model_len: int, max_num_batched_tokens: int | None = None) -> int:
+        computed = max_model_len if max_num_batched_tokens is None else max_num_batched_tokens
+        num_tokens = min(self.attention_chunk_size + computed, max_model_len)
+        return -(-num_tokens // self.block_size) + 1
+
+
+class MLAAttentionSpec(_Spec, frozen=True, tag="mla"):
+    """Layers whose every token attends to all earlier ones by one latent vector per token, which
+    stands for the keys and values of all heads; `head_size` counts its rotary part."""
+
+    num_kv_heads: ClassVar[int] = 1
+
+    head_size: int
+    dtype_bytes: int
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        return self.block_size * self.head_size * self.dtype_bytes
+
+
+class MambaSpec(_Spec, frozen=True, tag="mamba"):
+    """Layers with a state in place of KV. A block holds the state behind the last token that was
+    computed in its `block_size` tokens; once the next block is begun, behind its last token.
+
+    shapes:            of a layer's state tensors.
+    dtype_bytes:       of the elements of each.
+    padded_size_bytes: bytes that a state takes of a block; None: no more than it needs.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype_bytes: tuple[int, ...]
+    padded_size_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.shapes) != len(self.dtype_bytes):
+            raise BadSpec(
+                f"{len(self.shapes)} shapes have {len(self.dtype_bytes)} element sizes; a state "
+                "tensor has one of each"
+            )
+        if self.padded_size_bytes is not None and self.padded_size_bytes < self.state_size_bytes:
+            raise BadSpec(
+                f"padded_size_bytes={self.padded_size_bytes} is less than the "
+                f"{self.state_size_bytes} bytes of the state"
+            )
+
+    @property
+    def state_size_bytes(self) -> int:
+        """Bytes of one layer's state."""
+        pairs = zip(self.shapes, self.dtype_bytes, strict=True)
+        return sum(math.prod(shape) * size for shape, size in pairs)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        return self.state_size_bytes if self.padded_size_bytes is None else self.padded_size_bytes
+
+    def max_blocks(self, max_model_len: int, max_num_batched_tokens: int | None = None) -> int:
+        """The state to go on from, and the one that is being computed."""
+        return min(super().max_blocks(max_model_len), 2)
+
+
+class CrossAttentionSpec(_AttentionSpec, frozen=True, tag="cross", kw_only=True):
+    """Layers whose tokens attend to the encoder's, of which a request has at most
+    `max_encoder_tokens`; their KV is computed once."""
+
+    max_encoder_tokens: int
+
+    def max_blocks(self, max_model_len: int, max_num_batched_tokens: int | None = None) -> int:
+        """As many as the encoder's tokens fill, however long the request is."""
         return -(-self.max_encoder_tokens // self.block_size)
 
 
-KVCacheSpec: TypeAlias = FullAttentionSpec | CrossAttentionSpec
+class CustomSpec(_Spec, frozen=True, tag="custom"):
+    """A kind of attention from another package.
+
+    page_size_bytes: of one block of one layer.
+    manager:         `package.module:Class`, who plans its blocks in the scheduler; it extends
+                     longshore.scheduler.single_type_manager.SingleTypeManager.
+    settings:        whatever manager and worker agree on.
+    """
+
+    page_size_bytes: int
+    manager: str
+    settings: dict[str, int | float | str] = {}
+
+
+KVCacheSpec: TypeAlias = (
+    FullAttentionSpec
+    | SinkFullAttentionSpec
+    | SlidingWindowSpec
+    | ChunkedLocalAttentionSpec
+    | MLAAttentionSpec
+    | MambaSpec
+    | CrossAttentionSpec
+    | CustomSpec
+)
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,3 +226,20 @@ class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: tuple[KVCacheGroup, ...]
     dtype: str
     layout: str = CROSS_LAYER_LAYOUT
+
+
+def max_encoder_tokens(groups: tuple[KVCacheGroup, ...]) -> int | None:
+    """Encoder tokens that one request may bring at most; None: no group keeps their KV."""
+    limits = [g.spec.max_encoder_tokens for g in groups if isinstance(g.spec, CrossAttentionSpec)]
+    return min(limits, default=None)
+
+
+def sink_block_ids(groups: tuple[KVCacheGroup, ...]) -> tuple[range, ...]:
+    """Per group, the blocks that hold its sink: those behind the null block, in order of group.
+    Scheduler and workers both go by this."""
+    first, ranges = NULL_BLOCK + 1, []
+    for group in groups:
+        count = group.spec.num_sink_blocks if isinstance(group.spec, SinkFullAttentionSpec) else 0
+        ranges.append(range(first, first + count))
+        first += count
+    return tuple(ranges)

@@ -40,9 +40,13 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True, forbid_unknown_fields=True):
-    """The process gives up; `reason` says what, why and what to do, without a traceback."""
+    """The process gives up; `reason` says what, why and what to do, without a traceback.
+
+    is_consequence: another process failed first, and its reason explains more.
+    """
 
     reason: str
+    is_consequence: bool = False
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ expects. A row is an index below `max_num_seqs`; its generation tells one occupa
 """
 
 import zlib
+from typing import Final
 
 import msgspec
 
@@ -96,8 +97,10 @@ class SchedulerOutput(
     digest:         CRC-32 of this plan's changes chained on the digest of the plan before.
     finished_rows, preempted_rows: rows to drop, and why.
     scheduled_rows, scheduled_tokens: rows that compute another number of tokens than expected.
-    sampled_rows, sampled_tokens: ids for a first pipeline stage that does not sample itself; only
-                    with pipeline parallelism and without asynchronous scheduling.
+    sampled_rows, sampled_tokens: ids for a first pipeline stage that does not sample itself, by
+                    row: of those that compute a token sampled since they were added, that token; of
+                    rewound ones, the last known. Only with pipeline parallelism and without
+                    asynchronous scheduling.
     answered_step:  the newest answer that had been applied. Drafts rejected in it and before are
                     taken back from the rows' computed counts before this plan's changes.
     draft_rows, draft_tokens: drafts to verify, a row listed once per draft; token -1 is the draft
@@ -107,6 +110,11 @@ class SchedulerOutput(
     encoder_inputs: (row, index of the multimodal item) to encode in this step.
     common_prefix_blocks: per group, leading blocks that all running rows share, for cascade
                     attention; empty if they are as in the plan before.
+    copy_source_ids, copy_target_ids, copy_num_tokens: blocks to copy, pair by pair, all layers,
+                    before anything of the step is written or cleared: a shared block whose next
+                    token one request writes alone. The target holds the source's first
+                    `copy_num_tokens` tokens, and zeros behind them. No block is copied to twice;
+                    all sources are read before a target is written, which may be one of them.
     zero_block_ids: blocks to clear before use.
     has_structured_output: a SampleMask for this step follows; sampling waits for it.
     connector_metadata: the connector's own encoding, opaque here.
@@ -135,6 +143,9 @@ class SchedulerOutput(
     freed_encoder_hashes: tuple[str, ...] = ()
     encoder_inputs: tuple[tuple[int, int], ...] = ()
     common_prefix_blocks: tuple[int, ...] = ()
+    copy_source_ids: Int32Array = EMPTY_INT32
+    copy_target_ids: Int32Array = EMPTY_INT32
+    copy_num_tokens: Int32Array = EMPTY_INT32
     zero_block_ids: Int32Array = EMPTY_INT32
     has_structured_output: bool = False
     connector_metadata: bytes = b""
@@ -170,8 +181,12 @@ def digest_changes(
     appended: tuple[AppendedBlocks, ...] = (),
     scheduled_rows: Int32Array = EMPTY_INT32,
     scheduled_tokens: Int32Array = EMPTY_INT32,
+    copy_source_ids: Int32Array = EMPTY_INT32,
+    copy_target_ids: Int32Array = EMPTY_INT32,
+    copy_num_tokens: Int32Array = EMPTY_INT32,
 ) -> int:
-    """CRC-32 of everything that changes row state, chained on the digest of the plan before."""
+    """CRC-32 of everything that changes row state or copies blocks, chained on the digest of the
+    plan before."""
     # Lengths first, so that nothing can move from one part to the next unseen.
     lengths = (len(finished_rows), len(preempted_rows), len(rewound), len(added), len(appended))
     crc = zlib.crc32(_encoder.encode((*lengths, len(scheduled_rows))), previous_digest)
@@ -179,16 +194,20 @@ def digest_changes(
         crc = zlib.crc32(rows, crc)
     for rewind in rewound:
         crc = zlib.crc32(repr(rewind).encode(), crc)
-    for start in added:
-        crc = _digest_start(start, crc)
+    if added:
+        crc = zlib.crc32(_encoder.encode([_everything(start) for start in added]), crc)
     for blocks in appended:
         crc = zlib.crc32(_encoder.encode((blocks.group, len(blocks.rows))), crc)
         crc = zlib.crc32(blocks.rows, zlib.crc32(blocks.block_ids, crc))
+    if len(copy_source_ids):
+        crc = zlib.crc32(_encoder.encode((len(copy_source_ids), len(copy_target_ids))), crc)
+        for numbers in (copy_source_ids, copy_target_ids, copy_num_tokens):
+            crc = zlib.crc32(numbers, crc)
     return crc
 
 
-def _digest_start(start: RowStart, crc: int) -> int:
-    everything = (
+def _everything(start: RowStart) -> tuple[object, ...]:
+    return (
         start.row,
         start.generation,
         start.request_id,
@@ -204,18 +223,23 @@ def _digest_start(start: RowStart, crc: int) -> int:
         start.output_token_ids.tobytes(),
         [block_ids.tobytes() for block_ids in start.block_ids],
     )
-    return zlib.crc32(_encoder.encode(everything), crc)
 
 
 def plan_digest(previous_digest: int, plan: SchedulerOutput) -> int:
     """`digest_changes` of a plan that has been received."""
-    return digest_changes(
-        previous_digest,
-        finished_rows=plan.finished_rows,
-        preempted_rows=plan.preempted_rows,
-        rewound=plan.rewound,
-        added=plan.added,
-        appended=plan.appended,
-        scheduled_rows=plan.scheduled_rows,
-        scheduled_tokens=plan.scheduled_tokens,
-    )
+    return digest_changes(previous_digest, **{name: getattr(plan, name) for name in _CHANGES})
+
+
+# What `digest_changes` takes: fields of a plan by their names.
+_CHANGES: Final = (
+    "finished_rows",
+    "preempted_rows",
+    "rewound",
+    "added",
+    "appended",
+    "scheduled_rows",
+    "scheduled_tokens",
+    "copy_source_ids",
+    "copy_target_ids",
+    "copy_num_tokens",
+)

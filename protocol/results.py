@@ -7,6 +7,26 @@ import msgspec
 from longshore.protocol.arrays import EMPTY_INT32, Float32Array, Int32Array
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of n tokens, those of one owner by rising position.
+
+    owners:     (n,) row (from a worker) or handle (to a client) each token belongs to.
+    positions:  (n,) of the token in its request; the prompt's first is 0. A position may come
+                again, after a preemption: the newest counts.
+    ranks:      (n,) 1 if no other token is likelier.
+    num_listed: (n,) entries in the next two: the token itself, then the most likely ones in
+                falling order (it may be among them).
+    token_ids, logprobs: (sum of num_listed,), natural logarithms.
+    """
+
+    owners: Int32Array
+    positions: Int32Array
+    ranks: Int32Array
+    num_listed: Int32Array
+    token_ids: Int32Array
+    logprobs: Float32Array
+
+
 class ModelRunnerOutput(
     msgspec.Struct, tag="output", frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -18,7 +38,9 @@ class ModelRunnerOutput(
     num_sampled:  ids per sampling row; empty if each has one.
     draft_rows, draft_tokens: proposed for the next step, a row listed once per draft.
     pooled_rows, pooled: rows of pooling requests that are done, and the vector of each.
-    nan_rows:     sampling rows whose logits were not finite; their token is meaningless.
+    logprobs:     of prompt and sampled tokens, for the rows that asked for them.
+    nan_rows, num_nans: sampling rows whose logits were not finite, and how many of them; their
+                  token is meaningless.
     failed_block_ids: blocks that a load was to fill and did not, before this step used them.
     connector_metadata: of the connector's worker half, opaque here.
     compute_s:    time the step took on the device, in seconds.
@@ -32,7 +54,9 @@ class ModelRunnerOutput(
     draft_tokens: Int32Array = EMPTY_INT32
     pooled_rows: Int32Array = EMPTY_INT32
     pooled: tuple[Float32Array, ...] = ()
+    logprobs: TokenLogprobs | None = None
     nan_rows: Int32Array = EMPTY_INT32
+    num_nans: Int32Array = EMPTY_INT32
     failed_block_ids: Int32Array = EMPTY_INT32
     connector_metadata: bytes = b""
     compute_s: float = 0.0
@@ -60,11 +84,15 @@ class TransferReport(
 
 
 class WorkerFailed(msgspec.Struct, tag="failed", frozen=True, forbid_unknown_fields=True):
-    """The worker cannot go on and exits after this message."""
+    """The worker cannot go on and exits after this message.
+
+    is_consequence: it lost another rank, whose end explains more.
+    """
 
     epoch: int
     rank: int
     reason: str
+    is_consequence: bool = False
 
 
 WorkerReport: TypeAlias = ModelRunnerOutput | WorkerFailed

@@ -8,6 +8,11 @@ from msgspec.structs import force_setattr
 
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_PATTERN_SIZE: Final = 256
+MAX_LOGPROBS: Final = 20
+MAX_LOGIT_BIASES: Final = 1024
+MAX_BAD_WORDS: Final = 256
+MAX_REPETITION_PENALTY: Final = 100.0
+MAX_BAD_WORD_TOKENS: Final = 32
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,6 +42,7 @@ class SamplingParams(
     temperature:    0 is greedy; otherwise logits are divided by it.
     top_k:          keep the k most likely tokens; 0 keeps all.
     top_p:          keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1].
+    min_p:          keep tokens at least min_p times as likely as the most likely one, in [0, 1].
     seed:           the draw at an output position is a function of (seed, position) alone. None
                     lets the gateway choose one, so an unseeded request is still repeatable inside
                     the system (after preemption or a restart).
@@ -45,26 +51,51 @@ class SamplingParams(
     stop_token_ids: the request ends when one of them is sampled; it is part of the output ids.
     ignore_eos:     the model's own end-of-sequence ids do not stop the request.
     repetition:     ends the request when its output repeats itself; None never does.
+    repetition_penalty: 0.01 to 100; logits of tokens of prompt and output are divided by it if
+                    positive, else multiplied (Keskar et al., 2019). 1 changes nothing.
+    presence_penalty, frequency_penalty: -2 to 2; taken from the logits of output tokens, once and
+                    per occurrence, as in the OpenAI API.
+    logit_bias:     added to the logit of each token id, -100 to 100.
+    bad_words_token_ids: sequences of ids that must not appear in the output.
+    logprobs:       report each output token's log probability and those of so many most likely
+                    ones, taken from the model's own logits before any setting; None reports none.
+    prompt_logprobs: the same for every prompt token but the first.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     repetition: RepetitionDetection | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        force_setattr(self, "bad_words_token_ids", tuple(map(tuple, self.bad_words_token_ids)))
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature={self.temperature} must be a number of at least 0")
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k={self.top_k} must be 0 (keep every token) to {2**31 - 1}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must lie within 0..1")
+        self._check_penalties()
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise ValueError(f"{name}={value} must lie within 0..{MAX_LOGPROBS}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed={self.seed} does not fit 64 bits")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -82,3 +113,28 @@ class SamplingParams(
             )
         if any(token_id < 0 for token_id in self.stop_token_ids):
             raise ValueError(f"stop_token_ids={self.stop_token_ids} holds a negative id")
+
+    def _check_penalties(self) -> None:
+        penalty = self.repetition_penalty
+        most = MAX_REPETITION_PENALTY
+        if not 1 / most <= penalty <= most:
+            raise ValueError(f"repetition_penalty={penalty} must lie within {1 / most:g}..{most:g}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name}={getattr(self, name)} must lie within -2..2")
+        biases = self.logit_bias or {}
+        if len(biases) > MAX_LOGIT_BIASES:
+            raise ValueError(f"logit_bias has {len(biases)} ids; {MAX_LOGIT_BIASES} are allowed")
+        for token_id, bias in biases.items():
+            if token_id < 0 or not -100 <= bias <= 100:
+                raise ValueError(
+                    f"logit_bias={{{token_id}: {bias}}}: ids are at least 0, biases -100..100"
+                )
+        words = self.bad_words_token_ids
+        if len(words) > MAX_BAD_WORDS:
+            raise ValueError(f"{len(words)} bad words; {MAX_BAD_WORDS} are allowed")
+        for word in words:
+            if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS or min(word) < 0:
+                raise ValueError(
+                    f"bad word {word}: 1..{MAX_BAD_WORD_TOKENS} token ids, none negative"
+                )

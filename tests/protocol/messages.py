@@ -38,7 +38,18 @@ from longshore.protocol.inputs import (
     PromptEmbeds,
     StructuredOutput,
 )
-from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from longshore.protocol.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    CustomSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
 from longshore.protocol.plan import (
     AppendedBlocks,
     Rewind,
@@ -48,7 +59,12 @@ from longshore.protocol.plan import (
     SchedulerOutput,
     Shutdown,
 )
-from longshore.protocol.results import ModelRunnerOutput, TransferReport, WorkerFailed
+from longshore.protocol.results import (
+    ModelRunnerOutput,
+    TokenLogprobs,
+    TransferReport,
+    WorkerFailed,
+)
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 
 counts = st.integers(0, 2**31 - 1)
@@ -78,10 +94,21 @@ samplings = st.builds(
     stop_token_ids=st.lists(counts, max_size=3).map(tuple),
     ignore_eos=st.booleans(),
     repetition=st.none() | st.builds(RepetitionDetection, st.integers(1, 256)),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0.1, 2),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.none() | st.dictionaries(counts, st.floats(-100, 100), max_size=3),
+    bad_words_token_ids=st.lists(
+        st.lists(counts, min_size=1, max_size=3).map(tuple), max_size=2
+    ).map(tuple),
+    logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
 )
 float32s = st.lists(st.floats(-1, 1, width=32), max_size=200).map(
     lambda values: np.array(values, np.float32)
 )
+scores = st.none() | st.builds(TokenLogprobs, int32s, int32s, int32s, int32s, int32s, float32s)
 loras = st.none() | st.builds(LoRARequest, texts, texts)
 items = st.lists(
     st.builds(MultimodalFeature, texts, counts, counts, texts, arrays(np.uint8)), max_size=2
@@ -125,10 +152,16 @@ plans = st.builds(
     scheduled_rows=int32s,
     scheduled_tokens=int32s,
     sampled_rows=int32s,
+    sampled_tokens=int32s,
+    draft_rows=int32s,
     draft_tokens=int32s,
+    num_invalid_draft_tokens=counts,
     encoder_inputs=st.lists(st.tuples(counts, counts), max_size=2).map(tuple),
     freed_encoder_hashes=st.lists(texts, max_size=2).map(tuple),
     common_prefix_blocks=st.lists(counts, max_size=2).map(tuple),
+    copy_source_ids=int32s,
+    copy_target_ids=int32s,
+    copy_num_tokens=int32s,
     zero_block_ids=int32s,
     has_structured_output=st.booleans(),
     connector_metadata=st.binary(max_size=20),
@@ -138,6 +171,19 @@ plans = st.builds(
     ).map(tuple),
 )
 identities = st.builds(EngineIdentity, texts, texts, counts, counts, counts, counts, texts)
+sizes = st.integers(1, 2**31 - 1)
+attention = (sizes, sizes, sizes, sizes, st.none() | sizes)
+specs = st.one_of(
+    st.builds(FullAttentionSpec, *attention, sliding_window=st.none() | sizes),
+    st.builds(FullAttentionSpec, *attention, attention_chunk_size=sizes),
+    st.builds(SinkFullAttentionSpec, *attention, sink_tokens=sizes),
+    st.builds(SlidingWindowSpec, *attention, sliding_window=sizes),
+    st.builds(ChunkedLocalAttentionSpec, *attention, attention_chunk_size=sizes),
+    st.builds(MLAAttentionSpec, sizes, sizes, sizes),
+    st.builds(CrossAttentionSpec, *attention, max_encoder_tokens=sizes),
+    st.builds(MambaSpec, sizes, st.just(((2, 3), (4,))), st.just((2, 4))),
+    st.builds(CustomSpec, sizes, sizes, texts, st.dictionaries(texts, counts, max_size=2)),
+)
 caches = st.builds(
     KVCacheConfig,
     num_blocks=counts,
@@ -145,7 +191,7 @@ caches = st.builds(
         st.builds(
             KVCacheGroup,
             st.lists(texts, max_size=2).map(tuple),
-            st.builds(FullAttentionSpec, counts, counts, counts, counts),
+            specs,
         ),
         max_size=2,
     ).map(tuple),
@@ -158,6 +204,8 @@ ends = st.builds(
     num_output_tokens=counts,
     stop_token_id=st.none() | counts,
     message=st.none() | texts,
+    num_cached_tokens=counts,
+    num_preemptions=counts,
     kv_transfer_params=st.none() | st.dictionaries(texts, texts, max_size=2),
     pooled=float32s,
     events=st.lists(st.tuples(st.sampled_from(RequestEvent), st.floats(0, 9)), max_size=3).map(
@@ -166,6 +214,8 @@ ends = st.builds(
     num_draft_tokens=counts,
     num_accepted_tokens=counts,
     session_continues=st.booleans(),
+    num_nans_in_logits=counts,
+    num_invalid_draft_tokens=counts,
 )
 stats = st.builds(
     SchedulerStats,
@@ -196,6 +246,8 @@ adds = st.builds(
     job_id=st.none() | texts,
     is_last_step=st.booleans(),
     resumable=st.booleans(),
+    keeps_blocks=st.booleans(),
+    fork_of=st.none() | counts,
 )
 refusals = st.builds(Refused, texts)
 
@@ -217,7 +269,9 @@ FROM_WORKER = {
         draft_tokens=int32s,
         pooled_rows=int32s,
         pooled=st.lists(float32s, max_size=2).map(tuple),
+        logprobs=scores,
         nan_rows=int32s,
+        num_nans=int32s,
         failed_block_ids=int32s,
         connector_metadata=st.binary(max_size=9),
         compute_s=st.floats(0, 9),
@@ -231,7 +285,7 @@ FROM_WORKER = {
         failed_block_ids=int32s,
         connector_metadata=st.binary(max_size=9),
     ),
-    WorkerFailed: st.builds(WorkerFailed, counts, counts, texts),
+    WorkerFailed: st.builds(WorkerFailed, counts, counts, texts, st.booleans()),
     WorkerHello: st.builds(
         WorkerHello,
         counts,
@@ -254,6 +308,7 @@ TO_CLIENT = {
         EngineOutputs,
         handles=int32s,
         tokens=int32s,
+        logprobs=scores,
         finished=st.lists(ends, max_size=3).map(tuple),
         stats=st.none() | stats,
     ),

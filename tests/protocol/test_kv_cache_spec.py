@@ -1,8 +1,99 @@
 """Sizes of blocks."""
 
+import msgspec
 import pytest
 
-from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheGroup
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    CustomSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    sink_block_ids,
+)
+
+SPECS: tuple[KVCacheSpec, ...] = (
+    FullAttentionSpec(16, 8, 128, 2),
+    FullAttentionSpec(16, 8, 128, 2, sliding_window=64),
+    SinkFullAttentionSpec(16, 8, 128, 2, sink_tokens=20),
+    SlidingWindowSpec(16, 8, 128, 2, sliding_window=64),
+    ChunkedLocalAttentionSpec(16, 8, 128, 2, attention_chunk_size=64),
+    MLAAttentionSpec(16, 576, 2),
+    MambaSpec(16, ((3, 256), (8, 32, 16)), (2, 4)),
+    CrossAttentionSpec(16, 8, 128, 2, max_encoder_tokens=100),
+    CustomSpec(16, 1024, manager="package.module:Class", settings={"ratio": 0.5}),
+)
+
+
+@pytest.mark.req("STM-01")
+def test_every_spec_crosses_the_wire_and_none_can_be_changed() -> None:
+    groups = tuple(KVCacheGroup((f"layer.{i}",), spec) for i, spec in enumerate(SPECS))
+    config = KVCacheConfig(10, groups, "float16")
+    encoded = msgspec.msgpack.encode(config)
+    assert msgspec.msgpack.decode(encoded, type=KVCacheConfig) == config
+    for spec in SPECS:
+        with pytest.raises(AttributeError, match="immutable"):
+            spec.block_size = 32  # type: ignore[misc]
+
+
+@pytest.mark.req("STM-02")
+def test_keys_and_values_may_differ_in_width_and_a_full_spec_may_name_a_window_or_a_chunk() -> None:
+    assert FullAttentionSpec(16, 4, 192, 2, head_size_v=128).page_size_bytes == 16 * 4 * 320 * 2
+    assert FullAttentionSpec(16, 4, 192, 2).page_size_bytes == 16 * 4 * 384 * 2
+    for field in ("sliding_window", "attention_chunk_size"):
+        spec = FullAttentionSpec(16, 4, 192, 2, **{field: 64})
+        assert spec.max_blocks(1000, 16) == 63  # it keeps everything all the same
+    with pytest.raises(ConfigError, match="both set"):
+        FullAttentionSpec(16, 4, 192, 2, sliding_window=64, attention_chunk_size=64)
+
+
+@pytest.mark.req("STM-03")
+@pytest.mark.parametrize(
+    ("max_model_len", "batched", "blocks"),
+    [(100_000, 2048, 193), (100_000, 1, 65), (1000, 2048, 64), (100_000, None, 6251)],
+)
+def test_a_window_of_1024_takes_blocks_for_itself_and_for_what_a_step_computes(
+    max_model_len: int, batched: int | None, blocks: int
+) -> None:
+    spec = SlidingWindowSpec(16, 8, 128, 2, sliding_window=1024)
+    assert spec.max_blocks(max_model_len, batched) == blocks
+    assert spec.page_size_bytes == FullAttentionSpec(16, 8, 128, 2).page_size_bytes
+
+
+def test_a_latent_vector_stands_for_keys_and_values_of_all_heads() -> None:
+    assert MLAAttentionSpec(16, 512 + 64, 2).page_size_bytes == 16 * 576 * 2
+
+
+def test_a_state_is_a_block_whatever_its_tokens_and_may_be_padded_to_those_of_others() -> None:
+    spec = MambaSpec(16, ((3, 256), (8, 32, 16)), (2, 4))
+    assert spec.page_size_bytes == 3 * 256 * 2 + 8 * 32 * 16 * 4
+    assert MambaSpec(64, ((4,),), (4,), padded_size_bytes=100).page_size_bytes == 100
+    assert [spec.max_blocks(length) for length in (10, 16, 17, 10_000)] == [1, 1, 2, 2]
+    with pytest.raises(ConfigError, match="padded_size_bytes=15 is less than the 16"):
+        MambaSpec(64, ((4,),), (4,), padded_size_bytes=15)
+    with pytest.raises(ConfigError, match="2 shapes have 1 element sizes"):
+        MambaSpec(64, ((4,), (4,)), (4,))
+
+
+def test_a_size_of_nothing_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"SlidingWindowSpec\.sliding_window=0 is too small"):
+        SlidingWindowSpec(16, 8, 128, 2, sliding_window=0)
+    encoded = msgspec.msgpack.encode(FullAttentionSpec(16, 8, 128, 2))
+    with pytest.raises(msgspec.ValidationError, match="block_size=0 is too small"):
+        msgspec.msgpack.decode(encoded.replace(b"\x10", b"\x00", 1), type=FullAttentionSpec)
+
+
+def test_sinks_stand_behind_the_null_block_in_order_of_group() -> None:
+    sink = SinkFullAttentionSpec(16, 8, 128, 2, sink_tokens=20)
+    groups = tuple(KVCacheGroup(("layer",), spec) for spec in (sink, SPECS[0], sink))
+    assert sink_block_ids(groups) == (range(1, 3), range(3, 3), range(3, 5))
 
 
 @pytest.mark.req("NUM-15")
@@ -29,3 +120,49 @@ def test_a_request_holds_blocks_for_its_last_partly_filled_one_too(
     max_model_len: int, blocks: int
 ) -> None:
     assert FullAttentionSpec(16, 8, 128, 2).max_blocks(max_model_len) == blocks
+
+
+def llama_70b() -> KVCacheGroup:
+    spec = FullAttentionSpec(16, num_kv_heads=8, head_size=128, dtype_bytes=2)
+    return KVCacheGroup(tuple(f"layer.{index}" for index in range(80)), spec)
+
+
+@pytest.mark.req("NUM-17")
+def test_eight_of_sixty_four_heads_take_an_eighth() -> None:
+    all_heads = FullAttentionSpec(16, num_kv_heads=64, head_size=128, dtype_bytes=2)
+    assert llama_70b().spec.page_size_bytes / all_heads.page_size_bytes == 0.125
+
+
+@pytest.mark.req("NUM-18")
+def test_bytes_of_2048_blocks() -> None:
+    assert 2048 * llama_70b().block_size_bytes == 10_737_418_240
+
+
+@pytest.mark.req("NUM-19", "ERR-03")
+def test_blocks_that_fit_43_gigabytes_and_their_watermark() -> None:
+    num_blocks = 43 * 10**9 // llama_70b().block_size_bytes
+    assert (num_blocks, num_blocks * 16, int(num_blocks * 0.01)) == (8201, 131_216, 82)
+
+
+@pytest.mark.req("NUM-20", "ERR-04")
+def test_blocks_that_fit_seven_tenths_of_80_gib_and_the_longest_requests_among_them() -> None:
+    num_blocks = int(0.7 * 80 * 2**30) // llama_70b().block_size_bytes
+    longest = llama_70b().spec.max_blocks(131_072)
+    assert (num_blocks, longest, round(num_blocks / longest, 2)) == (11_468, 8192, 1.40)
+
+
+@pytest.mark.req("NUM-29", "ERR-06")
+@pytest.mark.parametrize(
+    ("block_size", "worst"), [(8, 87.5), (16, 93.75), (32, 96.875), (64, 98.4375)]
+)
+def test_a_block_with_one_token_wastes_the_rest(block_size: int, worst: float) -> None:
+    spec = FullAttentionSpec(block_size, 8, 128, 2)
+    used = spec.page_size_bytes // block_size
+    assert 100 * (1 - used / spec.page_size_bytes) == worst
+
+
+@pytest.mark.req("NUM-30", "ERR-08")
+def test_bytes_of_fifteen_slots_that_nothing_is_in() -> None:
+    wasted = 15 * llama_70b().block_size_bytes // 16
+    assert wasted == 4_915_200
+    assert round(100 * wasted / (80 * 10**9), 3) == 0.006

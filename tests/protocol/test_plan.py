@@ -41,6 +41,9 @@ CHANGES: dict[str, Any] = {
     "appended": (AppendedBlocks(0, int32_array([6]), int32_array([7])),),
     "scheduled_rows": int32_array([8, 9]),
     "scheduled_tokens": int32_array([1, 2]),
+    "copy_source_ids": int32_array([10, 11]),
+    "copy_target_ids": int32_array([12, 13]),
+    "copy_num_tokens": int32_array([3, 4]),
 }
 
 
@@ -77,6 +80,11 @@ CHANGES: dict[str, Any] = {
         {"appended": (AppendedBlocks(0, int32_array([7]), int32_array([6])),)},
         {"scheduled_rows": int32_array([8, 9, 1]), "scheduled_tokens": int32_array([2])},
         {"scheduled_tokens": int32_array([2, 1])},
+        {"copy_source_ids": int32_array([11, 10])},
+        {"copy_source_ids": EMPTY_INT32},
+        {"copy_target_ids": int32_array([12, 14])},
+        {"copy_num_tokens": int32_array([3, 5])},
+        {"copy_source_ids": int32_array([10]), "copy_target_ids": int32_array([11, 12, 13])},
     ],
 )
 def test_any_other_change_of_rows_has_another_digest(changed: dict[str, Any]) -> None:
