@@ -26,11 +26,6 @@ def block_key(name: bytes, group: int) -> bytes:
     return name + group.to_bytes(_GROUP_BYTES, "big")
 
 
-def split_block_key(key: bytes) -> tuple[bytes, int]:
-    """(name, group) of a key made by `block_key`."""
-    return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
-
-
 class KeyedRequest(Protocol):
     """What of a request, beside its token ids, its KV depends on. extra_keys: None until
     `extra_keys_of` has found some."""

@@ -14,7 +14,6 @@ import numpy as np
 from longshore.protocol.arrays import EMPTY_INT32, BoolArray, Int32Array, Int64Array, int32_array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
-from longshore.scheduler.block_hash import block_key
 from longshore.scheduler.block_metrics import BlockMetrics
 from longshore.scheduler.free_queue import FEW_BLOCKS, FreeQueue, NotTaken
 from longshore.scheduler.free_queue import BlockIds as BlockIds  # the pool's callers speak it too
@@ -26,6 +25,7 @@ class BlockPool:
     """`num_blocks` blocks with the null block, which is a placeholder: never handed out, never
     freed, never named, its references not counted.
 
+    num_set_aside: blocks behind it that are somebody's for good, and never handed out either.
     metrics: is told of every block that is handed out, hit and evicted.
     events:  is told of every name whose last block is gone.
 
@@ -37,17 +37,20 @@ class BlockPool:
         num_blocks: int,
         num_groups: int = 1,
         *,
+        num_set_aside: int = 0,
         metrics: BlockMetrics | None = None,
         events: KVEventLog | None = None,
     ) -> None:
         self.num_blocks = num_blocks
+        self._num_set_aside = num_set_aside
+        self._num_usable = num_blocks - 1 - num_set_aside
         self.metrics = metrics
         self._events = events
         self._prefixes = tuple(PrefixMap() for _ in range(num_groups))
         self._start_empty()
 
     def _start_empty(self) -> None:
-        self._free = FreeQueue(self.num_blocks)
+        self._free = FreeQueue(self.num_blocks, self._num_set_aside)
         # A block stands in the free queue, or its place there is minus the number of its holders:
         # it cannot be both free and held.
         self._place, self._place_item = self._free.place, self._free.place_item
@@ -65,21 +68,11 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Share of the usable blocks that somebody holds, 0 to 1."""
-        usable = self.num_blocks - 1
-        return (usable - self.num_free) / usable
-
-    def ref_count(self, block_id: int) -> int:
-        """Holders of the block."""
-        return 0 if block_id == NULL_BLOCK else max(-self._place_item[block_id], 0)
+        return (self._num_usable - self.num_free) / self._num_usable
 
     def name(self, block_id: int) -> bytes | None:
         """The block's name, if it is full and cached."""
         return self._names[block_id]
-
-    def key(self, block_id: int) -> bytes | None:
-        """Name and group of the block, if it is full and cached."""
-        name = self._names[block_id]
-        return None if name is None else block_key(name, self._group_of(block_id))
 
     def _group_of(self, block_id: int) -> int:
         return int(self._group[block_id]) if len(self._group) else 0
@@ -168,6 +161,12 @@ class BlockPool:
             accessed = int32_array(block_ids)
             self.metrics.accessed(accessed[accessed != NULL_BLOCK])
 
+    def is_private(self, block_id: int, answered_step: int) -> bool:
+        """Whether the block's one holder may write to it: nobody can find it by a name, and nobody
+        who has left writes to it in a plan after `answered_step`."""
+        is_settled = self._fence_item[block_id] <= answered_step
+        return self._place_item[block_id] == -1 and self._names[block_id] is None and is_settled
+
     def num_unheld(self, block_ids: BlockIds) -> int:
         """How many of the blocks, all different, `touch` would take from the free queue."""
         if isinstance(block_ids, list):
@@ -197,22 +196,11 @@ class BlockPool:
 
     # Names
 
-    def cache_full_blocks(
-        self, block_ids: BlockIds, names: Sequence[bytes], group: int = 0
-    ) -> None:
-        """Make full blocks, all different, findable: `block_ids[i]` holds the KV of the prefix
-        named `names[i]`. Null blocks are skipped. Raises LongshoreError, having changed nothing,
-        if a block is named already."""
-        ids: list[int] = block_ids if isinstance(block_ids, list) else block_ids.tolist()
-        for block_id in ids:
-            if self._names[block_id] is not None:
-                raise LongshoreError(f"block {block_id} is named already")
-        self.cache_unnamed_blocks(ids, names, group)
-
     def cache_unnamed_blocks(
         self, block_ids: Sequence[int], names: Sequence[bytes], group: int = 0
     ) -> None:
-        """`cache_full_blocks` for those of the blocks that have no name yet."""
+        """Make full blocks, all different, findable: `block_ids[i]` holds the KV of the prefix
+        named `names[i]`. Those that have a name keep it, and null blocks get none."""
         ids, column = block_ids, self._names
         before = [column[block_id] for block_id in ids]
         if NULL_BLOCK in ids or before.count(None) < len(before):
@@ -239,22 +227,18 @@ class BlockPool:
         found = self._prefixes[group].find_prefix(names)
         return found if len(found) <= FEW_BLOCKS else int32_array(found)
 
-    def forget(self, name: bytes, group: int = 0) -> None:
-        """Take the name from every block that carries it: its content proved wrong somewhere."""
-        self._drop_names(self._prefixes[group].holders(name))
-
     def forget_blocks(self, block_ids: BlockIds) -> None:
         """Take their names from these blocks; others that carry the same ones keep them."""
         self._drop_names(block_ids if isinstance(block_ids, list) else block_ids.tolist())
 
     def num_leading_named(self, block_ids: Int32Array) -> int:
-        """How many of these blocks have a name before the first that has none."""
-        names = [self._names[block_id] for block_id in block_ids.tolist()]
+        """How many of these blocks have a name, or are null, before the first that is neither."""
+        names = [self._names[block_id] if block_id else b"" for block_id in block_ids.tolist()]
         return names.index(None) if None in names else len(names)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every name. False, and nothing happens, while anybody holds a block."""
-        if self.num_free != self.num_blocks - 1:
+        if self.num_free != self._num_usable:
             return False
         self._forget_everything()
         return True
@@ -298,12 +282,17 @@ class BlockPool:
 
     # Books
 
+    def references(self) -> Int64Array:
+        """(num_blocks,) references to each block; null block and those set aside count none."""
+        references = np.maximum(-self._place, 0).astype(np.int64)
+        references[: NULL_BLOCK + 1 + self._num_set_aside] = 0
+        return references
+
     def check(self, num_holders: Int64Array) -> None:
         """Raise LongshoreError if the books are off. num_holders: (num_blocks,) references that
         somebody says he has. Null block, held and free blocks are all blocks, references are as
         many as holders, and exactly the named blocks are found."""
-        references = np.maximum(-self._place, 0)
-        references[NULL_BLOCK] = 0
+        references = self.references()
         wrong = np.flatnonzero(references != num_holders)
         if len(wrong):
             block_id = int(wrong[0])
@@ -313,10 +302,10 @@ class BlockPool:
             )
         free = self.free_block_ids()
         num_held = int(np.count_nonzero(references))
-        if len(set(free)) != self.num_free or 1 + num_held + self.num_free != self.num_blocks:
+        if len(set(free)) != self.num_free or num_held + self.num_free != self._num_usable:
             raise LongshoreError(
                 f"{len(set(free))} blocks are in the free queue, which counts {self.num_free}; "
-                f"{num_held} are held; there are {self.num_blocks} with the null block"
+                f"{num_held} are held; there are {self._num_usable} beside the null block"
             )
         named = [block_id for block_id, name in enumerate(self._names) if name is not None]
         for block_id in named:

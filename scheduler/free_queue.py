@@ -42,25 +42,28 @@ class NotTaken(LongshoreError):
 
 
 class FreeQueue:
-    """Blocks 1..num_blocks-1, all free at first, in ascending order.
+    """Blocks 1..num_blocks-1, all free at first, in ascending order, but for the first
+    `num_set_aside` of them, which like the null block never come in nor out.
 
     place: (num_blocks,) int32, where a free block stands, 0 or more; of a taken one minus the
            number of its holders, so that nothing can be free and held. The null block has neither:
-           it is PINNED.
+           it is PINNED. Those set aside have one holder for ever.
     place_item: the same memory for scalar access, which costs half as much as numpy's.
 
     Block ids go in and out as int32 arrays, few of them as lists. `num_free` is exact at any time.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_free = num_blocks - 1
-        self.place: Int32Array = np.arange(-1, num_blocks - 1, dtype=np.int32)
+    def __init__(self, num_blocks: int, num_set_aside: int = 0) -> None:
+        first = NULL_BLOCK + 1 + num_set_aside
+        self.num_free = num_blocks - first
+        self.place: Int32Array = np.arange(-first, self.num_free, dtype=np.int32)
+        self.place[:first] = TAKEN
         self.place[NULL_BLOCK] = PINNED
         self.place_item = memoryview(self.place)
         self._capacity = 2 * num_blocks
         self._ring: Int32Array = np.zeros(self._capacity, np.int32)
         self._ring_item = memoryview(self._ring)
-        self._ring[: self.num_free] = np.arange(1, num_blocks)
+        self._ring[: self.num_free] = np.arange(first, num_blocks)
         self._head, self._tail = 0, self.num_free
 
     def __len__(self) -> int:

@@ -7,8 +7,13 @@ have no say. Of the others one alone decides, and several must agree.
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
+# Registers its managers; nothing of it is used by name.
+import longshore.scheduler.forgetting_managers  # noqa: F401
+from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from longshore.scheduler.block_pool import BlockIds, BlockPool
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.single_type_manager import SingleTypeManager, manager_class
@@ -30,72 +35,128 @@ class KVCacheCoordinator:
         self.managers = tuple(managers)
         self.caching = tuple(caching)
         self.alignment = math.lcm(*(manager.block_size for manager in caching))
-        self._use_eagle = use_eagle
+        self._num_dropped = self.alignment if use_eagle else 0
         self._no_hits: tuple[BlockIds, ...] = tuple([] for _ in managers)
 
     def find_longest_hit(
         self, names: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[BlockIds, ...], int]:
         """Blocks per group of the longest prefix of at most `max_tokens` tokens that every caching
-        group has, and its tokens: a multiple of all their block sizes, or 0."""
-        hits, length = self._find(names, max_tokens)
-        if self._use_eagle:
-            length = max(length - self.alignment, 0)
-        if length == 0:
-            return self._no_hits, 0
-        nothing: BlockIds = []
-        found = [
-            hits.get(manager.group, nothing)[: length // manager.block_size]
-            for manager in self.managers
-        ]
-        return tuple(found), length
-
-    def _find(self, names: Sequence[bytes], max_tokens: int) -> tuple[dict[int, BlockIds], int]:
-        """At least the blocks of each caching group, by group, and the number of tokens."""
+        group can serve, and its tokens: a multiple of all their block sizes, or 0. Null blocks
+        stand where a group needs none."""
         raise NotImplementedError
 
 
 class NoPrefixCacheCoordinator(KVCacheCoordinator):
     """Any number of groups, nothing cached."""
 
-    def _find(self, names: Sequence[bytes], max_tokens: int) -> tuple[dict[int, BlockIds], int]:
-        return {}, 0
+    def find_longest_hit(
+        self, names: Sequence[bytes], max_tokens: int
+    ) -> tuple[tuple[BlockIds, ...], int]:
+        return self._no_hits, 0
 
 
-class UnitaryCoordinator(KVCacheCoordinator):
+class HybridCoordinator(KVCacheCoordinator):
+    """Several groups that cache: each kind of attention accepts the length at hand or shortens it,
+    until all accept. It only falls, so that ends.
+
+    Kinds that keep every block serve each prefix of what they serve: they are asked once, first,
+    and cut to what comes out.
+    """
+
+    def __init__(
+        self,
+        managers: Sequence[SingleTypeManager],
+        caching: Sequence[SingleTypeManager] = (),
+        *,
+        use_eagle: bool = False,
+    ) -> None:
+        super().__init__(managers, caching, use_eagle=use_eagle)
+        kinds: list[list[SingleTypeManager]] = []
+        for manager in caching:
+            equal = (kind for kind in kinds if kind[0].spec == manager.spec)
+            kind = next(equal, None)
+            if kind is None:
+                kinds.append([manager])
+            else:
+                kind.append(manager)
+        self._keeping = [kind for kind in kinds if not kind[0].forgets]
+        self._forgetting = [kind for kind in kinds if kind[0].forgets]
+
+    def find_longest_hit(
+        self, names: Sequence[bytes], max_tokens: int
+    ) -> tuple[tuple[BlockIds, ...], int]:
+        length, hits = max_tokens, dict(enumerate(self._no_hits))
+        for kind in self._keeping:
+            length = self._shorten(kind, names, length, hits)
+        accepted = -1
+        while length > 0 and length != accepted:
+            accepted = length
+            for kind in self._forgetting:
+                length = self._shorten(kind, names, length, hits)
+            if len(self._forgetting) == 1:
+                break
+        length -= self._num_dropped
+        if length <= 0:
+            return self._no_hits, 0
+        found = [hits[manager.group][: length // manager.block_size] for manager in self.managers]
+        return tuple(found), length
+
+    def _shorten(
+        self,
+        kind: list[SingleTypeManager],
+        names: Sequence[bytes],
+        max_tokens: int,
+        hits: dict[int, BlockIds],
+    ) -> int:
+        """The longest prefix of at most `max_tokens` tokens that all groups of one kind can serve,
+        and still can when the last tokens are dropped; their blocks go into `hits`.
+
+        A prefix needs the blocks from `first_needed` on, which never falls as the prefix grows. So
+        if one of them is missing, no prefix that ends behind the missing one and is shorter than
+        this one will do.
+        """
+        first = kind[0]
+        size, step = first.block_size, self.alignment // first.block_size
+        end = min(max_tokens // size, len(names) // first.names_per_block) // step * step
+        while end > 0:
+            start = first.first_needed(max(end * size - self._num_dropped, 0))
+            wanted = first.names_of_blocks(names, start, end)
+            found: list[BlockIds] = []
+            for manager in kind:
+                found.append(manager.find(wanted))
+                wanted = wanted[: len(found[-1])]
+            reach = (start + len(wanted)) // step * step
+            if reach == end or (
+                reach > start
+                and first.first_needed(max(reach * size - self._num_dropped, 0)) == start
+            ):
+                for manager, block_ids in zip(kind, found, strict=True):
+                    hits[manager.group] = _behind_nulls(start, block_ids[: reach - start])
+                return reach * size
+            end = reach
+        return 0
+
+
+class UnitaryCoordinator(HybridCoordinator):
     """One group that caches: its manager's answer is the answer."""
 
     def find_longest_hit(
         self, names: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[BlockIds, ...], int]:
-        if len(self.managers) > 1 or self._use_eagle:
+        manager = self.caching[0]
+        if len(self.managers) > 1 or self._num_dropped or manager.forgets:
             return super().find_longest_hit(names, max_tokens)
-        hits = self.managers[0].find_longest_hit(names, max_tokens)
+        hits = manager.find(manager.names_of_blocks(names, 0, max_tokens // self.alignment))
         return (hits,), len(hits) * self.alignment
 
-    def _find(self, names: Sequence[bytes], max_tokens: int) -> tuple[dict[int, BlockIds], int]:
-        (manager,) = self.caching
-        hits = manager.find_longest_hit(names, max_tokens)
-        return {manager.group: hits}, len(hits) * manager.block_size
 
-
-class HybridCoordinator(KVCacheCoordinator):
-    """Several groups that cache: each accepts the length at hand or shortens it, until all accept.
-    It only falls, so that ends."""
-
-    def _find(self, names: Sequence[bytes], max_tokens: int) -> tuple[dict[int, BlockIds], int]:
-        length = max_tokens // self.alignment * self.alignment
-        hits: dict[int, BlockIds] = {}
-        pending = list(self.caching)
-        while pending:
-            manager = pending.pop(0)
-            hits[manager.group] = manager.find_longest_hit(names, length)
-            num_tokens = len(hits[manager.group]) * manager.block_size
-            accepted = num_tokens // self.alignment * self.alignment
-            if accepted < length:
-                length = accepted
-                pending = list(self.caching)
-        return hits, length
+def _behind_nulls(count: int, block_ids: BlockIds) -> BlockIds:
+    if count == 0:
+        return block_ids
+    if isinstance(block_ids, list) and count <= len(block_ids):
+        return [NULL_BLOCK] * count + block_ids
+    return np.concatenate((np.zeros(count, np.int32), int32_array(block_ids)))
 
 
 def make_coordinator(
@@ -105,6 +166,7 @@ def make_coordinator(
     *,
     max_num_seqs: int,
     max_model_len: int,
+    max_num_batched_tokens: int | None = None,
 ) -> KVCacheCoordinator:
     """The coordinator for these groups. Raises ConfigError if nobody manages their kind of
     attention, or if their blocks do not consist of whole links of the chain of names."""
@@ -115,6 +177,7 @@ def make_coordinator(
             group=index,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
             context_parallel_size=cache.context_parallel_size,
             tokens_per_name=cache.tokens_per_name,
         )

@@ -4,39 +4,31 @@ Behind it: coordinator (all groups) -> one manager per group (block tables) -> b
 the scheduler's; tokens are never looked at except to name blocks.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from longshore.connectors.base import NamedBlocks
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
-from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheConfig
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheConfig, sink_block_ids
 from longshore.protocol.plan import AppendedBlocks
-from longshore.scheduler.block_hash import BlockHasher, extra_keys_of
+from longshore.scheduler.block_demand import BlockCopy as BlockCopy  # the callers speak them too
+from longshore.scheduler.block_demand import BlockDemand as BlockDemand
+from longshore.scheduler.block_demand import ComputedBlocks as ComputedBlocks
+from longshore.scheduler.block_demand import HeldBlocks as HeldBlocks
+from longshore.scheduler.block_demand import laid_out
+from longshore.scheduler.block_hash import BlockHasher
 from longshore.scheduler.block_metrics import BlockMetrics
+from longshore.scheduler.block_naming import BlockNaming, TokenTable
 from longshore.scheduler.block_pool import BlockIds, BlockPool
 from longshore.scheduler.config import CacheConfig
+from longshore.scheduler.forgetting_managers import ForgettingManager, MambaManager
 from longshore.scheduler.kv_cache_coordinator import make_coordinator
-from longshore.scheduler.kv_events import BlockStored, KVEvent, KVEventLog
+from longshore.scheduler.kv_events import KVEvent, KVEventLog
 from longshore.scheduler.request import Request
-
-TokenTable: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int32]]
-
-
-class ComputedBlocks(NamedTuple):
-    """A cached prefix: `block_ids[group]` in order of position, `num_tokens` in all."""
-
-    block_ids: tuple[BlockIds, ...]
-    num_tokens: int
-
-
-class HeldBlocks(NamedTuple):
-    """Blocks of somebody who is on no row: `block_ids[group]` in order of position. Whoever has
-    this owns one reference to each of them, until it is attached or released."""
-
-    block_ids: tuple[Int32Array, ...]
+from longshore.scheduler.settled_counts import SettledCounts
 
 
 @dataclass(slots=True)
@@ -62,6 +54,8 @@ class KVCacheManager:
     """Blocks of all rows and groups.
 
     hash_seed: the deployment's; block names follow from it.
+    max_num_batched_tokens: computed at most for one request in all steps in flight together; None
+               sets no limit. It bounds what a group that forgets holds.
     metrics:   is told how blocks live.
     record_named: keep for `take_named` what gets a name.
 
@@ -77,25 +71,39 @@ class KVCacheManager:
         max_num_seqs: int,
         max_model_len: int,
         hash_seed: bytes,
+        max_num_batched_tokens: int | None = None,
         metrics: BlockMetrics | None = None,
         record_named: bool = False,
     ) -> None:
-        self._named: list[NamedBlocks] | None = [] if record_named else None
         self._events = KVEventLog() if cache.enable_kv_cache_events else None
         self._pool = BlockPool(
-            kv_cache.num_blocks, len(kv_cache.groups), metrics=metrics, events=self._events
+            kv_cache.num_blocks,
+            len(kv_cache.groups),
+            num_set_aside=sum(map(len, sink_block_ids(kv_cache.groups))),
+            metrics=metrics,
+            events=self._events,
         )
         self._coordinator = make_coordinator(
-            kv_cache, self._pool, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+            kv_cache,
+            self._pool,
+            cache,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
         )
         self._managers = self._coordinator.managers
         self._caching = self._coordinator.caching
-        self._hasher = BlockHasher(cache.tokens_per_name, hash_seed, cache.hash_algorithm)
+        self._forgetting = [m for m in self._managers if isinstance(m, ForgettingManager)]
+        self._states = [m for m in self._managers if isinstance(m, MambaManager)]
+        self._settled = SettledCounts()
+        hasher = BlockHasher(cache.tokens_per_name, hash_seed, cache.hash_algorithm)
+        self._naming = BlockNaming(
+            self._caching, self._pool, hasher, events=self._events, record_named=record_named
+        )
         nothing: BlockIds = []
         self._nothing_computed = ComputedBlocks(tuple(nothing for _ in self._managers), 0)
         self._log_stats = cache.log_stats
         self.stats = PrefixCacheStats()
-        self._new_block_ids: list[list[int]] | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -134,7 +142,7 @@ class KVCacheManager:
         if not self._looks_up(request):
             return self._nothing_computed
         num_tokens = request.num_tokens
-        self._extend_chain(request, request.token_ids, num_tokens)
+        self._naming.extend_chain(request, request.token_ids, num_tokens)
         hits, num_hit_tokens = self._coordinator.find_longest_hit(
             request.block_names, num_tokens - 1
         )
@@ -152,89 +160,79 @@ class KVCacheManager:
     # Blocks for those who come
 
     def num_blocks_for(self, num_tokens: int, *, num_encoder_tokens: int = 0) -> int:
-        """Blocks of all groups that so many tokens fill or begin."""
-        return sum(
-            [manager.num_blocks_for(num_tokens, num_encoder_tokens) for manager in self._managers]
-        )
+        """Blocks of all groups that a request of so many tokens holds at once at most."""
+        return sum([m.num_blocks_for(num_tokens, num_encoder_tokens) for m in self._managers])
 
-    def num_blocks_needed(
-        self, computed: ComputedBlocks, num_tokens: int, *, num_encoder_tokens: int = 0
-    ) -> int:
-        """Free blocks that `start` or `reserve` with these would take: new ones, and hits that
-        nobody holds."""
-        counts = self._num_new_blocks(computed, num_tokens, num_encoder_tokens)
-        return sum(counts) + self._num_unheld(computed)
-
-    def can_fit_full_sequence(
+    def demand(
         self,
-        request: Request,
-        computed: ComputedBlocks,
-        *,
-        num_free: int,
-        num_encoder_tokens: int = 0,
-    ) -> bool:
-        """Whether all tokens the request has now would fit `num_free` free blocks."""
-        needed = self.num_blocks_needed(
-            computed, request.num_tokens, num_encoder_tokens=num_encoder_tokens
-        )
-        return needed <= num_free
-
-    def start(
-        self,
-        row: int,
         computed: ComputedBlocks,
         num_tokens: int,
         *,
+        num_loaded: int = 0,
         num_encoder_tokens: int = 0,
-    ) -> bool:
-        """Give an empty row the cached prefix and new blocks for its first `num_tokens` tokens.
-        False, and nothing has changed, if there are too few free blocks."""
-        counts = self._num_new_blocks(computed, num_tokens, num_encoder_tokens)
-        if not self._has_free(sum(counts), computed):
+    ) -> BlockDemand:
+        """What a request needs to hold `num_tokens` tokens, `computed` among them. Somebody else
+        brings KV behind those, so that `num_loaded` tokens are computed; 0 if nobody does."""
+        hits = computed.block_ids
+        if len(self._managers) == 1 and not self._forgetting:
+            end = self._managers[0].num_positions(num_tokens, num_encoder_tokens)
+            first = len(hits[0])
+            return BlockDemand(computed, (range(first, end),), (end,), end - first)
+        ends = [m.num_positions(num_tokens, num_encoder_tokens) for m in self._managers]
+        places = [
+            manager.places(len(found), end, num_loaded)
+            for manager, found, end in zip(self._managers, hits, ends, strict=True)
+        ]
+        return BlockDemand(computed, tuple(places), tuple(ends), sum(map(len, places)))
+
+    def num_blocks_needed(self, demand: BlockDemand) -> int:
+        """Free blocks that `start` or `reserve` take: new ones, and hits that nobody holds."""
+        return demand.num_new + self._num_unheld(demand.computed)
+
+    def start(self, row: int, demand: BlockDemand) -> bool:
+        """Give an empty row the cached prefix and new blocks. False, and nothing has changed, if
+        there are too few free blocks."""
+        if not self._has_free(demand):
             return False
+        computed = demand.computed
         if computed.num_tokens:
             for hits in computed.block_ids:
                 self._pool.touch(hits)
-        for manager, hits, count in zip(self._managers, computed.block_ids, counts, strict=True):
-            manager.start(row, hits, self._get_new_blocks(manager.group, count))
+        for manager, hits, places, end in zip(
+            self._managers, computed.block_ids, demand.places, demand.ends, strict=True
+        ):
+            block_ids = self._pool.get_new_blocks(len(places)) if places else []
+            manager.start(row, hits, laid_out(len(hits), end, places, block_ids))
         return True
 
     def reserve(
-        self,
-        computed: ComputedBlocks,
-        num_tokens: int,
-        *,
-        answered_step: int | None = None,
-        num_encoder_tokens: int = 0,
+        self, demand: BlockDemand, *, answered_step: int | None = None
     ) -> HeldBlocks | None:
         """The blocks that `start` would give a row, on no row. None, and nothing has changed, if
         there are too few free ones.
 
-        answered_step: the new blocks are targets of a load: no plan after this one names them, and
-        they are not among those of `take_new_block_ids`, which may be zeroed.
+        answered_step: the new blocks are targets of a load: no plan after this one names them.
         """
-        counts = self._num_new_blocks(computed, num_tokens, num_encoder_tokens)
-        if not self._has_free(sum(counts), computed):
+        if not self._has_free(demand):
             return None
-        all_hits = np.concatenate([int32_array(hits) for hits in computed.block_ids])
+        all_hits = np.concatenate([int32_array(hits) for hits in demand.computed.block_ids])
         if answered_step is None:
             self._pool.touch(all_hits)
-            new = [
-                int32_array(self._get_new_blocks(manager.group, count))
-                for manager, count in zip(self._managers, counts, strict=True)
-            ]
+            new = int32_array(self._pool.get_new_blocks(demand.num_new))
         else:
-            settled = self._pool.get_settled_blocks(sum(counts), answered_step, all_hits)
+            settled = self._pool.get_settled_blocks(demand.num_new, answered_step, all_hits)
             if settled is None:
                 return None
             self._pool.touch(all_hits)
-            new = np.split(settled, np.cumsum(counts)[:-1])
-        return HeldBlocks(
-            tuple(
-                np.concatenate((int32_array(hits), added))
-                for hits, added in zip(computed.block_ids, new, strict=True)
-            )
-        )
+            new = settled
+        tables = []
+        for hits, places, end in zip(
+            demand.computed.block_ids, demand.places, demand.ends, strict=True
+        ):
+            added = laid_out(len(hits), end, places, new[: len(places)])
+            tables.append(np.concatenate((int32_array(hits), int32_array(added))))
+            new = new[len(places) :]
+        return HeldBlocks(tuple(tables))
 
     def hold(self, block_ids: Sequence[int]) -> HeldBlocks:
         """One more reference to each of these blocks, all different, of whatever group: a transfer
@@ -253,6 +251,17 @@ class KVCacheManager:
         """The row lets go of its blocks; its references stay with the result."""
         return HeldBlocks(tuple([manager.take(row) for manager in self._managers]))
 
+    def cut(self, held: HeldBlocks, num_tokens: int) -> tuple[HeldBlocks, HeldBlocks]:
+        """What `num_tokens` tokens need of these, and the rest. Both are the caller's now."""
+        pairs = [
+            (block_ids, manager.num_positions(num_tokens) if manager.caches_prefixes else None)
+            for manager, block_ids in zip(self._managers, held.block_ids, strict=True)
+        ]
+        kept = tuple([block_ids[:end] for block_ids, end in pairs])
+        return HeldBlocks(kept), HeldBlocks(
+            tuple([EMPTY_INT32 if end is None else block_ids[end:] for block_ids, end in pairs])
+        )
+
     def release(self, held: HeldBlocks, step: int = 0) -> None:
         """Give references back; named blocks stay findable until they are reused. `step` is the
         newest plan that may still name the blocks.
@@ -268,41 +277,189 @@ class KVCacheManager:
             for manager, block_ids in zip(self._managers, held.block_ids, strict=True)
         ]
         order = np.argsort(-np.concatenate(ends), kind="stable")
-        self._pool.free_blocks(np.concatenate(held.block_ids)[order], step)
+        block_ids = np.concatenate(held.block_ids)[order]
+        self._pool.free_blocks(block_ids[block_ids != NULL_BLOCK], step)
+
+    # Blocks that several share
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether a request can begin anywhere in another one's KV: no group forgets, or keeps
+        something that does not follow from the tokens."""
+        return not self._forgetting and all(m.caches_prefixes for m in self._managers)
+
+    def fork(self, tables: Sequence[Int32Array], num_tokens: int) -> HeldBlocks:
+        """What somebody holds who begins with the first `num_tokens` tokens of these tables: a copy
+        of the ids, with one more reference to each block. No data is copied."""
+        shared = tuple(
+            [
+                table[: manager.num_positions(num_tokens)].copy()
+                for manager, table in zip(self._managers, tables, strict=True)
+            ]
+        )
+        for block_ids in shared:
+            self._pool.touch(block_ids)
+        return HeldBlocks(shared)
+
+    def num_blocks_to_go_on(
+        self, held: HeldBlocks, num_computed: int, num_tokens: int, answered_step: int
+    ) -> int:
+        """Free blocks that `go_on` takes."""
+        num_new = 0
+        for manager, table in zip(self._managers, held.block_ids, strict=True):
+            num_new += max(manager.num_positions(num_tokens) - len(table), 0)
+            position, is_partial = divmod(num_computed, manager.block_size)
+            num_new += bool(
+                is_partial and not self._pool.is_private(int(table[position]), answered_step)
+            )
+        return num_new
+
+    def go_on(
+        self,
+        row: int,
+        held: HeldBlocks,
+        num_computed: int,
+        num_tokens: int,
+        *,
+        step: int,
+        answered_step: int,
+    ) -> list[BlockCopy] | None:
+        """An empty row takes over these references, which hold the KV of `num_computed` tokens, and
+        gets blocks for `num_tokens`. What plan `step` has to copy, so that the row writes to no
+        block of somebody else. None, and nothing has changed, if there are too few free blocks."""
+        num_new = self.num_blocks_to_go_on(held, num_computed, num_tokens, answered_step)
+        if num_new > self._pool.num_free:
+            return None
+        self.attach(row, held)
+        copies = self.make_writable(row, num_computed, step=step, answered_step=answered_step)
+        self.grow_row(row, num_tokens)
+        return copies
+
+    def make_writable(
+        self, row: int, num_computed: int, *, step: int, answered_step: int
+    ) -> list[BlockCopy]:
+        """The row is about to write behind its first `num_computed` tokens. Blocks that these fill
+        in part and that others hold, or find by a name, or write to, are replaced by new ones in
+        its table; the copies are for plan `step` to make, before anything is loaded into the
+        sources. There are enough free blocks."""
+        copies = []
+        for manager in self._managers:
+            position, num_tokens = divmod(num_computed, manager.block_size)
+            if not num_tokens:
+                continue
+            source_id = target_id = int(manager.table[row, position])
+            if not self._pool.is_private(source_id, answered_step):
+                target_id = int(self._pool.get_new_blocks(1)[0])
+                self._pool.free_blocks([source_id], step)
+                copies.append(BlockCopy(source_id, target_id, num_tokens))
+            manager.redirect(row, position, target_id)
+        return copies
 
     # Blocks of rows
+
+    @property
+    def forgets(self) -> bool:
+        """Whether any group gives blocks back while a request runs; see `forget`."""
+        return bool(self._forgetting)
+
+    def forget(
+        self,
+        num_computed: Int64Array,
+        num_verified: Int64Array,
+        generation: Int64Array,
+        *,
+        step: int,
+        answered_step: int,
+    ) -> None:
+        """Give back the blocks that no row will need again, the eldest row's first. To be called
+        when plan `step` is about to be made, before anybody gets blocks; see `SettledCounts`."""
+        settled = self._settled.before_plan(
+            num_computed, num_verified, generation, step=step, answered_step=answered_step
+        )
+        for manager in self._forgetting:
+            only_named = manager in self._caching
+            block_ids = manager.forget(settled, generation, only_named=only_named)
+            if len(block_ids):
+                self._pool.free_blocks(block_ids, step - 1)
+        for manager in self._states:
+            manager.step_begins()
+
+    def aligned_chunk(self, num_computed: int, num_new: int) -> int:
+        """How many of `num_new` tokens a step may compute behind `num_computed`, at least one: see
+        `MambaManager` for what a group that keeps states asks of it."""
+        allowed = 0
+        while self._states and allowed != num_new:
+            allowed = num_new
+            for manager in self._states:
+                num_new = manager.aligned_chunk(num_computed, num_new)
+        return num_new
+
+    def aligned_chunks(self, num_computed: Int64Array, num_new: Int64Array) -> Int64Array:
+        """`aligned_chunk` for columns."""
+        is_cut = bool(self._states)
+        while is_cut:
+            before = num_new
+            for manager in self._states:
+                num_new = manager.aligned_chunks(num_computed, num_new)
+            is_cut = bool((num_new != before).any())
+        return num_new
+
+    def resume_point(self, tables: Sequence[Int32Array], num_good: int) -> int:
+        """At most `num_good` tokens behind which a request with these tables can go on: every group
+        has what the next token needs. `num_good` itself, if all groups keep everything; else a
+        common block border, or 0."""
+        if not self._forgetting:
+            return num_good
+        border = math.lcm(*self.block_sizes)
+        num_tokens = num_good - num_good % border
+        while num_tokens and not all(
+            manager.has_needed(table, num_tokens)
+            for manager, table in zip(self._managers, tables, strict=True)
+        ):
+            num_tokens -= border
+        return num_tokens
 
     def grow(self, num_tokens: Int64Array, seniority: Int64Array) -> list[AppendedBlocks] | None:
         """Give every row the blocks it lacks to hold `num_tokens` (max_num_seqs,) tokens, rows of
         lower `seniority` (same shape) first. None, and nothing has changed, if they do not fit."""
         shorts = [manager.rows_short(num_tokens) for manager in self._managers]
-        total = sum(int(counts.sum()) for _, counts in shorts)
+        num_new = [m.num_new_blocks(c) for m, (_, c) in zip(self._managers, shorts, strict=True)]
+        total = sum(num_new)
         if total == 0:
             return []
         if total > self._pool.num_free:
             return None
         appended = []
-        for manager, (rows, counts) in zip(self._managers, shorts, strict=True):
+        for manager, (rows, counts), count in zip(self._managers, shorts, num_new, strict=True):
             if len(rows):
                 order = np.argsort(seniority[rows])
                 rows, counts = rows[order], counts[order]
-                block_ids = int32_array(self._get_new_blocks(manager.group, int(counts.sum())))
+                block_ids = manager.lay_out(counts, self._pool.get_new_blocks(count))
                 row_of_block = manager.append(rows, counts, block_ids)
                 appended.append(AppendedBlocks(manager.group, int32_array(row_of_block), block_ids))
         return appended
 
     def grow_row(self, row: int, num_tokens: int) -> list[list[int]] | None:
-        """`grow` for one row: its new blocks per group."""
-        counts = [manager.num_row_lacks(row, num_tokens) for manager in self._managers]
-        if sum(counts) > self._pool.num_free:
+        """`grow` for one row: its new table entries per group."""
+        firsts = [int(manager.num_blocks[row]) for manager in self._managers]
+        ends = [
+            first + manager.num_row_lacks(row, num_tokens)
+            for manager, first in zip(self._managers, firsts, strict=True)
+        ]
+        places = [
+            manager.places(first, end, 0)
+            for manager, first, end in zip(self._managers, firsts, ends, strict=True)
+        ]
+        if sum(map(len, places)) > self._pool.num_free:
             return None
-        new_block_ids: list[list[int]] = []
-        for manager, count in zip(self._managers, counts, strict=True):
-            block_ids = self._get_new_blocks(manager.group, count)
-            if count:
-                manager.append_to_row(row, block_ids)
-            new_block_ids.append(list(block_ids))
-        return new_block_ids
+        entries: list[list[int]] = []
+        for manager, first, end, wanted in zip(self._managers, firsts, ends, places, strict=True):
+            new = self._pool.get_new_blocks(len(wanted)) if wanted else []
+            added = laid_out(first, end, wanted, new)
+            if end > first:
+                manager.append_to_row(row, added)
+            entries.append(list(added))
+        return entries
 
     def truncate(self, row: int, num_tokens: int, step: int = 0) -> None:
         """Give back the blocks beyond those that `num_tokens` tokens need: the row was rewound. The
@@ -324,63 +481,25 @@ class KVCacheManager:
         """Copies of the row's block tables, one per group."""
         return tuple([manager.block_ids(row) for manager in self._managers])
 
-    def block_ids_or_none(self, row: int) -> tuple[Int32Array, ...] | None:
-        """The same; None if the row holds no block in any group."""
-        return self.block_ids(row) if any(m.num_blocks[row] for m in self._managers) else None
-
     def num_common_prefix_blocks(self, rows: Int64Array) -> tuple[int, ...]:
         """Per group, leading blocks that all of `rows` have in common. Read from their tables, so
         whoever else holds blocks makes no difference."""
         return tuple(manager.num_common_blocks(rows) for manager in self._managers)
 
-    def new_step_starts(self) -> None:
-        """From here on `take_new_block_ids` counts the blocks of a new step. Who never calls this
-        wants no count, and none is kept."""
-        self._new_block_ids = [[] for _ in self._managers]
-
-    def take_new_block_ids(self) -> tuple[Int32Array, ...]:
-        """Per group, the blocks handed out to be computed on since the step started, or since the
-        last call in it, in that order."""
-        taken = tuple(int32_array(block_ids) for block_ids in self._new_block_ids or ())
-        self.new_step_starts()
-        return taken
-
-    def _num_new_blocks(
-        self, computed: ComputedBlocks, num_tokens: int, num_encoder_tokens: int
-    ) -> list[int]:
-        return [
-            manager.num_blocks_for(num_tokens, num_encoder_tokens) - len(hits)
-            for manager, hits in zip(self._managers, computed.block_ids, strict=True)
-        ]
-
     def _num_unheld(self, computed: ComputedBlocks) -> int:
         """Hits that nobody holds."""
         return sum([self._pool.num_unheld(hits) for hits in computed.block_ids])
 
-    def _has_free(self, num_new: int, computed: ComputedBlocks) -> bool:
-        """Whether so many new blocks and the hits can be had at once."""
-        num_left = self._pool.num_free - num_new
-        num_hits = sum(map(len, computed.block_ids)) if computed.num_tokens else 0
-        return num_hits <= num_left or self._num_unheld(computed) <= num_left
+    def _has_free(self, demand: BlockDemand) -> bool:
+        """Whether the new blocks and the hits can be had at once."""
+        num_free = self._pool.num_free
+        return demand.num_blocks <= num_free or self.num_blocks_needed(demand) <= num_free
 
-    def _get_new_blocks(self, group: int, count: int) -> BlockIds:
-        if count == 0:
-            return []
-        block_ids = self._pool.get_new_blocks(count)
-        if self._new_block_ids is not None:
-            self._new_block_ids[group] += block_ids
-        return block_ids
-
-    # Names
+    # Names: see `BlockNaming`
 
     def rows_to_name(self, num_tokens: Int64Array) -> Int64Array:
-        """Rows with a full block among their first `num_tokens` (max_num_seqs,) that has no name.
-
-        To be asked with tokens that are verified and whose KV is in a plan being built."""
-        rows = [manager.rows_to_name(num_tokens) for manager in self._caching]
-        if len(rows) == 1:
-            return rows[0]
-        return np.unique(np.concatenate(rows)) if rows else np.empty(0, np.int64)
+        """See `BlockNaming.rows_to_name`."""
+        return self._naming.rows_to_name(num_tokens)
 
     def name_rows(
         self,
@@ -390,128 +509,18 @@ class KVCacheManager:
         requests: Sequence[Request | None],
         step: int = 0,
     ) -> None:
-        """Name every full block without a name among the first `num_tokens` (max_num_seqs,) tokens
-        of `rows`, one row after the other; they can be found now.
-
-        token_ids: (max_num_seqs, max_model_len) int32.
-        requests:  by row; their `block_names` are extended.
-        step:      the plan that computes the blocks; no event speaks of them before its answer.
-        """
-        if not self._caching or len(rows) == 0:
-            return
-        named = [request for row in rows.tolist() if (request := requests[row]) is not None]
-        self._extend_chains(rows, num_tokens[rows], token_ids, named)
-        chains = [request.block_names for request in named]
-        for manager in self._caching:
-            num_full = num_tokens[rows] // manager.block_size
-            if self._named is not None:
-                for row, request, last in zip(rows.tolist(), named, num_full.tolist(), strict=True):
-                    self._record_named(manager.group, row, request, last)
-            if self._events is not None:
-                for row, request, last in zip(rows.tolist(), named, num_full.tolist(), strict=True):
-                    self._tell_stored(manager.group, row, request, token_ids[row], last, step)
-            manager.name_rows(rows, num_full, chains)
-
-    def _extend_chains(
-        self,
-        rows: Int64Array,
-        num_tokens: Int64Array,
-        token_ids: TokenTable,
-        requests: Sequence[Request],
-    ) -> None:
-        """Extend the names of `requests`, which are on `rows` with `num_tokens` (len(rows),) tokens
-        each. Those that lack one name without extra keys, as in decode, go together."""
-        size = self._hasher.block_size
-        num_links = num_tokens // size
-        single: list[int] = []
-        chains: list[list[bytes]] = []
-        for index, (request, count) in enumerate(zip(requests, num_links.tolist(), strict=True)):
-            names, keys = request.block_names, request.extra_keys
-            # Who has names has had his extra keys made.
-            if len(names) == count - 1 > 0 and (
-                keys is None or keys.num_tokens <= size * len(names)
-            ):
-                single.append(index)
-                chains.append(names)
-            elif len(names) < count:
-                tokens = token_ids[rows[index], : num_tokens[index]]
-                self._hasher.extend(names, tokens, extra_keys_of(request))
-        if single:
-            ends = (rows * token_ids.shape[1] + num_links * size)[single]
-            positions = ends[:, None] + np.arange(-size, 0)
-            self._hasher.extend_each(chains, token_ids.reshape(-1)[positions])
+        """See `BlockNaming.name_rows`."""
+        self._naming.name_rows(rows, num_tokens, token_ids, requests, step)
 
     def name_blocks(
         self, row: int, request: Request, token_ids: Int32Array, num_tokens: int, step: int = 0
     ) -> None:
-        """`name_rows` for one row, from its leading verified tokens: those beyond `token_ids` name
-        nothing, whatever `num_tokens` says."""
-        if not self._caching:
-            return
-        num_verified = min(num_tokens, len(token_ids))
-        self._extend_chain(request, token_ids, num_verified)
-        for manager in self._caching:
-            num_full = num_verified // manager.block_size
-            if self._named is not None:
-                self._record_named(manager.group, row, request, num_full)
-            if self._events is not None:
-                self._tell_stored(manager.group, row, request, token_ids, num_full, step)
-            manager.name_blocks(row, request.block_names, num_full)
-
-    def _extend_chain(self, request: Request, token_ids: Int32Array, num_tokens: int) -> None:
-        """Work out the names that the request lacks for full blocks of so many of `token_ids`."""
-        if len(request.block_names) < num_tokens // self._hasher.block_size:
-            keys = extra_keys_of(request)
-            self._hasher.extend(request.block_names, token_ids[:num_tokens], keys)
+        """See `BlockNaming.name_blocks`."""
+        self._naming.name_blocks(row, request, token_ids, num_tokens, step)
 
     def take_named(self) -> list[NamedBlocks]:
-        """What got a name since the last call and still has it, in order."""
-        assert self._named is not None
-        recorded, self._named = self._named, []
-        named = []
-        for record in recorded:
-            pairs = zip(record.block_ids, record.names, strict=True)
-            kept = [
-                (block_id, name) for block_id, name in pairs if self._pool.name(block_id) == name
-            ]
-            if kept:
-                block_ids, names = zip(*kept, strict=True)
-                named.append(NamedBlocks(record.request_id, record.group, block_ids, names))
-        return named
-
-    def _record_named(self, group: int, row: int, request: Request, num_full: int) -> None:
-        """The row's blocks up to `num_full` are about to be named."""
-        manager = self._managers[group]
-        first = int(manager.num_named[row])
-        if self._named is not None and num_full > first:
-            names = manager.names_of_blocks(request.block_names, 0, num_full)
-            block_ids = manager.block_ids(row)[first:num_full].tolist()
-            self._named.append(NamedBlocks(request.request_id, group, block_ids, names[first:]))
-
-    def _tell_stored(
-        self,
-        group: int,
-        row: int,
-        request: Request,
-        token_ids: Int32Array,
-        num_full: int,
-        step: int,
-    ) -> None:
-        """The row's blocks up to `num_full` are about to be named."""
-        assert self._events is not None
-        manager = self._managers[group]
-        size, first = manager.block_size, int(manager.num_named[row])
-        names = manager.names_of_blocks(request.block_names, 0, num_full)
-        for index in range(first, num_full):
-            if self._pool.get_cached_block(names[index], (group,)) is None:
-                event = BlockStored(
-                    name=names[index],
-                    parent=names[index - 1] if index else None,
-                    token_ids=token_ids[index * size : (index + 1) * size].copy(),
-                    group=group,
-                    lora_name=request.lora_name,
-                )
-                self._events.stored(event, step)
+        """See `BlockNaming.take_named`."""
+        return self._naming.take_named()
 
     def forget_from(self, block_ids: Int32Array) -> None:
         """Un-name exactly these blocks; the content of each cannot be trusted."""
@@ -532,11 +541,10 @@ class KVCacheManager:
         """A new epoch: rows are empty, all blocks are free and unnamed, nothing is fenced, and
         whoever held blocks elsewhere holds them no longer."""
         self._pool.clear()
-        if self._named is not None:
-            self._named = []
+        self._naming.clear()
+        self._settled.clear()
         for manager in self._managers:
             manager.clear()
-        self._new_block_ids = None
 
     def check(self, holders: Iterable[HeldBlocks] = ()) -> None:
         """Raise LongshoreError, naming what is off, unless all blocks are accounted for: by rows,

@@ -36,15 +36,8 @@ class PrefixMap:
             return found
         return found
 
-    def insert(self, name: bytes, block_id: int) -> bool:
-        """A block that carries no name gets this one. False if others carry it already."""
-        if self._first.setdefault(name, block_id) == block_id:
-            return True
-        self._copies.setdefault(name, {})[block_id] = None
-        return False
-
     def insert_n(self, names: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """`insert` for each pair; the blocks are all different."""
+        """Blocks, all different, that carry no name get these; others that carry one keep it."""
         first = list(map(self._first.setdefault, names, block_ids))
         if first != block_ids:
             for name, holder, block_id in zip(names, first, block_ids, strict=True):

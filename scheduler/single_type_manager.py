@@ -1,17 +1,25 @@
 """Which blocks a row holds in one KV cache group, one class per kind of attention.
 
-A class serves the specs it is registered for; a third party registers its own with
-`register_manager` before the scheduler is made.
+A class serves the specs it is registered for. A third party names its own in a `CustomSpec`, or
+registers it with `register_manager` before the scheduler is made. Here are the kinds that keep
+every block; those that forget are in `forgetting_managers`.
 """
 
 from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint
 from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
 
-from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec
+from longshore.protocol.kv_cache_spec import (
+    CrossAttentionSpec,
+    CustomSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+)
 from longshore.scheduler.block_pool import BlockIds, BlockPool
 
 _NO_ROWS: Final[Int64Array] = np.empty(0, np.int64)
@@ -20,17 +28,22 @@ _NO_ROWS: Final[Int64Array] = np.empty(0, np.int64)
 class SingleTypeManager:
     """Block tables of one group, for attention to everything before a token.
 
-    table:      (max_num_seqs, max_blocks) int32, block ids in order of position; the memory of
+    table:      (max_num_seqs, positions) int32, block ids in order of position; the memory of
                 a row is touched only as far as it is used.
-    num_blocks: (max_num_seqs,) int64, blocks held.
-    num_named:  (max_num_seqs,) int64, leading blocks that have their name.
+    num_blocks: (max_num_seqs,) int64, table entries in use.
+    num_named:  (max_num_seqs,) int64, leading entries that need no name any more.
     block_size: tokens per block, over all ranks that share its tokens.
 
-    A row's ids never change and its table only grows at its end, until it is cut or taken away.
+    caches_prefixes: blocks have names and can be found.
+    forgets:         some positions need no block (any more); the null block stands there.
+
+    A row's ids never change, but for blocks that are forgotten, and for the one that a fork copies
+    before its first step; its table only grows at its end, until it is cut or taken away.
     References are the caller's: nothing here counts them.
     """
 
     caches_prefixes: ClassVar[bool] = True
+    forgets: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -40,18 +53,21 @@ class SingleTypeManager:
         group: int,
         max_num_seqs: int,
         max_model_len: int,
+        max_num_batched_tokens: int | None = None,
         context_parallel_size: int = 1,
         tokens_per_name: int | None = None,
     ) -> None:
         self.spec = spec
         self.group = group
         self.block_size: int = spec.block_size * context_parallel_size
-        self._names_per_block = self.block_size // (tokens_per_name or self.block_size)
+        self.names_per_block = self.block_size // (tokens_per_name or self.block_size)
         self._max_model_len = max_model_len
+        max_blocks = spec.max_blocks(max_model_len, max_num_batched_tokens)
+        self._max_blocks: int = -(-max_blocks // context_parallel_size)
+        self._max_blocks += self.forgets and context_parallel_size > 1  # larger ones align worse
         self._pool = pool
-        max_blocks = -(-spec.max_blocks(max_model_len) // context_parallel_size)
         self.table: np.ndarray[tuple[int, int], np.dtype[np.int32]] = np.zeros(
-            (max_num_seqs, max_blocks), np.int32
+            (max_num_seqs, self._num_positions_at_most), np.int32
         )
         self.num_blocks: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.num_named: Int64Array = np.zeros(max_num_seqs, np.int64)
@@ -59,28 +75,60 @@ class SingleTypeManager:
         self._num_blocks_item = memoryview(self.num_blocks)
         self._num_named_item = memoryview(self.num_named)
 
+    @property
+    def _num_positions_at_most(self) -> int:
+        """Table entries of the longest request."""
+        return -(-self._max_model_len // self.block_size)
+
     # How many blocks
 
-    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
-        """Blocks that this many tokens fill or begin, as far as a request may grow."""
+    def num_positions(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
+        """Table entries that this many tokens fill or begin, as far as a request may grow."""
         return -(-min(num_tokens, self._max_model_len) // self.block_size)
 
+    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
+        """Blocks that a request of so many tokens holds at once at most."""
+        return min(self.num_positions(num_tokens, num_encoder_tokens), self._max_blocks)
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first block that computing the token behind so many others reads or writes."""
+        return 0
+
+    def places(self, first: int, last: int, num_computed: int) -> Sequence[int]:
+        """Which of the positions [first, last) get a block of their own, ascending, if KV of
+        `num_computed` tokens, loaded by others, is among what goes there; `last - 1` is one."""
+        return range(first, last)
+
+    def has_needed(self, table: Int32Array, num_tokens: int) -> bool:
+        """Whether a row with this table could go on behind `num_tokens` tokens."""
+        end = self.num_positions(num_tokens)
+        return len(table) >= end and bool(table[self.first_needed(num_tokens) : end].all())
+
     def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Rows that lack blocks to hold their `num_tokens` (max_num_seqs,) tokens, ascending, and
+        """Rows that lack entries to hold their `num_tokens` (max_num_seqs,) tokens, ascending, and
         how many each lacks."""
         wanted = np.minimum(num_tokens, self._max_model_len)
         rows = np.flatnonzero(wanted > self.num_blocks * self.block_size)
         counts: Int64Array = -(-wanted[rows] // self.block_size) - self.num_blocks[rows]
         return rows, counts
 
+    def num_new_blocks(self, counts: Int64Array) -> int:
+        """Blocks for rows that lack so many entries each."""
+        return int(counts.sum())
+
+    def lay_out(self, counts: Int64Array, block_ids: BlockIds) -> Int32Array:
+        """The entries for rows that lack so many each, from as many new blocks as they need."""
+        return int32_array(block_ids)
+
     def num_row_lacks(self, row: int, num_tokens: int) -> int:
-        """How many blocks this row lacks."""
-        return max(self.num_blocks_for(num_tokens) - self._num_blocks_item[row], 0)
+        """How many entries this row lacks."""
+        return max(self.num_positions(num_tokens) - self._num_blocks_item[row], 0)
 
     # A row's life
 
     def start(self, row: int, hits: BlockIds, new_block_ids: BlockIds) -> None:
-        """A request takes an empty row: cached blocks first, then new ones."""
+        """A request takes an empty row: cached blocks first, then new ones; null blocks, where no
+        block is needed, among both."""
         num_hits, count = len(hits), len(hits) + len(new_block_ids)
         if isinstance(hits, list) and isinstance(new_block_ids, list):
             self.table[row, :count] = hits + new_block_ids
@@ -119,12 +167,17 @@ class SingleTypeManager:
 
     def truncate(self, row: int, num_tokens: int) -> Int32Array:
         """Cut the row to what `num_tokens` tokens need; returns the blocks that it lost."""
-        keep = self.num_blocks_for(num_tokens)
+        keep = self.num_positions(num_tokens)
         cut: Int32Array = self.table[row, keep : self.num_blocks[row]].copy()
         self.num_blocks[row] -= len(cut)
         named = self.table[row, : min(int(self.num_named[row]), keep)]
         self.num_named[row] = self._pool.num_leading_named(named)
         return cut
+
+    def redirect(self, row: int, position: int, block_id: int) -> None:
+        """The row has this block there now, which it fills itself."""
+        self.table[row, position] = block_id
+        self._num_named_item[row] = min(self._num_named_item[row], position)
 
     def block_ids(self, row: int) -> Int32Array:
         """A copy of the row's table, in order of position."""
@@ -151,11 +204,9 @@ class SingleTypeManager:
 
     # Names
 
-    def find_longest_hit(self, names: Sequence[bytes], max_tokens: int) -> BlockIds:
-        """Blocks of the longest cached prefix of at most `max_tokens`, left to right up to the
-        first miss. Holds nothing."""
-        wanted = self.names_of_blocks(names, 0, max_tokens // self.block_size)
-        return self._pool.find_cached_prefix(wanted, self.group)
+    def find(self, names: Sequence[bytes]) -> BlockIds:
+        """One block per name, up to the first name that none carries. Holds nothing."""
+        return self._pool.find_cached_prefix(names, self.group)
 
     def rows_to_name(self, num_tokens: Int64Array) -> Int64Array:
         """Rows that hold full blocks of their first `num_tokens` (max_num_seqs,) without a name."""
@@ -168,7 +219,7 @@ class SingleTypeManager:
         if num_full > first:
             new_names = self.names_of_blocks(names, first, num_full)
             block_ids = self.table[row, first:num_full].tolist()
-            self._pool.cache_unnamed_blocks(block_ids, new_names, self.group)
+            self._give_names(block_ids, new_names)
             self._num_named_item[row] = num_full
 
     def name_rows(
@@ -177,20 +228,23 @@ class SingleTypeManager:
         """`name_blocks` for row `rows[i]`, its `num_full[i]` and its `chains[i]`, in this order."""
         first = self.num_named[rows]
         if (num_full - first == 1).all():
-            last_links = (num_full * self._names_per_block - 1).tolist()
+            last_links = (num_full * self.names_per_block - 1).tolist()
             last_names = [chain[link] for chain, link in zip(chains, last_links, strict=True)]
             block_ids = self.table[rows, first].tolist()
-            self._pool.cache_unnamed_blocks(block_ids, last_names, self.group)
+            self._give_names(block_ids, last_names)
             self.num_named[rows] = num_full
         else:
             for row, names, count in zip(rows.tolist(), chains, num_full.tolist(), strict=True):
                 self.name_blocks(row, names, count)
 
+    def _give_names(self, block_ids: list[int], names: Sequence[bytes]) -> None:
+        self._pool.cache_unnamed_blocks(block_ids, names, self.group)
+
     def names_of_blocks(
         self, names: Sequence[bytes], first: int = 0, last: int | None = None
     ) -> Sequence[bytes]:
         """Names of the blocks [first, last), from the chain."""
-        per_block = self._names_per_block
+        per_block = self.names_per_block
         if per_block == 1:
             return names[first:last]
         end = None if last is None else last * per_block
@@ -228,8 +282,14 @@ def register_manager(spec_type: type) -> Callable[[_Manager], _Manager]:
 
 
 @register_manager(FullAttentionSpec)
+@register_manager(MLAAttentionSpec)
 class FullAttentionManager(SingleTypeManager):
-    """Tokens attend to everything before them (MLA too)."""
+    """Tokens attend to everything before them."""
+
+
+@register_manager(SinkFullAttentionSpec)
+class SinkFullAttentionManager(FullAttentionManager):
+    """The same, and to a sink, whose blocks the pool has set aside: they stand in no table."""
 
 
 @register_manager(CrossAttentionSpec)
@@ -239,7 +299,11 @@ class CrossAttentionManager(SingleTypeManager):
 
     caches_prefixes = False
 
-    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
+    @property
+    def _num_positions_at_most(self) -> int:
+        return self._max_blocks
+
+    def num_positions(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
         return -(-num_encoder_tokens // self.block_size)
 
     def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -257,6 +321,8 @@ class CrossAttentionManager(SingleTypeManager):
 
 def manager_class(spec: object) -> type[SingleTypeManager]:
     """Who serves groups of this spec. Raises ConfigError if nobody does."""
+    if isinstance(spec, CustomSpec):
+        return _load(spec)
     try:
         return _MANAGERS[type(spec)]
     except KeyError:
@@ -264,3 +330,19 @@ def manager_class(spec: object) -> type[SingleTypeManager]:
             f"no block manager is registered for {type(spec).__name__}; known are "
             f"{', '.join(sorted(known.__name__ for known in _MANAGERS))}"
         ) from None
+
+
+def _load(spec: CustomSpec) -> type[SingleTypeManager]:
+    try:
+        manager = EntryPoint("manager", spec.manager, "longshore").load()
+    except Exception as error:
+        raise ConfigError(
+            f"the block manager {spec.manager!r} of a custom spec cannot be loaded: {error!r}; it "
+            "must be package.module:Class"
+        ) from error
+    if not (isinstance(manager, type) and issubclass(manager, SingleTypeManager)):
+        raise ConfigError(
+            f"the block manager {spec.manager!r} of a custom spec does not extend "
+            f"{SingleTypeManager.__module__}.{SingleTypeManager.__qualname__}"
+        )
+    return manager

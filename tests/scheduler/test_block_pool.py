@@ -18,7 +18,6 @@ from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.scheduler import block_pool, free_queue
-from longshore.scheduler.block_hash import block_key, split_block_key
 from longshore.scheduler.block_pool import BlockPool
 from longshore.scheduler.free_queue import FEW_BLOCKS, NotTaken, OutOfBlocks
 
@@ -83,17 +82,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), name=st.sampled_from(NAMES), group=st.integers(0, 1))
     def cache_full_block(self, data: st.DataObject, name: bytes, group: int) -> None:
         block_id = data.draw(st.sampled_from(self.held()))
-        if block_id in self.named:
-            with pytest.raises(LongshoreError, match="named already"):
-                self.pool.cache_full_blocks([block_id], [name], group)
-            return
-        self.pool.cache_full_blocks([NULL_BLOCK, block_id], [b"skipped", name], group)
-        self.named[block_id] = (name, group)
-
-    @rule(name=st.sampled_from(NAMES), group=st.integers(0, 1))
-    def forget(self, name: bytes, group: int) -> None:
-        self.pool.forget(name, group)
-        self.named = {b: value for b, value in self.named.items() if value != (name, group)}
+        self.pool.cache_unnamed_blocks([NULL_BLOCK, block_id], [b"skipped", name], group)
+        self.named.setdefault(block_id, (name, group))
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -130,14 +120,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @invariant()
     def references_are_as_many_as_holders(self) -> None:
         for block_id, count in self.refs.items():
-            assert self.pool.ref_count(block_id) == count
-        assert self.pool.ref_count(NULL_BLOCK) == 0
+            assert self.pool.references()[block_id] == count
+        assert self.pool.references()[NULL_BLOCK] == 0
 
     @invariant()
     def exactly_the_named_blocks_are_found(self) -> None:
         for block_id in range(NUM_BLOCKS):
-            key = self.pool.key(block_id)
-            assert (None if key is None else split_block_key(key)) == self.named.get(block_id)
+            assert self.pool.name(block_id) == self.named.get(block_id, (None, 0))[0]
         for group in (0, 1):
             for name in NAMES:
                 holders = [b for b, value in self.named.items() if value == (name, group)]
@@ -164,7 +153,7 @@ def named_pool(num_blocks: int, names: dict[int, bytes]) -> BlockPool:
     """All blocks free in ascending order, some of them cached under a name."""
     pool = BlockPool(num_blocks)
     block_ids = pool.get_new_blocks(num_blocks - 1)
-    pool.cache_full_blocks(list(names), list(names.values()), 0)
+    pool.cache_unnamed_blocks(list(names), list(names.values()), 0)
     pool.free_blocks(block_ids)
     return pool
 
@@ -173,8 +162,8 @@ def named_pool(num_blocks: int, names: dict[int, bytes]) -> BlockPool:
 def test_three_blocks_come_from_the_head_and_the_cached_one_loses_its_name() -> None:
     pool = named_pool(6, {2: b"two"})
     assert pool.get_new_blocks(3) == [1, 2, 3]
-    assert [pool.ref_count(block_id) for block_id in (1, 2, 3)] == [1, 1, 1]
-    assert [pool.key(block_id) for block_id in (1, 2, 3)] == [None, None, None]
+    assert [pool.references()[block_id] for block_id in (1, 2, 3)] == [1, 1, 1]
+    assert [pool.name(block_id) for block_id in (1, 2, 3)] == [None, None, None]
     assert pool.get_cached_block(b"two", [0]) is None
     assert pool.free_block_ids() == [4, 5]
 
@@ -184,9 +173,9 @@ def test_touched_cached_blocks_leave_the_middle_of_the_queue_and_keep_their_name
     pool = named_pool(5, {2: b"two", 3: b"three"})
     pool.touch([2, 3])
     assert pool.free_block_ids() == [1, 4]
-    assert (pool.ref_count(2), pool.ref_count(3)) == (1, 1)
-    assert pool.key(2) == block_key(b"two", 0)
-    assert pool.key(3) == block_key(b"three", 0)
+    assert (pool.references()[2], pool.references()[3]) == (1, 1)
+    assert pool.name(2) == b"two"
+    assert pool.name(3) == b"three"
 
 
 @pytest.mark.req("NUM-04", "POO-10")
@@ -206,9 +195,9 @@ def test_null_block_is_never_handed_out_freed_named_or_counted() -> None:
     assert pool.get_new_blocks(3) == [1, 2, 3]
     pool.touch([NULL_BLOCK])
     pool.free_blocks([NULL_BLOCK, NULL_BLOCK])
-    pool.cache_full_blocks([NULL_BLOCK], [b"null"], 0)
-    assert pool.ref_count(NULL_BLOCK) == 0
-    assert pool.key(NULL_BLOCK) is None
+    pool.cache_unnamed_blocks([NULL_BLOCK], [b"null"], 0)
+    assert pool.references()[NULL_BLOCK] == 0
+    assert pool.name(NULL_BLOCK) is None
     assert pool.get_cached_block(b"null", [0]) is None
     assert pool.num_unheld([NULL_BLOCK]) == 0
     assert pool.free_block_ids() == []
@@ -226,11 +215,11 @@ def test_more_blocks_than_are_free_raise_and_change_nothing() -> None:
 def test_freed_blocks_queue_up_in_the_given_order_with_their_names() -> None:
     pool = BlockPool(6)
     pool.get_new_blocks(5)
-    pool.cache_full_blocks([4], [b"four"], 0)
+    pool.cache_unnamed_blocks([4], [b"four"], 0)
     pool.touch([2])
     pool.free_blocks([4, 2, 1])
     assert pool.free_block_ids() == [4, 1]
-    assert pool.ref_count(2) == 1
+    assert pool.references()[2] == 1
     assert pool.get_cached_block(b"four", [0]) == [4]
 
 
@@ -243,17 +232,17 @@ def test_freeing_a_block_that_nobody_holds_raises_and_keeps_the_books() -> None:
     with pytest.raises(LongshoreError, match="block 2 is freed, but nobody holds it"):
         pool.free_blocks([2, 2])
     assert pool.num_free == 2
-    assert [pool.ref_count(block_id) for block_id in range(5)] == [0, 1, 1, 0, 0]
+    assert [pool.references()[block_id] for block_id in range(5)] == [0, 1, 1, 0, 0]
 
 
 @pytest.mark.req("POO-07")
 def test_a_prefix_is_found_only_if_every_group_has_it() -> None:
     pool = BlockPool(6, num_groups=2)
     pool.get_new_blocks(3)
-    pool.cache_full_blocks([1], [b"name"], 0)
+    pool.cache_unnamed_blocks([1], [b"name"], 0)
     assert pool.get_cached_block(b"name", [0]) == [1]
     assert pool.get_cached_block(b"name", [0, 1]) is None
-    pool.cache_full_blocks([3], [b"name"], 1)
+    pool.cache_unnamed_blocks([3], [b"name"], 1)
     assert pool.get_cached_block(b"name", [0, 1]) == [1, 3]
     assert pool.get_cached_block(b"name", [1, 0]) == [3, 1]
 
@@ -262,7 +251,7 @@ def test_a_prefix_is_found_only_if_every_group_has_it() -> None:
 def test_reuse_of_one_copy_leaves_the_other_copies_findable() -> None:
     pool = BlockPool(4)
     pool.get_new_blocks(3)
-    pool.cache_full_blocks([1, 2], [b"same", b"same"], 0)
+    pool.cache_unnamed_blocks([1, 2], [b"same", b"same"], 0)
     pool.free_blocks([1])
     assert pool.get_new_blocks(1) == [1]
     assert pool.get_cached_block(b"same", [0]) == [2]
@@ -271,22 +260,23 @@ def test_reuse_of_one_copy_leaves_the_other_copies_findable() -> None:
 @pytest.mark.req("POO-08")
 def test_reuse_of_a_block_whose_name_was_forgotten_is_no_error() -> None:
     pool = named_pool(4, {1: b"one"})
-    pool.forget(b"one", 0)
-    pool.forget(b"unknown", 0)
+    pool.forget_blocks([1, 2])
     assert pool.get_cached_block(b"one", [0]) is None
     assert pool.get_new_blocks(1) == [1]
 
 
-def test_a_forgotten_name_is_taken_from_every_copy_of_its_group() -> None:
+def test_a_forgotten_block_leaves_its_name_to_the_other_copies() -> None:
     pool = BlockPool(6, num_groups=2)
     block_ids = pool.get_new_blocks(5)
-    pool.cache_full_blocks(block_ids[:3], [b"bad", b"bad", b"good"], 0)
-    pool.cache_full_blocks(block_ids[3:4], [b"bad"], 1)
-    pool.forget(b"bad", 0)
+    pool.cache_unnamed_blocks(block_ids[:3], [b"bad", b"bad", b"good"], 0)
+    pool.cache_unnamed_blocks(block_ids[3:4], [b"bad"], 1)
+    pool.forget_blocks([1])
+    assert pool.get_cached_block(b"bad", [0]) == [2]
+    pool.forget_blocks([2])
     assert pool.get_cached_block(b"bad", [0]) is None
     assert pool.get_cached_block(b"bad", [1]) == [4]
     assert pool.get_cached_block(b"good", [0]) == [3]
-    assert [pool.key(block_id) for block_id in (1, 2)] == [None, None]
+    assert [pool.name(block_id) for block_id in (1, 2)] == [None, None]
 
 
 @pytest.mark.req("POO-09")
@@ -298,37 +288,35 @@ def test_reset_of_the_prefix_cache_waits_until_only_the_null_block_is_in_use() -
     pool.free_blocks([3])
     assert pool.reset_prefix_cache() is True
     assert pool.get_cached_block(b"one", [0]) is None
-    assert [pool.key(block_id) for block_id in range(4)] == [None] * 4
+    assert [pool.name(block_id) for block_id in range(4)] == [None] * 4
 
 
-@pytest.mark.req("POO-01", "HSH-01")
+@pytest.mark.req("POO-01")
 def test_a_block_is_a_number_with_a_count_a_name_and_a_place_in_the_queue() -> None:
     pool = BlockPool(5, num_groups=8)
     assert pool.get_new_blocks(1) == [1]
-    assert (pool.ref_count(1), pool.key(1)) == (1, None)
-    pool.cache_full_blocks([1], [b"full"], 7)
-    key = pool.key(1)
-    assert key is not None
-    assert split_block_key(key) == (b"full", 7)
+    assert (pool.references()[1], pool.name(1)) == (1, None)
+    pool.cache_unnamed_blocks([1], [b"full"], 7)
+    assert [pool.get_cached_block(b"full", [group]) for group in (0, 7)] == [None, [1]]
     pool.free_blocks([1])
-    assert (pool.ref_count(1), pool.key(1), pool.free_block_ids()) == (0, key, [2, 3, 4, 1])
+    assert (pool.references()[1], pool.name(1)) == (0, b"full")
+    assert pool.free_block_ids() == [2, 3, 4, 1]
 
 
 @pytest.mark.req("POO-06")
 def test_full_blocks_are_named_once_and_null_blocks_among_them_are_skipped() -> None:
     pool = BlockPool(6)
     block_ids = pool.get_new_blocks(3)
-    pool.cache_full_blocks([NULL_BLOCK, 1, NULL_BLOCK, 2], [b"a", b"b", b"c", b"d"])
+    pool.cache_unnamed_blocks([NULL_BLOCK, 1, NULL_BLOCK, 2], [b"a", b"b", b"c", b"d"])
     assert [pool.name(block_id) for block_id in range(4)] == [None, b"b", b"d", None]
-    with pytest.raises(LongshoreError, match="block 2 is named already"):
-        pool.cache_full_blocks([3, 2], [b"e", b"d"])
-    assert (pool.name(3), pool.get_cached_block(b"e", [0])) == (None, None)
+    pool.cache_unnamed_blocks([2], [b"e"])
+    assert (pool.name(2), pool.get_cached_block(b"e", [0])) == (b"d", None)
     assert pool.get_cached_block(b"d", [0]) == [block_ids[1]]
 
 
 def test_of_blocks_some_of_which_are_named_the_others_can_be_named() -> None:
     pool = BlockPool(6)
-    pool.cache_full_blocks(pool.get_new_blocks(4)[1:2], [b"b"])
+    pool.cache_unnamed_blocks(pool.get_new_blocks(4)[1:2], [b"b"])
     pool.cache_unnamed_blocks([1, 2, NULL_BLOCK, 3], [b"a", b"other", b"null", b"c"])
     assert [pool.name(block_id) for block_id in range(5)] == [None, b"a", b"b", b"c", None]
     assert pool.find_cached_prefix([b"a", b"b", b"c", b"other"]) == [1, 2, 3]
@@ -359,7 +347,7 @@ def test_a_settled_block_is_the_oldest_free_one_that_no_unanswered_plan_names(
     found = pool.get_settled_blocks(1, 6, np.array([4], np.int32))
     assert found is not None
     assert found.tolist() == [5]
-    assert pool.ref_count(5) == 1
+    assert pool.references()[5] == 1
     found = pool.get_settled_blocks(4, 7, EMPTY_INT32)
     assert found is not None
     assert found.tolist() == [1, 2, 3, 4] if num_blocks == 300 else [4, 1, 2, 3]
@@ -387,7 +375,7 @@ def test_the_collector_hears_of_every_block_handed_out_hit_and_evicted() -> None
     metrics = ToldBlocks()
     pool = BlockPool(4, metrics=metrics)
     pool.get_new_blocks(2)  # nothing is cached: told all the same
-    pool.cache_full_blocks([1, 2], [b"one", b"two"])
+    pool.cache_unnamed_blocks([1, 2], [b"one", b"two"])
     pool.free_blocks([2, 1])
     pool.touch([NULL_BLOCK, 1])
     pool.get_new_blocks(2)
@@ -408,7 +396,7 @@ def test_new_blocks_come_from_the_head_with_one_reference_and_without_names(coun
         pool.get_new_blocks(402)
     assert list(pool.get_new_blocks(count)) == list(range(1, count + 1))
     for block_id in range(1, count + 1):
-        assert (pool.ref_count(block_id), pool.name(block_id)) == (1, None)
+        assert (pool.references()[block_id], pool.name(block_id)) == (1, None)
         assert pool.get_cached_block(b"%d" % block_id, [0]) is None
     assert pool.get_cached_block(b"%d" % (count + 1), [0]) == [count + 1]
     pool.check(np.array([0, *[1] * count, *[0] * (401 - count)]))
@@ -419,7 +407,10 @@ def test_new_blocks_come_from_the_head_with_one_reference_and_without_names(coun
     [
         (lambda pool: pool.touch([1]), "block 1 has 2 references and 1 holders"),
         (lambda pool: pool._prefixes[0].clear(), "block 1 is not found under its name"),
-        (lambda pool: pool._prefixes[0].insert(b"stray", 3), "2 blocks are found by name, 1 have"),
+        (
+            lambda pool: pool._prefixes[0].insert_n([b"stray"], [3]),
+            "2 blocks are found by name, 1 have",
+        ),
         (lambda pool: setattr(pool._free, "num_free", 1), "which counts 1"),
     ],
 )
@@ -428,7 +419,7 @@ def test_a_check_of_the_books_names_what_is_off(
 ) -> None:
     pool = BlockPool(4)
     pool.get_new_blocks(1)
-    pool.cache_full_blocks([1], [b"one"])
+    pool.cache_unnamed_blocks([1], [b"one"])
     pool.check(np.array([0, 1, 0, 0]))
     damage(pool)
     with pytest.raises(LongshoreError, match=complaint):

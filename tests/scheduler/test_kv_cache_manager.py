@@ -77,7 +77,7 @@ def request_of(
 def run(manager: KVCacheManager, row: int, request: Request) -> bool:
     """Look up, start and name a whole prompt, as an admission with enough budget does."""
     computed = manager.get_computed_blocks(request)
-    if not manager.start(row, computed, request.num_tokens):
+    if not manager.start(row, manager.demand(computed, request.num_tokens)):
         return False
     manager.count_lookup(request, computed.num_tokens)
     manager.name_blocks(row, request, request.token_ids, request.num_tokens)
@@ -101,7 +101,7 @@ def test_second_request_hits_two_of_three_blocks_and_computes_from_token_eight()
     computed = manager.get_computed_blocks(second)
     assert found(computed) == ([[1, 2]], 8)
     free_before = manager.num_free_blocks
-    assert manager.start(1, computed, 12)
+    assert manager.start(1, manager.demand(computed, 12))
     assert table(manager, 1) == [1, 2, 4]
     assert free_before - manager.num_free_blocks == 1
     assert first.block_names[:2] == second.block_names[:2]
@@ -123,7 +123,7 @@ def test_a_fully_cached_prompt_of_sixty_four_recomputes_its_last_block_of_sixtee
     request = request_of(range(64))
     computed = manager.get_computed_blocks(request)
     assert found(computed) == ([[1, 2, 3]], 48)
-    assert manager.start(1, computed, 64)
+    assert manager.start(1, manager.demand(computed, 64))
     assert table(manager, 1)[:3] == table(manager, 0)[:3]
     assert table(manager, 1)[3] != table(manager, 0)[3]
 
@@ -187,8 +187,8 @@ def test_capacity_counts_cached_blocks_that_nobody_holds() -> None:
     request = request_of([*range(8), *range(60, 68)])  # 2 hits, 2 new: 4 blocks, 3 are free
     computed = manager.get_computed_blocks(request)
     assert computed.num_tokens == 8
-    assert manager.start(0, computed, 16) is False
-    assert manager.start(0, computed, 12) is True
+    assert manager.start(0, manager.demand(computed, 16)) is False
+    assert manager.start(0, manager.demand(computed, 12)) is True
     assert manager.num_free_blocks == 0
 
 
@@ -196,7 +196,7 @@ def test_hits_that_somebody_holds_cost_nothing() -> None:
     manager = make_manager(num_blocks=5)
     run(manager, 0, request_of(range(8)))
     request = request_of([*range(8), *range(60, 68)])
-    assert manager.start(1, manager.get_computed_blocks(request), 16) is True
+    assert manager.start(1, manager.demand(manager.get_computed_blocks(request), 16)) is True
     assert table(manager, 1) == [*table(manager, 0), 3, 4]
     manager.free(0)
     assert manager.num_free_blocks == 0
@@ -207,8 +207,8 @@ def snapshot(manager: KVCacheManager) -> object:
     blocks = range(pool.num_blocks)
     return (
         pool.free_block_ids(),
-        [pool.ref_count(block_id) for block_id in blocks],
-        [pool.key(block_id) for block_id in blocks],
+        [pool.references()[block_id] for block_id in blocks],
+        [pool.name(block_id) for block_id in blocks],
         [[ids.tolist() for ids in manager.block_ids(row)] for row in range(8)],
         vars(manager.stats) if hasattr(manager.stats, "__dict__") else repr(manager.stats),
     )
@@ -225,7 +225,7 @@ def test_an_allocation_that_does_not_fit_changes_nothing(num_groups: int) -> Non
     before = snapshot(manager)
     request = request_of(range(80))
     computed = manager.get_computed_blocks(request)
-    assert manager.start(2, computed, 80) is False
+    assert manager.start(2, manager.demand(computed, 80)) is False
     assert manager.grow(np.array([0, 80, 0, 0, 0, 0, 0, 0]), SENIORITY) is None
     assert manager.grow_row(1, 80) is None
     assert snapshot(manager) == before
@@ -289,14 +289,14 @@ def test_equal_blocks_computed_at_the_same_time_are_both_kept() -> None:
     together = [request_of(range(9), name) for name in ("a", "b")]
     computed = [manager.get_computed_blocks(request) for request in together]
     for row in (0, 1):
-        assert manager.start(row, computed[row], 9)
+        assert manager.start(row, manager.demand(computed[row], 9))
     tables = [table(manager, row) for row in (0, 1)]
     for row, request in enumerate(together):
         manager.name_blocks(row, request, request.token_ids, 9)
     assert [table(manager, row) for row in (0, 1)] == tables
     assert set(tables[0]).isdisjoint(tables[1])
     manager.free(0)
-    manager.start(2, manager.get_computed_blocks(request_of([77])), 48)
+    manager.start(2, manager.demand(manager.get_computed_blocks(request_of([77])), 48))
     assert set(tables[0]) <= set(table(manager, 2))
     hit = manager.get_computed_blocks(request_of(range(9)))
     assert found(hit) == ([tables[1][:2]], 8)  # the other copy
@@ -330,8 +330,8 @@ def test_a_salt_shares_blocks_only_with_the_same_salt() -> None:
 @pytest.mark.req("NUM-02", "FRQ-05", "POO-04")
 def test_a_request_gives_its_blocks_back_tail_first() -> None:
     manager = make_manager(num_blocks=15)
-    assert manager.reserve(nothing(manager), 36) is not None
-    assert manager.start(0, nothing(manager), 20)
+    assert manager.reserve(manager.demand(nothing(manager), 36)) is not None
+    assert manager.start(0, manager.demand(nothing(manager), 20))
     assert table(manager, 0) == [10, 11, 12, 13, 14]
     manager.free(0)
     assert manager._pool.free_block_ids() == [14, 13, 12, 11, 10]
@@ -382,8 +382,9 @@ def test_slots_begin_behind_the_local_hits_and_end_behind_the_lookahead() -> Non
     computed = manager.get_computed_blocks(request)
     num_external, num_new, num_lookahead = 4, 5, 2
     num_slots = computed.num_tokens + num_external + num_new + num_lookahead
-    assert manager.num_blocks_needed(computed, num_slots) == 3  # 11 tokens, the hits are held
-    assert manager.start(1, computed, num_slots)
+    demand = manager.demand(computed, num_slots)
+    assert manager.num_blocks_needed(demand) == 3  # for 11 tokens; the hits are held
+    assert manager.start(1, demand)
     assert table(manager, 1) == [*table(manager, 0), 3, 4, 5]
     # what is computed is what is named: neither lookahead nor what is not there yet
     manager.name_blocks(1, request, request.token_ids, computed.num_tokens + num_external + num_new)
@@ -394,17 +395,17 @@ def test_slots_begin_behind_the_local_hits_and_end_behind_the_lookahead() -> Non
 def test_lookahead_ends_at_the_longest_length_of_a_request() -> None:
     manager = make_manager(num_blocks=32, max_model_len=30)
     assert manager.num_blocks_for(40) == 8
-    assert manager.start(0, nothing(manager), 29)
+    assert manager.start(0, manager.demand(nothing(manager), 29))
     assert manager.grow(np.array([31, 0, 0, 0, 0, 0, 0, 0]), SENIORITY) == []
     assert manager.grow_row(0, 33) == [[]]
-    assert manager.start(1, nothing(manager), 33)
+    assert manager.start(1, manager.demand(nothing(manager), 33))
     assert len(table(manager, 1)) == 8
 
 
 @pytest.mark.req("ERR-13")
 def test_a_partly_filled_last_block_has_slots_too() -> None:
     manager = make_manager(block_size=16)
-    assert manager.start(0, nothing(manager), 40)
+    assert manager.start(0, manager.demand(nothing(manager), 40))
     assert len(table(manager, 0)) == 3
 
 
@@ -413,7 +414,7 @@ def test_a_partly_filled_last_block_has_slots_too() -> None:
 def test_draft_tokens_name_nothing(by_rows: bool) -> None:
     manager = make_manager()
     request = request_of(range(10))
-    assert manager.start(0, nothing(manager), 13)  # three drafts behind ten verified tokens
+    assert manager.start(0, manager.demand(nothing(manager), 10 + 3))  # tokens and drafts
     if by_rows:
         token_ids = np.zeros((8, 128), np.int32)
         token_ids[0, :13] = [*range(10), 70, 71, 72]
@@ -430,7 +431,7 @@ def test_draft_tokens_name_nothing(by_rows: bool) -> None:
 def test_blocks_that_are_being_loaded_are_found_by_nobody_until_the_load_is_over() -> None:
     manager = make_manager()
     request, other = request_of(range(9)), request_of(range(9))
-    held = manager.reserve(manager.get_computed_blocks(request), 9, answered_step=0)
+    held = manager.reserve(manager.demand(manager.get_computed_blocks(request), 9), answered_step=0)
     assert held is not None
     assert manager.get_computed_blocks(other).num_tokens == 0
     manager.attach(0, held, 0)
@@ -443,7 +444,7 @@ def test_blocks_that_are_being_loaded_are_found_by_nobody_until_the_load_is_over
 def test_a_chunked_prompt_is_found_as_far_as_it_is_scheduled() -> None:
     manager = make_manager()
     request, other = request_of(range(16)), request_of(range(16))
-    assert manager.start(0, manager.get_computed_blocks(request), 16)
+    assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 16))
     for num_scheduled, hit in ((0, 0), (3, 0), (7, 4), (12, 12)):
         manager.name_blocks(0, request, request.token_ids, num_scheduled)
         assert manager.get_computed_blocks(other).num_tokens == hit
@@ -453,7 +454,7 @@ def test_a_held_hit_keeps_its_name_when_a_row_takes_it_over() -> None:
     manager = make_manager()
     run(manager, 0, request_of(range(8)))
     request = request_of([*range(8), *range(60, 69)])
-    held = manager.reserve(manager.get_computed_blocks(request), 17)
+    held = manager.reserve(manager.demand(manager.get_computed_blocks(request), 17))
     assert held is not None
     manager.attach(1, held, 0)
     manager.name_blocks(1, request, request.token_ids, 17)
@@ -470,8 +471,8 @@ def test_encoder_tokens_size_the_cross_attention_group_which_then_never_grows() 
     manager = make_manager(kv_cache=KVCacheConfig(24, groups, "float32"))
     request = request_of(range(9))
     computed = manager.get_computed_blocks(request)
-    assert manager.num_blocks_needed(computed, 9, num_encoder_tokens=18) == 3 + 5
-    assert manager.start(0, computed, 9, num_encoder_tokens=18)
+    assert manager.num_blocks_needed(manager.demand(computed, 9, num_encoder_tokens=18)) == 3 + 5
+    assert manager.start(0, manager.demand(computed, 9, num_encoder_tokens=18))
     assert [len(block_ids) for block_ids in manager.block_ids(0)] == [3, 5]
     manager.name_blocks(0, request, request.token_ids, 9)
     appended = manager.grow(np.array([20, 0, 0, 0, 0, 0, 0, 0]), SENIORITY)
@@ -479,7 +480,7 @@ def test_encoder_tokens_size_the_cross_attention_group_which_then_never_grows() 
     assert [(blocks.group, len(blocks.block_ids)) for blocks in appended] == [(0, 2)]
     again = manager.get_computed_blocks(request_of(range(9)))
     assert (found(again)[0][1], again.num_tokens) == ([], 8)
-    held = manager.reserve(again, 12, num_encoder_tokens=4)
+    held = manager.reserve(manager.demand(again, 12, num_encoder_tokens=4))
     assert held is not None
     assert [len(block_ids) for block_ids in held.block_ids] == [3, 1]
     manager.truncate(0, 4)
@@ -490,12 +491,12 @@ def test_encoder_tokens_size_the_cross_attention_group_which_then_never_grows() 
 
 
 @pytest.mark.req("KVM-12")
-def test_results_are_per_group_and_nothing_at_all_is_none_or_one_shared_result() -> None:
+def test_results_are_per_group_and_nothing_found_is_one_shared_result() -> None:
+    """A row without blocks has empty tables; where None would say so, a plan does not name it."""
     manager = make_manager(num_groups=2)
-    assert manager.block_ids_or_none(0) is None
+    assert [block_ids.tolist() for block_ids in manager.block_ids(0)] == [[], []]
     run(manager, 0, request_of(range(8)))
-    tables = manager.block_ids_or_none(0)
-    assert tables is not None
+    tables = manager.block_ids(0)
     assert [block_ids.tolist() for block_ids in tables] == [[1, 2], [3, 4]]
     assert tables[1][0] == 3
     results = [manager.get_computed_blocks(request_of([50] * n)) for n in (3, 9)]
@@ -505,16 +506,19 @@ def test_results_are_per_group_and_nothing_at_all_is_none_or_one_shared_result()
 
 @pytest.mark.req("KVM-14")
 def test_the_facade_answers_for_fit_common_prefix_new_blocks_events_and_reset() -> None:
+    """`demand` for all tokens says whether a whole sequence fits, and what `grow` returns are the
+    blocks that are new in the step."""
     manager = make_manager(num_blocks=8, enable_kv_cache_events=True)
-    manager.new_step_starts()
     run(manager, 0, request_of(range(8)))
     request = request_of([*range(8), *range(50, 62)])
     computed = manager.get_computed_blocks(request)
-    assert not manager.can_fit_full_sequence(request, computed, num_free=2)
-    assert manager.can_fit_full_sequence(request, computed, num_free=3)
-    assert manager.start(1, computed, 12)
+    whole = manager.demand(computed, request.num_tokens)
+    assert (whole.num_blocks, manager.num_blocks_needed(whole)) == (5, 3)
+    assert manager.start(1, manager.demand(computed, 12))
     assert manager.num_common_prefix_blocks(np.array([0, 1])) == (2,)
-    assert [ids.tolist() for ids in manager.take_new_block_ids()] == [[1, 2, 3]]
+    (new,) = manager.grow(np.array([8, 16, 0, 0, 0, 0, 0, 0]), SENIORITY) or ()
+    assert (new.rows.tolist(), new.block_ids.tolist()) == ([1], [4])
+    assert manager.grow(np.array([8, 16, 0, 0, 0, 0, 0, 0]), SENIORITY) == []
     assert [type(event) for event in manager.take_events(0)] == [BlockStored] * 2
     assert manager.reset_prefix_cache() is False
     manager.free(0)
@@ -530,22 +534,10 @@ def test_pins_and_loads_do_not_distort_what_running_rows_have_in_common() -> Non
         run(manager, row, request_of([*range(8), row, row, row, row]))
     assert manager.hold(table(manager, 0)) is not None
     waiting = manager.get_computed_blocks(request_of(range(60)))
-    assert manager.reserve(waiting, 12) is not None
+    assert manager.reserve(manager.demand(waiting, 12)) is not None
     assert manager.num_common_prefix_blocks(np.array([0, 1])) == (2,)
     assert manager.num_common_prefix_blocks(np.array([1])) == (3,)
     assert manager.num_common_prefix_blocks(np.array([], np.int64)) == (0,)
-
-
-def test_new_blocks_are_those_of_this_step_without_the_targets_of_loads() -> None:
-    manager = make_manager(num_groups=2, num_blocks=32)
-    manager.new_step_starts()
-    assert manager.start(0, nothing(manager), 5)
-    manager.new_step_starts()
-    assert manager.grow_row(0, 9) == [[5], [6]]
-    assert manager.reserve(nothing(manager), 4, answered_step=0) is not None
-    assert manager.grow(np.array([13, 0, 0, 0, 0, 0, 0, 0]), SENIORITY) is not None
-    assert [ids.tolist() for ids in manager.take_new_block_ids()] == [[5, 9], [6, 10]]
-    assert [ids.tolist() for ids in manager.take_new_block_ids()] == [[], []]
 
 
 def test_a_load_gets_no_block_that_an_unanswered_plan_names_while_computation_does() -> None:
@@ -553,15 +545,15 @@ def test_a_load_gets_no_block_that_an_unanswered_plan_names_while_computation_do
     run(manager, 0, request_of(range(50, 66)))
     manager.free(0, step=5)
     for answered_step, fits in ((4, False), (5, True)):
-        held = manager.reserve(nothing(manager), 12, answered_step=answered_step)
+        held = manager.reserve(manager.demand(nothing(manager), 12), answered_step=answered_step)
         assert (held is not None) is fits
         manager.check([] if held is None else [held])
     assert held is not None
     manager.release(held)
     manager.fence(held, 6)
     manager.fence((np.array([4], np.int32),), 6)
-    assert manager.reserve(nothing(manager), 16, answered_step=5) is None
-    assert manager.reserve(nothing(manager), 16) is not None
+    assert manager.reserve(manager.demand(nothing(manager), 16), answered_step=5) is None
+    assert manager.reserve(manager.demand(nothing(manager), 16)) is not None
 
 
 @pytest.mark.req("HSH-08", "POO-06", "KVM-01")
@@ -617,7 +609,7 @@ def test_a_block_that_a_transfer_reads_is_not_handed_out_before_the_transfer_end
     run(manager, 0, request_of(range(8)))
     held = manager.hold(table(manager, 0))
     manager.free(0)
-    assert manager.reserve(nothing(manager), 12) is None
+    assert manager.reserve(manager.demand(nothing(manager), 12)) is None
     assert manager.num_free_blocks == 2  # and nothing was taken for what did not fit
     manager.release(held)
     assert manager.num_free_blocks == 4
@@ -688,7 +680,7 @@ def test_rows_named_together_get_the_names_of_their_tokens_and_keys(
         ][kind]
         tokens = [random.randrange(2) for _ in range(length + more)]
         request = request_of(tokens[:length], **fields)
-        assert manager.start(row, nothing(manager), length + more)
+        assert manager.start(row, manager.demand(nothing(manager), length + more))
         if kind % 2:  # some are named as far as their prompt goes, as at admission
             manager.name_blocks(row, request, request.token_ids, length)
         requests[row], num_tokens[row] = request, length + more
@@ -710,7 +702,7 @@ def test_rows_named_together_get_the_names_of_their_tokens_and_keys(
 def test_events_tell_parents_tokens_group_and_adapter_of_proven_blocks() -> None:
     manager = make_manager(num_blocks=6, enable_kv_cache_events=True)
     request = request_of(range(8), lora=LoRARequest("a"))
-    assert manager.start(0, manager.get_computed_blocks(request), 8)
+    assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 8))
     manager.name_blocks(0, request, request.token_ids, 4, step=3)
     num_tokens = np.array([8, 0, 0, 0, 0, 0, 0, 0])
     token_ids = np.zeros((8, 128), np.int32)
@@ -736,7 +728,7 @@ def test_events_tell_parents_tokens_group_and_adapter_of_proven_blocks() -> None
 def test_a_name_that_a_failed_step_takes_back_was_never_announced() -> None:
     manager = make_manager(enable_kv_cache_events=True)
     request = request_of(range(8))
-    assert manager.start(0, manager.get_computed_blocks(request), 8)
+    assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 8))
     manager.name_blocks(0, request, request.token_ids, 4, step=3)
     manager.name_blocks(0, request, request.token_ids, 8, step=4)
     assert len(manager.take_events(3)) == 1
@@ -750,14 +742,14 @@ def test_a_name_that_a_failed_step_takes_back_was_never_announced() -> None:
 def test_a_new_epoch_finds_everything_free_unnamed_and_settled() -> None:
     manager = make_manager(num_blocks=8, enable_kv_cache_events=True)
     run(manager, 0, request_of(range(9)))
-    assert manager.reserve(nothing(manager), 5) is not None
+    assert manager.reserve(manager.demand(nothing(manager), 5)) is not None
     manager.fence(manager.block_ids(0), 9)
     manager.clear()
     manager.check()
     assert manager.num_free_blocks == 7
-    assert manager.block_ids_or_none(0) is None
+    assert [block_ids.tolist() for block_ids in manager.block_ids(0)] == [[]]
     assert manager.get_computed_blocks(request_of(range(9))).num_tokens == 0
-    assert manager.reserve(nothing(manager), 28, answered_step=0) is not None
+    assert manager.reserve(manager.demand(nothing(manager), 28), answered_step=0) is not None
     assert manager.take_events(9) == [AllBlocksCleared()]
 
 
@@ -839,12 +831,11 @@ class ManagerMachine(RuleBasedStateMachine):
         needed = -(-len(tokens) // 4) - len(hits[0])
         unheld = [b for block_ids in hits for b in block_ids if b in self.free]
         total = needed * self.num_groups + len(unheld)
-        assert self.manager.num_blocks_needed(computed, len(tokens)) == total
+        demand = self.manager.demand(computed, len(tokens))
+        assert self.manager.num_blocks_needed(demand) == total
         fits = total <= len(self.free)
-        assert self.manager.can_fit_full_sequence(request, computed, num_free=total)
-        assert not self.manager.can_fit_full_sequence(request, computed, num_free=total - 1)
         if load is None:
-            assert self.manager.start(row, computed, len(tokens)) is fits
+            assert self.manager.start(row, demand) is fits
             got = self.manager.block_ids(row)
         else:
             if settled is not None:
@@ -852,7 +843,7 @@ class ManagerMachine(RuleBasedStateMachine):
                     b for b in self.free if self.fence.get(b, 0) <= settled and b not in unheld
                 ]
                 fits &= needed * self.num_groups <= len(suits)
-            held = self.manager.reserve(computed, len(tokens), answered_step=settled)
+            held = self.manager.reserve(demand, answered_step=settled)
             assert (held is not None) is fits
             got = () if held is None else held.block_ids
         if not fits:
@@ -939,7 +930,6 @@ class ManagerMachine(RuleBasedStateMachine):
         else:
             self.manager.free(row, step * self.step)
             self.give_back(before, groups, step * self.step)
-        assert self.manager.block_ids_or_none(row) is None
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), step=st.integers(0, 1))
@@ -1023,7 +1013,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.check([held for held, _ in self.held])
         refs = self.refs()
         for block_id in range(1, 14):
-            assert self.manager._pool.ref_count(block_id) == refs[block_id]
+            assert self.manager._pool.references()[block_id] == refs[block_id]
         assert 1 + len(+refs) + self.manager.num_free_blocks == 14
 
     @invariant()

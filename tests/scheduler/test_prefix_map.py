@@ -10,9 +10,9 @@ from longshore.scheduler.prefix_map import PrefixMap
 @pytest.mark.req("HSH-02", "ERR-22")
 def test_a_name_has_one_holder_or_several_in_the_order_of_naming() -> None:
     prefixes = PrefixMap()
-    assert prefixes.insert(b"name", 5) is True
+    prefixes.insert_n([b"name"], [5])
     assert prefixes.holders(b"name") == [5]
-    assert prefixes.insert(b"name", 3) is False
+    prefixes.insert_n([b"name"], [3])
     prefixes.insert_n([b"other", b"name"], [4, 9])
     assert prefixes.holders(b"name") == [5, 3, 9]
     assert prefixes.get_one_block(b"name") == 5
@@ -22,8 +22,7 @@ def test_a_name_has_one_holder_or_several_in_the_order_of_naming() -> None:
 @pytest.mark.req("HSH-02")
 def test_pop_removes_only_the_block_it_names_and_puts_the_rest_back() -> None:
     prefixes = PrefixMap()
-    for block_id in (5, 3, 9):
-        prefixes.insert(b"name", block_id)
+    prefixes.insert_n([b"name"] * 3, [5, 3, 9])
     assert prefixes.pop(b"name", 4) is False
     assert prefixes.pop(b"name", 5) is True
     assert prefixes.get_one_block(b"name") == 3

@@ -28,6 +28,12 @@ def make_manager(
     return manager, pool
 
 
+def found(manager: SingleTypeManager, names: list[bytes], max_tokens: int) -> list[int]:
+    """Blocks of the longest cached prefix of at most so many tokens."""
+    last = max_tokens // manager.block_size
+    return list(manager.find(manager.names_of_blocks(names, 0, last)))
+
+
 def lacking(manager: SingleTypeManager, num_tokens: Int64Array) -> list[int]:
     """Blocks that each row lacks."""
     short = np.zeros(len(num_tokens), np.int64)
@@ -55,9 +61,9 @@ def test_lookup_goes_left_to_right_and_stops_at_the_first_miss(
 ) -> None:
     manager, pool = make_manager()
     block_ids = pool.get_new_blocks(len(named))
-    pool.cache_full_blocks(block_ids, [NAMES[index] for index in named], 0)
+    pool.cache_unnamed_blocks(block_ids, [NAMES[index] for index in named], 0)
     free_before = pool.num_free
-    assert list(manager.find_longest_hit(NAMES, max_tokens)) == block_ids[:hits]
+    assert found(manager, NAMES, max_tokens) == block_ids[:hits]
     assert pool.num_free == free_before  # a lookup holds nothing
 
 
@@ -65,7 +71,7 @@ def test_lookup_goes_left_to_right_and_stops_at_the_first_miss(
 def test_state_is_the_table_and_the_number_of_named_blocks_until_the_row_is_freed() -> None:
     manager, pool = make_manager()
     hits = pool.get_new_blocks(1)
-    pool.cache_full_blocks(hits, NAMES[:1], 0)
+    pool.cache_unnamed_blocks(hits, NAMES[:1], 0)
     manager.start(2, hits, pool.get_new_blocks(2))
     assert manager.block_ids(2).tolist() == [1, 2, 3]
     assert (int(manager.num_blocks[2]), int(manager.num_named[2])) == (3, 1)
@@ -74,18 +80,18 @@ def test_state_is_the_table_and_the_number_of_named_blocks_until_the_row_is_free
     assert manager.take(2).tolist() == [1, 2, 3]
     assert (int(manager.num_blocks[2]), int(manager.num_named[2])) == (0, 0)
     assert manager.block_ids(2).tolist() == []
-    assert list(manager.find_longest_hit(NAMES, 64)) == [1, 2]  # the names outlive the row
+    assert found(manager, NAMES, 64) == [1, 2]  # the names outlive the row
 
 
 def test_only_full_blocks_that_have_no_name_are_named() -> None:
     manager, pool = make_manager()
     manager.start(0, [], pool.get_new_blocks(3))
     manager.name_blocks(0, NAMES, 1)
-    assert [pool.key(block_id) is not None for block_id in (1, 2, 3)] == [True, False, False]
+    assert [pool.name(block_id) is not None for block_id in (1, 2, 3)] == [True, False, False]
     assert manager.rows_to_name(np.array([7, 0, 0, 0])).tolist() == []
     assert manager.rows_to_name(np.array([8, 0, 0, 0])).tolist() == [0]
     manager.name_blocks(0, NAMES, 3)
-    assert [pool.key(block_id) is not None for block_id in (1, 2, 3)] == [True, True, True]
+    assert [pool.name(block_id) is not None for block_id in (1, 2, 3)] == [True, True, True]
 
 
 @pytest.mark.req("SYS-05")
@@ -175,11 +181,11 @@ def test_a_block_of_several_hash_blocks_bears_the_name_of_the_last() -> None:
     manager.name_rows(np.array([0]), np.array([1]), [links])
     manager.name_blocks(0, links, 2)
     assert [pool.name(block_id) for block_id in (1, 2, 3)] == [links[3], links[7], None]
-    assert list(manager.find_longest_hit(links, 20)) == [1, 2]
-    assert list(manager.find_longest_hit(links, 15)) == [1]
-    assert list(manager.find_longest_hit(links[:7], 20)) == [1]
+    assert found(manager, links, 20) == [1, 2]
+    assert found(manager, links, 15) == [1]
+    assert found(manager, links[:7], 20) == [1]
     other_end = [*links[:7], b"other"]
-    assert list(manager.find_longest_hit(other_end, 20)) == [1]
+    assert found(manager, other_end, 20) == [1]
 
 
 @pytest.mark.req("COO-02", "ERR-20")
@@ -196,8 +202,8 @@ def test_ranks_that_share_a_blocks_tokens_make_it_as_much_larger_everywhere() ->
     manager.start(0, [], pool.get_new_blocks(2))
     assert manager.rows_to_name(np.array([11, 0])).tolist() == []
     manager.name_blocks(0, NAMES, 2)
-    assert list(manager.find_longest_hit(NAMES, 24)) == [1, 2]
-    assert list(manager.find_longest_hit(NAMES, 23)) == [1]
+    assert found(manager, NAMES, 24) == [1, 2]
+    assert found(manager, NAMES, 23) == [1]
 
 
 @pytest.mark.req("STM-11")
