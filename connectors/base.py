@@ -176,7 +176,9 @@ class SchedulerConnector:
     def update_state_after_alloc(
         self, request: RequestView, block_ids: tuple[Int32Array, ...], num_external_tokens: int
     ) -> None:
-        """The request got blocks: `block_ids[group]` from its first position on. To be loaded are
+        """The request got blocks: `block_ids[group]` from its first position on. Groups that forget
+        (windows, chunks, states) have the null block (id 0) where they need no block any more:
+        nothing is to be loaded there, and it must never be written. To be loaded are
         the `num_external_tokens` behind the local hits that the match was asked with. The blocks
         they lie in are the transfer's too from here on, until it is reported in
         `finished_receiving` (asynchronous), or until the step is answered (synchronous). No plan
@@ -194,7 +196,7 @@ class SchedulerConnector:
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
     ) -> Departure:
         """The request ends, for whatever reason; called exactly once. `block_ids` are empty if it
-        held none."""
+        held none; groups that forget have the null block (id 0) where blocks were given back."""
         return Departure()
 
     def load_abandoned(self, request_id: str) -> None:

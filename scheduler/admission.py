@@ -9,23 +9,17 @@ import enum
 import logging
 from typing import Final
 
-from longshore.connectors.base import AskLater, Match, Matched, SchedulerConnector
+from longshore.connectors.base import AskLater, Match, Matched
 from longshore.protocol.arrays import Int64Array
 from longshore.protocol.client import FinishReason, RequestEvent
 from longshore.scheduler.budget import StepBudget
-from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.encoder_cache import EncoderCache
-from longshore.scheduler.gates import AdmissionGates
-from longshore.scheduler.in_flight import StepsInFlight
-from longshore.scheduler.kv_cache_manager import ComputedBlocks, KVCacheManager
+from longshore.scheduler.kv_cache_manager import BlockDemand, ComputedBlocks, HeldBlocks
 from longshore.scheduler.lifecycle import Lifecycle, view_of
-from longshore.scheduler.lora import LoRAPlaces
+from longshore.scheduler.parts import Parts
 from longshore.scheduler.plan_builder import PlanBuilder
 from longshore.scheduler.request import NOT_SCHEDULED, Request, RequestStatus
-from longshore.scheduler.running import RunningTable
 from longshore.scheduler.structured_output import GrammarError, StructuredOutputs
-from longshore.scheduler.transfers import Transfers, num_blocks_of
-from longshore.scheduler.waiting import WaitingRequests
+from longshore.scheduler.transfers import num_blocks_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +31,7 @@ class Outcome(enum.Enum):
     SET_ASIDE = enum.auto()
     PARKED = enum.auto()
     ENDED = enum.auto()
+    NO_TOKENS = enum.auto()
     NO_ROOM = enum.auto()
 
 
@@ -44,38 +39,29 @@ _NOTHING: Final = Matched(0)
 
 
 class Admission:
-    """One step's admissions after the other. Its collaborators are the scheduler's."""
+    """One step's admissions after the other."""
 
     def __init__(
         self,
-        config: SchedulerConfig,
-        *,
-        running: RunningTable,
-        waiting: WaitingRequests,
-        kv_cache: KVCacheManager,
-        in_flight: StepsInFlight,
-        lifecycle: Lifecycle,
+        parts: Parts,
         plan: PlanBuilder,
-        gates: AdmissionGates,
-        loras: LoRAPlaces,
-        encoder: EncoderCache,
+        lifecycle: Lifecycle,
         structured: StructuredOutputs,
-        transfers: Transfers,
-        connector: SchedulerConnector | None,
     ) -> None:
-        self._config = config
-        self._running = running
-        self._waiting = waiting
-        self._kv_cache = kv_cache
-        self._in_flight = in_flight
-        self._lifecycle = lifecycle
+        self._config = config = parts.config
+        self._running = parts.running
+        self._waiting = parts.waiting
+        self._forks = parts.forks
+        self._kv_cache = kv_cache = parts.kv_cache
+        self._in_flight = parts.in_flight
+        self._gates = parts.gates
+        self._loras = parts.loras
+        self._encoder = parts.encoder
+        self._transfers = parts.transfers
+        self._connector = parts.connector
         self._plan = plan
-        self._gates = gates
-        self._loras = loras
-        self._encoder = encoder
+        self._lifecycle = lifecycle
         self._structured = structured
-        self._transfers = transfers
-        self._connector = connector
         self._max_loading_blocks = config.max_loading_blocks or kv_cache.num_blocks // 2
         self._loads_are_full = False
         self._asked: tuple[Request, int, Match] | None = None
@@ -85,24 +71,26 @@ class Admission:
 
     def admit_waiting(self, budget: StepBudget, num_scheduled: Int64Array, now: float) -> None:
         """Admit from the head of the queue while rows, tokens and blocks last."""
+        self._budget, self._num_scheduled, self._now = budget, num_scheduled, now
         self._loads_are_full = False
         self._asked = None
         while budget.num_left > 0 and not self._running.is_full:
             request = self._waiting.peek()
             if request is None or not self._plan.can_add(request):
                 break
-            outcome = self._try(request, budget, num_scheduled, now)
+            outcome = self._try(request)
             if outcome is Outcome.SET_ASIDE:
                 self._waiting.set_aside()
             elif outcome is Outcome.PARKED:
                 self._waiting.park_head()
-            elif outcome is Outcome.NO_ROOM and not self._others_give_up(request):
+            is_over = outcome is Outcome.NO_TOKENS
+            if outcome is Outcome.NO_ROOM:
+                is_over = not self._others_give_up(request)
+            if is_over:
                 break
         self._waiting.end_step()
 
-    def _try(
-        self, request: Request, budget: StepBudget, num_scheduled: Int64Array, now: float
-    ) -> Outcome:
+    def _try(self, request: Request) -> Outcome:
         request.waits_for = None
         if request.resume_after_step > self._in_flight.last_answered_step:
             return Outcome.SET_ASIDE
@@ -110,15 +98,23 @@ class Admission:
             if self._is_blocked(request):
                 return Outcome.SET_ASIDE
         except GrammarError as error:
-            self._lifecycle.end(request, FinishReason.ERROR, now, message=str(error))
+            self._lifecycle.end(request, FinishReason.ERROR, message=str(error))
             return Outcome.ENDED
         if request.lora is not None and not self._loras.has_place(request.lora.name):
             return Outcome.SET_ASIDE
         if request.held is not None:
-            return self._start_loaded(request, budget, num_scheduled, now)
+            if self._forks.holds(request):
+                return self._start_holder(request, request.held)
+            return self._start_loaded(request, request.held)
+        if request in self._forks and self._forks.must_wait(request):
+            return Outcome.PARKED
         local = self._kv_cache.get_computed_blocks(request)
+        if request in self._forks:
+            outcome = self._start_fork(request, local.num_tokens)
+            if outcome is not None:
+                return outcome
         if self._connector is None:
-            return self._start(request, local, 0, budget, num_scheduled, now)
+            return self._start(request, local, 0)
         match = self._ask_connector(request, local.num_tokens)
         if isinstance(match, AskLater):
             request.waits_for = "its connector, which does not know yet what it can bring"
@@ -127,13 +123,13 @@ class Admission:
         if match.is_async and num_external > 0:
             num_slots = min(local.num_tokens + num_external + 1, request.num_tokens)
             if self._kv_cache.num_blocks_for(num_slots) <= self._max_loading_blocks:
-                outcome = self._begin_load(request, local, num_external, now)
+                outcome = self._begin_load(request, local, num_external)
                 while outcome is Outcome.NO_ROOM and self._others_give_up(request):
-                    outcome = self._begin_load(request, local, num_external, now)
+                    outcome = self._begin_load(request, local, num_external)
                 if outcome is not Outcome.NO_ROOM or not self._is_idle:
                     return outcome
             num_external = 0  # this load can never begin, or not before another that may not end
-        return self._start(request, local, num_external, budget, num_scheduled, now)
+        return self._start(request, local, num_external)
 
     def _is_blocked(self, request: Request) -> bool:
         """Whether what the request waits for has not come. Raises GrammarError."""
@@ -142,7 +138,8 @@ class Admission:
 
     def _ask_connector(self, request: Request, num_local: int) -> Matched | AskLater:
         is_busy = self._transfers.has(request.request_id)  # a load that nobody waits for any more
-        if self._connector is None or not request.asks_connector or is_busy:
+        may_ask = request.asks_connector and not request.must_compute_prompt and not is_busy
+        if self._connector is None or not may_ask:
             return _NOTHING
         if self._asked is not None and self._asked[:2] == (request, num_local):
             return self._asked[2]  # tried again, because others gave up blocks
@@ -160,11 +157,10 @@ class Admission:
             self.num_external_hit_tokens += num_external
             request.num_external_tokens = num_external
 
-    def _need(
-        self, request: Request, num_wanted: int, num_computed: int, budget: StepBudget
-    ) -> int:
+    def _need(self, request: Request, num_wanted: int, num_computed: int) -> int:
         """Tokens of this step for a request that wants so many behind those computed; 0 if it does
         not fit the step."""
+        budget = self._budget
         need = budget.cap_one(num_wanted)
         if need > budget.num_left:
             if not self._config.enable_chunked_prefill:
@@ -172,7 +168,7 @@ class Admission:
             need = budget.num_left
         if request.multimodal:
             need = self._encoder.would_limit(request, num_computed, need)
-        return need
+        return self._kv_cache.aligned_chunk(num_computed, need)
 
     @property
     def _is_idle(self) -> bool:
@@ -180,8 +176,15 @@ class Admission:
         return self._running.num_rows == 0 and len(self._in_flight) == 0
 
     def _others_give_up(self, request: Request) -> bool:
-        """Whether somebody whose load is over made room, because nothing else can run."""
-        return self._is_idle and self._lifecycle.give_up_youngest_load(besides=request)
+        """Whether somebody made room: who only holds blocks; if nothing else can run, whose load is
+        over, or in the end the request itself, which may need more with a hold than without."""
+        if self._forks.give_up_youngest(besides=request):
+            return True
+        if not self._is_idle:
+            return False
+        if self._lifecycle.give_up_youngest_load(besides=request):
+            return True
+        return self._forks.give_up_youngest()
 
     def _has_room(self, num_needed: int) -> bool:
         return self._gates.has_room(
@@ -191,52 +194,51 @@ class Admission:
             nothing_runs=self._running.num_rows == 0,
         )
 
-    def _has_room_for(self, local: ComputedBlocks, num_tokens: int) -> bool:
-        """Whether there is room for blocks for so many tokens, those in `local` among them."""
-        at_most = self._kv_cache.num_blocks_for(num_tokens)  # as if nobody held the hits
-        return self._has_room(at_most) or (
-            local.num_tokens > 0
-            and self._has_room(self._kv_cache.num_blocks_needed(local, num_tokens))
+    def _demand(
+        self, request: Request, local: ComputedBlocks, num_slots: int, num_loaded: int
+    ) -> BlockDemand:
+        """What the request needs for so many tokens, `num_loaded` of them loaded or found."""
+        num_encoder_tokens = 0
+        if request.multimodal:
+            num_encoder_tokens = sum(item.num_tokens for item in request.multimodal)
+        return self._kv_cache.demand(
+            local, num_slots, num_loaded=num_loaded, num_encoder_tokens=num_encoder_tokens
+        )
+
+    def _has_room_for(self, request: Request, demand: BlockDemand, num_slots: int) -> bool:
+        """Whether there is room for what the request, which needs so many slots now, demands."""
+        num_later = 0
+        if self._config.scheduler_reserve_full_isl and self._running.num_rows:
+            kv_cache, num_tokens = self._kv_cache, max(num_slots, request.num_tokens)
+            num_later = kv_cache.num_blocks_for(num_tokens) - kv_cache.num_blocks_for(num_slots)
+        return self._has_room(demand.num_blocks + num_later) or (
+            demand.computed.num_tokens > 0
+            and self._has_room(self._kv_cache.num_blocks_needed(demand) + num_later)
         )
 
     def _num_slots(self, num_tokens: int) -> int:
         """Tokens to have slots for, so that a drafter can write behind `num_tokens`."""
         return min(num_tokens + self._config.num_lookahead_tokens, self._config.max_model_len)
 
-    def _num_reserved(self, request: Request, num_slots: int) -> int:
-        """Tokens for which there must be room, to get slots for `num_slots`."""
-        if self._config.scheduler_reserve_full_isl and self._running.num_rows:
-            return max(num_slots, request.num_tokens)
-        return num_slots
-
-    def _start(
-        self,
-        request: Request,
-        local: ComputedBlocks,
-        num_external: int,
-        budget: StepBudget,
-        num_scheduled: Int64Array,
-        now: float,
-    ) -> Outcome:
+    def _start(self, request: Request, local: ComputedBlocks, num_external: int) -> Outcome:
         """A request with no KV of its own takes a row: cached prefix, external tokens that are
         loaded within the step, and its first chunk."""
         num_tokens = request.num_tokens
         num_computed = min(local.num_tokens + num_external, num_tokens - 1)
-        need = self._need(request, num_tokens - num_computed, num_computed, budget)
+        need = self._need(request, num_tokens - num_computed, num_computed)
         if need == 0:
-            return Outcome.NO_ROOM
+            return Outcome.NO_TOKENS
         num_slots = self._num_slots(num_computed + need)
         row = self._running.next_row
-        is_room = self._has_room_for(local, self._num_reserved(request, num_slots))
+        demand = self._demand(request, local, num_slots, num_computed if num_external else 0)
+        is_room = self._has_room_for(request, demand, num_slots)
         if is_room and num_external:
-            held = self._kv_cache.reserve(
-                local, num_slots, answered_step=self._in_flight.last_answered_step
-            )
+            held = self._kv_cache.reserve(demand, answered_step=self._in_flight.last_answered_step)
             is_room = held is not None
             if held is not None:
                 self._kv_cache.attach(row, held, local.num_tokens)
         elif is_room:
-            is_room = self._kv_cache.start(row, local, num_slots)
+            is_room = self._kv_cache.start(row, demand)
         if not is_room:
             return Outcome.NO_ROOM
         if num_external:
@@ -244,20 +246,17 @@ class Admission:
             block_ids = self._kv_cache.block_ids(row)
             self._connector.update_state_after_alloc(view_of(request), block_ids, num_external)
         self._count_hits(request, local.num_tokens, num_external)
-        self._enter(request, num_computed, need, budget, num_scheduled, now)
+        self._enter(request, num_computed, need)
         if num_external:
             self._plan.loads.append(int(self._running.generation[row]))
         return Outcome.ADMITTED
 
-    def _start_loaded(
-        self, request: Request, budget: StepBudget, num_scheduled: Int64Array, now: float
-    ) -> Outcome:
-        """A request whose load has ended takes a row with the blocks it holds."""
-        held, num_computed = request.held, request.num_computed_tokens
-        assert held is not None
-        need = self._need(request, request.num_tokens - num_computed, num_computed, budget)
+    def _start_loaded(self, request: Request, held: HeldBlocks) -> Outcome:
+        """A request whose load has ended takes a row with the blocks that it holds."""
+        num_computed = request.num_computed_tokens
+        need = self._need(request, request.num_tokens - num_computed, num_computed)
         if need == 0:
-            return Outcome.NO_ROOM
+            return Outcome.NO_TOKENS
         row = self._running.next_row
         self._kv_cache.attach(row, held, 0)
         if self._kv_cache.grow_row(row, self._num_slots(num_computed + need)) is None:
@@ -266,42 +265,72 @@ class Admission:
         request.held = None
         self._transfers.num_loading_blocks -= num_blocks_of(held)
         self._plan.zero_block_ids += request.unwritten_block_ids
-        self._enter(request, num_computed, need, budget, num_scheduled, now)
+        self._enter(request, num_computed, need)
         return Outcome.ADMITTED
 
-    def _enter(
-        self,
-        request: Request,
-        num_computed: int,
-        need: int,
-        budget: StepBudget,
-        num_scheduled: Int64Array,
-        now: float,
-    ) -> None:
+    def _start_fork(self, request: Request, num_local: int) -> Outcome | None:
+        """A fork takes a row with its parent's KV, or lets go of it again. None if the prefix cache
+        has as many tokens for it, or the parent has nothing."""
+        held = self._forks.take(request)
+        if held is None:
+            return None
+        outcome = None
+        if request.num_computed_tokens > num_local:
+            outcome = self._start_holder(request, held)
+        if outcome is not Outcome.ADMITTED:
+            self._forks.give_up(request)
+        return outcome
+
+    def _start_holder(self, request: Request, held: HeldBlocks) -> Outcome:
+        """A fork, or a session that kept its blocks, takes a row with what it holds."""
+        num_computed = request.num_computed_tokens
+        need = self._need(request, request.num_tokens - num_computed, num_computed)
+        if need == 0:
+            return Outcome.NO_TOKENS
+        row, num_slots = self._running.next_row, self._num_slots(num_computed + need)
+        kv_cache, answered_step = self._kv_cache, self._in_flight.last_answered_step
+        num_new = kv_cache.num_blocks_to_go_on(held, num_computed, num_slots, answered_step)
+        if self._config.scheduler_reserve_full_isl and self._running.num_rows:
+            num_tokens = max(num_slots, request.num_tokens)
+            num_new += kv_cache.num_blocks_for(num_tokens) - kv_cache.num_blocks_for(num_slots)
+        if not self._has_room(num_new):
+            return Outcome.NO_ROOM
+        step = self._plan.step + 1
+        copies = kv_cache.go_on(
+            row, held, num_computed, num_slots, step=step, answered_step=answered_step
+        )
+        assert copies is not None, "there is room"
+        self._plan.copies += copies
+        self._forks.let_go(request)
+        request.num_hit_tokens, request.num_external_tokens = num_computed, 0
+        self._kv_cache.count_lookup(request, num_computed)
+        self._enter(request, num_computed, need)
+        return Outcome.ADMITTED
+
+    def _enter(self, request: Request, num_computed: int, need: int) -> None:
         """The head of the queue takes the next row, with its blocks in place."""
         self._waiting.pop()
+        self._forks.drop(request)
         row = self._running.next_row
         if request.num_cached_tokens == NOT_SCHEDULED:
             request.num_cached_tokens = min(num_computed, request.num_prompt_tokens)
-        token_ids = request.token_ids
         start = self._running.admit(request, num_computed, self._kv_cache.block_ids(row))
         request.num_computed_tokens = 0
-        request.events.append((RequestEvent.SCHEDULED, now))
-        self._plan.add(start)
+        self._forks.parent_begins(request)
+        request.events.append((RequestEvent.SCHEDULED, self._now))
+        self._plan.add(request, start)
         if request.lora is not None:
             self._loras.enter(request.lora.name)
         if request.multimodal:
             self._encoder.limit(request, num_computed, need)
             self._encoder.pending[request.request_id] = request
         self._kv_cache.name_blocks(
-            row, request, token_ids, num_computed + need, step=self._plan.step + 1
+            row, request, request.token_ids, num_computed + need, step=self._plan.step + 1
         )
-        num_scheduled[row] = need
-        budget.spend(need)
+        self._num_scheduled[row] = need
+        self._budget.spend(need)
 
-    def _begin_load(
-        self, request: Request, local: ComputedBlocks, num_external: int, now: float
-    ) -> Outcome:
+    def _begin_load(self, request: Request, local: ComputedBlocks, num_external: int) -> Outcome:
         """Reserve blocks and let the connector fill them while the request waits. One token more
         than is loaded has a slot, so that a loaded request can run without another block."""
         assert self._connector is not None
@@ -315,11 +344,10 @@ class Admission:
                 f"{self._max_loading_blocks} blocks"
             )
             return Outcome.SET_ASIDE
-        if not self._has_room_for(local, self._num_reserved(request, num_slots)):
+        demand = self._demand(request, local, num_slots, min(num_loaded, request.num_tokens - 1))
+        if not self._has_room_for(request, demand, num_slots):
             return Outcome.NO_ROOM
-        held = self._kv_cache.reserve(
-            local, num_slots, answered_step=self._in_flight.last_answered_step
-        )
+        held = self._kv_cache.reserve(demand, answered_step=self._in_flight.last_answered_step)
         if held is None:
             return Outcome.NO_ROOM
         self._connector.update_state_after_alloc(view_of(request), held.block_ids, num_external)
@@ -329,7 +357,7 @@ class Admission:
         self._num_loads += 1
         request.load_number = self._num_loads
         self._transfers.begin_load(
-            request, held, num_tokens=num_loaded, deadline=now + self._config.load_timeout_s
+            request, held, num_tokens=num_loaded, deadline=self._now + self._config.load_timeout_s
         )
         self._plan.has_new_loads = True
         return Outcome.PARKED

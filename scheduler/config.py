@@ -29,7 +29,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_loading_blocks:      held at most by requests that load or have loaded and do not run yet;
                              None is half of the pool.
     max_steps_in_flight:     plans that may be unanswered; 1 is synchronous scheduling.
-    feed_back_tokens:        sampled ids travel to a first pipeline stage that does not sample.
+    feed_back_tokens:        sampled ids travel to a first pipeline stage that does not sample, with
+                             the next plan: a request with a token on its way is in no other step.
     """
 
     max_model_len: int
@@ -96,20 +97,31 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(f"load_timeout_s={self.load_timeout_s} must be above 0")
         if self.max_loading_blocks is not None and self.max_loading_blocks < 1:
             raise ConfigError(f"max_loading_blocks={self.max_loading_blocks} must be at least 1")
-        if not 1 <= self.max_steps_in_flight <= 2:
+        if (
+            self.max_steps_in_flight < 1
+            or self.max_steps_in_flight > 2 + 62 * self.feed_back_tokens
+        ):
             raise ConfigError(
-                f"max_steps_in_flight={self.max_steps_in_flight} must be 1 (synchronous) or 2"
-            )
-        if self.feed_back_tokens and self.max_steps_in_flight > 1:
-            raise ConfigError(
-                "feed_back_tokens needs max_steps_in_flight=1: with two steps in flight the second "
-                "is planned before the first one's tokens are known"
+                f"max_steps_in_flight={self.max_steps_in_flight} must be 1 (synchronous) or 2, or "
+                "the number of pipeline stages (at most 64) with feed_back_tokens"
             )
 
     @property
     def token_budget(self) -> int:
         """Tokens that one step may compute."""
         return self.max_num_scheduled_tokens or self.max_num_batched_tokens
+
+    @property
+    def max_tokens_in_flight(self) -> int:
+        """Slots behind what is settled that the steps in flight may take for one request."""
+        return self.max_steps_in_flight * self.token_budget + self.num_lookahead_tokens
+
+    @property
+    def encoder_capacity(self) -> int:
+        """Tokens of encoder output that are kept."""
+        if self.encoder_cache_size is None:
+            return self.max_num_encoder_input_tokens
+        return self.encoder_cache_size
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,6 +207,9 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     epoch:       the workers' incarnation, counted by the supervisor from 1.
     hash_seed:   hex; per deployment, so that its engines agree on block names.
     workers:     one endpoint per rank; the scheduler binds them.
+    sampling_rank: the one whose answers bring tokens.
+    rank_timeout_s: with several workers, a step that is unanswered for so long ends the engine: one
+                 of them hangs, and the others may wait for nothing that would tell them.
     clients:     where gateways connect.
     kv_connector: name of a registered connector, or package.module:Class.
     kv_connector_config: JSON for it; its keys are its own.
@@ -211,6 +226,8 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     eos_token_ids: tuple[int, ...] = ()
     engine_id: str = "engine-0"
     epoch: int = 1
+    sampling_rank: int = 0
+    rank_timeout_s: float = 120.0
     verify_plan: bool = False
     kv_connector: str | None = None
     kv_connector_config: str = "{}"
@@ -219,6 +236,10 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
+        if not 0 <= self.sampling_rank < len(self.workers):
+            raise ConfigError(
+                f"sampling_rank={self.sampling_rank} is none of the {len(self.workers)} workers"
+            )
         try:
             bytes.fromhex(self.hash_seed)
         except ValueError:

@@ -47,24 +47,59 @@ class EncoderCache:
 
     def limit(self, request: Request, num_computed: int, num_tokens: int) -> int:
         """How many of the next `num_tokens` tokens can be computed with what is encoded or will be
-        in this step; takes budget, places and references for it."""
-        if not num_tokens:
-            return 0
-        end = num_computed + num_tokens
-        for index, item in enumerate(request.multimodal):
-            if item.offset >= end:
-                break
-            if item.offset + item.num_tokens <= num_computed:
-                continue
-            if item.hash not in self._sizes and not self._encode(item.hash, item.num_tokens):
-                return max(item.offset - num_computed, 0)
+        in this step; takes budget, places and references for it. Items of one hash and different
+        sizes are not the same: one waits until the other's output can go."""
+        num_allowed, wanted = self._look_ahead(request, num_computed, num_tokens)
+        for index, victims in wanted.items():
+            item = request.multimodal[index]
+            if victims is None:
+                self._unheld.pop(item.hash, None)
+            else:
+                self._free(victims)
+                self._sizes[item.hash] = item.num_tokens
+                self._budget_left -= item.num_tokens
+                self._encoded_now[item.hash] = None
             self._holders.setdefault(item.hash, {})[request.request_id, index] = request
-            self._unheld.pop(item.hash, None)
-        return num_tokens
+        return num_allowed
 
     def would_limit(self, request: Request, num_computed: int, num_tokens: int) -> int:
         """What `limit` would answer; takes nothing."""
-        return self.checkpoint().limit(request, num_computed, num_tokens)
+        return self._look_ahead(request, num_computed, num_tokens)[0]
+
+    def _look_ahead(
+        self, request: Request, num_computed: int, num_tokens: int
+    ) -> tuple[int, dict[int, list[str] | None]]:
+        """How many tokens can be computed, and the items that takes: None for one that is encoded
+        already, for another the outputs that it needs the place of."""
+        wanted: dict[int, list[str] | None] = {}
+        if not num_tokens:
+            return 0, wanted
+        sizes, unheld, budget = dict(self._sizes), list(self._unheld), self._budget_left
+        num_free = self.capacity - sum(sizes.values())
+        for index, item in enumerate(request.multimodal):
+            if item.offset >= num_computed + num_tokens:
+                break
+            if item.offset + item.num_tokens <= num_computed:
+                continue
+            size = sizes.get(item.hash)
+            if item.hash in unheld:
+                unheld.remove(item.hash)
+                if size != item.num_tokens:  # other content, which must go first
+                    unheld.insert(0, item.hash)
+            if size == item.num_tokens:
+                wanted[index] = None
+                continue
+            victims: list[str] = []
+            while unheld and (item.num_tokens > num_free or item.hash == unheld[0]):
+                victims.append(unheld.pop(0))
+                num_free += sizes.pop(victims[-1])
+            if item.hash in sizes or item.num_tokens > min(budget, num_free):
+                return max(item.offset - num_computed, 0), wanted
+            wanted[index] = victims
+            sizes[item.hash] = item.num_tokens
+            budget -= item.num_tokens
+            num_free -= item.num_tokens
+        return num_tokens, wanted
 
     def withdraw(self, request: Request) -> None:
         """The request computes nothing in this step after all, or leaves: it refers to nothing any
@@ -122,24 +157,6 @@ class EncoderCache:
     def clear(self) -> None:
         """The workers are new: they hold nothing."""
         self.restore(EncoderCache(capacity=self.capacity, budget=self._budget))
-
-    def _encode(self, item_hash: str, num_tokens: int) -> bool:
-        if num_tokens > self._budget_left:
-            return False
-        num_free = self.capacity - sum(self._sizes.values())
-        victims = []
-        for unheld in self._unheld:
-            if num_tokens <= num_free:
-                break
-            victims.append(unheld)
-            num_free += self._sizes[unheld]
-        if num_tokens > num_free:
-            return False
-        self._free(victims)
-        self._sizes[item_hash] = num_tokens
-        self._budget_left -= num_tokens
-        self._encoded_now[item_hash] = None
-        return True
 
     def _drop_reference(self, request: Request, index: int) -> None:
         item_hash = request.multimodal[index].hash

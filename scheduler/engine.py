@@ -1,6 +1,7 @@
 """The scheduler process: a thin uvloop loop around the sans-I/O `Scheduler`.
 
-It decodes what clients and workers send, calls the scheduler, and sends plans and outputs.
+It decodes what clients and workers send, calls the scheduler, and sends plans and outputs. Every
+rank gets every plan; one of them answers.
 """
 
 import asyncio
@@ -8,7 +9,8 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import assert_never
 
 from longshore.protocol.channel import Channel, ServerChannel, SocketWatcher
@@ -46,6 +48,7 @@ STATS_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 0.02
 STALL_S = 10.0
 MAX_STALL_LINES = 10
+CAUSE_TIMEOUT_S = 2.0
 
 
 class EngineError(LongshoreError):
@@ -53,19 +56,19 @@ class EngineError(LongshoreError):
 
 
 class Engine:
-    """One scheduler, its worker and its clients. `run` returns when told to stop, or raises
-    EngineError."""
+    """One scheduler, its workers (by rank) and its clients. `run` returns when told to stop, or
+    raises EngineError."""
 
     def __init__(
         self,
         config: SchedulerProcessConfig,
         scheduler: Scheduler,
-        worker: Channel[ToWorker, FromWorker],
+        workers: Sequence[Channel[ToWorker, FromWorker]],
         clients: ServerChannel[ToClient, ToEngine],
     ) -> None:
         self._config = config
         self._scheduler = scheduler
-        self._worker = worker
+        self._workers = workers
         self._clients = clients
         self._engine_id = f"{config.engine_id}.{config.epoch}"
         self._index_of_peer: dict[bytes, int] = {}
@@ -73,7 +76,9 @@ class Engine:
         self._num_clients = 0
         self._reported_state: tuple[int, ...] = ()
         self._failure: BaseException | None = None
+        self._is_failing = False
         self._next_stall_s = STALL_S
+        self._unanswered_since_s = 0.0
         self._poll: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
@@ -83,7 +88,10 @@ class Engine:
         for number in stop_signals(self._config.lifeline_fd):
             loop.add_signal_handler(number, self._stopping.set)
         self._watchers = [
-            SocketWatcher(self._worker.socket, self._guarded(self._on_worker)),
+            *(
+                SocketWatcher(worker.socket, self._guarded(partial(self._on_worker, rank)))
+                for rank, worker in enumerate(self._workers)
+            ),
             SocketWatcher(self._clients.socket, self._guarded(self._on_clients)),
         ]
         reporter = asyncio.create_task(self._report_regularly())
@@ -102,8 +110,9 @@ class Engine:
             for peer in self._peer_of_index.values():
                 self._clients.send(peer, EngineFailed(reason))
             self._scheduler.shutdown()
-            with contextlib.suppress(EngineDead):  # a worker that is gone needs no goodbye
-                self._worker.send(Shutdown(reason))
+            for worker in self._workers:
+                with contextlib.suppress(EngineDead):  # a worker that is gone needs no goodbye
+                    worker.send(Shutdown(reason))
         if self._failure is not None:
             raise EngineError(str(self._failure)) from self._failure
 
@@ -116,24 +125,44 @@ class Engine:
             except Exception as error:
                 if not isinstance(error, LongshoreError):
                     logger.exception("the engine stops because of an internal error")
-                self._failure = error
-                self._stopping.set()
+                self._fail(error)
 
         return guarded
 
-    def _on_worker(self) -> None:
-        for message in self._worker.drain():
+    def _fail_soon(self, error: EngineError) -> None:
+        """A rank is gone, and nobody has said why: whoever knows (another rank, or the supervisor,
+        who stops this process) has a while to say so."""
+        if not self._is_failing:
+            self._is_failing = True
+            logger.warning("%s", error)
+            asyncio.get_running_loop().call_later(CAUSE_TIMEOUT_S, self._fail, error)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._stopping.set()
+
+    def _on_worker(self, rank: int) -> None:
+        for message in self._workers[rank].drain():
             match message:
+                case ModelRunnerOutput() if rank != self._config.sampling_rank:
+                    raise EngineError(
+                        f"worker {rank} answers step {message.step}, but only worker "
+                        f"{self._config.sampling_rank} samples"
+                    )
                 case ModelRunnerOutput():
+                    self._unanswered_since_s = time.monotonic()
                     self._scheduler.update_from_output(message, time.monotonic())
                     self._send_outputs_and_plans()
                 case TransferReport():
                     self._scheduler.update_from_transfers(message, time.monotonic())
                     self._send_outputs_and_plans()
                 case WorkerFailed():
-                    raise EngineError(f"worker {message.rank} failed: {message.reason}")
+                    error = EngineError(f"worker {message.rank} failed: {message.reason}")
+                    if not message.is_consequence:
+                        raise error
+                    self._fail_soon(error)
                 case WorkerHello() | WorkerReady():
-                    raise EngineError("the worker has started anew; its rows are lost")
+                    raise EngineError(f"worker {rank} has started anew; its rows are lost")
                 case _:
                     assert_never(message)
         self._check_sockets()
@@ -211,10 +240,22 @@ class Engine:
         self._check_sockets()
 
     def _send_plans(self) -> None:
-        while (plan := self._scheduler.schedule(time.monotonic())) is not None:
-            self._worker.send(plan)
+        if not self._scheduler.num_steps_in_flight:
+            self._unanswered_since_s = time.monotonic()
+        while (
+            not self._is_failing
+            and (plan := self._scheduler.schedule(time.monotonic())) is not None
+        ):
+            self._send_to_workers(plan)
         for mask in self._scheduler.take_masks():
-            self._worker.send(mask)
+            self._send_to_workers(mask)
+
+    def _send_to_workers(self, message: ToWorker) -> None:
+        for rank, worker in enumerate(self._workers):
+            try:
+                worker.send(message)
+            except EngineDead as error:
+                self._fail_soon(EngineError(f"worker {rank}: {error}"))
 
     def _check_sockets(self) -> None:
         for watcher in self._watchers:
@@ -226,6 +267,21 @@ class Engine:
             del self._peer_of_index[index], self._index_of_peer[peer]
             logger.info("client %d is gone; whatever it had running is aborted", index)
             self._scheduler.abort_client(index, time.monotonic())
+
+    def _check_answers(self) -> None:
+        """Ranks notice a peer that hangs when they wait for it, and say so; a rank that waits for
+        nobody cannot."""
+        unanswered_s = time.monotonic() - self._unanswered_since_s
+        timeout_s = self._config.rank_timeout_s
+        is_late = self._scheduler.num_steps_in_flight and unanswered_s > timeout_s + CAUSE_TIMEOUT_S
+        if is_late and len(self._workers) > 1:
+            self._fail_soon(
+                EngineError(
+                    f"no step was answered for {unanswered_s:.0f} s; one of the "
+                    f"{len(self._workers)} workers hangs, or rank_timeout_s={timeout_s:g} is less "
+                    "than a step takes"
+                )
+            )
 
     def _warn_of_stall(self) -> None:
         """Requests are there and none advances: say so, and what they wait for, at growing
@@ -251,12 +307,14 @@ class Engine:
     async def _report_regularly(self) -> None:
         while True:
             await asyncio.sleep(STATS_INTERVAL_S)
+            self._check_answers()
             self._warn_of_stall()
             state = (self._scheduler.num_steps, *self._scheduler.get_request_counts())
             if state == self._reported_state:
                 continue
             self._reported_state = state
-            num_bad = self._clients.num_bad.total() + self._worker.num_bad.total()
+            num_bad = self._clients.num_bad.total()
+            num_bad += sum(worker.num_bad.total() for worker in self._workers)
             stats = self._scheduler.make_stats(num_bad)
             for index in list(self._peer_of_index):
                 self._send(index, EngineOutputs(stats=stats))

@@ -7,10 +7,14 @@ was preempted its token is delivered all the same, if it has ended the token is 
 
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from longshore.protocol.arrays import BoolArray, Int32Array, Int64Array
 from longshore.scheduler.request import Request
 from longshore.scheduler.sampling_rows import SamplingRows
+
+if TYPE_CHECKING:  # it knows plans in flight
+    from longshore.scheduler.logprobs import ScoredRows
 
 
 @dataclass(slots=True)
@@ -22,6 +26,7 @@ class PlannedStep:
     drafts:     their ids, one row after the other; -1 for those that only the worker knows.
     is_masked:  rows whose token a grammar restricts; None if there are none.
     loads:      generations that began with tokens loaded within this step.
+    scored:     rows that are to be scored; None if nobody that runs asks for log probabilities.
     """
 
     step: int
@@ -30,6 +35,7 @@ class PlannedStep:
     drafts: Int32Array | None = None
     is_masked: BoolArray | None = None
     loads: tuple[int, ...] = ()
+    scored: "ScoredRows | None" = None
 
     @property
     def rows(self) -> Int64Array:

@@ -13,7 +13,7 @@ from longshore.protocol.client import (
     FinishReason,
 )
 from longshore.protocol.handshake import Feature
-from longshore.protocol.plan import RowStart
+from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import SchedulerConfig
 
 MAX_HANDLE: Final = 2**31 - 1
@@ -25,19 +25,13 @@ Refusal: TypeAlias = tuple[FinishReason, str]
 """(finish reason, text for the client)"""
 
 
-def num_input_bytes(message: AddRequest | RowStart) -> int:
-    """What a request brings, on the wire."""
-    ids = 4 * (len(message.prompt_token_ids) + len(message.output_token_ids))
-    embeds = 0 if message.prompt_embeds is None else len(message.prompt_embeds.data)
-    return ids + embeds + sum(len(item.data) for item in message.multimodal)
-
-
 class Intake:
     """Refuses by name what would otherwise fail later, or be ignored.
 
     vocab_size:    token ids must stay below it.
     features:      what the workers can do beyond plain text.
     has_connector: somebody could use `kv_transfer_params`.
+    max_encoder_tokens: of all items of a request together; None: no limit.
     """
 
     def __init__(
@@ -48,11 +42,13 @@ class Intake:
         features: frozenset[Feature],
         has_connector: bool,
         has_grammars: bool,
+        max_encoder_tokens: int | None = None,
     ) -> None:
         self._config = config
         self._vocab_size = vocab_size
         self._features = features if has_grammars else features - {Feature.STRUCTURED_OUTPUT}
         self._has_connector = has_connector
+        self._max_encoder_tokens = max_encoder_tokens
 
     def refusal(self, message: AddRequest, *, is_duplicate: bool) -> Refusal | None:
         """Why a request must not be queued; None if it may."""
@@ -61,15 +57,15 @@ class Intake:
                 f"request {message.request_id!r} (handle {message.handle}) is still running, or a "
                 "transfer of its blocks is; give each request an id of its own"
             )
-        text = self._malformed(message) or self._unsupported(message)
-        if text is not None:
-            return FinishReason.ERROR, text
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
-        return self._bad_length(num_tokens)
+        text = self._malformed(message, num_tokens)
+        if text is None and not _is_plain(message):
+            text = self._bad_inputs(message, num_tokens) or self._unsupported(message)
+        return self._bad_length(num_tokens) if text is None else (FinishReason.ERROR, text)
 
     def chunk_refusal(self, chunk: ContinueSession, *, num_tokens: int) -> Refusal | None:
         """Why a session of `num_tokens` tokens cannot go on with this chunk; None if it can."""
-        text = self._bad_ids(chunk.prompt_token_ids, chunk.sampling.stop_token_ids)
+        text = self._bad_ids(chunk.sampling, chunk.prompt_token_ids)
         if text is not None:
             return FinishReason.ERROR, text
         return self._bad_length(num_tokens + len(chunk.prompt_token_ids))
@@ -83,21 +79,26 @@ class Intake:
             f"{limit}; at least one must be left for the output"
         )
 
-    def _malformed(self, message: AddRequest) -> str | None:
+    def _malformed(self, message: AddRequest, num_tokens: int) -> str | None:
         if not 0 <= message.handle <= MAX_HANDLE:
             return f"handle {message.handle} is not within 0..{MAX_HANDLE}"
         if not 0 <= message.age_s < math.inf:
             return f"age_s={message.age_s} is no number of seconds of at least 0"
-        for name, value in (
-            ("request_id", message.request_id),
-            ("cache_salt", message.cache_salt),
-            ("job_id", message.job_id),
-        ):
+        if len(message.request_id) > MAX_NAME_CHARACTERS:
+            return f"request_id is longer than {MAX_NAME_CHARACTERS} characters"
+        if not len(message.prompt_token_ids):
+            return "the prompt has no tokens; there is nothing to continue"
+        if 4 * num_tokens > MAX_ADDED_BYTES:
+            return f"its inputs have {4 * num_tokens} bytes; {MAX_ADDED_BYTES} fit one plan"
+        return self._bad_ids(message.sampling, message.prompt_token_ids, message.output_token_ids)
+
+    def _bad_inputs(self, message: AddRequest, num_tokens: int) -> str | None:
+        """What is wrong with what a request brings beside token ids."""
+        for name in ("cache_salt", "job_id"):
+            value = getattr(message, name)
             if value is not None and len(value) > MAX_NAME_CHARACTERS:
                 return f"{name} is longer than {MAX_NAME_CHARACTERS} characters"
         num_prompt = len(message.prompt_token_ids)
-        if num_prompt == 0:
-            return "the prompt has no tokens; there is nothing to continue"
         end = 0
         for item in message.multimodal:
             if item.num_tokens < 1 or not end <= item.offset <= num_prompt - item.num_tokens:
@@ -109,31 +110,36 @@ class Intake:
         sizes = {item.hash: item.num_tokens for item in message.multimodal}
         if any(sizes[item.hash] != item.num_tokens for item in message.multimodal):
             return "two multimodal items have one hash and different numbers of tokens"
-        num_bytes = num_input_bytes(message)
+        embeds = message.prompt_embeds
+        num_bytes = 4 * num_tokens + sum(len(item.data) for item in message.multimodal)
+        num_bytes += 0 if embeds is None else len(embeds.data)
         if num_bytes > MAX_ADDED_BYTES:
             return f"its inputs have {num_bytes} bytes; {MAX_ADDED_BYTES} fit one plan"
         if message.pooling is not None and len(message.output_token_ids):
             return "a pooling request has no output tokens to go on from"
-        embeds = message.prompt_embeds
-        if embeds is not None and embeds.hidden_size < 1:
+        if embeds is None:
+            return None
+        if embeds.hidden_size < 1:
             return f"prompt_embeds has hidden_size={embeds.hidden_size}; it must be at least 1"
-        if embeds is not None and len(embeds.data) != num_prompt * embeds.row_size_bytes:
+        if len(embeds.data) != num_prompt * embeds.row_size_bytes:
             return (
                 f"prompt_embeds has {len(embeds.data)} bytes, {num_prompt} tokens of "
                 f"{embeds.hidden_size} {embeds.dtype} need {num_prompt * embeds.row_size_bytes}"
             )
-        return self._bad_ids(
-            message.prompt_token_ids,
-            message.sampling.stop_token_ids,
-            message.output_token_ids,
-        )
+        if message.sampling.prompt_logprobs is not None:
+            return "prompt_logprobs of a prompt given as embeddings mean nothing: it has no ids"
+        return None
 
     def _bad_ids(
-        self, ids: Int32Array, stop_ids: tuple[int, ...], more_ids: Int32Array = EMPTY_INT32
+        self, sampling: SamplingParams, ids: Int32Array, more_ids: Int32Array = EMPTY_INT32
     ) -> str | None:
         end = self._vocab_size
-        if stop_ids and max(stop_ids) >= end:
+        if sampling.stop_token_ids and max(sampling.stop_token_ids) >= end:
             return f"a stop token id lies outside 0..{end - 1}"
+        if sampling.logit_bias and max(sampling.logit_bias) >= end:
+            return f"a token id in logit_bias lies outside 0..{end - 1}"
+        if sampling.bad_words_token_ids and max(map(max, sampling.bad_words_token_ids)) >= end:
+            return f"a token id in bad_words_token_ids lies outside 0..{end - 1}"
         for part in (ids, more_ids):
             if len(part):
                 unsigned = part.view(np.uint32)  # negative ids are the largest
@@ -142,17 +148,6 @@ class Intake:
         return None
 
     def _unsupported(self, message: AddRequest) -> str | None:
-        is_plain = not (
-            message.lora
-            or message.multimodal
-            or message.prompt_embeds
-            or message.pooling
-            or message.structured_output
-            or message.kv_transfer_params is not None
-            or message.resumable
-        )
-        if is_plain:
-            return None
         config = self._config
         wanted = {
             Feature.PROMPT_EMBEDS: message.prompt_embeds is not None,
@@ -167,21 +162,43 @@ class Intake:
         if message.lora is not None and config.max_loras == 0:
             return "an adapter was asked for, but max_loras=0 admits none"
         largest = max((item.num_tokens for item in message.multimodal), default=0)
-        capacity = config.max_num_encoder_input_tokens
-        if config.encoder_cache_size is not None:
-            capacity = min(capacity, config.encoder_cache_size)
+        capacity = min(config.max_num_encoder_input_tokens, config.encoder_capacity)
         if largest > capacity:
             return (
                 f"a multimodal item has {largest} tokens; this engine encodes and keeps "
                 f"{capacity} at a time (max_num_encoder_input_tokens, encoder_cache_size)"
+            )
+        num_encoded = sum(item.num_tokens for item in message.multimodal)
+        if self._max_encoder_tokens is not None and num_encoded > self._max_encoder_tokens:
+            return (
+                f"its multimodal items have {num_encoded} tokens; this model's cross attention "
+                f"takes {self._max_encoder_tokens} per request (max_encoder_tokens)"
             )
         if message.kv_transfer_params is not None and not self._has_connector:
             return (
                 "kv_transfer_params were given, but this engine has no KV connector that could "
                 "use them"
             )
+        if message.keeps_blocks and not message.resumable:
+            return "keeps_blocks is for sessions; set resumable, or leave it out"
         if message.resumable:
             for name in ("structured_output", "multimodal", "pooling", "prompt_embeds"):
                 if getattr(message, name):
                     return f"resumable sessions do not go together with {name}"
         return None
+
+
+def _is_plain(message: AddRequest) -> bool:
+    """It brings token ids and sampling settings, and nothing else."""
+    return not (
+        message.lora
+        or message.multimodal
+        or message.prompt_embeds
+        or message.pooling
+        or message.structured_output
+        or message.kv_transfer_params is not None
+        or message.resumable
+        or message.keeps_blocks
+        or message.cache_salt
+        or message.job_id
+    )

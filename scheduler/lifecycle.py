@@ -1,22 +1,18 @@
 """The ways in and out of a request's life: queued, preempted, ended. Each has one place, here."""
 
+from collections.abc import Sequence
 from typing import Final
 
-from longshore.connectors.base import Departure, RequestView, SchedulerConnector
+from longshore.connectors.base import Departure, RequestView
 from longshore.protocol.arrays import EMPTY_INT32, Float32Array, Int32Array
 from longshore.protocol.client import AddRequest, ContinueSession, FinishReason, RequestEvent
-from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.encoder_cache import EncoderCache
-from longshore.scheduler.in_flight import StepsInFlight
+from longshore.scheduler.forks import fork_problem
 from longshore.scheduler.intake import Intake
-from longshore.scheduler.kv_cache_manager import HeldBlocks, KVCacheManager
-from longshore.scheduler.lora import LoRAPlaces
-from longshore.scheduler.outputs import OutputBuckets
+from longshore.scheduler.kv_cache_manager import HeldBlocks
+from longshore.scheduler.parts import Parts
 from longshore.scheduler.plan_builder import PlanBuilder
 from longshore.scheduler.request import NOT_SCHEDULED, Request, RequestStatus
-from longshore.scheduler.running import RunningTable
-from longshore.scheduler.transfers import EndedLoad, Transfers, num_blocks_of
-from longshore.scheduler.waiting import WaitingRequests
+from longshore.scheduler.transfers import EndedLoad, num_blocks_of
 
 MAX_QUEUED_CHUNKS: Final = 1024
 """Chunks of one session that may wait for their turn."""
@@ -32,34 +28,21 @@ class Lifecycle:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        *,
-        running: RunningTable,
-        waiting: WaitingRequests,
-        kv_cache: KVCacheManager,
-        in_flight: StepsInFlight,
-        plan: PlanBuilder,
-        outputs: OutputBuckets,
-        intake: Intake,
-        loras: LoRAPlaces,
-        encoder: EncoderCache,
-        transfers: Transfers,
-        connector: SchedulerConnector | None,
-        eos_token_ids: tuple[int, ...],
+        self, parts: Parts, plan: PlanBuilder, intake: Intake, *, eos_token_ids: tuple[int, ...]
     ) -> None:
-        self._config = config
-        self._running = running
-        self._waiting = waiting
-        self._kv_cache = kv_cache
-        self._in_flight = in_flight
+        self._config = parts.config
+        self._running = parts.running
+        self._waiting = parts.waiting
+        self._forks = parts.forks
+        self._kv_cache = parts.kv_cache
+        self._in_flight = parts.in_flight
+        self._outputs = parts.outputs
+        self._loras = parts.loras
+        self._encoder = parts.encoder
+        self._transfers = parts.transfers
+        self._connector = parts.connector
         self._plan = plan
-        self._outputs = outputs
         self._intake = intake
-        self._loras = loras
-        self._encoder = encoder
-        self._transfers = transfers
-        self._connector = connector
         self._eos_token_ids = eos_token_ids
         self._requests: dict[tuple[int, int], Request] = {}
         self._request_ids: set[str] = set()
@@ -87,6 +70,11 @@ class Lifecycle:
             or self._transfers.has(request_id)
         )
         refused = self._intake.refusal(message, is_duplicate=is_duplicate)
+        parent = None
+        if message.fork_of is not None and refused is None:
+            parent = self._requests.get((client, message.fork_of))
+            problem = fork_problem(message, parent)
+            refused = None if problem is None else (FinishReason.ERROR, problem)
         if refused is not None:
             reason, text = refused
             num_outputs = len(message.output_token_ids)
@@ -103,10 +91,14 @@ class Lifecycle:
         if self._connector is not None:
             self._connector.on_new_request(view_of(request))
         if request.num_tokens >= request.max_total_tokens:
-            self._forget(request, FinishReason.LENGTH_CAPPED, now)
+            self._waiting.announce(request)
+            self._end_output(request, FinishReason.LENGTH_CAPPED, None, now)
             return
         if request.structured_output is not None:
             request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        if parent is not None and self._forks.add(request, parent):
+            return
+        if request.structured_output is not None:
             self._waiting.add_blocked(request)
         else:
             self._waiting.add(request)
@@ -115,11 +107,11 @@ class Lifecycle:
         """More input for a resumable request; it waits while the session is not ready for it."""
         if not request.resumable:
             text = "it takes no more input: it is no session, or its last input has been given"
-            self.end(request, FinishReason.ERROR, now, message=text)
+            self.end(request, FinishReason.ERROR, message=text)
             return
         if len(request.next_chunks) >= MAX_QUEUED_CHUNKS:
             text = f"more than {MAX_QUEUED_CHUNKS} chunks wait in this session"
-            self.end(request, FinishReason.ERROR, now, message=text)
+            self.end(request, FinishReason.ERROR, message=text)
             return
         request.next_chunks.append(chunk)
         if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
@@ -128,12 +120,12 @@ class Lifecycle:
     def _begin_next_chunk(self, request: Request, now: float) -> None:
         chunk = request.next_chunks.pop(0)
         if closes_session(chunk):
-            self.end(request, FinishReason.STOPPED, now)
+            self.end(request, FinishReason.STOPPED)
             return
         refused = self._intake.chunk_refusal(chunk, num_tokens=request.num_tokens)
         if refused is not None:
             reason, text = refused
-            self.end(request, reason, now, message=text)
+            self.end(request, reason, message=text)
             return
         request.begin_chunk(
             chunk,
@@ -141,6 +133,8 @@ class Lifecycle:
             max_model_len=self._config.max_model_len,
             eos_token_ids=self._eos_token_ids,
         )
+        if request.skip_reading_prefix_cache and self._forks.holds(request):
+            self._forks.give_up(request)
         self._waiting.unpark(request)
 
     # Aside
@@ -149,8 +143,12 @@ class Lifecycle:
         """Take row and blocks from a running request; it computes everything again later."""
         assert request.status is RequestStatus.RUNNING
         row = request.row
-        self._kv_cache.release(self._leave_row(request, is_void=False))
+        (held,) = self._leave_rows([request], is_void=False)
+        self._kv_cache.release(held)
         self._plan.drop_preempted(row, request.request_id)
+        self._put_back(request, now)
+
+    def _put_back(self, request: Request, now: float) -> None:
         request.status = RequestStatus.PREEMPTED
         request.is_resumed = True
         request.num_preemptions += 1
@@ -160,8 +158,8 @@ class Lifecycle:
         self._waiting.put_back(request)
 
     def give_up_load(self, request: Request) -> None:
-        """A waiting request whose load has ended lets go of its blocks, and starts from nothing."""
-        assert request.held is not None
+        """A waiting request lets go of its blocks, which a load has filled or which it holds, and
+        starts from nothing."""
         self._kv_cache.release(self._take_held(request))
         request.asks_connector = True
 
@@ -171,7 +169,9 @@ class Lifecycle:
         if not self._transfers.num_loading_blocks:
             return False
         ready = [
-            other for other in self._waiting if other.held is not None and other is not besides
+            other
+            for other in self._waiting
+            if other.held is not None and other is not besides and not self._forks.holds(other)
         ]
         if ready:
             self.give_up_load(max(ready, key=lambda request: request.load_number))
@@ -186,18 +186,18 @@ class Lifecycle:
         request.num_computed_tokens = min(load.num_good_tokens, request.num_tokens - 1)
         request.unwritten_block_ids = load.unwritten.tolist()
 
-    def fail_load(self, load: EndedLoad, now: float) -> None:
+    def fail_load(self, load: EndedLoad) -> None:
         """A load is over that did not bring everything, and the policy is to fail."""
         self.end_load(load)
         text = "its KV could not be loaded, and load_failure_policy is 'fail'"
-        self.end(load.request, FinishReason.ERROR, now, message=text)
+        self.end(load.request, FinishReason.ERROR, message=text)
 
-    def give_up_waiting(self, request: Request, now: float) -> None:
+    def give_up_waiting(self, request: Request) -> None:
         """A request has waited for its load long enough: it computes everything itself, or fails,
         as the policy says. The load keeps its blocks."""
         if self._config.load_failure_policy == "fail":
             text = f"its KV was not loaded within load_timeout_s={self._config.load_timeout_s:g}"
-            self.end(request, FinishReason.ERROR, now, message=text)
+            self.end(request, FinishReason.ERROR, message=text)
             return
         self._abandon_load(request)
         self._waiting.unpark(request)
@@ -211,57 +211,71 @@ class Lifecycle:
     # Out
 
     def end(
-        self, request: Request, reason: FinishReason, now: float, *, message: str | None = None
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        message: str | None = None,
+        pooled: Float32Array | None = None,
     ) -> None:
-        """End a live request, wherever it is, for a reason other than its last token."""
-        held = self._leave(request)
-        self._forget(request, reason, now, held=held, message=message)
+        """End a live request, wherever it is, for a reason other than its last token; a pooling
+        request with its vector."""
+        self._forget(request, reason, self._leave(request), message=message, pooled=pooled)
 
     def end_cut(self, request: Request, num_output_tokens: int, now: float) -> None:
         """End a live request STOPPED, with its output cut to so many tokens."""
+        row, running = request.row, self._running
+        has_computed = row >= 0 and bool(running.num_tokens[row] > running.num_known[row])
         held = self._leave(request)
         num_kept = request.num_prompt_tokens + max(num_output_tokens, 0)
         request.token_ids = request.token_ids[:num_kept]
         request.block_names = []
-        self._end_output(request, FinishReason.STOPPED, now, held=held)
+        self._end_output(request, FinishReason.STOPPED, held, now, has_computed=has_computed)
 
-    def end_after_token(self, request: Request, token_id: int, now: float) -> None:
-        """End a live request whose last token, `token_id`, stops it or fills its length."""
-        held = self._leave(request)
-        if request.is_stopped_by(token_id):
-            is_stop_id = token_id in request.sampling.stop_token_ids
-            stop_token_id = token_id if is_stop_id else None
-            self._end_output(
-                request, FinishReason.STOPPED, now, held=held, stop_token_id=stop_token_id
-            )
-        elif request.num_tokens >= request.max_total_tokens:
-            self._end_output(request, FinishReason.LENGTH_CAPPED, now, held=held)
-        else:
-            self._end_output(request, FinishReason.REPETITION, now, held=held)
+    def end_after_token(self, request: Request, now: float) -> None:
+        """End a live request whose last token stops it, fills its length or repeats its output."""
+        self._end_after_token(request, self._leave(request), now)
 
-    def end_pooled(self, request: Request, pooled: Float32Array, now: float) -> None:
-        """End a pooling request with its vector."""
-        held = self._leave(request)
-        self._forget(request, FinishReason.STOPPED, now, held=held, pooled=pooled)
+    def end_stopped(self, requests: Sequence[Request], now: float) -> None:
+        """`end_after_token` for requests that all run."""
+        for request in requests:
+            self._plan.drop_finished(request.row, request.request_id)
+        tables = self._leave_rows(requests, is_void=True)
+        for request, held in zip(requests, tables, strict=True):
+            self._end_after_token(request, held, now)
+
+    def _end_after_token(self, request: Request, held: HeldBlocks | None, now: float) -> None:
+        token_id, num_tokens = int(request.token_ids[-1]), request.num_tokens
+        reason = FinishReason.REPETITION
+        if request.is_stopped_by(token_id, num_tokens):
+            reason = FinishReason.STOPPED
+            if token_id in request.sampling.stop_token_ids:
+                request.stop_reason = token_id
+        elif num_tokens >= request.max_total_tokens:
+            reason = FinishReason.LENGTH_CAPPED
+        self._end_output(request, reason, held, now)
 
     def _end_output(
         self,
         request: Request,
         reason: FinishReason,
+        held: HeldBlocks | None,
         now: float,
         *,
-        held: HeldBlocks | None,
-        stop_token_id: int | None = None,
+        has_computed: bool = True,
     ) -> None:
-        """The output is complete; a session goes on with its next input."""
+        """The output is complete; a session goes on with its next input. `has_computed`: `held` is
+        the KV of all its tokens but the last, and maybe more."""
         if not request.resumable or self._is_last_output(request):
-            self._forget(request, reason, now, held=held, stop_token_id=stop_token_id)
+            self._forget(request, reason, held)
             return
         if held is not None:
+            if has_computed and request.keeps_blocks and self._kv_cache.can_fork:
+                held, rest = self._kv_cache.cut(held, request.num_tokens - 1)
+                self._forks.hold(request, held, request.num_tokens - 1)
+                held = rest
             self._kv_cache.release(held)
-        self._outputs.add_finish(
-            request, reason, stop_token_id=stop_token_id, session_continues=True
-        )
+        self._outputs.add_finish(request, reason, session_continues=True)
         request.num_prompt_tokens = request.num_tokens
         request.num_cached_tokens = NOT_SCHEDULED
         request.is_resumed = False
@@ -280,10 +294,11 @@ class Lifecycle:
 
     def _leave(self, request: Request) -> HeldBlocks | None:
         """Out of the queue or off the row; returns blocks that are still referenced."""
-        row = request.row
-        if row >= 0:
-            self._plan.drop_finished(row, request.request_id)
-            return self._leave_row(request, is_void=True)
+        if request.row >= 0:
+            self._plan.drop_finished(request.row, request.request_id)
+            return self._leave_rows([request], is_void=True)[0]
+        self._forks.parent_leaves(request)
+        self._forks.drop(request)
         self._waiting.remove(request)
         if request.held is not None:
             return self._take_held(request)
@@ -291,28 +306,36 @@ class Lifecycle:
             self._abandon_load(request)
         return None
 
-    def _leave_row(self, request: Request, *, is_void: bool) -> HeldBlocks:
-        """Off its row; tokens may still be on their way, and mean nothing if `is_void`."""
-        row = request.row
-        newest_step = self._in_flight.newest_step
-        held = self._kv_cache.detach(row)
+    def _leave_rows(self, requests: Sequence[Request], *, is_void: bool) -> list[HeldBlocks]:
+        """Off their rows; tokens may still be on their way, and mean nothing if `is_void`: then
+        they do not come back as what they were."""
+        if is_void:
+            for request in requests:
+                self._forks.parent_leaves(request)
+        tables = [self._kv_cache.detach(request.row) for request in requests]
         if len(self._in_flight):  # plans that are not answered may still compute on these blocks
-            self._kv_cache.fence(held, newest_step)
-        self._in_flight.note_departure(
-            request,
-            int(self._running.generation[row]),
-            tables=held.block_ids,
-            expects_tokens=bool(self._running.num_placeholders[row]),
-            void_through=newest_step if is_void else int(self._running.void_through[row]),
-        )
-        if request.lora is not None:
-            self._loras.leave(request.lora.name)
-        self._running.release(request)
-        if request.multimodal:
-            self._encoder.withdraw(request)
-        return held
+            newest_step = self._in_flight.newest_step
+            for request, held in zip(requests, tables, strict=True):
+                row = request.row
+                self._kv_cache.fence(held, newest_step)
+                self._in_flight.note_departure(
+                    request,
+                    int(self._running.generation[row]),
+                    tables=held.block_ids,
+                    expects_tokens=bool(self._running.num_placeholders[row]),
+                    void_through=newest_step if is_void else int(self._running.void_through[row]),
+                )
+        self._running.release(requests)
+        for request in requests:
+            if request.lora is not None:
+                self._loras.leave(request.lora.name)
+            if request.multimodal:
+                self._encoder.withdraw(request)
+        return tables
 
     def _take_held(self, request: Request) -> HeldBlocks:
+        if self._forks.holds(request):
+            return self._forks.let_go(request)
         held = request.held
         assert held is not None
         request.held = None
@@ -324,10 +347,8 @@ class Lifecycle:
         self,
         request: Request,
         reason: FinishReason,
-        now: float,
+        held: HeldBlocks | None,
         *,
-        held: HeldBlocks | None = None,
-        stop_token_id: int | None = None,
         message: str | None = None,
         pooled: Float32Array | None = None,
     ) -> None:
@@ -344,7 +365,6 @@ class Lifecycle:
         self._outputs.add_finish(
             request,
             reason,
-            stop_token_id=stop_token_id,
             message=message,
             pooled=pooled,
             kv_transfer_params=departure.params,
@@ -356,15 +376,12 @@ class Lifecycle:
     def clear_rows(self, now: float) -> None:
         """The workers are gone, and with them every row: running requests go back to the front of
         the queue in admission order, sampled tokens that never came are void."""
-        for request in reversed(self._running.requests_in_order()):
+        running = self._running.requests_in_order()
+        self._running.release(running)
+        for request in reversed(running):
             self._loras.leave(request.lora_name)
-            self._running.release(request)
-            request.status = RequestStatus.PREEMPTED
-            request.is_resumed = True
-            request.num_preemptions += 1
-            request.events.append((RequestEvent.PREEMPTED, now))
-            self.num_preemptions += 1
-            self._waiting.put_back(request)
+            self._put_back(request, now)
+        self._forks.begin_epoch()
         for request in self._requests.values():
             request.resume_after_step = 0
             request.held = None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from longshore.protocol.arrays import (
@@ -14,7 +15,8 @@ from longshore.protocol.arrays import (
     int32_array,
 )
 from longshore.protocol.client import EngineOutputs, FinishedRequest, FinishReason
-from longshore.scheduler.request import FINISHED_STATUS, NOT_SCHEDULED, Request
+from longshore.protocol.results import TokenLogprobs
+from longshore.scheduler.request import FINISHED_STATUS, Request
 
 
 @dataclass(slots=True)
@@ -23,6 +25,7 @@ class _Bucket:
 
     handles: list[Int32Array] = field(default_factory=list)
     tokens: list[Int32Array] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: list[FinishedRequest] = field(default_factory=list)
 
 
@@ -46,12 +49,15 @@ class OutputBuckets:
         bucket.handles.append(handles)
         bucket.tokens.append(tokens)
 
+    def add_logprobs(self, client: int, entries: TokenLogprobs) -> None:
+        """Log probabilities of tokens of one client; their owners are handles."""
+        self._bucket(client).logprobs.append(entries)
+
     def add_finish(
         self,
         request: Request,
         reason: FinishReason,
         *,
-        stop_token_id: int | None = None,
         message: str | None = None,
         pooled: Float32Array | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
@@ -59,6 +65,7 @@ class OutputBuckets:
     ) -> None:
         """The request, which is on no row any more, has ended; or only its output, if its session
         continues."""
+        queued = request.events[0][1]
         if not session_continues:
             request.status = FINISHED_STATUS[reason]
         self._bucket(request.client_index).finished.append(
@@ -66,18 +73,18 @@ class OutputBuckets:
                 handle=request.handle,
                 reason=reason,
                 num_output_tokens=request.num_output_tokens,
-                stop_token_id=stop_token_id,
-                num_cached_tokens=(
-                    0 if request.num_cached_tokens == NOT_SCHEDULED else request.num_cached_tokens
-                ),
+                stop_token_id=request.stop_reason,
+                num_cached_tokens=max(request.num_cached_tokens, 0),  # if it was never scheduled
                 num_preemptions=request.num_preemptions,
                 message=message,
                 kv_transfer_params=kv_transfer_params,
                 pooled=EMPTY_FLOAT32 if pooled is None else pooled,
-                events=tuple((event, at - request.events[0][1]) for event, at in request.events),
+                events=tuple([(event, at - queued) for event, at in request.events]),
                 num_draft_tokens=request.num_draft_tokens,
                 num_accepted_tokens=request.num_accepted_tokens,
+                num_invalid_draft_tokens=request.num_invalid_draft_tokens,
                 session_continues=session_continues,
+                num_nans_in_logits=request.num_nans_in_logits,
             )
         )
 
@@ -99,6 +106,7 @@ class OutputBuckets:
                 EngineOutputs(
                     handles=_join(bucket.handles),
                     tokens=_join(bucket.tokens),
+                    logprobs=_join_logprobs(bucket.logprobs),
                     finished=tuple(bucket.finished),
                 ),
             )
@@ -118,3 +126,10 @@ def _join(arrays: list[Int32Array]) -> Int32Array:
     if not arrays:
         return EMPTY_INT32
     return int32_array(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+
+
+def _join_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    columns = zip(*(msgspec.structs.astuple(part) for part in parts), strict=True)
+    return TokenLogprobs(*map(np.concatenate, columns))

@@ -1,10 +1,10 @@
 """From the scheduler's tables to the message of a step: only what the workers do not expect."""
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from longshore.connectors.base import SchedulerConnector, StepView
+from longshore.connectors.base import StepView
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
 from longshore.protocol.plan import (
     AppendedBlocks,
@@ -14,11 +14,10 @@ from longshore.protocol.plan import (
     SchedulerOutput,
     digest_changes,
 )
-from longshore.scheduler.encoder_cache import EncoderCache
-from longshore.scheduler.intake import MAX_ADDED_BYTES, num_input_bytes
-from longshore.scheduler.kv_cache_manager import KVCacheManager
+from longshore.scheduler.block_demand import BlockCopy
+from longshore.scheduler.intake import MAX_ADDED_BYTES
+from longshore.scheduler.parts import Parts
 from longshore.scheduler.request import Request
-from longshore.scheduler.running import RunningTable
 
 MAX_ADDED_ARRAYS: Final = 3 * 2048
 """Arrays that one plan's added rows bring: each may be a frame, of which a message has 16,384. That
@@ -28,23 +27,13 @@ leaves room for the tables of 8,192 rows under --verify-plan."""
 class PlanBuilder:
     """Collects the changes since the last plan, and numbers and chains the plans of an epoch."""
 
-    def __init__(
-        self,
-        running: RunningTable,
-        kv_cache: KVCacheManager,
-        encoder: EncoderCache,
-        *,
-        epoch: int,
-        verify_plan: bool,
-        feed_back_tokens: bool,
-        connector: SchedulerConnector | None,
-    ) -> None:
-        self._running = running
-        self._kv_cache = kv_cache
-        self._encoder = encoder
+    def __init__(self, parts: Parts, *, epoch: int, verify_plan: bool) -> None:
+        self._running = parts.running
+        self._kv_cache = parts.kv_cache
+        self._encoder = parts.encoder
+        self._connector = parts.connector
+        self._feed_back_tokens = parts.config.feed_back_tokens
         self._verify_plan = verify_plan
-        self._feed_back_tokens = feed_back_tokens
-        self._connector = connector
         self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -62,6 +51,7 @@ class PlanBuilder:
         self._added: list[RowStart] = []
         self._num_added_bytes = self._num_added_arrays = 0
         self.appended: list[AppendedBlocks] = []
+        self.copies: list[BlockCopy] = []
         self.zero_block_ids: list[int] = []
         self.unnamed: list[int] = []
         self.loads: list[int] = []
@@ -81,10 +71,10 @@ class PlanBuilder:
         )
         return fits or not self._added
 
-    def add(self, start: RowStart) -> None:
+    def add(self, request: Request, start: RowStart) -> None:
         """A request takes a row with this plan."""
         self._added.append(start)
-        self._num_added_bytes += num_input_bytes(start)
+        self._num_added_bytes += 4 * request.num_tokens + request.num_input_bytes
         self._num_added_arrays += 3 + len(start.multimodal)
 
     def drop_finished(self, row: int, request_id: str) -> None:
@@ -134,22 +124,20 @@ class PlanBuilder:
         within the step."""
         running = self._running
         changed = (num_scheduled != running.expected()).nonzero()[0]
-        finished_rows = int32_array(list(self._finished))
-        preempted_rows = int32_array(list(self._preempted))
-        rewound = tuple(self._rewound.values())
-        added, appended = tuple(self._added), tuple(self.appended)
-        scheduled_rows = int32_array(changed)
-        scheduled_tokens = int32_array(num_scheduled[changed])
-        self._digest = digest_changes(
-            self._digest,
-            finished_rows=finished_rows,
-            preempted_rows=preempted_rows,
-            rewound=rewound,
-            added=added,
-            appended=appended,
-            scheduled_rows=scheduled_rows,
-            scheduled_tokens=scheduled_tokens,
-        )
+        changes: dict[str, Any] = {
+            "finished_rows": int32_array(list(self._finished)),
+            "preempted_rows": int32_array(list(self._preempted)),
+            "rewound": tuple(self._rewound.values()),
+            "added": tuple(self._added),
+            "appended": tuple(self.appended),
+            "scheduled_rows": int32_array(changed),
+            "scheduled_tokens": int32_array(num_scheduled[changed]),
+        }
+        if self.copies:
+            columns = map(int32_array, zip(*self.copies, strict=True))
+            names = ("copy_source_ids", "copy_target_ids", "copy_num_tokens")
+            changes |= zip(names, columns, strict=True)
+        self._digest = digest_changes(self._digest, **changes)
         sampled_rows, sampled_tokens = self._tokens_to_feed_back(num_scheduled)
         draft_rows, draft_tokens = self._drafts(num_scheduled)
         previous_step = self.step
@@ -162,13 +150,7 @@ class PlanBuilder:
             num_scheduled_tokens=num_tokens,
             digest=self._digest,
             answered_step=answered_step,
-            finished_rows=finished_rows,
-            preempted_rows=preempted_rows,
-            rewound=rewound,
-            added=added,
-            appended=appended,
-            scheduled_rows=scheduled_rows,
-            scheduled_tokens=scheduled_tokens,
+            **changes,
             sampled_rows=sampled_rows,
             sampled_tokens=sampled_tokens,
             draft_rows=draft_rows,
@@ -205,13 +187,19 @@ class PlanBuilder:
         )
 
     def _tokens_to_feed_back(self, num_scheduled: Int64Array) -> tuple[Int32Array, Int32Array]:
-        """Ids sampled since admission that this step computes: a first pipeline stage that does
-        not sample has them from nobody else."""
+        """Ids sampled since admission that this step computes, and the last known ones of rows
+        that are sent back, which no step has computed yet: a first pipeline stage that does not
+        sample has them from nobody else."""
         running = self._running
         if not self._feed_back_tokens:
             return EMPTY_INT32, EMPTY_INT32
-        rows = np.flatnonzero((num_scheduled > 0) & (running.num_computed >= running.num_known))
-        return int32_array(rows), int32_array(running.token_ids[rows, running.num_computed[rows]])
+        positions = running.num_computed.copy()
+        is_fed = (num_scheduled > 0) & (positions >= running.num_known)
+        rewound = list(self._rewound)
+        is_fed[rewound] = True
+        positions[rewound] = running.num_known[rewound] - 1
+        rows = is_fed.nonzero()[0]
+        return int32_array(rows), int32_array(running.token_ids[rows, positions[rows]])
 
     def _drafts(self, num_scheduled: Int64Array) -> tuple[Int32Array, Int32Array]:
         """Drafts that this step verifies, a row listed once per draft."""

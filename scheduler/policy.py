@@ -6,8 +6,10 @@ Other packages bring their own: entry point group `longshore.scheduling_policies
 `package.module:Class`. docs/scheduling_policies.md shows one.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -36,6 +38,8 @@ __all__ = [
     "SchedulingPolicy",
     "load_policy",
 ]
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP: Final = "longshore.scheduling_policies"
 
@@ -66,7 +70,9 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def pick_victim(self, running: Sequence[PolicyRequest]) -> int:
-        """Index in `running` (in admission order, not empty) of the request to preempt."""
+        """Index in `running` (in admission order, not empty) of the request to preempt. While
+        others run it must not be the one that this policy itself serves first (the eldest, if it
+        keeps an FCFSQueue): were nobody safe, all could preempt one another for ever."""
 
     # The hooks below do nothing by default.
 
@@ -193,19 +199,22 @@ POLICIES: Final[dict[str, type[SchedulingPolicy]]] = {
 
 class CheckedPolicy(SchedulingPolicy):
     """Another policy, whose answers are checked before anything is done with them: whatever it
-    raises, and whatever makes no sense, is a PolicyError that names it and its method."""
+    raises, and whatever makes no sense, is a PolicyError that names it and its method. A victim
+    without which nobody would be sure to advance is replaced by the youngest other request."""
 
     def __init__(self, policy: SchedulingPolicy, name: str) -> None:
         self._policy = policy
         self._name = name
         self._shape: object = None
+        self._order: Callable[[PolicyRequest], Order] | None = None
+        self._has_warned = False
         self.ignores_priority = policy.ignores_priority  # type: ignore[misc]  # of this instance
 
     def make_queue(self) -> RequestQueue[Any]:
         queue = self._ask(self._policy.make_queue)
         if type(queue) is PriorityQueue:
-            order = queue.order
-            return PriorityQueue(lambda request: self._check_order(order, request))
+            self._order = partial(self._check_order, queue.order)
+            return PriorityQueue(self._order)
         if type(queue) is not FCFSQueue:
             raise self._nonsense("make_queue", queue, "an FCFSQueue or a PriorityQueue")
         return queue
@@ -234,7 +243,25 @@ class CheckedPolicy(SchedulingPolicy):
         answer = self._ask(self._policy.pick_victim, tuple(running))
         if type(answer) is not int or not 0 <= answer < len(running):
             raise self._nonsense("pick_victim", answer, f"an index of {len(running)} requests")
-        return answer
+        if len(running) == 1 or answer != self._first(running):
+            return answer
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "scheduling policy %r preempts the request that it serves first; so that somebody "
+                "advances, the youngest other one gives way instead (said once)",
+                self._name,
+            )
+        last = len(running) - 1
+        return last if answer != last else last - 1
+
+    def _first(self, running: Sequence[PolicyRequest]) -> int:
+        """Whom the policy serves first; the eldest, if it keeps no order."""
+        order = self._order
+        if order is None:
+            return 0
+        places = [(order(request), request.request_id) for request in running]
+        return places.index(min(places))
 
     def arrived(self, request: PolicyRequest) -> None:
         self._ask(self._policy.arrived, request)

@@ -6,19 +6,24 @@ holds one of them: also those that found it by its name while the step was in fl
 have left their rows since, whose blocks may still be found.
 """
 
+import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from longshore.protocol.arrays import BoolArray, Int32Array, int32_array
-from longshore.protocol.plan import Rewind
-from longshore.scheduler.encoder_cache import EncoderCache
-from longshore.scheduler.in_flight import StepsInFlight
-from longshore.scheduler.kv_cache_manager import KVCacheManager
+from longshore.protocol.client import FinishReason
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.results import ModelRunnerOutput
+from longshore.scheduler.in_flight import PlannedStep
+from longshore.scheduler.lifecycle import Lifecycle
+from longshore.scheduler.parts import Parts
+from longshore.scheduler.plan_builder import PlanBuilder
 from longshore.scheduler.request import Request
-from longshore.scheduler.running import RunningTable
-from longshore.scheduler.waiting import WaitingRequests
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -35,7 +40,7 @@ class _Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Spoilt:
+class _Spoilt:
     """All bad blocks, and who holds one of them. With a running request come the leading tokens
     whose KV is good."""
 
@@ -47,23 +52,96 @@ class Spoilt:
 class Recovery:
     """Finds what bad blocks have spoilt, and rewinds rows."""
 
-    def __init__(
-        self,
-        *,
-        running: RunningTable,
-        waiting: WaitingRequests,
-        kv_cache: KVCacheManager,
-        in_flight: StepsInFlight,
-        encoder: EncoderCache,
-    ) -> None:
-        self._running = running
-        self._waiting = waiting
-        self._kv_cache = kv_cache
-        self._in_flight = in_flight
-        self._encoder = encoder
+    def __init__(self, parts: Parts, plan: PlanBuilder, lifecycle: Lifecycle) -> None:
+        self._load_failure_policy = parts.config.load_failure_policy
+        self._running = parts.running
+        self._waiting = parts.waiting
+        self._kv_cache = parts.kv_cache
+        self._in_flight = parts.in_flight
+        self._encoder = parts.encoder
+        self._transfers = parts.transfers
+        self._plan = plan
+        self._lifecycle = lifecycle
+        self._border = math.lcm(*parts.kv_cache.block_sizes)
         self.num_rewinds = 0
 
-    def forget_from(self, sources: dict[int, int]) -> Spoilt:
+    def fail_loads(self, failed: Int32Array, planned: PlannedStep) -> None:
+        """Loads of the answered step did not fill these blocks."""
+        sources = {}
+        for generation in planned.loads:
+            tables = self._tables_under(generation)
+            firsts = [
+                int(np.argmax(np.isin(table, failed))) * block_size
+                for table, block_size in zip(tables, self._kv_cache.block_sizes, strict=True)
+                if np.isin(table, failed).any()
+            ]
+            if firsts:
+                sources[generation] = min(firsts)
+        if not sources:
+            logger.warning("step %d: blocks failed to load that no load had", planned.step)
+            return
+        fails = self._load_failure_policy == "fail"
+        self._spoil(sources, reason="its KV could not be loaded" if fails else None)
+
+    def _tables_under(self, generation: int) -> tuple[Int32Array, ...]:
+        rows = np.flatnonzero(self._running.generation == generation)
+        if len(rows):
+            return self._kv_cache.block_ids(int(rows[0]))
+        return self._in_flight.departed(generation).tables
+
+    def fail_not_finite(self, output: ModelRunnerOutput, planned: PlannedStep) -> None:
+        """The model's output was not a number for `output.nan_rows`. The eldest first: a younger
+        one that had found its blocks is sent back with it, and its own output means nothing then.
+        """
+        num_nans = dict(zip(output.nan_rows.tolist(), output.num_nans.tolist(), strict=True))
+        indices = np.flatnonzero(np.isin(planned.rows, output.nan_rows))
+        for index in indices[np.argsort(planned.generations[indices])].tolist():
+            row, generation = int(planned.rows[index]), int(planned.generations[index])
+            self._fail_row(row, generation, num_nans[row], planned.step)
+
+    def _fail_row(self, row: int, generation: int, num_nans: int, step: int) -> None:
+        """Nothing that the row's request computed may be reused. What it had found, others have
+        computed and got numbers from."""
+        if self._running.generation[row] == generation:
+            if step <= self._running.void_through[row]:
+                return
+            request = self._running.request_on(row)
+            num_hit_tokens = request.num_hit_tokens
+        else:
+            left = self._in_flight.departed(generation)
+            request, num_hit_tokens = left.request, left.num_hit_tokens
+            if step <= left.void_through and not request.is_finished:
+                return
+        if not request.is_finished:
+            logger.warning(
+                "request %s: %d logits of step %d are not finite",
+                request.request_id,
+                num_nans,
+                step,
+            )
+            request.num_nans_in_logits = num_nans
+            text = (
+                "the model produced logits that are not finite numbers for this request, or its "
+                "settings forbid every token"
+            )
+            self._lifecycle.end(request, FinishReason.ERROR, message=text)
+        self._spoil({generation: num_hit_tokens})
+
+    def _spoil(self, sources: dict[int, int], *, reason: str | None = None) -> None:
+        """Everything that rests on bad KV is computed again; with `reason`, requests that hold some
+        of it fail for it. See `_forget_from` for `sources`."""
+        spoilt = self._forget_from(sources)
+        self._plan.unnamed += spoilt.block_ids.tolist()
+        self._transfers.note_spoilt(spoilt.block_ids)
+        for request in spoilt.waiting:
+            self._lifecycle.give_up_load(request)
+        for request, num_good in spoilt.running:
+            if reason is not None:
+                self._lifecycle.end(request, FinishReason.ERROR, message=reason)
+            else:
+                self._rewind(request, num_good)
+
+    def _forget_from(self, sources: dict[int, int]) -> _Spoilt:
         """Un-name everything computed from a bad position on, and say who is concerned.
 
         sources: generation of a request that ran while the plan was unanswered -> leading tokens of
@@ -94,26 +172,26 @@ class Recovery:
             for request in self._waiting
             if request.held is not None and any(bad[ids].any() for ids in request.held.block_ids)
         ]
-        bad[0] = False
         block_ids = int32_array(np.flatnonzero(bad))
         self._kv_cache.forget_from(block_ids)
         self._in_flight.void_departed()
         running = {holder.request: holder.num_good for holder in spoilt if holder.is_running}
-        return Spoilt(block_ids, list(running.items()), waiting)
+        return _Spoilt(block_ids, list(running.items()), waiting)
 
-    def rewind(self, request: Request, num_good: int) -> Rewind:
-        """The running request computes again from the last block border up to `num_good` tokens at
-        which every group has KV."""
+    def _rewind(self, request: Request, num_good: int) -> None:
+        """The running request computes again from the last block border of all groups up to
+        `num_good` tokens."""
         row = request.row
         newest_step = self._in_flight.newest_step
         num_tokens = min(num_good, int(self._running.num_tokens[row]) - 1)
-        num_tokens -= num_tokens % max(self._kv_cache.block_sizes)
+        num_tokens -= num_tokens % self._border
+        num_tokens = self._kv_cache.resume_point(self._kv_cache.block_ids(row), num_tokens)
         self._kv_cache.truncate(row, num_tokens, newest_step)
         request.num_hit_tokens = min(request.num_hit_tokens, num_tokens)
         if request.multimodal:  # items that it had passed may have to be encoded again
             self._encoder.pending[request.request_id] = request
         self.num_rewinds += 1
-        return self._running.send_back(row, num_tokens, newest_step)
+        self._plan.add_rewind(self._running.send_back(row, num_tokens, newest_step))
 
     def _holders(self, sources: dict[int, int]) -> Iterator[_Holder]:
         sizes = self._kv_cache.block_sizes
@@ -141,6 +219,7 @@ class Recovery:
     def _mark(self, holder: _Holder, bad: BoolArray) -> None:
         for table, size in zip(holder.tables, self._kv_cache.block_sizes, strict=True):
             bad[table[holder.num_good // size :]] = True
+        bad[NULL_BLOCK] = False
 
     def _num_good_hits(self, holder: _Holder, bad: BoolArray) -> int:
         """Leading tokens of the holder before the first bad block that it found."""

@@ -3,16 +3,9 @@
 from collections.abc import Iterator
 
 from longshore.protocol.client import WaitingReport
-from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.gates import AdmissionGates
-from longshore.scheduler.in_flight import StepsInFlight
-from longshore.scheduler.kv_cache_manager import KVCacheManager
-from longshore.scheduler.lora import LoRAPlaces
+from longshore.scheduler.parts import Parts
 from longshore.scheduler.pause import PauseState
 from longshore.scheduler.request import Request, RequestStatus
-from longshore.scheduler.running import RunningTable
-from longshore.scheduler.transfers import Transfers
-from longshore.scheduler.waiting import WaitingRequests
 
 
 class Progress:
@@ -33,26 +26,15 @@ class Progress:
 class WaitingReasons:
     """Names what each waiting request waits for, from the same tables that admission looks at."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        *,
-        running: RunningTable,
-        waiting: WaitingRequests,
-        kv_cache: KVCacheManager,
-        in_flight: StepsInFlight,
-        gates: AdmissionGates,
-        loras: LoRAPlaces,
-        transfers: Transfers,
-    ) -> None:
-        self._config = config
-        self._running = running
-        self._waiting = waiting
-        self._kv_cache = kv_cache
-        self._in_flight = in_flight
-        self._gates = gates
-        self._loras = loras
-        self._transfers = transfers
+    def __init__(self, parts: Parts) -> None:
+        self._config = parts.config
+        self._running = parts.running
+        self._waiting = parts.waiting
+        self._kv_cache = parts.kv_cache
+        self._in_flight = parts.in_flight
+        self._gates = parts.gates
+        self._loras = parts.loras
+        self._transfers = parts.transfers
 
     def describe(self, pause: PauseState, now: float, limit: int) -> tuple[WaitingReport, ...]:
         """The first `limit` waiting requests, in the order in which they are tried."""

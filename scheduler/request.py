@@ -5,6 +5,7 @@ request keeps them here.
 """
 
 import enum
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -67,63 +68,48 @@ class Request:
     waits_for:     why admission set it aside, if nothing else tells it; for reports.
     is_resumed:    it was preempted and has not run since.
     place:         among the requests set aside, under FCFS.
-    held:          blocks it holds without a row, once an asynchronous load has filled them.
+    held:          blocks it holds without a row: an asynchronous load has filled them, or it is a
+                   hold (`Forks`).
     load_number:   loads begin in this order.
     unwritten_block_ids: of `held`: blocks that the load did not fill.
     extra_keys:    what enters its block names beside tokens, once worked out (`block_hash`).
     grammar:       compiled from `structured_output`.
+    keeps_blocks:  of a session: it holds its KV while it waits for input.
     next_chunks:   of a session: input that came before its turn.
     asks_connector: off from its load to its next life, so that the load is not tried twice.
+    must_compute_prompt: log probabilities of its prompt are asked for and have not all been
+                   delivered: nothing of it may be found, in the prefix cache or by a connector.
+    skip_reading_prefix_cache: for that reason, or because its client wants it (`wants_no_hits`).
+    is_scored:     log probabilities of some of its tokens are asked for.
+    is_special:    its answer is more than one token to append: it has a grammar, looks for
+                   repetition or is a pooling request.
+    stop_reason:   the stop id of its own that ended it.
+    num_nans_in_logits: of the step that ended it, if they were the reason.
     events:        (what, time), in order.
     """
 
-    __slots__ = (
-        "arrival_time",
-        "asks_connector",
-        "block_names",
-        "cache_salt",
-        "client_index",
-        "events",
-        "extra_keys",
-        "grammar",
-        "handle",
-        "held",
-        "is_last_step",
-        "is_resumed",
-        "job_id",
-        "kv_transfer_params",
-        "load_number",
-        "lora",
-        "max_total_tokens",
-        "multimodal",
-        "next_chunks",
-        "num_accepted_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_draft_tokens",
-        "num_external_tokens",
-        "num_hit_tokens",
-        "num_input_bytes",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "place",
-        "pooling",
-        "priority",
-        "prompt_embeds",
-        "request_id",
-        "resumable",
-        "resume_after_step",
-        "row",
-        "sampling",
-        "skip_reading_prefix_cache",
-        "status",
-        "stop_ids",
-        "structured_output",
-        "token_ids",
-        "trace_headers",
-        "unwritten_block_ids",
-        "waits_for",
-    )
+    row = -1
+    status = RequestStatus.WAITING
+    resume_after_step = 0
+    num_preemptions = 0
+    num_cached_tokens = NOT_SCHEDULED
+    num_computed_tokens = 0
+    num_external_tokens = 0
+    num_hit_tokens = 0
+    num_draft_tokens = 0
+    num_accepted_tokens = 0
+    num_invalid_draft_tokens = 0
+    num_nans_in_logits = 0
+    stop_reason: int | None = None
+    waits_for: str | None = None
+    is_resumed = False
+    place: int | None = None
+    held: "HeldBlocks | None" = None
+    load_number = 0
+    asks_connector = True
+    unwritten_block_ids: Sequence[int] = ()
+    extra_keys: "ExtraKeys | None" = None
+    grammar: "Grammar | None" = None
 
     def __init__(
         self,
@@ -134,14 +120,13 @@ class Request:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
     ) -> None:
-        sampling = message.sampling
         self.request_id = message.request_id
         self.handle = message.handle
         self.client_index = client_index
         self.priority = message.priority
         self.arrival_time = now - message.age_s
         self.cache_salt = message.cache_salt
-        self.skip_reading_prefix_cache = message.skip_reading_prefix_cache
+        self.wants_no_hits = message.skip_reading_prefix_cache
         self.trace_headers = message.trace_headers
         self.kv_transfer_params = message.kv_transfer_params
         self.lora = message.lora
@@ -152,49 +137,50 @@ class Request:
         self.job_id = message.job_id
         self.is_last_step = message.is_last_step
         self.resumable = message.resumable
-        self.sampling: SamplingParams = sampling
-        self.num_prompt_tokens = len(message.prompt_token_ids)
+        self.keeps_blocks = message.keeps_blocks
         self.token_ids: Int32Array = message.prompt_token_ids
+        self.num_prompt_tokens = len(self.token_ids)
         if len(message.output_token_ids):
             self.token_ids = np.concatenate((message.prompt_token_ids, message.output_token_ids))
-        self._set_limits(max_model_len, eos_token_ids)
+        self._take_sampling(message.sampling, max_model_len, eos_token_ids)
         self.block_names: list[bytes] = []
-        self.extra_keys: ExtraKeys | None = None
-        self.grammar: Grammar | None = None
-        self.held: HeldBlocks | None = None
         self.next_chunks: list[ContinueSession] = []
-        self.asks_connector = True
         self.events: list[tuple[RequestEvent, float]] = [(RequestEvent.QUEUED, now)]
-        self.is_resumed = False
-        self.waits_for: str | None = None
-        self.place: int | None = None
-        self.num_computed_tokens = 0
-        self.num_external_tokens = 0
-        self.num_hit_tokens = 0
-        # Beside token ids: what its start adds to a plan, and how many arrays that is.
-        self.num_input_bytes = sum(len(item.data) for item in message.multimodal)
-        if message.prompt_embeds is not None:
-            self.num_input_bytes += len(message.prompt_embeds.data)
-        self.load_number = 0
-        self.unwritten_block_ids: list[int] = []
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
-        self.status = RequestStatus.WAITING
-        self.row = -1
-        self.resume_after_step = 0
-        self.num_cached_tokens = NOT_SCHEDULED
-        self.num_preemptions = 0
+        # Beside token ids: what its start adds to a plan.
+        self.num_input_bytes = 0
+        if self.multimodal or self.prompt_embeds is not None:
+            self.num_input_bytes = sum(len(item.data) for item in self.multimodal)
+            if self.prompt_embeds is not None:
+                self.num_input_bytes += len(self.prompt_embeds.data)
 
-    def _set_limits(self, max_model_len: int, eos_token_ids: tuple[int, ...]) -> None:
-        sampling = self.sampling
+    def _take_sampling(
+        self, sampling: SamplingParams, max_model_len: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        """What follows from the sampling settings and the number of prompt tokens."""
+        self.sampling = sampling
+        num_prompt, is_pooling = self.num_prompt_tokens, self.pooling is not None
         self.max_total_tokens = max_model_len
-        if self.pooling is not None:
+        if is_pooling:
             # The one token that its last step would sample is never taken.
-            self.max_total_tokens = self.num_prompt_tokens + 1
+            self.max_total_tokens = num_prompt + 1
         elif sampling.max_tokens is not None:
-            self.max_total_tokens = min(max_model_len, self.num_prompt_tokens + sampling.max_tokens)
-        eos = () if sampling.ignore_eos else eos_token_ids
-        self.stop_ids: tuple[int, ...] = (*sampling.stop_token_ids, *eos)
+            self.max_total_tokens = min(max_model_len, num_prompt + sampling.max_tokens)
+        self.stop_ids = sampling.stop_token_ids
+        if not sampling.ignore_eos:
+            self.stop_ids += eos_token_ids
+        scores_prompt = sampling.prompt_logprobs is not None and not is_pooling
+        self.is_scored = scores_prompt or (sampling.logprobs is not None and not is_pooling)
+        self.must_compute_prompt = scores_prompt and num_prompt > 1
+        self.skip_reading_prefix_cache = self.wants_no_hits or self.must_compute_prompt
+        self.is_special = (
+            is_pooling or self.structured_output is not None or sampling.repetition is not None
+        )
+
+    def prompt_was_scored(self, num_tokens: int) -> None:
+        """Log probabilities of its first `num_tokens` prompt tokens have been delivered."""
+        if num_tokens >= self.num_prompt_tokens:
+            self.must_compute_prompt = False
+            self.skip_reading_prefix_cache = self.wants_no_hits
 
     def begin_chunk(
         self,
@@ -207,13 +193,13 @@ class Request:
         """A session goes on: all tokens so far are prompt now, and the chunk's come behind them."""
         self.token_ids = np.concatenate((self.token_ids, chunk.prompt_token_ids))
         self.num_prompt_tokens = len(self.token_ids)
-        self.sampling = chunk.sampling
         self.resumable = chunk.resumable
-        self._set_limits(max_model_len, eos_token_ids)
+        self._take_sampling(chunk.sampling, max_model_len, eos_token_ids)
         self.events = [(RequestEvent.QUEUED, now)]
         self.asks_connector = True
+        self.stop_reason = None
         self.num_external_tokens = 0
-        self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.num_draft_tokens = self.num_accepted_tokens = self.num_invalid_draft_tokens = 0
         self.status = RequestStatus.WAITING
 
     @property
@@ -235,9 +221,9 @@ class Request:
     def is_finished(self) -> bool:
         return self.status.is_finished
 
-    def is_stopped_by(self, token_id: int) -> bool:
-        """Whether its last token, `token_id`, ends it whatever its length."""
-        enough = self.num_output_tokens >= self.sampling.min_tokens
+    def is_stopped_by(self, token_id: int, num_tokens: int) -> bool:
+        """Whether `token_id`, as the last of so many tokens, ends it whatever its length."""
+        enough = num_tokens - self.num_prompt_tokens >= self.sampling.min_tokens
         return enough and token_id in self.stop_ids
 
     def append_token(self, token_id: int) -> None:

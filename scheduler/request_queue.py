@@ -2,7 +2,7 @@
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 Order: TypeAlias = float | str | tuple[float | str, ...]
@@ -56,9 +56,6 @@ class RequestQueue(Protocol[RequestT]):
     def prepend(self, request: RequestT) -> None:
         """To the front; under PRIORITY nobody jumps the order, so this is `add`."""
 
-    def prepend_all(self, requests: Iterable[RequestT]) -> None:
-        """To the front, keeping their order among themselves."""
-
     def remove(self, request: RequestT) -> None:
         """Take out one request, wherever it stands. Raises LookupError if it is not there."""
 
@@ -88,10 +85,6 @@ class FCFSQueue(Generic[RequestT]):
     def prepend(self, request: RequestT) -> None:
         self._requests[request.request_id] = request
         self._requests.move_to_end(request.request_id, last=False)
-
-    def prepend_all(self, requests: Iterable[RequestT]) -> None:
-        for request in reversed(list(requests)):
-            self.prepend(request)
 
     def remove(self, request: RequestT) -> None:
         del self._requests[request.request_id]
@@ -127,10 +120,6 @@ class PriorityQueue(Generic[RequestT]):
 
     def prepend(self, request: RequestT) -> None:
         self.add(request)
-
-    def prepend_all(self, requests: Iterable[RequestT]) -> None:
-        for request in requests:
-            self.add(request)
 
     def remove(self, request: RequestT) -> None:
         for index, (_, _, other) in enumerate(self._heap):

@@ -5,18 +5,21 @@ is preempted or ends. The first four columns are the table the workers keep too 
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from longshore.protocol.arrays import BoolArray, Int32Array, Int64Array
+from longshore.protocol.arrays import EMPTY_INT32, BoolArray, Int32Array, Int64Array
 from longshore.protocol.plan import Rewind, RowStart
-from longshore.protocol.rows import RowTable
+from longshore.protocol.rows import EMPTY_ROW, RowTable
 from longshore.scheduler.request import Request, RequestStatus
 
 NO_STOP_ID = -1
 _NEVER: Final = 1 << 62
+# A row that nobody holds, in the order of `RunningTable._columns`: it never ends.
+_EMPTY: Final = np.array([EMPTY_ROW, *[0] * 8, _NEVER, 0, 0, 0], np.int64)
 
 
 class RunningTable(RowTable):
@@ -28,44 +31,65 @@ class RunningTable(RowTable):
                       int32 has their ids, -1 where only the worker knows them.
     void_through:     (step) tokens of plans up to this one mean nothing: the row was rewound.
     has_grammar:      bool; a grammar restricts its tokens.
-    is_special:       bool; its answer is more than one token to append: it has a grammar, looks for
-                      repetition or is a pooling request.
+    is_special:       bool; see `Request`.
     num_prompt:       prompt tokens.
     max_total:        the request ends when num_tokens reaches this.
     min_total:        stop ids do not count before num_tokens reaches this.
     client, handle:   where its tokens go.
-    stop_ids:         (max_num_seqs, width) int64, padded with NO_STOP_ID.
+    stop_ids:         (max_num_seqs, width) int64, padded with NO_STOP_ID; as wide as it must be.
     token_ids:        (max_num_seqs, max_model_len) int32; memory is used only as far as written.
     requests:         the Request on each row, or None.
+    scored:           by row, the requests that ask for log probabilities.
 
     version:          changes when a request comes, leaves or is sent back.
 
     Generations grow with every admission, so they are the admission order: rows have none.
     """
 
+    num_tokens: Int64Array
+    num_placeholders: Int64Array
+    num_drafts: Int64Array
+    void_through: Int64Array
+    num_prompt: Int64Array
+    max_total: Int64Array
+    min_total: Int64Array
+    client: Int64Array
+    handle: Int64Array
+
     def __init__(
         self, max_num_seqs: int, max_model_len: int, num_speculative_tokens: int = 0
     ) -> None:
         super().__init__(max_num_seqs)
-        self.num_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
-        self.num_placeholders: Int64Array = np.zeros(max_num_seqs, np.int64)
-        self.num_drafts: Int64Array = np.zeros(max_num_seqs, np.int64)
+        # One array, so that a row is filled by one assignment, and several are emptied by one.
+        self._columns = np.zeros((len(_EMPTY), max_num_seqs), np.int64)
+        self._columns[:] = _EMPTY[:, None]
+        (
+            self.generation,
+            self.num_computed,
+            self.num_known,
+            self.last_computed,
+            self.num_tokens,
+            self.num_placeholders,
+            self.num_drafts,
+            self.void_through,
+            self.num_prompt,
+            self.max_total,
+            self.min_total,
+            self.client,
+            self.handle,
+        ) = self._columns
         self.drafts = np.zeros((max_num_seqs, num_speculative_tokens), np.int32)
-        self.void_through: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.has_grammar: BoolArray = np.zeros(max_num_seqs, np.bool_)
         self.is_special: BoolArray = np.zeros(max_num_seqs, np.bool_)
-        self.num_prompt: Int64Array = np.zeros(max_num_seqs, np.int64)
-        self.max_total: Int64Array = np.zeros(max_num_seqs, np.int64)
-        self.min_total: Int64Array = np.zeros(max_num_seqs, np.int64)
-        self.client: Int64Array = np.zeros(max_num_seqs, np.int64)
-        self.handle: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.stop_ids = np.full((max_num_seqs, 1), NO_STOP_ID, np.int64)
         self.token_ids = np.empty((max_num_seqs, max_model_len), np.int32)
         self._token_slots: Int32Array = self.token_ids.reshape(-1)
         self._first_slot: Int64Array = np.arange(max_num_seqs) * max_model_len
         self.requests: list[Request | None] = [None] * max_num_seqs
+        self.scored: dict[int, Request] = {}
         self.version = 0
         self._fewest_left = _NEVER  # no row has fewer tokens left to its max_total than this
+        self._num_of_width: Counter[int] = Counter()  # rows by their number of stop ids
         self._free_rows = list(range(max_num_seqs))
         self._last_generation = 0
         self._order: Int64Array | None = None
@@ -83,8 +107,8 @@ class RunningTable(RowTable):
     def order(self) -> Int64Array:
         """Held rows in admission order. Recomputed only after membership changed."""
         if self._order is None:
-            rows = np.flatnonzero(self.generation)
-            self._order = rows[np.argsort(self.generation[rows])]
+            rows = self.generation.nonzero()[0]
+            self._order = rows[self.generation[rows].argsort()]
         return self._order
 
     def admit(
@@ -93,63 +117,78 @@ class RunningTable(RowTable):
         """Put a waiting request on `next_row`; returns what the workers must be told."""
         row = heapq.heappop(self._free_rows)
         self._last_generation += 1
-        self._changed()
-        sampling, num_prompt = request.sampling, request.num_prompt_tokens
-        start = RowStart(
+        self.version += 1
+        self._order = None
+        sampling, token_ids = request.sampling, request.token_ids
+        num_tokens, num_prompt = len(token_ids), request.num_prompt_tokens
+        max_total = request.max_total_tokens
+        self._columns[:, row] = (
+            self._last_generation,
+            num_computed_tokens,
+            num_tokens,
+            max_total - 1,
+            num_tokens,
+            0,
+            0,
+            0,
+            num_prompt,
+            max_total,
+            min(num_prompt + sampling.min_tokens, max_total),
+            request.client_index,
+            request.handle,
+        )
+        self.num_rows += 1
+        self._fewest_left = min(self._fewest_left, max_total - num_tokens)
+        self.token_ids[row, :num_tokens] = token_ids
+        if request.is_special:
+            self.is_special[row] = True
+            self.has_grammar[row] = request.structured_output is not None
+        if request.is_scored:
+            self.scored[row] = request
+        if request.stop_ids:
+            self._set_stop_ids(row, request.stop_ids)
+        self.requests[row] = request
+        request.row = row
+        request.status = RequestStatus.RUNNING
+        resumed, request.is_resumed = request.is_resumed, False
+        return RowStart(
             row=row,
             generation=self._last_generation,
             request_id=request.request_id,
             num_computed_tokens=num_computed_tokens,
-            last_computed=request.max_total_tokens - 1,
-            prompt_token_ids=request.token_ids[:num_prompt],
-            output_token_ids=request.token_ids[num_prompt:],
+            last_computed=max_total - 1,
+            prompt_token_ids=token_ids[:num_prompt],
+            output_token_ids=token_ids[num_prompt:] if num_tokens > num_prompt else EMPTY_INT32,
             block_ids=block_ids,
             sampling=sampling,
-            resumed=request.is_resumed,
+            resumed=resumed,
             lora=request.lora,
             multimodal=request.multimodal,
             prompt_embeds=request.prompt_embeds,
             pooling=request.pooling,
             has_structured_output=request.structured_output is not None,
         )
-        self.start(start)
-        self.num_tokens[row] = request.num_tokens
-        self.num_placeholders[row] = 0
-        self.num_drafts[row] = 0
-        self.void_through[row] = 0
-        self.has_grammar[row] = request.structured_output is not None
-        self.is_special[row] = (
-            request.structured_output is not None
-            or request.pooling is not None
-            or sampling.repetition is not None
-        )
-        self.num_prompt[row] = num_prompt
-        self.max_total[row] = request.max_total_tokens
-        self.min_total[row] = min(num_prompt + sampling.min_tokens, request.max_total_tokens)
-        self._fewest_left = min(self._fewest_left, request.max_total_tokens - request.num_tokens)
-        self.client[row] = request.client_index
-        self.handle[row] = request.handle
-        self.token_ids[row, : request.num_tokens] = request.token_ids
-        self._set_stop_ids(row, request.stop_ids)
-        self.requests[row] = request
-        request.row = row
-        request.status = RequestStatus.RUNNING
-        request.is_resumed = False
-        return start
 
-    def release(self, request: Request) -> None:
-        """The request leaves its row; its tokens so far go back into it."""
-        row = request.row
-        request.token_ids = self.tokens_of(row).copy()
-        request.row = -1
-        self.requests[row] = None
-        self.drop(row)
-        self.num_tokens[row] = 0
-        self.num_placeholders[row] = 0
-        self.num_drafts[row] = 0
-        self.max_total[row] = _NEVER
-        heapq.heappush(self._free_rows, row)
-        self._changed()
+    def release(self, requests: Sequence[Request]) -> None:
+        """The requests leave their rows; their tokens so far go back into them."""
+        rows = []
+        for request in requests:
+            row = request.row
+            rows.append(row)
+            request.token_ids = self.tokens_of(row).copy()
+            request.row = -1
+            self.requests[row] = None
+            heapq.heappush(self._free_rows, row)
+            if request.is_special:
+                self.is_special[row] = self.has_grammar[row] = False
+            if request.is_scored:
+                del self.scored[row]
+            if request.stop_ids:
+                self._drop_stop_ids(row, request.stop_ids)
+        self._columns[:, rows] = _EMPTY[:, None]
+        self.num_rows -= len(rows)
+        self.version += 1
+        self._order = None
 
     def tokens_of(self, row: int, count: int | None = None) -> Int32Array:
         """A view of the row's first `count` (all) verified token ids."""
@@ -213,26 +252,45 @@ class RunningTable(RowTable):
         """Whether a row may have reached its max_total; `stopped` finds out."""
         return self._fewest_left <= 0
 
-    def stopped(self, rows: Int64Array, token_ids: Int32Array) -> Int64Array:
-        """Those of `rows` that end with the token they just got, in admission order."""
+    @property
+    def has_stop_ids(self) -> bool:
+        """Whether any request that runs has some."""
+        return bool(self._num_of_width)
+
+    def stopped(self, rows: Int64Array, token_ids: Int32Array | None) -> Int64Array:
+        """Those of `rows` that end with the tokens they just got, in admission order. `token_ids`
+        may be None if none of these is a stop id."""
         num_tokens = self.num_tokens[rows]
         ended = num_tokens >= self.max_total[rows]
-        hit = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
-        ended |= hit & (num_tokens >= self.min_total[rows])
+        if token_ids is not None:
+            hit = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
+            ended |= hit & (num_tokens >= self.min_total[rows])
+        ending = rows[ended]
         if self.may_be_full:
             left = self.max_total - self.num_tokens
-            self._fewest_left = int(left[left > 0].min(initial=_NEVER))
-        ending = rows[ended]
+            left[left <= 0] = _NEVER
+            self._fewest_left = int(left.min())
         return ending[self.generation[ending].argsort()]
 
-    def _changed(self) -> None:
-        self.version += 1
-        self._order = None
-
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        width = self.stop_ids.shape[1]
-        if len(stop_ids) > width:
-            padding = np.full((self.max_num_seqs, len(stop_ids) - width), NO_STOP_ID)
-            self.stop_ids = np.concatenate((self.stop_ids, padding), axis=1)
-        self.stop_ids[row] = NO_STOP_ID
-        self.stop_ids[row, : len(stop_ids)] = stop_ids
+        count = len(stop_ids)
+        self._num_of_width[count] += 1
+        if count > self.stop_ids.shape[1]:
+            self._set_stop_width(count)
+        self.stop_ids[row, :count] = stop_ids
+
+    def _drop_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        """Each step compares all columns, so the widest request takes its own along."""
+        count = len(stop_ids)
+        self.stop_ids[row, :count] = NO_STOP_ID
+        self._num_of_width[count] -= 1
+        if not self._num_of_width[count]:
+            del self._num_of_width[count]
+            if count == self.stop_ids.shape[1]:
+                self._set_stop_width(max(self._num_of_width, default=1))
+
+    def _set_stop_width(self, width: int) -> None:
+        before = self.stop_ids
+        self.stop_ids = np.full((self.max_num_seqs, width), NO_STOP_ID, np.int64)
+        kept = min(width, before.shape[1])
+        self.stop_ids[:, :kept] = before[:, :kept]

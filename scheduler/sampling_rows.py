@@ -9,7 +9,7 @@ from copy import copy
 import numpy as np
 
 from longshore.protocol.arrays import BoolArray, Int32Array, Int64Array
-from longshore.scheduler.running import NO_STOP_ID, RunningTable
+from longshore.scheduler.running import RunningTable
 
 
 class SamplingRows:
@@ -35,9 +35,9 @@ class SamplingRows:
         self.clients: Int64Array = running.client[rows]
         is_one_client = num_rows and np.count_nonzero(self.clients == self.clients[0]) == num_rows
         self.client = int(self.clients[0]) if is_one_client else None
-        stop_ids = running.stop_ids[rows].T  # a line per column compares faster
-        has_stop_ids = np.count_nonzero(stop_ids != NO_STOP_ID)
-        self._stop_ids = np.ascontiguousarray(stop_ids) if has_stop_ids else None
+        self._stop_ids = None
+        if running.has_stop_ids:  # a line per column compares faster
+            self._stop_ids = np.ascontiguousarray(running.stop_ids[rows].T)
 
     def serves(self, running: RunningTable, rows: Int64Array) -> bool:
         """Whether these rows are the ones this was gathered for, with nothing changed since."""

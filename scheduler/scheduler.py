@@ -21,7 +21,7 @@ from longshore.protocol.client import (
 )
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature
-from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.protocol.kv_cache_spec import KVCacheConfig, max_encoder_tokens, sink_block_ids
 from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput, TransferReport
 from longshore.scheduler.admission import Admission
@@ -29,6 +29,8 @@ from longshore.scheduler.answers import Answers
 from longshore.scheduler.block_metrics import BlockMetrics
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.encoder_cache import EncoderCache
+from longshore.scheduler.forgetting_managers import check_states
+from longshore.scheduler.forks import Forks
 from longshore.scheduler.gates import AdmissionGates
 from longshore.scheduler.in_flight import StepsInFlight
 from longshore.scheduler.intake import Intake
@@ -36,6 +38,7 @@ from longshore.scheduler.kv_cache_manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.lora import LoRAPlaces
 from longshore.scheduler.outputs import OutputBuckets
+from longshore.scheduler.parts import Parts
 from longshore.scheduler.pause import PauseState
 from longshore.scheduler.plan_builder import PlanBuilder
 from longshore.scheduler.policy import SchedulingPolicy, load_policy
@@ -84,129 +87,66 @@ class Scheduler:
         block_metrics: BlockMetrics | None = None,
     ) -> None:
         check_pool_size(config, kv_cache)
-        self.config = config
-        policy = load_policy(config.policy) if policy is None else policy
-        self._connector = connector
-        self.running = RunningTable(
-            config.max_num_seqs, config.max_model_len, config.num_speculative_tokens
-        )
-        self.waiting = WaitingRequests(policy)
-        self.kv_cache = KVCacheManager(
+        check_states(config, kv_cache, has_connector=connector is not None)
+        blocks = KVCacheManager(
             cache,
             kv_cache,
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_tokens_in_flight,
             hash_seed=hash_seed,
             metrics=block_metrics,
             record_named=connector is not None,
         )
-        self._in_flight = StepsInFlight()
-        self._outputs = OutputBuckets()
-        self._progress = Progress()
-        self._loras = LoRAPlaces(config.max_loras)
-        self._encoder = EncoderCache(
-            capacity=(
-                config.max_num_encoder_input_tokens
-                if config.encoder_cache_size is None
-                else config.encoder_cache_size
-            ),
-            budget=config.max_num_encoder_input_tokens,
+        policy = load_policy(config.policy) if policy is None else policy
+        in_flight = StepsInFlight()
+        running = RunningTable(
+            config.max_num_seqs, config.max_model_len, config.num_speculative_tokens
         )
-        self._transfers = Transfers(self.kv_cache, self._in_flight, num_ranks=num_ranks)
-        self._plan = PlanBuilder(
-            self.running,
-            self.kv_cache,
-            self._encoder,
-            epoch=epoch,
-            verify_plan=verify_plan,
-            feed_back_tokens=config.feed_back_tokens,
-            connector=connector,
-        )
-        self._structured = StructuredOutputs(
-            grammars,
-            running=self.running,
-            in_flight=self._in_flight,
-            epoch=epoch,
+        waiting = WaitingRequests(policy)
+        parts = Parts(
+            config=config,
             vocab_size=vocab_size,
-        )
-        self._lifecycle = Lifecycle(
-            config,
-            running=self.running,
-            waiting=self.waiting,
-            kv_cache=self.kv_cache,
-            in_flight=self._in_flight,
-            plan=self._plan,
-            outputs=self._outputs,
-            intake=Intake(
-                config,
-                vocab_size=vocab_size,
-                features=features,
-                has_connector=connector is not None,
-                has_grammars=grammars is not None,
-            ),
-            loras=self._loras,
-            encoder=self._encoder,
-            transfers=self._transfers,
-            connector=connector,
-            eos_token_ids=eos_token_ids,
-        )
-        gates = AdmissionGates(cache, kv_cache.num_blocks)
-        self._reasons = WaitingReasons(
-            config,
-            running=self.running,
-            waiting=self.waiting,
-            kv_cache=self.kv_cache,
-            in_flight=self._in_flight,
-            gates=gates,
-            loras=self._loras,
-            transfers=self._transfers,
-        )
-        self._admission = Admission(
-            config,
-            running=self.running,
-            waiting=self.waiting,
-            kv_cache=self.kv_cache,
-            in_flight=self._in_flight,
-            lifecycle=self._lifecycle,
-            plan=self._plan,
-            gates=gates,
-            loras=self._loras,
-            encoder=self._encoder,
-            structured=self._structured,
-            transfers=self._transfers,
-            connector=connector,
-        )
-        self._recovery = Recovery(
-            running=self.running,
-            waiting=self.waiting,
-            kv_cache=self.kv_cache,
-            in_flight=self._in_flight,
-            encoder=self._encoder,
-        )
-        self._answers = Answers(
-            config,
-            running=self.running,
-            kv_cache=self.kv_cache,
-            in_flight=self._in_flight,
-            lifecycle=self._lifecycle,
-            plan=self._plan,
-            outputs=self._outputs,
-            recovery=self._recovery,
-            transfers=self._transfers,
-            epoch=epoch,
-            vocab_size=vocab_size,
-        )
-        self._planner = StepPlanner(
-            config,
             policy=policy,
-            running=self.running,
-            waiting=self.waiting,
-            kv_cache=self.kv_cache,
-            in_flight=self._in_flight,
-            lifecycle=self._lifecycle,
-            admission=self._admission,
-            encoder=self._encoder,
-            plan=self._plan,
+            connector=connector,
+            running=running,
+            waiting=waiting,
+            forks=Forks(running, waiting, blocks, in_flight),
+            kv_cache=blocks,
+            in_flight=in_flight,
+            outputs=OutputBuckets(),
+            transfers=Transfers(blocks, in_flight, num_ranks=num_ranks),
+            gates=AdmissionGates(cache, kv_cache.num_blocks),
+            loras=LoRAPlaces(config.max_loras),
+            encoder=EncoderCache(
+                capacity=config.encoder_capacity, budget=config.max_num_encoder_input_tokens
+            ),
+        )
+        self.config = config
+        self.running, self.waiting, self.kv_cache = running, waiting, blocks
+        self._forks = parts.forks
+        self._connector = connector
+        self._in_flight, self._outputs = in_flight, parts.outputs
+        self._transfers, self._encoder = parts.transfers, parts.encoder
+        intake = Intake(
+            config,
+            vocab_size=vocab_size,
+            features=features,
+            has_connector=connector is not None,
+            has_grammars=grammars is not None,
+            max_encoder_tokens=max_encoder_tokens(kv_cache.groups),
+        )
+        self._plan = PlanBuilder(parts, epoch=epoch, verify_plan=verify_plan)
+        self._structured = StructuredOutputs(parts, grammars, epoch=epoch)
+        self._lifecycle = Lifecycle(parts, self._plan, intake, eos_token_ids=eos_token_ids)
+        self._admission = Admission(parts, self._plan, self._lifecycle, self._structured)
+        self._recovery = Recovery(parts, self._plan, self._lifecycle)
+        self._answers = Answers(parts, self._plan, self._lifecycle, self._recovery)
+        self._planner = StepPlanner(
+            parts,
+            self._plan,
+            self._lifecycle,
+            self._admission,
             steps_can_stand=not (
                 connector is not None
                 or verify_plan
@@ -214,10 +154,10 @@ class Scheduler:
                 or config.num_speculative_tokens
             ),
         )
-        self._sum_in_flight = 0
-        self._num_steps_reported = 0
+        self._reasons, self._progress = WaitingReasons(parts), Progress()
+        self._sum_in_flight = self._num_steps_reported = 0
         if connector is not None:
-            connector.bind_blocks(self._transfers)
+            connector.bind_blocks(parts.transfers)
 
     # Requests in
 
@@ -236,7 +176,7 @@ class Scheduler:
         for handle in handles.tolist():
             request = self._lifecycle.get(client, handle)
             if request is not None:
-                self._lifecycle.end(request, FinishReason.ABORTED, now)
+                self._lifecycle.end(request, FinishReason.ABORTED)
 
     def abort_client(self, client: int, now: float) -> None:
         """A whole client is gone."""
@@ -257,9 +197,11 @@ class Scheduler:
         runs is decided in `StepPlanner.plan_step`."""
         if len(self._in_flight) >= self.config.max_steps_in_flight:
             return None
-        self._give_up_late_loads(now)
+        for request in self._transfers.expired(now):
+            self._lifecycle.give_up_waiting(request)
         plan = self._planner.plan_step(now)
         if plan is not None:
+            self._forks.planned()
             self._sum_in_flight += len(self._in_flight)
             if plan.num_scheduled_tokens:
                 self._progress.advanced(now)
@@ -278,6 +220,7 @@ class Scheduler:
         plan, and changes nothing then.
         """
         was_due = self._answers.apply(output, now)
+        self._forks.answered()
         if was_due and self._connector is not None:
             metadata = (output.connector_metadata,) if output.connector_metadata else ()
             self._connector.update_connector_output(
@@ -298,7 +241,7 @@ class Scheduler:
         sent, received, ended = self._transfers.apply(report)
         for load in ended:
             if not load.is_whole and self.config.load_failure_policy == "fail":
-                self._lifecycle.fail_load(load, now)
+                self._lifecycle.fail_load(load)
             else:
                 self._lifecycle.end_load(load)
         self._connector.update_connector_output(
@@ -309,10 +252,6 @@ class Scheduler:
                 metadata=(report.connector_metadata,) if report.connector_metadata else (),
             )
         )
-
-    def _give_up_late_loads(self, now: float) -> None:
-        for request in self._transfers.expired(now):
-            self._lifecycle.give_up_waiting(request, now)
 
     # The whole engine
 
@@ -332,7 +271,6 @@ class Scheduler:
         self._encoder.clear()
         self._plan.begin_epoch(epoch)
         self._structured.begin_epoch(epoch)
-        self._answers.epoch = epoch
         self._sum_in_flight = self._num_steps_reported = 0
 
     def shutdown(self) -> None:
@@ -458,8 +396,11 @@ class Scheduler:
 def check_pool_size(config: SchedulerConfig, kv_cache: KVCacheConfig) -> None:
     """Raise ConfigError if one request of the longest length does not fit the empty pool: it could
     never finish, and everything behind it would wait for ever."""
-    needed = sum(group.spec.max_blocks(config.max_model_len) for group in kv_cache.groups)
-    usable = kv_cache.num_blocks - 1
+    needed = sum(
+        group.spec.max_blocks(config.max_model_len, config.max_tokens_in_flight)
+        for group in kv_cache.groups
+    )
+    usable = kv_cache.num_blocks - 1 - sum(map(len, sink_block_ids(kv_cache.groups)))
     if needed > usable:
         raise ConfigError(
             f"a request of max_model_len={config.max_model_len} tokens needs {needed} blocks, but "

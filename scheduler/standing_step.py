@@ -8,26 +8,28 @@ a number.
 import numpy as np
 
 from longshore.protocol.arrays import Int64Array
+from longshore.scheduler.in_flight import PlannedStep
 from longshore.scheduler.running import RunningTable
-from longshore.scheduler.sampling_rows import SamplingRows
 
 
 class StandingStep:
-    """True of the plan `step`, which has just been built, and of the next ones while it `holds`.
+    """True of the plan `planned`, which has just been built, and of the next ones while it `holds`.
 
     sampling:      all running rows.
+    scored:        those that are to be scored, if any.
     num_scheduled: (max_num_seqs,) int64, 1 for each of them.
     """
 
     def __init__(
-        self, running: RunningTable, sampling: SamplingRows, num_scheduled: Int64Array, *, step: int
+        self, running: RunningTable, planned: PlannedStep, num_scheduled: Int64Array
     ) -> None:
-        self.sampling = sampling
+        rows = planned.rows
+        self.sampling, self.scored = planned.sampling, planned.scored
         self.num_scheduled = num_scheduled
-        self.num_tokens = len(sampling.rows)
-        left = running.last_computed[sampling.rows] - running.num_computed[sampling.rows]
-        self._last_step = step + int(left.min())
-        self._quiet_through = step
+        self.num_tokens = len(rows)
+        left = running.last_computed[rows] - running.num_computed[rows]
+        self._last_step = planned.step + int(left.min())
+        self._quiet_through = planned.step
 
     def holds(self, running: RunningTable, step: int) -> bool:
         """Whether the plan `step`, which comes next, is such a one again: the same requests run,

@@ -1,4 +1,4 @@
-"""From a configuration to a running engine: sockets, the workers' handshake, the block pool."""
+"""From a configuration to a running engine: sockets, connector, clients, loop."""
 
 import asyncio
 import logging
@@ -10,25 +10,14 @@ import zmq
 from longshore.connectors.base import ConnectorConfig, SchedulerConnector
 from longshore.connectors.registry import load_scheduler_connector, parse_options
 from longshore.protocol.channel import Channel, ServerChannel, close_context, open_socket
-from longshore.protocol.errors import ConfigError, HandshakeRefused
-from longshore.protocol.handshake import (
-    Feature,
-    FromWorker,
-    Refused,
-    ToClient,
-    ToEngine,
-    ToWorker,
-    Welcome,
-    WorkerHello,
-    WorkerReady,
-    check_identity,
-)
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.handshake import Feature, FromWorker, ToClient, ToEngine
 from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.protocol.lifeline import Lifeline, Progress, Ready
-from longshore.protocol.results import WorkerFailed
 from longshore.scheduler.config import SchedulerProcessConfig
-from longshore.scheduler.engine import Engine, EngineError
-from longshore.scheduler.scheduler import Scheduler, check_pool_size
+from longshore.scheduler.engine import Engine
+from longshore.scheduler.scheduler import Scheduler
+from longshore.scheduler.welcome import WorkerChannel, welcome_workers
 
 logger = logging.getLogger(__name__)
 
@@ -38,24 +27,21 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
 
     Raises LongshoreError for everything an operator can cause.
     """
-    if len(config.workers) != 1:
-        raise ConfigError(
-            f"{len(config.workers)} workers were configured; this version runs one worker per "
-            "engine (no tensor or pipeline parallelism yet)"
-        )
     if config.cache.enable_kv_cache_events:
         raise ConfigError("enable_kv_cache_events: this version publishes no events; leave it off")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    worker: Channel[ToWorker, FromWorker] = Channel(
-        open_socket(context, zmq.DEALER, config.workers[0], bind=True), FromWorker
-    )
+    workers: list[WorkerChannel] = []
     try:
-        lifeline.report(Progress("waiting for the worker to load the model"))
-        hello, kv_cache = welcome_worker(worker, config)
-        if config.scheduler.num_speculative_tokens and Feature.DRAFTS not in hello.features:
+        for endpoint in config.workers:
+            worker_socket = open_socket(context, zmq.DEALER, endpoint, bind=True)
+            workers.append(Channel(worker_socket, FromWorker))
+        kv_cache, features = welcome_workers(
+            workers, config, on_progress=lambda doing: lifeline.report(Progress(doing))
+        )
+        if config.scheduler.num_speculative_tokens and Feature.DRAFTS not in features:
             raise ConfigError(
-                f"num_speculative_tokens={config.scheduler.num_speculative_tokens}: worker "
-                f"{hello.rank} proposes and verifies no drafts. Set it to 0."
+                f"num_speculative_tokens={config.scheduler.num_speculative_tokens}: the workers "
+                "propose and verify no drafts. Set it to 0."
             )
         scheduler = Scheduler(
             config.scheduler,
@@ -66,8 +52,9 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             eos_token_ids=config.eos_token_ids,
             epoch=config.epoch,
             verify_plan=config.verify_plan,
-            features=frozenset(hello.features),
-            connector=_load_connector(config, hello, kv_cache),
+            features=features,
+            connector=_load_connector(config, features, kv_cache),
+            num_ranks=len(workers),
         )
         clients: ServerChannel[ToClient, ToEngine] = ServerChannel(
             open_socket(context, zmq.ROUTER, config.clients, bind=True), ToEngine
@@ -78,40 +65,17 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
         )
         logger.info("ready: %d blocks, %d tokens fit", kv_cache.num_blocks, tokens)
         try:
-            _run(Engine(config, scheduler, worker, clients))
+            _run(Engine(config, scheduler, workers, clients))
         finally:
             clients.close()
     finally:
-        worker.close()
+        for worker in workers:
+            worker.close()
         close_context(context)
 
 
-def welcome_worker(
-    worker: Channel[ToWorker, FromWorker], config: SchedulerProcessConfig
-) -> tuple[WorkerHello, KVCacheConfig]:
-    """The handshake: compare, agree on the number of blocks, wait until the worker is warm."""
-    hello = worker.receive(timeout_s=None)
-    if isinstance(hello, WorkerFailed):
-        raise EngineError(f"worker {hello.rank} failed: {hello.reason}")
-    if not isinstance(hello, WorkerHello):
-        raise EngineError(f"a worker began with {type(hello).__name__} instead of WorkerHello")
-    try:
-        check_identity(config.identity, hello.identity, peer=f"worker {hello.rank}")
-        kv_cache = _agree_on_blocks(hello.kv_cache, config)
-    except (HandshakeRefused, ConfigError) as error:
-        worker.send(Refused(str(error)))
-        raise
-    worker.send(Welcome(config.epoch, kv_cache.num_blocks, config.verify_plan))
-    ready = worker.receive(timeout_s=None)
-    if isinstance(ready, WorkerFailed):
-        raise EngineError(f"worker {ready.rank} failed: {ready.reason}")
-    if not isinstance(ready, WorkerReady):
-        raise EngineError(f"a worker said {type(ready).__name__} instead of WorkerReady")
-    return hello, kv_cache
-
-
 def _load_connector(
-    config: SchedulerProcessConfig, hello: WorkerHello, kv_cache: KVCacheConfig
+    config: SchedulerProcessConfig, features: frozenset[Feature], kv_cache: KVCacheConfig
 ) -> SchedulerConnector | None:
     """Raises ConfigError without a worker half: blocks would count as loaded that nobody fills."""
     if config.kv_connector is None:
@@ -127,26 +91,12 @@ def _load_connector(
             engine_id=f"{config.engine_id}.{config.epoch}",
         ),
     )
-    if Feature.KV_CONNECTOR not in hello.features:
+    if Feature.KV_CONNECTOR not in features:
         raise ConfigError(
-            f"--kv-connector {config.kv_connector}: worker {hello.rank} has no connector half to "
-            "move its blocks; this version's workers have none. Start without --kv-connector."
+            f"--kv-connector {config.kv_connector}: the workers have no connector half to move "
+            "their blocks; this version's workers have none. Start without --kv-connector."
         )
     return connector
-
-
-def _agree_on_blocks(offered: KVCacheConfig, config: SchedulerProcessConfig) -> KVCacheConfig:
-    wanted = config.cache.num_blocks
-    num_blocks = offered.num_blocks if wanted is None else min(wanted, offered.num_blocks)
-    for group in offered.groups:
-        if group.spec.block_size != config.cache.block_size:
-            raise HandshakeRefused(
-                f"the worker has blocks of {group.spec.block_size} tokens, the scheduler of "
-                f"{config.cache.block_size}"
-            )
-    agreed = msgspec.structs.replace(offered, num_blocks=num_blocks)
-    check_pool_size(config.scheduler, agreed)
-    return agreed
 
 
 def _run(engine: Engine) -> None:

@@ -12,54 +12,46 @@ from longshore.protocol.arrays import Int64Array
 from longshore.protocol.plan import AppendedBlocks, SchedulerOutput
 from longshore.scheduler.admission import Admission
 from longshore.scheduler.budget import StepBudget
-from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.encoder_cache import EncoderCache
-from longshore.scheduler.in_flight import PlannedStep, StepsInFlight
-from longshore.scheduler.kv_cache_manager import KVCacheManager
+from longshore.scheduler.in_flight import PlannedStep
 from longshore.scheduler.lifecycle import Lifecycle
+from longshore.scheduler.logprobs import ScoredRows
+from longshore.scheduler.parts import Parts
 from longshore.scheduler.pause import PauseState
+from longshore.scheduler.pipeline_batches import share_of_step
 from longshore.scheduler.plan_builder import PlanBuilder
-from longshore.scheduler.policy import SchedulingPolicy
-from longshore.scheduler.running import RunningTable
 from longshore.scheduler.sampling_rows import SamplingRows
 from longshore.scheduler.standing_step import StandingStep
-from longshore.scheduler.waiting import WaitingRequests
 
 
 class StepPlanner:
-    """Makes one plan after the other. Its collaborators are the scheduler's.
+    """Makes one plan after the other.
 
     steps_can_stand: off if somebody is to hear of every row or of every step.
     """
 
     def __init__(
         self,
-        config: SchedulerConfig,
-        *,
-        policy: SchedulingPolicy,
-        running: RunningTable,
-        waiting: WaitingRequests,
-        kv_cache: KVCacheManager,
-        in_flight: StepsInFlight,
+        parts: Parts,
+        plan: PlanBuilder,
         lifecycle: Lifecycle,
         admission: Admission,
-        encoder: EncoderCache,
-        plan: PlanBuilder,
+        *,
         steps_can_stand: bool,
     ) -> None:
-        self._config = config
-        self._policy = policy
-        self._running = running
-        self._waiting = waiting
-        self._kv_cache = kv_cache
-        self._in_flight = in_flight
+        self._config = parts.config
+        self._policy = parts.policy
+        self._running = parts.running
+        self._waiting = parts.waiting
+        self._forks = parts.forks
+        self._kv_cache = parts.kv_cache
+        self._in_flight = parts.in_flight
+        self._encoder = parts.encoder
+        self._plan = plan
         self._lifecycle = lifecycle
         self._admission = admission
-        self._encoder = encoder
-        self._plan = plan
         self._steps_can_stand = steps_can_stand
         self._standing: StandingStep | None = None
-        self._sampling = SamplingRows(running, np.empty(0, np.int64))
+        self._sampling = SamplingRows(parts.running, np.empty(0, np.int64))
         self.pause = PauseState.UNPAUSED
 
     def plan_step(self, now: float) -> SchedulerOutput | None:
@@ -92,6 +84,7 @@ class StepPlanner:
             return None
         is_quiet = standing.is_quiet(step)
         if not is_quiet:
+            self._forget_blocks()
             appended = self._kv_cache.grow(
                 self._num_slots(standing.num_scheduled), running.generation
             )
@@ -111,13 +104,16 @@ class StepPlanner:
                 num_lookahead=self._config.num_lookahead_tokens,
                 step=step,
             )
-        self._in_flight.add(PlannedStep(step, standing.sampling))
+        self._in_flight.add(PlannedStep(step, standing.sampling, scored=standing.scored))
         return plan
 
     def _schedule_running(self, budget: StepBudget, now: float) -> tuple[Int64Array, bool]:
         """Tokens per row for the requests that run, and whether all of them still do."""
         running = self._running
+        self._forget_blocks()
         wanted = budget.cap(running.wanted())
+        if self._config.feed_back_tokens:
+            wanted = share_of_step(wanted, running, self._config.max_steps_in_flight)
         before = self._encoder.checkpoint() if self._encoder.pending else None
         num_scheduled = self._cut(wanted, budget)
         appended = self._kv_cache.grow(self._num_slots(num_scheduled), running.generation)
@@ -138,7 +134,7 @@ class StepPlanner:
         num_scheduled = budget.cut(wanted, running)
         pending = self._encoder.pending.values()
         if not pending:
-            return num_scheduled
+            return self._kv_cache.aligned_chunks(running.num_computed, num_scheduled)
         for request in sorted(pending, key=lambda request: int(running.generation[request.row])):
             row = request.row
             allowed = self._encoder.limit(
@@ -148,7 +144,19 @@ class StepPlanner:
                 wanted = wanted.copy()
                 wanted[row] = allowed
                 num_scheduled = budget.cut(wanted, running)
-        return num_scheduled
+        return self._kv_cache.aligned_chunks(running.num_computed, num_scheduled)
+
+    def _forget_blocks(self) -> None:
+        """Blocks that no row needs any more come before those that rows lack."""
+        running = self._running
+        if self._kv_cache.forgets:
+            self._kv_cache.forget(
+                running.num_computed,
+                running.num_tokens,
+                running.generation,
+                step=self._plan.step + 1,
+                answered_step=self._in_flight.last_answered_step,
+            )
 
     def _num_slots(self, num_scheduled: Int64Array) -> Int64Array:
         """(max_num_seqs,) tokens that rows need slots for; a drafter writes behind those that
@@ -180,9 +188,13 @@ class StepPlanner:
             if count == 0:
                 index += 1
                 continue
+            count = self._kv_cache.aligned_chunk(int(running.num_computed[row]), count)
             num_tokens = int(running.num_computed[row]) + count + self._config.num_lookahead_tokens
             block_ids = self._kv_cache.grow_row(row, num_tokens)
             while block_ids is None:
+                if self._forks.give_up_youngest():
+                    block_ids = self._kv_cache.grow_row(row, num_tokens)
+                    continue
                 if len(requests) == 1 and self._lifecycle.give_up_youngest_load():
                     block_ids = self._kv_cache.grow_row(row, num_tokens)
                     continue
@@ -216,7 +228,7 @@ class StepPlanner:
         num_named = np.minimum(running.num_computed + num_scheduled, running.num_tokens)
         rows = self._kv_cache.rows_to_name(num_named)
         if len(rows):
-            rows = rows[np.argsort(running.generation[rows])]
+            rows = rows[running.generation[rows].argsort()]
             self._kv_cache.name_rows(
                 rows, num_named, running.token_ids, running.requests, self._plan.step + 1
             )
@@ -232,6 +244,8 @@ class StepPlanner:
         rows = running.samples(num_scheduled).nonzero()[0]
         running.num_placeholders[rows] += 1
         planned = self._planned_step(plan, loads, rows, num_drafts)
+        if running.scored:
+            planned.scored = ScoredRows(running, num_scheduled)
         if num_drafts is not None:
             self._consume_drafts(num_scheduled, rows, num_drafts)
         for request in list(self._encoder.pending.values()):
@@ -255,7 +269,7 @@ class StepPlanner:
             return None
         if last is not None and last.holds(running, plan.step):
             return last
-        return StandingStep(running, planned.sampling, num_scheduled, step=plan.step)
+        return StandingStep(running, planned, num_scheduled)
 
     def _planned_step(
         self,

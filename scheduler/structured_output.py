@@ -13,9 +13,9 @@ from longshore.protocol.arrays import BoolArray, UInt8Array, int32_array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.inputs import StructuredOutput
 from longshore.protocol.plan import SampleMask
-from longshore.scheduler.in_flight import PlannedStep, StepsInFlight
+from longshore.scheduler.in_flight import PlannedStep
+from longshore.scheduler.parts import Parts
 from longshore.scheduler.request import Request, RequestStatus
-from longshore.scheduler.running import RunningTable
 
 
 class GrammarError(LongshoreError):
@@ -47,19 +47,11 @@ class GrammarCompiler(Protocol):
 class StructuredOutputs:
     """Requests with a grammar: their gate before admission and their masks after planning."""
 
-    def __init__(
-        self,
-        compiler: GrammarCompiler | None,
-        *,
-        running: RunningTable,
-        in_flight: StepsInFlight,
-        epoch: int,
-        vocab_size: int,
-    ) -> None:
+    def __init__(self, parts: Parts, compiler: GrammarCompiler | None, *, epoch: int) -> None:
         self._compiler = compiler
-        self._running = running
-        self._in_flight = in_flight
-        self._vocab_size = vocab_size
+        self._running = parts.running
+        self._in_flight = parts.in_flight
+        self._vocab_size = parts.vocab_size
         self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:

@@ -47,10 +47,7 @@ class EndedLoad:
     held: HeldBlocks
     num_good_tokens: int
     unwritten: Int32Array
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.unwritten) == 0
+    is_whole: bool
 
 
 class Transfers:
@@ -164,7 +161,16 @@ class Transfers:
                 if block_id in load.failed or block_id in load.spoilt:
                     num_good = min(num_good, index * block_size)
                     break
-        return EndedLoad(request, load.held, num_good, int32_array(sorted(load.failed)))
+        held, unwritten = load.held, load.failed
+        if self._kv_cache.forgets and num_good < load.num_tokens:
+            # Not every length that was loaded is one to go on from, nor are there blocks to
+            # compute the rest into where none was loaded.
+            num_good = self._kv_cache.resume_point(held.block_ids, num_good)
+            held, rest = self._kv_cache.cut(held, num_good)
+            self.num_loading_blocks -= num_blocks_of(rest)
+            self._kv_cache.release(rest)
+            unwritten = unwritten & _ids(held)
+        return EndedLoad(request, held, num_good, int32_array(sorted(unwritten)), not load.failed)
 
     # Holds: `BlockHolder` of the connector contract
 

@@ -53,14 +53,19 @@ class WaitingRequests:
 
     def add(self, request: Request) -> None:
         """A new request, at its place."""
-        self._announce(request)
+        self.announce(request)
         self._waiting.add(request)
 
     def add_blocked(self, request: Request) -> None:
         """A new request that cannot be admitted yet: at its place among those set aside."""
-        self._announce(request)
+        self.announce(request)
         self._give_place(request)
         self._skipped.add(request)
+
+    def add_parked(self, request: Request) -> None:
+        """A new request that waits for an event."""
+        self.announce(request)
+        self.park(request)
 
     def park(self, request: Request) -> None:
         """A request that is in no queue waits for an event; `unpark` tells it."""
@@ -76,7 +81,8 @@ class WaitingRequests:
             self._last_place += 1
             request.place = self._last_place
 
-    def _announce(self, request: Request) -> None:
+    def announce(self, request: Request) -> None:
+        """A new request; `add` and the other two see to it themselves."""
         self._policy.arrived(request)
         if request.priority and self._policy.ignores_priority and not self._has_warned:
             self._has_warned = True
@@ -103,19 +109,19 @@ class WaitingRequests:
         return None if queue is None else queue.peek()
 
     def pop(self) -> Request:
-        """Take out the request that `peek` showed, because it is admitted."""
+        """Take out the request that `peek` shows, because it is admitted."""
         request = self._take()
         request.place = None
         return request
 
     def set_aside(self) -> None:
-        """Take the request that `peek` showed out of the way for this step."""
+        """Take the request that `peek` shows out of the way for this step."""
         request = self._take()
         self._give_place(request)
         self._set_aside.append(request)
 
     def park_head(self) -> None:
-        """Park the request that `peek` showed."""
+        """Park the request that `peek` shows."""
         self.park(self._take())
 
     def _take(self) -> Request:

@@ -132,7 +132,7 @@ class TextbookScheduler:
         if self.connector is not None:
             self.connector.on_new_request(self.view(request))
         if len(request.outputs) >= request.max_tokens and not request.is_pooling:
-            self.finish(request, FinishReason.LENGTH_CAPPED)
+            self.end_output(request, FinishReason.LENGTH_CAPPED)
 
     def abort(self, handles: Sequence[int], *, client: int = 0) -> None:
         """End these requests; unknown handles are ignored, they may just have finished."""

@@ -9,7 +9,7 @@ run than have a place, and that every mask comes before the tokens it is for and
 
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -33,7 +33,7 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
 )
 from longshore.protocol.plan import RowStart, SampleMask, SchedulerOutput
-from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.results import ModelRunnerOutput, TokenLogprobs
 from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
@@ -89,6 +89,20 @@ class WorkerRow:
         return len(self.start.prompt_token_ids)
 
 
+def scores(rows: Sequence[tuple[int, int, int, int]]) -> TokenLogprobs:
+    """(owner, position, token, listed beside it) as a worker reports them: what is listed follows
+    from the position and the token."""
+    listed = [[token, *range(position, position + more)] for _, position, token, more in rows]
+    return TokenLogprobs(
+        int32_array([owner for owner, *_ in rows]),
+        int32_array([position for _, position, *_ in rows]),
+        int32_array([1 + token % 7 for _, _, token, _ in rows]),
+        int32_array([len(ids) for ids in listed]),
+        int32_array([token for ids in listed for token in ids]),
+        np.array([-token / 8 for ids in listed for token in ids], np.float32),
+    )
+
+
 def no_drafts(request_id: str, position: int) -> list[int]:
     """A worker that speculates about nothing."""
     return []
@@ -101,7 +115,9 @@ class Driver:
     draft:              what the worker proposes for the outputs of a request from a position on.
     received, finished: by (client, handle), what the clients have been told.
     continued:          likewise, the ends of outputs behind which a session went on.
+    scored:             likewise, (position, its listed tokens) in the order of arrival.
     scheduled:          request id -> tokens it got in the latest plan.
+    num_copies:         blocks that plans have copied.
     masks:              by step, those that have come for unanswered plans.
     """
 
@@ -117,6 +133,7 @@ class Driver:
         verify_plan: bool = False,
         cache: dict[str, Any] | None = None,
         world: dict[str, Any] | None = None,
+        kv_cache: KVCacheConfig | None = None,
         **settings: Any,
     ) -> None:
         defaults = {
@@ -134,7 +151,7 @@ class Driver:
                 enable_prefix_caching=enable_prefix_caching,
                 **(cache or {}),
             ),
-            kv_cache=kv_cache_config(num_blocks, block_size, num_groups),
+            kv_cache=kv_cache or kv_cache_config(num_blocks, block_size, num_groups),
             hash_seed=b"seed",
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(EOS,),
@@ -146,13 +163,16 @@ class Driver:
         self.received: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.finished: dict[tuple[int, int], FinishedRequest] = {}
         self.continued: dict[tuple[int, int], list[FinishedRequest]] = defaultdict(list)
+        self.scored: dict[tuple[int, int], list[tuple[int, list[int]]]] = defaultdict(list)
         self.plans: list[SchedulerOutput] = []
         self.scheduled: dict[str, int] = {}
+        self.num_copies = 0
         self.now = 0.0
         self._num_added = 0
         self._sample = sample
         self._draft = draft
         self._block_size = block_size
+        self._block_sizes = self.scheduler.kv_cache.block_sizes
         self._encoder: Encoder[ToWorker] = Encoder()
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
         self._start_workers(epoch=1)
@@ -257,7 +277,11 @@ class Driver:
                 output, draft_rows=EMPTY_INT32, draft_tokens=EMPTY_INT32
             )
         if nan_rows:
-            output = msgspec.structs.replace(output, nan_rows=int32_array(list(nan_rows)))
+            output = msgspec.structs.replace(
+                output,
+                nan_rows=int32_array(list(nan_rows)),
+                num_nans=int32_array([3] * len(nan_rows)),
+            )
         self.scheduler.update_from_output(output, self.now)
         self._take_masks()
         self.check_blocks()
@@ -345,13 +369,21 @@ class Driver:
         drafts = self._drafts_of(plan)
         ids = {row: self._held[row].tokens + drafts[row] for row in scheduled}
         ends = {row: self._held[row].num_computed + count for row, count in scheduled.items()}
+        self._copy_blocks(plan)
+        self._check_targets(scheduled)
         # As in a layer: all KV of the step is written before anything attends to it.
         for row, end in ends.items():
             self.write_kv(self._held[row].tables, ids[row], end - scheduled[row], end)
         for row, end in ends.items():
             self._visit_kv(self._held[row].tables, ids[row], 0, end, self._check_kv)
             self._held[row].num_computed = end
+        first = {row: len(self._held[row].tokens) for row in sampling}
         sampled = [self._verify(row, drafts[row]) for row in sampling]
+        self._scores = [
+            entry
+            for row, end in ends.items()
+            for entry in self._scores_of(row, end - scheduled[row], end, first.get(row))
+        ]
         num_drafts = np.array([len(drafts[row]) for row in sampling])
         num_rejected = num_drafts + 1 - np.array([len(tokens) for tokens in sampled])
         if num_rejected.any():
@@ -359,6 +391,47 @@ class Driver:
                 plan.step, np.array(sampling), self._rows.generation[sampling], num_rejected
             )
         self.pending.append(self._answer_to(plan, sampling, sampled))
+
+    def _check_targets(self, scheduled: dict[int, int]) -> None:
+        """No row writes behind tokens in a block that somebody holds who does not run."""
+        held = [each.held for each in self.scheduler.waiting if each.held is not None]
+        ids = {block_id for each in held for table in each.block_ids for block_id in table.tolist()}
+        for row in scheduled if ids else ():
+            position = self._held[row].num_computed
+            for table, size in zip(self._held[row].tables, self._block_sizes, strict=True):
+                assert not position % size or table[position // size] not in ids
+
+    def _copy_blocks(self, plan: SchedulerOutput) -> None:
+        sources, targets = plan.copy_source_ids.tolist(), plan.copy_target_ids.tolist()
+        assert len(set(targets)) == len(targets)
+        tables = Counter(
+            block_id for held in self._held.values() for table in held.tables for block_id in table
+        )
+        copied = {
+            (target, offset): self._kv[source, offset]
+            for source, target, count in zip(
+                sources, targets, plan.copy_num_tokens.tolist(), strict=True
+            )
+            for offset in range(count)
+        }
+        for target in targets:
+            assert tables[target] == 1, "a copy is somebody's own"
+            for offset in range(self._block_size):
+                self._kv.pop((target, offset), None)
+        self._kv |= copied
+        self.num_copies += len(targets)
+
+    def _scores_of(
+        self, row: int, start: int, end: int, first_sampled: int | None
+    ) -> Iterator[tuple[int, int, int, int]]:
+        held = self._held[row]
+        sampling = held.start.sampling
+        if sampling.prompt_logprobs is not None:
+            for position in range(start + 1, min(end + 1, held.num_prompt)):
+                yield row, position, held.tokens[position], sampling.prompt_logprobs
+        if sampling.logprobs is not None and first_sampled is not None:
+            for position in range(first_sampled, len(held.tokens)):
+                yield row, position, held.tokens[position], sampling.logprobs
 
     def _apply_changes(self, plan: SchedulerOutput) -> np.ndarray:
         for row in (*plan.finished_rows.tolist(), *plan.preempted_rows.tolist()):
@@ -368,8 +441,8 @@ class Driver:
             held = self._held[rewind.row]
             held.num_computed = rewind.num_computed_tokens
             del held.tokens[int(self._rows.num_known[rewind.row]) :]
-            for table in held.tables:
-                del table[-(-held.num_computed // self._block_size) :]
+            for table, block_size in zip(held.tables, self._block_sizes, strict=True):
+                del table[-(-held.num_computed // block_size) :]
         for start in plan.added:
             assert start.row not in self._held
             tokens = [*start.prompt_token_ids.tolist(), *start.output_token_ids.tolist()]
@@ -443,6 +516,7 @@ class Driver:
             num_sampled=int32_array([] if is_one_each else [len(tokens) for tokens in sampled]),
             draft_rows=int32_array([row for row, ids in proposed.items() for _ in ids]),
             draft_tokens=int32_array([token for ids in proposed.values() for token in ids]),
+            logprobs=scores(self._scores) if self._scores else None,
             pooled_rows=int32_array(pooled),
             pooled=tuple(np.array([self._held[row].num_prompt], np.float32) for row in pooled),
         )
@@ -494,10 +568,13 @@ class Driver:
             for ids in self.scheduler.kv_cache.block_ids(row)
             for block_id in ids
         )
+        for request in self.scheduler.waiting:
+            if request.held is not None:
+                holders.update(np.concatenate(request.held.block_ids).tolist())
         pool = self.scheduler.kv_cache._pool
         assert 1 + len(holders) + pool.num_free == self.num_blocks
         for block_id in range(1, self.num_blocks):
-            assert pool.ref_count(block_id) == holders[block_id]
+            assert pool.references()[block_id] == holders[block_id]
 
     def collect(self) -> None:
         """Take what the clients are sent."""
@@ -507,12 +584,24 @@ class Driver:
             ):
                 assert (client, handle) not in self.finished, "a token after the end"
                 self.received[client, handle].append(token)
+            if outputs.logprobs is not None:
+                self._collect_scores(client, outputs.logprobs)
             for end in outputs.finished:
                 assert (client, end.handle) not in self.finished, "two ends"
                 if end.session_continues:
                     self.continued[client, end.handle].append(end)
                 else:
                     self.finished[client, end.handle] = end
+
+    def _collect_scores(self, client: int, entries: TokenLogprobs) -> None:
+        ends = np.cumsum(entries.num_listed).tolist()
+        for index, handle in enumerate(entries.owners.tolist()):
+            assert (client, handle) not in self.finished, "log probabilities after the end"
+            listed = slice(ends[index] - int(entries.num_listed[index]), ends[index])
+            ids = entries.token_ids[listed].tolist()
+            assert entries.logprobs[listed].tolist() == [-token / 8 for token in ids]
+            assert entries.ranks[index] == 1 + ids[0] % 7
+            self.scored[client, handle].append((int(entries.positions[index]), ids))
 
 
 def pressed(policy: str = "fcfs", **settings: Any) -> Driver:

@@ -48,7 +48,7 @@ from longshore.scheduler.policy import load_policy
         ({"max_loading_blocks": 0}, r"max_loading_blocks=0 must be at least 1"),
         ({"max_steps_in_flight": 0}, r"max_steps_in_flight=0 must be 1 \(synchronous\) or 2"),
         ({"max_steps_in_flight": 3}, r"max_steps_in_flight=3 must be 1 \(synchronous\) or 2"),
-        ({"feed_back_tokens": True}, r"feed_back_tokens needs max_steps_in_flight=1"),
+        ({"max_steps_in_flight": 65, "feed_back_tokens": True}, r"=65 must be .*at most 64"),
     ],
 )
 def test_scheduler_setting_out_of_range_is_named_with_what_is_allowed(
@@ -92,7 +92,8 @@ def test_budget_and_width_have_their_defaults() -> None:
 def test_settings_at_their_limits_are_accepted() -> None:
     SchedulerConfig(max_model_len=1, max_num_seqs=1, max_num_batched_tokens=1)
     SchedulerConfig(max_model_len=64, max_num_batched_tokens=64, enable_chunked_prefill=False)
-    SchedulerConfig(max_model_len=64, feed_back_tokens=True, max_steps_in_flight=1)
+    for num_stages in (1, 2, 64):
+        SchedulerConfig(max_model_len=64, feed_back_tokens=True, max_steps_in_flight=num_stages)
     CacheConfig(block_size=1, num_blocks=2)
 
 

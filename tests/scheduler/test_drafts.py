@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
 from longshore.protocol.client import FinishReason
 from longshore.protocol.results import ModelRunnerOutput
-from longshore.scheduler.answers import BadAnswer
+from longshore.scheduler.answer_checks import BadAnswer
 from longshore.scheduler.request import RequestStatus
 from tests.scheduler.driver import (
     EOS,
@@ -396,7 +396,7 @@ def test_blocks_that_hold_drafts_have_no_name_before_the_drafts_are_verified() -
     pool, running = driver.scheduler.kv_cache._pool, driver.scheduler.running
     for _ in range(12):
         driver.step()
-        num_named = sum(pool.key(block_id) is not None for block_id in driver.table("r"))
+        num_named = sum(pool.name(block_id) is not None for block_id in driver.table("r"))
         assert 4 * num_named <= int(running.num_tokens[0])
     assert num_named > 3
     driver.run()

@@ -110,6 +110,33 @@ def test_the_oldest_unneeded_outputs_go_first_and_only_as_many_as_must() -> None
     assert [cache.is_cached(name) for name in "abcd"] == [True, False, False, True]
 
 
+def test_an_output_of_the_same_hash_and_another_size_is_not_shared() -> None:
+    cache = EncoderCache(capacity=20, budget=20)
+    small, big = request_of("small", ("a", 0, 3)), request_of("big", ("a", 0, 6))
+    assert step(cache, small, 0, 2) == (2, ((0, 0),))
+    # `small` still needs its output: no content of that hash but its own can be there.
+    assert step(cache, big, 0, 6) == (0, ())
+    assert cache.take_freed() == ()
+    assert step(cache, small, 2, 2) == (2, ())
+    assert step(cache, big, 0, 6) == (6, ((0, 0),))
+    assert cache.take_freed() == ("a",)
+    assert cache.usage == pytest.approx(6 / 20)
+
+
+def test_looking_ahead_changes_nothing_and_answers_as_the_step_would() -> None:
+    cache = EncoderCache(capacity=9, budget=8)
+    for name in "ab":
+        step(cache, request_of(name, (name, 0, 3)), 0, 3)
+    request = request_of("r", ("b", 0, 3), ("c", 3, 5), ("d", 8, 4))
+    cache.begin_step()
+    for _ in range(2):
+        assert cache.would_limit(request, 0, 12) == 8
+    assert cache.is_cached("a")
+    assert cache.take_freed() == ()
+    assert cache.limit(request, 0, 12) == 8
+    assert cache.take_freed() == ("a",)
+
+
 def test_what_would_not_fit_after_all_evicts_nothing() -> None:
     cache = EncoderCache(capacity=9, budget=9)
     step(cache, request_of("old", ("a", 0, 3)), 0, 3)

@@ -10,7 +10,7 @@ from longshore.protocol.client import FinishReason
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.protocol.results import ModelRunnerOutput
-from longshore.scheduler.answers import BadAnswer
+from longshore.scheduler.answer_checks import BadAnswer
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.scheduler import Scheduler
@@ -217,6 +217,8 @@ def test_an_answer_of_another_epoch_is_dropped_and_counted() -> None:
         (ModelRunnerOutput(1, 1, int32_array([100])), r"outside 0\.\.99 was sampled"),
         (ModelRunnerOutput(1, 1, int32_array([-1])), r"outside 0\.\.99 was sampled"),
         (ModelRunnerOutput(1, 1, int32_array([9]), nan_rows=int32_array([3])), "sampled nothing"),
+        (ModelRunnerOutput(1, 1, int32_array([9]), nan_rows=int32_array([0])), "a number of such"),
+        (ModelRunnerOutput(1, 1, int32_array([9]), num_nans=int32_array([1])), "a number of such"),
         (
             ModelRunnerOutput(
                 1, 1, int32_array([9]), draft_rows=int32_array([0]), draft_tokens=int32_array([100])
@@ -251,7 +253,7 @@ def test_a_block_is_named_only_when_its_tokens_are_verified_and_its_kv_is_planne
         row = driver.requests["r"].row
         num_tokens, num_computed = int(running.num_tokens[row]), int(running.num_computed[row])
         pool = driver.scheduler.kv_cache._pool
-        named = [pool.key(block_id) is not None for block_id in driver.table("r")]
+        named = [pool.name(block_id) is not None for block_id in driver.table("r")]
         count = sum(named)
         assert named[:count] == [True] * count
         assert 4 * count <= min(num_tokens, num_computed)

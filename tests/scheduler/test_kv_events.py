@@ -77,7 +77,7 @@ class EventsMachine(RuleBasedStateMachine):
             self.step += 1
             if self.pool.get_cached_block(name, [group]) is None:
                 self.log.stored(stored(name, group), self.step)
-            self.pool.cache_full_blocks([block_id], [name], group)
+            self.pool.cache_unnamed_blocks([block_id], [name], group)
 
     @rule(block_ids=st.lists(st.integers(0, 5), max_size=6))
     def forget(self, block_ids: list[int]) -> None:

@@ -51,7 +51,8 @@ def test_an_end_goes_to_its_client_and_says_everything_once() -> None:
     request = make_request(prompt=5, outputs=3)
     request.num_cached_tokens, request.num_preemptions = 4, 1
     add(buckets, [(3, 7, 50), (4, 1, 60)])
-    buckets.add_finish(request, FinishReason.STOPPED, stop_token_id=50)
+    request.stop_reason = 50
+    buckets.add_finish(request, FinishReason.STOPPED)
     taken = dict(buckets.take())
     assert set(taken) == {3, 4}
     assert taken[4].finished == ()

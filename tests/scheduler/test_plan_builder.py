@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from longshore.protocol.errors import ConfigError
 from longshore.protocol.inputs import MultimodalFeature
 from longshore.scheduler import plan_builder
-from longshore.scheduler.config import SchedulerConfig
 from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
 
 
@@ -84,12 +82,6 @@ def test_sampled_ids_travel_back_only_when_asked_for() -> None:
         a, b = expected_output("a", 2), expected_output("b", 1)
         expected: list[list[tuple[int, int]]] = [[], [(0, a[0])], [(0, a[1]), (1, b[0])]]
         assert sent == (expected if feed_back else [[], [], []])
-
-
-@pytest.mark.req("OUT-04")
-def test_sampled_ids_cannot_travel_back_with_two_steps_in_flight() -> None:
-    with pytest.raises(ConfigError, match="feed_back_tokens"):
-        SchedulerConfig(max_model_len=8, feed_back_tokens=True, max_steps_in_flight=2)
 
 
 @pytest.mark.req("OUT-05")

@@ -337,6 +337,7 @@ def test_an_installed_policy_is_loaded_by_its_entry_point(
     install(tmp_path, "theirs", {"shortest": "some_policies:Shortest", "fcfs": "nothing:At"})
     monkeypatch.syspath_prepend(tmp_path)
     policy = load_policy("shortest")
+    policy.make_queue()
     assert policy.pick_victim([turn("a", prompt=3), turn("b", prompt=1)]) == 0
     assert isinstance(load_policy("fcfs"), FCFSPolicy)  # a built-in name is not theirs to take
 
@@ -473,3 +474,47 @@ def test_a_policy_cannot_change_the_scheduler_s_list_of_running_requests() -> No
     with pytest.raises(PolicyError, match="pick_victim"):
         CheckedPolicy(Greedy(), "greedy").pick_victim(running)
     assert len(running) == 2
+
+
+class EldestFirst(FCFSPolicy):
+    """First come, first preempted: two requests could chase each other off their rows for ever."""
+
+    def pick_victim(self, running: Any) -> int:
+        return 0
+
+
+def test_a_victim_without_which_nobody_is_sure_to_advance_is_replaced_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver = pressed(world={"policy": CheckedPolicy(EldestFirst(), "eldest")})
+    keys = [driver.add(f"r{index}", prompt_of(14, 25 * index), max_tokens=14) for index in range(4)]
+    driver.run(limit=300)
+    assert all(len(driver.received[key]) == 14 for key in keys)
+    assert sum(driver.finished[key].num_preemptions for key in keys) > 0
+    assert [text for text in caplog.messages if "serves first" in text] == [
+        "scheduling policy 'eldest' preempts the request that it serves first; so that somebody "
+        "advances, the youngest other one gives way instead (said once)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answer", "victim"),
+    [
+        ([3, 1, 2], 0, 0),
+        ([3, 1, 2], 2, 2),
+        ([3, 1, 2], 1, 2),  # `Shortest` serves it first
+        ([3, 2, 1], 2, 1),
+        ([3], 0, 0),  # nobody else runs
+    ],
+)
+def test_any_victim_but_the_one_served_first_is_taken_from_a_policy_with_an_order(
+    module: ModuleType, prompts: list[int], answer: int, victim: int
+) -> None:
+    class Picks(Shortest):
+        def pick_victim(self, running: Any) -> int:
+            return answer
+
+    policy = CheckedPolicy(Picks(), "picks")
+    policy.make_queue()
+    running = [turn(name, prompt=prompt) for name, prompt in zip("abc", prompts, strict=False)]
+    assert policy.pick_victim(running) == victim

@@ -6,7 +6,7 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.client import FinishReason
 from longshore.protocol.inputs import PoolingParams
 from longshore.protocol.results import ModelRunnerOutput
-from longshore.scheduler.answers import BadAnswer
+from longshore.scheduler.answer_checks import BadAnswer
 from longshore.scheduler.request import RequestStatus
 from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
 

@@ -151,5 +151,5 @@ def test_blocks_that_another_request_shares_survive_a_preemption() -> None:
         driver.step()
     assert driver.table("old")[:3] == shared
     pool = driver.scheduler.kv_cache._pool
-    assert [pool.ref_count(block_id) for block_id in shared] == [1, 1, 1]
+    assert [pool.references()[block_id] for block_id in shared] == [1, 1, 1]
     driver.run()

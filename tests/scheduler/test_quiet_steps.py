@@ -13,6 +13,7 @@ from longshore.protocol.client import FinishReason
 from longshore.protocol.codec import Encoder
 from longshore.protocol.handshake import ToWorker
 from longshore.protocol.plan import SchedulerOutput
+from longshore.scheduler.in_flight import PlannedStep
 from longshore.scheduler.pause import PauseState
 from longshore.scheduler.running import RunningTable
 from longshore.scheduler.sampling_rows import SamplingRows
@@ -258,7 +259,7 @@ def standing_step(running: RunningTable, step: int) -> StandingStep:
     rows = running.order
     num_scheduled = np.zeros(running.max_num_seqs, np.int64)
     num_scheduled[rows] = 1
-    return StandingStep(running, SamplingRows(running, rows), num_scheduled, step=step)
+    return StandingStep(running, PlannedStep(step, SamplingRows(running, rows)), num_scheduled)
 
 
 def test_a_step_stands_until_a_row_reaches_its_last_token_or_membership_changes() -> None:
@@ -309,7 +310,7 @@ def test_what_was_gathered_serves_the_same_rows_until_membership_changes() -> No
     assert sampling.serves(running, rows.copy())
     assert not sampling.serves(running, rows[:2])
     assert not sampling.serves(running, np.array([0, 1, 3]))
-    running.release(running.request_on(1))
+    running.release([running.request_on(1)])
     assert not sampling.serves(running, rows)
     assert SamplingRows(running, np.array([0, 2])).index.tolist() == [0, 2]
 

@@ -31,7 +31,7 @@ def priority_queue() -> Queue:
 QUEUES: list[Callable[[], Queue]] = [FCFSQueue, priority_queue]
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["add", "prepend", "prepend_all", "pop", "remove"]),
+        st.sampled_from(["add", "prepend", "pop", "remove"]),
         st.integers(0, 2),
         st.integers(0, 9),
     ),
@@ -83,10 +83,6 @@ def check_against_list(
             case "prepend":
                 queue.prepend(new)
                 model.insert(0, new)
-            case "prepend_all":
-                other = make_request(f"{number:02}b", priority=priority)
-                queue.prepend_all(iter([new, other]))
-                model[:0] = [new, other]
             case "pop" if model:
                 assert queue.pop() is model.pop(0)
             case "pop":
@@ -115,7 +111,8 @@ def test_fcfs_appends_right_pops_left_and_prepends_left() -> None:
     queue.add(b)
     queue.prepend(c)
     assert ids(queue) == ["r2", "r0", "r1"]
-    queue.prepend_all([d, b])  # moves b, keeps the order of the two
+    queue.prepend(b)  # moves it
+    queue.prepend(d)
     assert ids(queue) == ["r3", "r1", "r2", "r0"]
     assert queue.pop() is d
     assert queue.peek() is b
@@ -156,8 +153,6 @@ def test_prepending_under_priority_jumps_no_order() -> None:
     queue.add(urgent)
     queue.prepend(late)
     assert ids(queue) == ["urgent", "late"]
-    queue.prepend_all([make_request("later", priority=6)])
-    assert ids(queue) == ["urgent", "late", "later"]
 
 
 @pytest.mark.req("QUE-03")
@@ -183,7 +178,8 @@ def test_equals_under_priority_stand_in_the_order_of_arrival_and_then_of_their_i
     ]
     for shuffled in (requests, requests[::-1], sorted(requests, key=lambda each: each.request_id)):
         queue = priority_queue()
-        queue.prepend_all(shuffled)
+        for request in shuffled:
+            queue.prepend(request)
         assert [queue.pop().request_id for _ in requests] == ["urgent", "early", "a", "b", "late"]
 
 
@@ -196,7 +192,8 @@ def test_order_is_asked_once_per_request() -> None:
 
     queue: Queue = PriorityQueue(order)
     requests = numbered(20)
-    queue.prepend_all(requests)
+    for request in requests:
+        queue.prepend(request)
     queue.remove(requests[7])
     while len(queue):
         queue.pop()

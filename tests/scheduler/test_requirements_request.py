@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from longshore.protocol.client import RequestEvent
 from longshore.protocol.inputs import (
     LoRARequest,
     MultimodalFeature,
@@ -179,3 +180,39 @@ def test_only_requests_with_items_ahead_of_them_need_the_encoder() -> None:
     assert plans == [2]
     driver.run()
     assert sum(len(plan.encoder_inputs) for plan in driver.plans) == 2
+
+
+@pytest.mark.req("REQ-08")
+def test_events_stop_reason_and_nans_are_on_the_request_and_in_its_end() -> None:
+    driver = Driver(
+        num_blocks=10,
+        max_model_len=32,
+        cache={"preempt_threshold": 1.0},
+        sample=lambda name, position: 7 if (name, position) == ("b", 12) else 11,
+    )
+    a = driver.add("a", prompt_of(14), max_tokens=14)
+    b = driver.add("b", prompt_of(14, 40), max_tokens=14, sampling={"stop_token_ids": (7, 8)})
+    bad = driver.add("bad", prompt_of(2, 80))
+    driver.plan()
+    started = driver.now
+    driver.answer(nan_rows=[driver.requests["bad"].row])
+    driver.run()
+    queued, scheduled, preempted = RequestEvent
+    requests = driver.requests
+    for key, name, kinds in (
+        (a, "a", [queued, scheduled]),
+        (b, "b", [queued, scheduled, preempted, scheduled]),
+        (bad, "bad", [queued, scheduled]),
+    ):
+        end, request = driver.finished[key], requests[name]
+        assert [event for event, _ in request.events] == kinds
+        assert request.events[1] == (scheduled, started)
+        first = request.events[0][1]
+        assert end.events == tuple((event, at - first) for event, at in request.events)
+        assert list(end.events) == sorted(end.events, key=lambda event: event[1])
+        assert (end.stop_token_id, end.num_nans_in_logits) == (
+            request.stop_reason,
+            request.num_nans_in_logits,
+        )
+    assert [requests[name].stop_reason for name in ("a", "b", "bad")] == [None, 7, None]
+    assert [requests[name].num_nans_in_logits for name in ("a", "b", "bad")] == [0, 0, 3]

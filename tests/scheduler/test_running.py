@@ -18,8 +18,8 @@ def test_rows_are_reused_lowest_first_and_order_is_that_of_admission() -> None:
     requests = [make_request(name) for name in "abc"]
     assert [admit(running, request) for request in requests] == [0, 1, 2]
     assert running.is_full
-    running.release(requests[0])
-    running.release(requests[1])
+    running.release([requests[0]])
+    running.release([requests[1]])
     assert running.next_row == 0
     late = make_request("d")
     assert admit(running, late) == 0
@@ -35,7 +35,7 @@ def test_each_admission_gets_a_greater_generation_even_of_the_same_request() -> 
     for _ in range(3):
         row = admit(running, request)
         generations.append(int(running.generation[row]))
-        running.release(request)
+        running.release([request])
     assert generations == [1, 2, 3]
     assert running.num_rows == 0
 
@@ -59,7 +59,7 @@ def test_a_request_takes_its_tokens_along_when_it_leaves() -> None:
     request = make_request(prompt=3)
     row = admit(running, request)
     running.append_tokens(np.array([row]), np.array([9], np.int32))
-    running.release(request)
+    running.release([request])
     assert request.token_ids.tolist() == [0, 1, 2, 9]
     other = make_request("other", prompt=2)
     assert admit(running, other) == row
@@ -68,7 +68,7 @@ def test_a_request_takes_its_tokens_along_when_it_leaves() -> None:
     assert int(running.num_placeholders[row]) == 0
 
 
-def test_stop_ids_widen_for_the_longest_list_and_are_cleared_for_the_next_occupant() -> None:
+def test_stop_ids_are_as_wide_as_the_longest_list_and_cleared_for_the_next_occupant() -> None:
     running = RunningTable(2, 64)
     many = make_request("many", sampling={"stop_token_ids": (5, 6, 7)})
     few = make_request("few", sampling={"ignore_eos": True})
@@ -76,9 +76,9 @@ def test_stop_ids_widen_for_the_longest_list_and_are_cleared_for_the_next_occupa
     assert admit(running, many) == 1
     assert running.stop_ids[1].tolist() == [5, 6, 7, 2]
     assert running.stop_ids[0].tolist() == [NO_STOP_ID] * 4
-    running.release(many)
+    running.release([many])
     assert admit(running, make_request("plain")) == 1
-    assert running.stop_ids[1].tolist() == [2, NO_STOP_ID, NO_STOP_ID, NO_STOP_ID]
+    assert running.stop_ids.tolist() == [[NO_STOP_ID], [2]]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_that_a_row_is_full_is_noticed_although_nobody_looked_before() -> None:
         noticed.append(running.may_be_full)
     assert noticed == [False, False, True]
     assert running.stopped(rows, tokens).tolist() == [1]
-    running.release(running.request_on(1))
+    running.release([running.request_on(1)])
     assert not running.may_be_full
     running.append_tokens(slice(0, 1), np.array([9], np.int32))
     assert running.may_be_full
@@ -126,7 +126,7 @@ def test_requests_that_end_together_end_in_admission_order() -> None:
     first, second, third = (make_request(name, sampling={"max_tokens": 1}) for name in "abc")
     for request in (first, second, third):
         admit(running, request)
-    running.release(first)
+    running.release([first])
     admit(running, first)  # row 0, but the youngest now
     rows, tokens = np.array([0, 1, 2]), np.array([9, 9, 9], np.int32)
     running.append_tokens(rows, tokens)

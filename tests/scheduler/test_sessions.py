@@ -293,3 +293,19 @@ def test_a_session_whose_client_thinks_is_no_stall() -> None:
     assert driver.scheduler.idle_s(driver.now + 1000) == 0
     driver.add("other", prompt_of(6, 40))
     assert driver.scheduler.is_waited_for()
+
+
+def test_a_session_that_arrives_with_its_output_complete_waits_for_its_next_chunk() -> None:
+    driver = Driver()
+    outputs = expected_output("s", 3)
+    key = driver.add("s", prompt_of(6), outputs=outputs, max_tokens=3, resumable=True)
+    (end,) = driver.continued[key]
+    assert (end.reason, end.num_output_tokens) == (FinishReason.LENGTH_CAPPED, 3)
+    assert key not in driver.finished
+    assert driver.requests["s"].status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    driver.continue_session(key, [70], max_tokens=2, resumable=False)
+    driver.run()
+    (start,) = (start for plan in driver.plans for start in plan.added)
+    assert start.prompt_token_ids.tolist() == [*prompt_of(6), *outputs, 70]
+    assert driver.received[key] == expected_output("s", 2)
+    assert driver.finished[key].num_output_tokens == 2

@@ -220,6 +220,7 @@ def test_drafts_are_cut_at_the_first_one_that_the_grammar_refuses() -> None:
     end, stats = driver.finished[key], driver.scheduler.make_stats()
     assert (end.num_draft_tokens, end.num_accepted_tokens) == (4, 2)
     assert stats.num_invalid_draft_tokens == 5
+    assert end.num_invalid_draft_tokens == 5
 
 
 @pytest.mark.req("SPD-04")
@@ -272,3 +273,16 @@ def test_masks_and_grammars_keep_up_whatever_happens(data: st.DataObject) -> Non
             assert len(tokens) == 10
         if name in compiler.grammars:
             assert compiler.grammars[name].tokens == tokens
+
+
+def test_a_token_against_the_grammar_ends_its_request_also_if_it_was_preempted_meanwhile() -> None:
+    driver, _ = restricted({"r"}, max_steps_in_flight=2)
+    key = add(driver, "r")
+    driver.plan()
+    driver.scheduler._lifecycle.preempt(driver.requests["r"], driver.now)
+    answer = ModelRunnerOutput(1, 1, int32_array([EVEN]))
+    driver.scheduler.update_from_output(answer, driver.now)
+    driver.collect()
+    assert driver.reason(key) is FinishReason.ERROR
+    assert f"token {EVEN} was sampled against the grammar" == driver.finished[key].message
+    assert driver.scheduler.get_request_counts() == (0, 0)

@@ -135,6 +135,7 @@ class Workers:
             step,
             sampled_tokens=int32_array(sampled),
             nan_rows=int32_array(nan_rows),
+            num_nans=int32_array([1] * len(nan_rows)),
             failed_block_ids=int32_array(sorted(work.failing)),
         )
 
