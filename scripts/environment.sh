@@ -1,7 +1,7 @@
 # Sourced by the other scripts: makes .venv and installs Longshore into it, in editable form.
 #
-# Nothing is done when .venv holds an installation made from the present pyproject.toml and
-# constraints.txt. PYTHON names the interpreter for a new .venv.
+# Nothing is done when .venv holds an installation made from the present pyproject.toml, setup.py,
+# constraints.txt and C++ sources. PYTHON names the interpreter for a new .venv.
 
 find_python() {
   local candidate candidates=${PYTHON:-python3 python3.12 python3.11}
@@ -24,7 +24,7 @@ ensure_environment() {
     echo "making .venv with $("$python" --version)" >&2
     "$python" -m venv .venv || return
   fi
-  wanted=$(cat pyproject.toml constraints.txt | sha256sum)
+  wanted=$(cat pyproject.toml setup.py constraints.txt worker/kernels/native/* | sha256sum)
   if [[ $(cat "$stamp" .venv/installed-dev 2>/dev/null) == *"$wanted"* ]]; then
     return
   fi

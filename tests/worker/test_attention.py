@@ -2,6 +2,8 @@
 
 import math
 import random
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -11,19 +13,39 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.worker.attention import segments
+from longshore.worker.attention.backend import AttentionBackend
+from longshore.worker.attention.choice import make_attention
+from longshore.worker.attention.native_backend import NativeAttention
 from longshore.worker.attention.segments import decode_segments, length_classes
 from longshore.worker.attention.torch_backend import TorchAttention
+from longshore.worker.kernels.native import Native
 from longshore.worker.kv_cache import KVCache
 from longshore.worker.step_batch import StepBatch, blocks_to_clear, make_batch
 from tests.worker.forward import metadata
+from tests.worker.kernels.variants import NATIVE, native_only, using
 
 NUM_LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 8
+
+
+class MakeBackend(Protocol):
+    def __call__(self, cache: KVCache, *, num_heads: int) -> AttentionBackend: ...
+
+
+every_backend = pytest.mark.parametrize(
+    "make",
+    [pytest.param(TorchAttention, id="torch")]
+    + [
+        pytest.param(partial(NativeAttention, kernels), id=name) for name, kernels in NATIVE.items()
+    ],
+)
 
 
 class PagedSequences:
     """Sequences with random keys and values, of which the cache holds what was computed."""
 
-    def __init__(self, lens: list[int], *, block_size: int, group: int, seed: int) -> None:
+    def __init__(
+        self, make: MakeBackend, lens: list[int], *, block_size: int, group: int, seed: int
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.group = group
         self.q = [torch.randn(n, KV_HEADS * group, HEAD_DIM, generator=generator) for n in lens]
@@ -46,7 +68,7 @@ class PagedSequences:
         for row, width in enumerate(widths):
             self.table[row, :width] = [block_ids.pop() for _ in range(width)]
         self.computed = [0] * len(lens)
-        self.attention = TorchAttention(self.cache, num_heads=KV_HEADS * group)
+        self.attention = make(self.cache, num_heads=KV_HEADS * group)
 
     def step(self, counts: list[int]) -> None:
         """Compute `counts[row]` more tokens of each sequence and compare every result."""
@@ -88,14 +110,15 @@ class PagedSequences:
         return torch.stack(results)
 
 
+@every_backend
 @settings(deadline=None, max_examples=40)
 @given(st.data(), st.sampled_from([1, 4, 16, 64]), st.sampled_from([1, 3]))
 def test_ragged_batches_of_chunks_and_decodes_equal_the_reference(
-    data: st.DataObject, block_size: int, group: int
+    make: MakeBackend, data: st.DataObject, block_size: int, group: int
 ) -> None:
     lens = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=5))
     sequences = PagedSequences(
-        lens, block_size=block_size, group=group, seed=data.draw(st.integers(0, 2**31))
+        make, lens, block_size=block_size, group=group, seed=data.draw(st.integers(0, 2**31))
     )
     kinds = st.lists(st.sampled_from(["none", "one", "half", "rest"]), min_size=5, max_size=5)
     for step in data.draw(st.lists(kinds, max_size=4), "steps"):
@@ -113,8 +136,9 @@ def test_ragged_batches_of_chunks_and_decodes_equal_the_reference(
             sequences.step(counts)
 
 
-def test_a_chunk_may_read_blocks_that_another_fills_in_the_same_step() -> None:
-    sequences = PagedSequences([40, 40], block_size=16, group=2, seed=0)
+@every_backend
+def test_a_chunk_may_read_blocks_that_another_fills_in_the_same_step(make: MakeBackend) -> None:
+    sequences = PagedSequences(make, [40, 40], block_size=16, group=2, seed=0)
     shared = sequences.kv[0][:, :, :32]
     sequences.kv[1][:, :, :32] = shared
     sequences.table[1, :2] = sequences.table[0, :2]  # hit blocks, to be filled by row 0
@@ -122,8 +146,11 @@ def test_a_chunk_may_read_blocks_that_another_fills_in_the_same_step() -> None:
     sequences.step([40, 8])
 
 
-def test_what_a_block_held_before_cannot_reach_a_result_even_if_it_is_nan() -> None:
-    sequences = PagedSequences([50, 7, 20], block_size=16, group=2, seed=1)
+@every_backend
+def test_what_a_block_held_before_cannot_reach_a_result_even_if_it_is_nan(
+    make: MakeBackend,
+) -> None:
+    sequences = PagedSequences(make, [50, 7, 20], block_size=16, group=2, seed=1)
     sequences.cache.buffer[1:] = math.nan
     sequences.step([33, 1, 18])
     for _ in range(2):
@@ -131,8 +158,9 @@ def test_what_a_block_held_before_cannot_reach_a_result_even_if_it_is_nan() -> N
     sequences.step([5, 4, 0])
 
 
-def test_entries_beyond_a_sequence_are_not_read() -> None:
-    sequences = PagedSequences([300, 4], block_size=4, group=1, seed=2)
+@every_backend
+def test_entries_beyond_a_sequence_are_not_read(make: MakeBackend) -> None:
+    sequences = PagedSequences(make, [300, 4], block_size=4, group=1, seed=2)
     sequences.step([299, 3])
     sequences.table[1, 1:] = sequences.table[0, 1:75]  # stale ids of blocks that others hold
     sequences.cache.buffer[int(sequences.table[0, 60])] = math.nan
@@ -144,6 +172,29 @@ def test_entries_beyond_a_sequence_are_not_read() -> None:
     )
     out = step.forward(0, sequences.q[1][3:], *sequences.kv[1][0, :, 3:])
     torch.testing.assert_close(out, sequences.reference(0, 1, slice(3, 4)), atol=2e-5, rtol=1e-5)
+
+
+def cache_of(dtype: torch.dtype, device: str = "cpu") -> KVCache:
+    return KVCache(
+        2,
+        num_layers=1,
+        block_size=4,
+        num_kv_heads=1,
+        head_dim=8,
+        dtype=dtype,
+        device=torch.device(device),
+    )
+
+
+@native_only
+def test_the_kernel_is_chosen_where_it_can_compute_and_torch_elsewhere(kernels: Native) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert isinstance(make_attention(cache_of(dtype), num_heads=2), NativeAttention)
+    assert isinstance(make_attention(cache_of(torch.float16), num_heads=2), TorchAttention)
+    on_meta = cache_of(torch.float32, device="meta")
+    assert isinstance(make_attention(on_meta, num_heads=2), TorchAttention)
+    with using("torch"):
+        assert isinstance(make_attention(cache_of(torch.float32), num_heads=2), TorchAttention)
 
 
 @given(st.lists(st.integers(1, 5000), max_size=60), st.sampled_from([1, 16, 64]))

@@ -1,0 +1,58 @@
+"""The lowest index of the largest logit, in every variant."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshore.worker.kernels.argmax import argmax
+from tests.worker.kernels.variants import every_variant, using
+
+LOGITS = st.sampled_from([-math.inf, -3.0, -1.0, 0.0, 2.0, 2.5, math.inf])
+
+
+@every_variant
+@given(
+    lines=st.integers(1, 50).flatmap(
+        lambda size: st.lists(st.lists(LOGITS, min_size=size, max_size=size), max_size=5)
+    ),
+    num_threads=st.sampled_from([1, 3]),
+)
+def test_the_lowest_index_of_equal_largest_values_is_found(
+    variant: str, lines: list[list[float]], num_threads: int
+) -> None:
+    logits = torch.tensor(lines).view(len(lines), -1) if lines else torch.empty(0, 4)
+    with using(variant, num_threads=num_threads):
+        assert argmax(logits).tolist() == [line.index(max(line)) for line in lines]
+
+
+@every_variant
+def test_lines_of_a_vocabulary_and_parts_of_wider_ones_equal_torchs(variant: str) -> None:
+    wide = torch.randn(9, 5003)
+    with using(variant, num_threads=2):
+        assert torch.equal(argmax(wide), wide.argmax(-1))
+        assert torch.equal(argmax(wide[:, 100:4100]), wide[:, 100:4100].argmax(-1))
+
+
+@every_variant
+def test_a_line_with_nan_gets_a_valid_index(variant: str) -> None:
+    logits = torch.randn(3, 37)
+    logits[0, 5] = math.nan
+    logits[2] = math.nan
+    with using(variant):
+        found = argmax(logits)
+    assert ((found >= 0) & (found < 37)).all()
+    assert found[1] == logits[1].argmax()
+
+
+def test_what_is_no_table_of_float32_is_refused() -> None:
+    for wrong in (
+        torch.zeros(3),
+        torch.zeros(2, 3).half(),
+        torch.zeros(2, 0),
+        torch.zeros(3, 2).t(),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            argmax(wrong)

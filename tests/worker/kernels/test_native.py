@@ -1,0 +1,93 @@
+"""Finding and choosing the compiled kernels."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from longshore.worker.config import WorkerConfig
+from longshore.worker.kernels.native import (
+    INSTRUCTION_SETS,
+    Native,
+    kernels_for,
+    library_path,
+    load,
+    native,
+    num_threads,
+    select,
+)
+from longshore.worker.kernels.silu_and_mul import silu_and_mul
+from longshore.worker.worker import Worker
+from tests.models import make_tiny_llama
+from tests.worker.kernels.variants import NATIVE, native_only, using
+
+
+@native_only
+def test_the_kernels_run_on_torchs_threads_and_start_none(kernels: Native) -> None:
+    x = torch.randn(64, 8192)
+
+    def threads() -> set[str]:
+        return {task.name for task in Path("/proc/self/task").iterdir()}
+
+    with using(kernels.instruction_set, num_threads=3):
+        torch.sigmoid(x)
+        before = threads()
+        silu_and_mul(x)
+        assert threads() == before
+
+
+@native_only
+def test_the_best_instruction_set_is_used_and_plain_torch_on_request(
+    kernels: Native, caplog: pytest.LogCaptureFixture
+) -> None:
+    best = [name for name in INSTRUCTION_SETS if name in NATIVE][-1]
+    x = torch.zeros(1)
+    try:
+        with caplog.at_level(logging.INFO):
+            chosen = select(use_native=True)
+        assert chosen is not None
+        assert chosen.instruction_set == best
+        assert f"CPU kernels: {best}" in caplog.text
+        assert kernels_for(x) is chosen
+        assert kernels_for(x.half()) is None
+        assert kernels_for(x.to("meta")) is None
+        assert select(use_native=False) is None
+        assert native() is None
+        assert kernels_for(x) is None
+    finally:
+        select(use_native=True)
+
+
+@native_only
+def test_a_worker_computes_with_what_its_settings_say(kernels: Native, tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    try:
+        with Worker(WorkerConfig(model=str(tmp_path), num_blocks=100, cpu_kernels="torch")):
+            assert native() is None
+        with Worker(WorkerConfig(model=str(tmp_path), num_blocks=100)):
+            assert native() is not None
+    finally:
+        select(use_native=True)
+
+
+def test_a_file_that_is_no_library_cannot_be_loaded(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_text("no library")
+    with pytest.raises(OSError, match=r"broken.so"):
+        load(broken)
+
+
+@native_only
+def test_an_unknown_instruction_set_is_refused(kernels: Native) -> None:
+    path = library_path()
+    assert path is not None
+    with pytest.raises(ValueError, match="there are no 'sse9' kernels"):
+        load(path, "sse9")
+
+
+def test_small_work_stays_on_one_thread() -> None:
+    with using("torch", num_threads=3):
+        assert num_threads(0) == 1
+        assert num_threads(1 << 16) == 2
+        assert num_threads(1 << 30) == 3

@@ -1,0 +1,83 @@
+"""Rotary positions: every variant against complex numbers in float64."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from longshore.worker.kernels.rotary import rotary_
+from tests.worker.kernels.variants import every_variant, using
+
+MAX_POSITIONS = 50
+EPS = 1e-6
+
+
+def expected(heads: Tensor, positions: Tensor, angles: Tensor, norm: Tensor | None) -> Tensor:
+    """angles: (MAX_POSITIONS, num_pairs) float64."""
+    wide = heads.double()
+    if norm is not None:
+        wide = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
+    num_pairs = angles.shape[1]
+    first, second, rest = wide.tensor_split((num_pairs, 2 * num_pairs), dim=-1)
+    turned = torch.complex(first, second) * torch.exp(1j * angles[positions]).unsqueeze(1)
+    return torch.cat((turned.real, turned.imag, rest), dim=-1)
+
+
+@every_variant
+@given(
+    num_tokens=st.integers(0, 6),
+    num_heads=st.integers(1, 5),
+    num_kv_heads=st.integers(1, 3),
+    num_pairs=st.integers(1, 40),
+    num_rest=st.sampled_from([0, 1, 16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    is_normed=st.booleans(),
+    num_threads=st.sampled_from([1, 3]),
+)
+def test_heads_of_one_product_turn_in_place_and_values_stay(
+    variant: str,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    num_pairs: int,
+    num_rest: int,
+    dtype: torch.dtype,
+    is_normed: bool,
+    num_threads: int,
+) -> None:
+    head_dim = 2 * num_pairs + num_rest
+    angles = torch.randn(MAX_POSITIONS, num_pairs, dtype=torch.float64)
+    table = torch.stack((angles.cos(), angles.sin()), dim=1).float()
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    positions = torch.randint(0, MAX_POSITIONS, (num_tokens,))
+    norms = torch.randn(2, head_dim).to(dtype) if is_normed else (None, None)
+    wanted_q = expected(q, positions, angles, norms[0])
+    wanted_k = expected(k, positions, angles, norms[1])
+    values = v.clone()
+    with using(variant, num_threads=num_threads):
+        rotary_(q, k, positions, table, q_norm=norms[0], k_norm=norms[1], eps=EPS)
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(q.double(), wanted_q, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(k.double(), wanted_k, rtol=tolerance, atol=tolerance)
+    assert torch.equal(v, values)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, k = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
+    positions, table = torch.zeros(3, dtype=torch.int64), torch.zeros(5, 2, 4)
+    with pytest.raises(ValueError, match=r"heads torch.float32"):
+        rotary_(q, torch.zeros(3, 2, 6), positions, table)
+    with pytest.raises(ValueError, match=r"heads torch.bfloat16"):
+        rotary_(q, k.bfloat16(), positions, table)
+    with pytest.raises(ValueError, match="each token contiguous"):
+        rotary_(torch.zeros(4, 3, 8).transpose(0, 1), k, positions, table)
+    with pytest.raises(ValueError, match=r"the table is torch.float64"):
+        rotary_(q, k, positions, table.double())
+    with pytest.raises(ValueError, match="at most 4"):
+        rotary_(q, k, positions, torch.zeros(5, 2, 5))
+    with pytest.raises(ValueError, match=r"positions are torch.int32"):
+        rotary_(q, k, positions.int(), table)
+    with pytest.raises(ValueError, match="a head's norm"):
+        rotary_(q, k, positions, table, q_norm=torch.ones(7))

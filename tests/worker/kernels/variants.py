@@ -1,0 +1,54 @@
+"""The implementations of the kernels that this machine can run: plain torch, and every instruction
+set of the compiled library."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from longshore.worker.kernels.native import (
+    INSTRUCTION_SETS,
+    Native,
+    library_path,
+    load,
+    select,
+)
+
+
+def load_all() -> dict[str, Native]:
+    path = library_path()
+    loaded = {}
+    for name in INSTRUCTION_SETS if path is not None else ():
+        try:
+            loaded[name] = load(path, name)
+        except ValueError:  # not of this processor
+            continue
+    return loaded
+
+
+NATIVE = load_all()
+
+native_only = pytest.mark.parametrize(
+    "kernels",
+    [pytest.param(kernels, id=name) for name, kernels in NATIVE.items()]
+    or [pytest.param(None, marks=pytest.mark.skip(reason="the CPU kernels are not built"))],
+)
+
+every_variant = pytest.mark.parametrize("variant", ["torch", *NATIVE])
+
+
+@contextmanager
+def using(variant: str, *, num_threads: int = 1) -> Iterator[None]:
+    """The wrappers use this variant, and torch so many threads, inside."""
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    if variant == "torch":
+        select(use_native=False)
+    else:
+        select(use_native=True, instruction_set=variant)
+    try:
+        yield
+    finally:
+        select(use_native=True)
+        torch.set_num_threads(threads_before)

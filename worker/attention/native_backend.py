@@ -1,0 +1,28 @@
+"""Attention by the compiled CPU kernel, which reads keys and values where they lie."""
+
+import numpy as np
+
+from longshore.worker.attention.metadata import AttentionMetadata
+from longshore.worker.kernels.native import Native
+from longshore.worker.kernels.paged_attention import PagedAttention, PagedAttentionStep
+from longshore.worker.kv_cache import KVCache
+
+
+class NativeAttention:
+    """One kernel for decodes and chunks; a row's result depends on its own sequence alone."""
+
+    def __init__(self, kernels: Native, cache: KVCache, *, num_heads: int) -> None:
+        scale = cache.head_dim**-0.5
+        self._kernel = PagedAttention(kernels, cache, num_heads=num_heads, scale=scale)
+
+    def begin_step(self, metadata: AttentionMetadata) -> PagedAttentionStep:
+        num_decodes = len(metadata.decode_rows)
+        sequences = np.empty((num_decodes + len(metadata.prefill_chunks), 4), np.int64)
+        decodes = sequences[:num_decodes]
+        decodes[:, 0] = metadata.decode_rows.numpy()
+        decodes[:, 1] = np.arange(num_decodes)
+        decodes[:, 2] = 1
+        decodes[:, 3] = metadata.decode_lens.numpy()
+        for line, chunk in zip(sequences[num_decodes:], metadata.prefill_chunks, strict=True):
+            line[:] = (chunk.row, chunk.first_token, chunk.num_tokens, chunk.seq_len)
+        return self._kernel.plan(metadata.block_table, metadata.slot_mapping, sequences)

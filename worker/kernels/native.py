@@ -1,0 +1,161 @@
+"""The compiled kernels of the CPU: finding them, and choosing between them and plain torch.
+
+`pip install` builds `native/` where there is a C++ compiler; without one, everything here still
+works and the wrappers compute in torch. The library knows nothing of Python or torch: it is loaded
+with ctypes and gets addresses, so any torch and any Python can be used with it. It uses whatever
+OpenMP runtime the process has loaded, so torch must be imported first, and is.
+"""
+
+import ctypes
+import logging
+import struct
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
+"""What the kernels compute in, and its place in their tables."""
+
+MIN_THREAD_BYTES: Final = 1 << 15
+"""What a thread should have to do at least: waking one up takes about a microsecond."""
+
+INSTRUCTION_SETS: Final = ("generic", "avx2", "avx512", "avx512bf16")
+"""As library.cpp numbers them, each better than the one before."""
+
+
+class _Variant(ctypes.Structure):
+    """The functions of one instruction set, as in native/calls.h."""
+
+    _one = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+    _two = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
+    _fields_: ClassVar[Any] = [
+        ("rms_norm", _one * 2),
+        ("silu_and_mul", _one * 2),
+        ("rotary", _one * 2),
+        ("paged_attention", _two * 2),
+        ("argmax", _one * 1),
+    ]
+
+
+FUNCTIONS: Final = tuple(name for name, _ in _Variant._fields_)
+
+
+@dataclass(frozen=True)
+class Native:
+    """The loaded library, for one instruction set. Functions are indexed by `DTYPES`, and take the
+    structures of native/calls.h as bytes."""
+
+    instruction_set: str
+    rms_norm: Any
+    silu_and_mul: Any
+    rotary: Any
+    paged_attention: Any
+    argmax: Any
+    plan_attention: Any
+
+
+# The layouts of native/calls.h.
+RMS_NORM: Final = struct.Struct("@PPPPqqqqqfi")
+SILU_AND_MUL: Final = struct.Struct("@PPqqqi")
+ARGMAX: Final = struct.Struct("@PPqqqi")
+ROTARY: Final = struct.Struct("@PqqPPqqPPPqqqfi")
+ATTENTION_STEP: Final = struct.Struct("@qqqqqqqqqPPPPPqfi")
+ATTENTION_LAYER: Final = struct.Struct("@PPPPPqqqP")
+
+
+def library_path() -> Path | None:
+    """Where the build put the library; None if there was no compiler."""
+    folder = Path(__file__).parent
+    for suffix in EXTENSION_SUFFIXES:
+        path = folder / f"_native{suffix}"
+        if path.exists():
+            return path
+    return None
+
+
+def load(path: Path, instruction_set: str | None = None) -> Native:
+    """instruction_set: one of INSTRUCTION_SETS; None is the best that this processor has.
+
+    Raises OSError if the library cannot be loaded, ValueError if the set is unknown or not this
+    processor's.
+    """
+    if instruction_set not in (None, *INSTRUCTION_SETS):
+        raise ValueError(
+            f"there are no {instruction_set!r} kernels, only {', '.join(INSTRUCTION_SETS)}"
+        )
+    library = ctypes.CDLL(str(path))
+    library.longshore_variant.restype = ctypes.POINTER(_Variant)
+    plan = library.longshore_plan_attention
+    plan.restype = ctypes.c_int64
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    plan.argtypes = [pointer, number, number, number, number, ctypes.c_int, pointer, pointer]
+    names = reversed(INSTRUCTION_SETS) if instruction_set is None else (instruction_set,)
+    for name in names:
+        variant = library.longshore_variant(INSTRUCTION_SETS.index(name))
+        if variant:
+            functions = {field: tuple(getattr(variant.contents, field)) for field in FUNCTIONS}
+            return Native(name, plan_attention=plan, **functions)
+    raise ValueError(f"this processor has no {instruction_set} instructions")
+
+
+class _Selection:
+    """What the wrappers use in this process; like torch's number of threads, there is one."""
+
+    def __init__(self) -> None:
+        self.native: Native | None = None
+        self.is_made = False
+
+
+_selection = _Selection()
+
+
+def native() -> Native | None:
+    """The kernels in use; None means plain torch. Loaded at the first call."""
+    if not _selection.is_made:
+        select(use_native=True)
+    return _selection.native
+
+
+def select(*, use_native: bool, instruction_set: str | None = None) -> Native | None:
+    """Use the compiled kernels, if there are any, or plain torch, from now on in this process.
+
+    Raises ValueError for an instruction set that this processor lacks.
+    """
+    _selection.native = _load(instruction_set) if use_native else None
+    _selection.is_made = True
+    return _selection.native
+
+
+def _load(instruction_set: str | None) -> Native | None:
+    path = library_path()
+    if path is None:
+        logger.warning(
+            "the CPU kernels were not built (no C++ compiler at installation?), so plain torch "
+            "computes, which is slower; install g++ and reinstall Longshore"
+        )
+        return None
+    try:
+        loaded = load(path, instruction_set)
+    except OSError as error:
+        logger.warning("%s cannot be loaded, so plain torch computes: %s", path, error)
+        return None
+    logger.info("CPU kernels: %s", loaded.instruction_set)
+    return loaded
+
+
+def kernels_for(tensor: Tensor) -> Native | None:
+    """The kernels, if they can compute on such a tensor; None means plain torch."""
+    if tensor.dtype not in DTYPES or tensor.device.type != "cpu":
+        return None
+    return native()
+
+
+def num_threads(num_bytes: int) -> int:
+    """How many threads to use for an operation that reads or writes `num_bytes`."""
+    return max(1, min(torch.get_num_threads(), num_bytes // MIN_THREAD_BYTES))

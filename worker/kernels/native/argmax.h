@@ -1,0 +1,24 @@
+// The lowest index of a line's largest value; NaN counts for nothing.
+
+static int64_t argmax_line(const float* line, int64_t size) {
+  Floats best = splat(-INFINITY);
+  Ints places{}, here;
+  for (int i = 0; i < LANES; ++i) here[i] = i;
+  for (int64_t i = 0; i < size; i += LANES, here += LANES) {
+    Floats values = load_part(line + i, size - i);
+    if (size - i < LANES) values = here < (int32_t)size ? values : splat(-INFINITY);
+    places = values > best ? here : places;
+    best = maximum(best, values);
+  }
+  const float top = largest(best);
+  int64_t place = size;
+  for (int i = 0; i < LANES; ++i)
+    if (best[i] == top) place = std::min<int64_t>(place, places[i]);
+  return top == -INFINITY ? 0 : place;
+}
+
+static void argmax(const Argmax& call) {
+#pragma omp parallel for num_threads(call.threads) if (call.threads > 1)
+  for (int64_t row = 0; row < call.num_rows; ++row)
+    call.out[row] = argmax_line(call.x + row * call.stride, call.size);
+}

@@ -1,0 +1,99 @@
+// The library: every kernel once per instruction set, and the choice among them at run time.
+//
+// It links against no OpenMP runtime of its own. GOMP_* and omp_* resolve to what the process has
+// loaded already, which is torch's runtime or one that was preloaded, so both share their threads.
+
+#include "calls.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include <omp.h>
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define HAS_X86_VARIANTS 1
+#include <immintrin.h>
+#endif
+
+#include "attention_plan.h"
+
+namespace generic {
+#define LANES 4
+#define HAS_BF16_DOT 0
+#include "variant.h"
+}  // namespace generic
+
+#if HAS_X86_VARIANTS
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+namespace avx2 {
+#define LANES 8
+#define HAS_BF16_DOT 0
+#include "variant.h"
+}  // namespace avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma")
+namespace avx512 {
+#define LANES 16
+#define HAS_BF16_DOT 0
+#include "variant.h"
+}  // namespace avx512
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
+namespace avx512bf16 {
+#define LANES 16
+#define HAS_BF16_DOT 1
+#include "variant.h"
+}  // namespace avx512bf16
+#pragma GCC pop_options
+#endif
+
+static const Variant* const VARIANTS[] = {
+    &generic::VARIANT,
+#if HAS_X86_VARIANTS
+    &avx2::VARIANT,
+    &avx512::VARIANT,
+    &avx512bf16::VARIANT,
+#endif
+};
+
+static bool is_supported(int variant) {
+#if HAS_X86_VARIANTS
+  switch (variant) {
+    case 1:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case 2:
+      return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+             __builtin_cpu_supports("avx512dq");
+    case 3:
+      return is_supported(2) && __builtin_cpu_supports("avx512bf16");
+  }
+#endif
+  return variant == 0;
+}
+
+extern "C" {
+#pragma GCC visibility push(default)
+
+// The variant's functions, if the library has it and this processor can run it; else null.
+const Variant* longshore_variant(int variant) {
+  const bool is_known = variant >= 0 && variant < int(sizeof VARIANTS / sizeof *VARIANTS);
+  return is_known && is_supported(variant) ? VARIANTS[variant] : nullptr;
+}
+
+// Fills plans (num_seqs + 1). Returns the floats of workspace that the step needs, the scratch of
+// the threads (`scratch_floats` each) first.
+int64_t longshore_plan_attention(const Sequence* sequences, int64_t num_seqs, int64_t num_heads,
+                                 int64_t num_kv_heads, int64_t head_dim, int threads,
+                                 SequencePlan* plans, int64_t* scratch_floats) {
+  return plan_attention(sequences, num_seqs, num_heads, num_kv_heads, head_dim, threads, plans,
+                        *scratch_floats);
+}
+
+#pragma GCC visibility pop
+}  // extern "C"

@@ -1,0 +1,458 @@
+// Causal attention over the paged cache, read in place through the block table.
+//
+// A task is a tile of neighbouring new tokens of one sequence, one or more of its KV heads, and a
+// part of its context. All query heads that share a KV head are rows of one small product, so keys
+// and values are read once. BLOCK_KEYS keys at a time are packed for the processor (keys transposed),
+// multiplied, and folded in with an online softmax (Milakov and Gimelshein, 2018). Short chunks
+// over long contexts are cut into parts of PART_KEYS that are merged in order (Flash-Decoding, Dao
+// et al., 2023). Where a row is cut depends on its own sequence alone, never on the batch or on
+// the number of threads, so neither changes its result.
+
+constexpr int64_t MAX_ROWS = LANES == 16 ? 8 : 4;  // of one product; accumulators fill the registers
+
+// How a T is multiplied: bfloat16 in pairs where the processor can, everything else as floats.
+template <class T>
+constexpr int64_t PACK = HAS_BF16_DOT && sizeof(T) == 2 ? 2 : 1;
+
+static inline int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+template <int64_t PACKED>
+static inline Floats multiply_add(Floats sum, Words a, Words b) {
+#if HAS_BF16_DOT
+  if constexpr (PACKED == 2)
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#endif
+  return sum + (Floats)a * (Floats)b;
+}
+
+// c (ROWS, VECTORS * LANES) = a (ROWS, depth) b (depth, VECTORS * LANES), added to c or not.
+template <int64_t PACKED, int ROWS, int VECTORS>
+static inline void product_block(const uint32_t* a, int64_t a_stride, const uint32_t* b,
+                                 int64_t b_stride, float* c, int64_t c_stride, int64_t depth,
+                                 bool adds) {
+  Floats sums[ROWS][VECTORS] = {};
+  if (adds)
+    for (int row = 0; row < ROWS; ++row)
+      for (int i = 0; i < VECTORS; ++i) sums[row][i] = load(c + row * c_stride + i * LANES);
+  for (int64_t k = 0; k < depth; ++k) {
+    Words columns[VECTORS];
+#pragma GCC unroll 4
+    for (int i = 0; i < VECTORS; ++i) columns[i] = load(b + k * b_stride + i * LANES);
+#pragma GCC unroll 8
+    for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 4
+      for (int i = 0; i < VECTORS; ++i)
+        sums[row][i] = multiply_add<PACKED>(sums[row][i], a[row * a_stride + k] + Words{}, columns[i]);
+  }
+  for (int row = 0; row < ROWS; ++row)
+    for (int i = 0; i < VECTORS; ++i) store(c + row * c_stride + i * LANES, sums[row][i]);
+}
+
+template <int64_t PACKED, int ROWS>
+static void product_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
+                         float* c, int64_t c_stride, int64_t depth, int64_t columns, bool adds) {
+  constexpr int WIDE = ROWS * 4 <= 2 * MAX_ROWS ? 4 : 2;
+  int64_t i = 0;
+  for (; i + WIDE * LANES <= columns; i += WIDE * LANES)
+    product_block<PACKED, ROWS, WIDE>(a, a_stride, b + i, b_stride, c + i, c_stride, depth, adds);
+  for (; i < columns; i += LANES)
+    product_block<PACKED, ROWS, 1>(a, a_stride, b + i, b_stride, c + i, c_stride, depth, adds);
+}
+
+// columns: a multiple of LANES. rows: at most MAX_ROWS.
+template <int64_t PACKED, int ROWS = MAX_ROWS>
+static inline void product(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t* b,
+                           int64_t b_stride, float* c, int64_t c_stride, int64_t depth,
+                           int64_t columns, bool adds) {
+  if (rows == ROWS)
+    return product_rows<PACKED, ROWS>(a, a_stride, b, b_stride, c, c_stride, depth, columns, adds);
+  if constexpr (ROWS > 1)
+    product<PACKED, ROWS - 1>(rows, a, a_stride, b, b_stride, c, c_stride, depth, columns, adds);
+}
+
+// LANES words of a vector of `size` elements from element `start` on; zeros beyond it.
+template <class T>
+static inline Words load_words(const T* vector, int64_t start, int64_t size) {
+  if constexpr (PACK<T> == 1) return (Words)load_part(vector + start, size - start);
+  Words words{};
+  if (size - start >= 2 * LANES)
+    memcpy(&words, vector + start, sizeof words);
+  else
+    memcpy(&words, vector + start, (size - start) * sizeof(T));
+  return words;
+}
+
+// (num_keys, size) -> out (words, BLOCK_KEYS), transposed, for num_keys rounded up to LANES.
+// next: (num_keys,) where the vectors lie that are packed after these.
+template <class T>
+static void pack_keys(const T* const* keys, const T* const* next, int64_t num_keys, int64_t size,
+                      uint32_t* out) {
+  for (int64_t first = 0; first < num_keys; first += LANES)
+    for (int64_t start = 0; start < size; start += LANES * PACK<T>) {
+      Words square[LANES];
+      for (int64_t i = 0; i < LANES; ++i) {
+        if (first + i >= num_keys) {
+          square[i] = Words{};
+          continue;
+        }
+        square[i] = load_words(keys[first + i], start, size);
+        __builtin_prefetch(next[first + i] + start);
+      }
+      transpose(square);
+      for (int64_t i = 0; i < LANES; ++i)
+        store(out + (start / PACK<T> + i) * BLOCK_KEYS + first, square[i]);
+    }
+}
+
+// (num_keys, size) -> out (num_keys / PACK, width): with pairs, those of neighbouring keys.
+template <class T>
+static void pack_values(const T* const* values, const T* const* next, int64_t num_keys,
+                        int64_t size, int64_t width, uint32_t* out) {
+  for (int64_t key = 0; key < num_keys; key += PACK<T>, out += width)
+    for (int64_t i = 0; i < size; i += LANES) {
+      Words words = (Words)load_part(values[key] + i, size - i);
+      __builtin_prefetch(next[key] + i);
+      if constexpr (PACK<T> == 2) {
+        words >>= 16;
+        if (key + 1 < num_keys) words |= (Words)load_part(values[key + 1] + i, size - i);
+        __builtin_prefetch(next[key + 1] + i);
+      }
+      store(out + i, words);
+    }
+}
+
+// Few rows, such as a decode's, are not worth packing for: these two read keys and values in place.
+constexpr int64_t FEW_ROWS = 4;
+
+template <class T>
+constexpr int64_t LINE = LANES * PACK<T>;  // elements of a vector of words
+
+// scores (columns,) of one query (size / PACK words) and the keys; size is a multiple of LINE.
+template <class T>
+static void score_in_place(const uint32_t* query, const T* const* keys, const T* const* next,
+                           int64_t columns, int64_t size, float* scores) {
+  for (int64_t first = 0; first < columns; first += LANES) {
+    Floats sums[LANES] = {};
+    for (int64_t start = 0; start < size; start += LINE<T>) {
+      const Words words = load(query + start / PACK<T>);
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; ++i) {
+        sums[i] = multiply_add<PACK<T>>(sums[i], words, load_words(keys[first + i], start, size));
+        __builtin_prefetch(next[first + i] + start);
+      }
+    }
+    store(scores + first, sum_each(sums));
+  }
+}
+
+// Words of neighbouring keys' values that multiply pairs of weights, and their sums in order again.
+#if HAS_BF16_DOT
+static inline void interleave(Words a, Words b, Words& low, Words& high) {
+  low = (Words)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
+  high = (Words)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b);
+}
+
+template <int START, int... I>
+static inline Floats in_order(Floats low, Floats high, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(low, high, (I / 4 % 2 * 16 + START + I / 8 * 4 + I % 4)...);
+}
+#endif
+
+// results (ROWS, size) += weights (ROWS, num_keys / PACK words) values; see score_in_place.
+template <class T, int ROWS>
+static void weigh_in_place(const uint32_t* weights, const T* const* values, const T* const* next,
+                           int64_t num_keys, int64_t size, float* results, int64_t width) {
+  for (int64_t start = 0; start < size; start += LINE<T>) {
+    Floats sums[ROWS][PACK<T>] = {};
+    for (int64_t key = 0; key < num_keys; key += PACK<T>) {
+      Words pieces[PACK<T>];
+      pieces[0] = load_words(values[key], start, size);
+      __builtin_prefetch(next[key] + start);
+#if HAS_BF16_DOT
+      if constexpr (PACK<T> == 2) {
+        interleave(pieces[0], load_words(values[key + 1], start, size), pieces[0], pieces[1]);
+        __builtin_prefetch(next[key + 1] + start);
+      }
+#endif
+#pragma GCC unroll 8
+      for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 2
+        for (int i = 0; i < PACK<T>; ++i)
+          sums[row][i] = multiply_add<PACK<T>>(
+              sums[row][i], weights[row * BLOCK_KEYS + key / PACK<T>] + Words{}, pieces[i]);
+    }
+    for (int row = 0; row < ROWS; ++row) {
+      float* result = results + row * width + start;
+#if HAS_BF16_DOT
+      if constexpr (PACK<T> == 2) {
+        const auto lanes = std::make_integer_sequence<int, LANES>{};
+        const Floats low = sums[row][0], high = sums[row][1];
+        store(result, load(result) + in_order<0>(low, high, lanes));
+        store(result + LANES, load(result + LANES) + in_order<8>(low, high, lanes));
+        continue;
+      }
+#endif
+      store(result, load(result) + sums[row][0]);
+    }
+  }
+}
+
+template <class T, int ROWS = FEW_ROWS>
+static inline void weigh_few(int64_t rows, const uint32_t* weights, const T* const* values,
+                             const T* const* next, int64_t num_keys, int64_t size, float* results,
+                             int64_t width) {
+  if (rows == ROWS)
+    return weigh_in_place<T, ROWS>(weights, values, next, num_keys, size, results, width);
+  if constexpr (ROWS > 1)
+    weigh_few<T, ROWS - 1>(rows, weights, values, next, num_keys, size, results, width);
+}
+
+// The running softmax of one row: its largest score, in powers of two, and the sum of its weights so
+// far, in as many parts as there are lanes.
+struct RowState {
+  Floats sums;
+  float largest;
+};
+
+// Scores of one row become weights; what was summed before is rescaled to the new largest score.
+template <class T>
+static void fold_in(const float* scores, int64_t visible, int64_t columns, float scale,
+                    RowState& state, float* result, int64_t width, uint32_t* weights) {
+  Floats scaled[BLOCK_KEYS / LANES];
+  Floats best = splat(-INFINITY);
+  Ints lanes;
+  for (int i = 0; i < LANES; ++i) lanes[i] = i;
+  for (int64_t i = 0; i < columns; i += LANES) {
+    Floats values = load(scores + i) * scale;
+    if (i + LANES > visible) values = lanes < (int32_t)(visible - i) ? values : splat(-INFINITY);
+    scaled[i / LANES] = values;
+    best = maximum(best, values);
+  }
+  const float old_largest = state.largest;
+  const float new_largest = std::max(old_largest, largest(best));
+  const float base = new_largest == -INFINITY ? 0.0f : new_largest;
+  Floats total{};
+  for (int64_t i = 0; i < columns; i += LANES) {
+    Floats weight = power_of_two<PACK<T> == 2 ? 4 : 6>(scaled[i / LANES] - base);
+    if constexpr (PACK<T> == 2) {
+      Halves bits = to_halves(weight);
+      memcpy((uint16_t*)weights + i, &bits, sizeof bits);
+      total += from_halves(bits);
+    } else {
+      store((float*)weights + i, weight);
+      total += weight;
+    }
+  }
+  state.largest = new_largest;
+  if (old_largest == new_largest) {
+    state.sums += total;
+    return;
+  }
+  const float shrink = power_of_two(splat(old_largest - base))[0];
+  state.sums = state.sums * shrink + total;
+  for (int64_t i = 0; i < width; i += LANES) store(result + i, load(result + i) * shrink);
+}
+
+// Where a task keeps what it works on; all of it fits the second-level cache.
+struct Scratch {
+  uint32_t *keys, *values, *queries;
+  float* results;
+  RowState* states;
+
+  Scratch(int64_t width, int64_t num_rows, float* memory) {
+    keys = (uint32_t*)memory;
+    values = keys + width * BLOCK_KEYS;
+    queries = values + width * BLOCK_KEYS;
+    results = (float*)queries + num_rows * width;
+    states = (RowState*)(results + num_rows * width);
+  }
+};
+
+template <class T>
+static void load_queries(const AttentionStep& step, const AttentionLayer& layer, const Task& task,
+                         int64_t head, uint32_t* queries) {
+  const int64_t group = step.num_heads / step.num_kv_heads, size = step.head_dim;
+  const int64_t width = padded(size);
+  for (int64_t token = 0; token < task.tile_tokens; ++token) {
+    const T* line = (const T*)layer.q +
+                    (task.sequence->first_token + task.tile_start + token) * layer.q_stride +
+                    head * group * size;
+    for (int64_t g = 0; g < group; ++g, line += size, queries += width)
+      for (int64_t i = 0; i < size; i += LANES * PACK<T>)
+        store(queries + i / PACK<T>, load_words(line, i, size));
+  }
+}
+
+// Where the vectors of BLOCK_KEYS keys lie; those from end_key on are given the place of the first.
+template <class T>
+static void find_keys(const AttentionStep& step, const AttentionLayer& layer,
+                      const Sequence& sequence, int64_t first_key, int64_t end_key, int64_t offset,
+                      const T** keys, const T** values) {
+  const int32_t* table = step.block_table + sequence.row * step.table_stride;
+  for (int64_t i = 0; i < BLOCK_KEYS; ++i) {
+    const int64_t position = first_key + i < end_key ? first_key + i : 0;
+    const int64_t place = table[position / step.block_size] * step.block_stride +
+                          position % step.block_size * step.token_stride + offset;
+    keys[i] = (const T*)layer.keys + place;
+    values[i] = (const T*)layer.values + place;
+  }
+}
+
+// Of a whole context, what the model gets; of a part, what `merge` needs.
+template <class T>
+static void store_results(const AttentionStep& step, const AttentionLayer& layer, const Task& task,
+                          const Scratch& scratch) {
+  const int64_t group = step.num_heads / step.num_kv_heads, size = step.head_dim;
+  const int64_t width = padded(size), num_rows = task.tile_tokens * group;
+  for (int64_t head = 0; head < task.num_heads; ++head)
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t place = head * num_rows + row;
+      const RowState& state = scratch.states[place];
+      const float* result = scratch.results + place * width;
+      if (task.partial) {
+        float* to = step.workspace + task.partial +
+                    (task.first_head * num_rows + place) * (width + 2);
+        memcpy(to, result, width * sizeof(float));
+        to[width] = state.largest;
+        to[width + 1] = sum(state.sums);
+        continue;
+      }
+      const int64_t token = task.sequence->first_token + task.tile_start + row / group;
+      T* out = (T*)layer.out +
+               (token * step.num_heads + (task.first_head + head) * group + row % group) * size;
+      const float inverse = 1.0f / sum(state.sums);
+      for (int64_t i = 0; i < size; i += LANES)
+        store_part(out + i, load(result + i) * inverse, size - i);
+    }
+}
+
+template <class T>
+static void attend(const AttentionStep& step, const AttentionLayer& layer, const Task& task,
+                   float* memory) {
+  const int64_t group = step.num_heads / step.num_kv_heads, size = step.head_dim;
+  const int64_t width = padded(size);
+  const int64_t num_rows = task.tile_tokens * group;
+  const Scratch scratch(width, num_rows * task.num_heads, memory);
+  for (int64_t head = 0; head < task.num_heads; ++head)
+    load_queries<T>(step, layer, task, task.first_head + head,
+                    scratch.queries + head * num_rows * width);
+  memset(scratch.results, 0, task.num_heads * num_rows * width * sizeof(float));
+  std::fill_n(scratch.states, task.num_heads * num_rows, RowState{Floats{}, -INFINITY});
+
+  const Sequence& sequence = *task.sequence;
+  const int64_t num_earlier = sequence.num_keys - sequence.num_tokens + task.tile_start;
+  const bool packs_values = num_rows > FEW_ROWS || size % LINE<T>;
+  const bool packs_keys = packs_values || num_rows * 2 * LANES > size;
+  const float scale = step.scale * 1.44269504f;  // weights are powers of two: e^x = 2^(x log2 e)
+  const int64_t first_offset = task.first_head * size;
+  const T *keys[BLOCK_KEYS], *values[BLOCK_KEYS];
+  const T *next_keys[BLOCK_KEYS], *next_values[BLOCK_KEYS];
+  find_keys(step, layer, sequence, task.first_key, task.end_key, first_offset, next_keys,
+            next_values);
+  for (int64_t first = task.first_key; first < task.end_key; first += BLOCK_KEYS) {
+    const int64_t num_keys = std::min(BLOCK_KEYS, task.end_key - first);
+    for (int64_t head = 0; head < task.num_heads; ++head) {
+      memcpy(keys, next_keys, sizeof keys);
+      memcpy(values, next_values, sizeof values);
+      if (head + 1 < task.num_heads)
+        for (int64_t i = 0; i < num_keys; ++i) next_keys[i] += size, next_values[i] += size;
+      else
+        find_keys(step, layer, sequence, first + BLOCK_KEYS, task.end_key, first_offset, next_keys,
+                  next_values);
+      if (packs_keys) pack_keys(keys, next_keys, num_keys, size, scratch.keys);
+      if (packs_values) pack_values(values, next_values, num_keys, size, width, scratch.values);
+      for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
+        const int64_t rows = std::min(MAX_ROWS, num_rows - row);
+        const auto visible = [&](int64_t r) {  // keys of this block up to the row's own token
+          return std::min(num_keys, num_earlier + r / group + 1 - first);
+        };
+        const int64_t most = visible(row + rows - 1);
+        if (most <= 0) continue;
+        const int64_t columns = round_up(most, LANES), place = head * num_rows + row;
+        alignas(64) float scores[MAX_ROWS * BLOCK_KEYS];
+        alignas(64) uint32_t weights[MAX_ROWS * BLOCK_KEYS];
+        const uint32_t* queries = scratch.queries + place * width;
+        float* results = scratch.results + place * width;
+        if (packs_keys)
+          product<PACK<T>>(rows, queries, width, scratch.keys, BLOCK_KEYS, scores, BLOCK_KEYS,
+                           ceil_div(size, PACK<T>), columns, false);
+        else
+          for (int64_t r = 0; r < rows; ++r)
+            score_in_place(queries + r * width, keys, next_keys, columns, size,
+                           scores + r * BLOCK_KEYS);
+        for (int64_t r = 0; r < rows; ++r)
+          fold_in<T>(scores + r * BLOCK_KEYS, visible(row + r), columns, scale,
+                     scratch.states[place + r], results + r * width, width,
+                     weights + r * BLOCK_KEYS);
+        if (packs_values)
+          product<PACK<T>>(rows, weights, BLOCK_KEYS, scratch.values, width, results, width,
+                           ceil_div(most, PACK<T>), width, true);
+        else
+          weigh_few(rows, weights, values, next_values, most, size, results, width);
+      }
+    }
+  }
+  store_results<T>(step, layer, task, scratch);
+}
+
+// The parts of one row of queries, in order of the context.
+template <class T>
+static void merge(const AttentionStep& step, const float* partial, int64_t part_stride,
+                  int64_t num_parts, T* out) {
+  const int64_t width = padded(step.head_dim);
+  float best = -INFINITY, total = 0.0f;
+  for (int64_t part = 0; part < num_parts; ++part)
+    best = std::max(best, partial[part * part_stride + width]);
+  Floats results[MAX_HEAD_DIM / LANES] = {};
+  for (int64_t part = 0; part < num_parts; ++part) {
+    const float* from = partial + part * part_stride;
+    const float shrink = power_of_two(splat(from[width] - best))[0];
+    total += from[width + 1] * shrink;
+    for (int64_t i = 0; i < width; i += LANES) results[i / LANES] += load(from + i) * shrink;
+  }
+  for (int64_t i = 0; i < step.head_dim; i += LANES)
+    store_part(out + i, results[i / LANES] * (1.0f / total), step.head_dim - i);
+}
+
+template <class T>
+static void write_cache(const AttentionStep& step, const AttentionLayer& layer, int64_t token) {
+  const int64_t slot = step.slots[token];
+  const int64_t place = slot / step.block_size * step.block_stride +
+                        slot % step.block_size * step.token_stride;
+  const size_t size_bytes = step.num_kv_heads * step.head_dim * sizeof(T);
+  memcpy((T*)layer.keys + place, (const T*)layer.k + token * layer.k_stride, size_bytes);
+  memcpy((T*)layer.values + place, (const T*)layer.v + token * layer.v_stride, size_bytes);
+}
+
+template <class T>
+static void paged_attention(const AttentionStep& step, const AttentionLayer& layer) {
+  const int64_t width = padded(step.head_dim);
+  const int64_t group = step.num_heads / step.num_kv_heads;
+  const int64_t num_tasks = step.plans[step.num_seqs].first_task;
+#pragma omp parallel num_threads(step.threads)
+  {
+#pragma omp for
+    for (int64_t token = 0; token < step.num_tokens; ++token) write_cache<T>(step, layer, token);
+    float* memory = step.workspace + omp_get_thread_num() * step.scratch_floats;
+#pragma omp for schedule(dynamic)
+    for (int64_t number = num_tasks - 1; number >= 0; --number)  // chunks, the longer tasks, first
+      attend<T>(step, layer, make_task(step, number), memory);
+#pragma omp for schedule(dynamic)
+    for (int64_t s = 0; s < step.num_seqs; ++s) {
+      const SequencePlan& plan = step.plans[s];
+      if (plan.num_parts == 1) continue;
+      const int64_t num_rows = step.sequences[s].num_tokens * group;
+      for (int64_t head = 0; head < step.num_kv_heads; ++head)
+        for (int64_t row = 0; row < num_rows; ++row) {
+          const int64_t token = step.sequences[s].first_token + row / group;
+          merge(step,
+                step.workspace + plan.first_partial + (head * num_rows + row) * (width + 2),
+                step.num_kv_heads * num_rows * (width + 2), plan.num_parts,
+                (T*)layer.out +
+                    (token * step.num_heads + head * group + row % group) * step.head_dim);
+        }
+    }
+  }
+}

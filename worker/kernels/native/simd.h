@@ -1,0 +1,155 @@
+// Vectors of LANES floats, and what the kernels do with them. Included once per instruction set,
+// inside its namespace, by library.cpp, which sets LANES and HAS_BF16_DOT; so there is no guard.
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+static inline Floats splat(float value) { return value - Floats{}; }
+
+static inline Floats maximum(Floats a, Floats b) { return b > a ? b : a; }  // a NaN in b is dropped
+
+static inline Words widen(Halves bits) {
+#if LANES == 16  // what GCC makes of the general form takes twice the instructions
+  return (Words)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)bits);
+#else
+  return __builtin_convertvector(bits, Words);
+#endif
+}
+
+static inline Floats from_halves(Halves bits) { return (Floats)(widen(bits) << 16); }
+
+// To bfloat16, to the nearest, ties to even; a NaN stays one.
+static inline Halves to_halves(Floats values) {
+#if HAS_BF16_DOT
+  return (Halves)_mm512_cvtneps_pbh((__m512)values);
+#else
+  Words bits = (Words)values;
+  Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector(values == values ? rounded : (bits >> 16) | 0x40, Halves);
+#endif
+}
+
+static inline Words load(const uint32_t* from) {
+  Words words;
+  memcpy(&words, from, sizeof words);
+  return words;
+}
+
+static inline Floats load(const float* from) {
+  Floats values;
+  memcpy(&values, from, sizeof values);
+  return values;
+}
+
+static inline Floats load(const BFloat16* from) {
+  Halves bits;
+  memcpy(&bits, from, sizeof bits);
+  return from_halves(bits);
+}
+
+static inline void store(uint32_t* to, Words words) { memcpy(to, &words, sizeof words); }
+
+static inline void store(float* to, Floats values) { memcpy(to, &values, sizeof values); }
+
+static inline void store(BFloat16* to, Floats values) {
+  Halves bits = to_halves(values);
+  memcpy(to, &bits, sizeof bits);
+}
+
+// The first `count` lanes; the others are zero.
+template <class T>
+static inline Floats load_part(const T* from, int64_t count) {
+  if (count >= LANES) return load(from);
+  T padded[LANES] = {};
+  memcpy(padded, from, count * sizeof(T));
+  return load(padded);
+}
+
+template <class T>
+static inline void store_part(T* to, Floats values, int64_t count) {
+  if (count >= LANES) return store(to, values);
+  T padded[LANES];
+  store(padded, values);
+  memcpy(to, padded, count * sizeof(T));
+}
+
+template <class T>
+static inline Floats rounded_to(Floats values) {
+  if constexpr (sizeof(T) == 4) return values;
+  return from_halves(to_halves(values));
+}
+
+// Lane i gets lane i ^ STEP of the other half-blocks: what reductions and transpositions are made of.
+template <int STEP, int... I>
+static inline Floats exchange(Floats a, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, a, (I ^ STEP)...);
+}
+
+template <int STEP = LANES / 2>
+static inline float sum(Floats values) {
+  values += exchange<STEP>(values, std::make_integer_sequence<int, LANES>{});
+  if constexpr (STEP > 1) return sum<STEP / 2>(values);
+  return values[0];
+}
+
+template <int STEP = LANES / 2>
+static inline float largest(Floats values) {
+  values = maximum(values, exchange<STEP>(values, std::make_integer_sequence<int, LANES>{}));
+  if constexpr (STEP > 1) return largest<STEP / 2>(values);
+  return values[0];
+}
+
+template <int STEP, int... I>
+static inline void transpose_pair(Words& a, Words& b, std::integer_sequence<int, I...>) {
+  Words low = __builtin_shufflevector(a, b, (I & STEP ? LANES + I - STEP : I)...);
+  b = __builtin_shufflevector(a, b, (I & STEP ? LANES + I : I + STEP)...);
+  a = low;
+}
+
+// Lane i of the result is the sum of all lanes of values[i].
+template <int STEP = 1>
+static inline Floats sum_each(Floats (&values)[LANES]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i += 2 * STEP) {
+    Words low = (Words)values[i], high = (Words)values[i + STEP];
+    transpose_pair<STEP>(low, high, std::make_integer_sequence<int, LANES>{});
+    values[i] = (Floats)low + (Floats)high;
+  }
+  if constexpr (2 * STEP < LANES) return sum_each<2 * STEP>(values);
+  return values[0];
+}
+
+// A square of LANES x LANES words, in log2(LANES) rounds of exchanges.
+template <int STEP = 1>
+static inline void transpose(Words (&square)[LANES]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; ++i)
+    if (!(i & STEP))
+      transpose_pair<STEP>(square[i], square[i + STEP],
+                           std::make_integer_sequence<int, LANES>{});
+  if constexpr (2 * STEP < LANES) transpose<2 * STEP>(square);
+}
+
+// 2^x for x below 120, by TERMS terms of the series: 4 are exact to 2^-14, 6 to 2^-22. Far below 0
+// it is 0 without a remainder; NaN stays NaN.
+template <int TERMS = 6>
+static inline Floats power_of_two(Floats x) {
+  constexpr float series[] = {0.693147181f,  0.240226507f,   0.0555041087f,
+                              0.00961812911f, 0.00133335581f, 0.000154035304f};
+  const float shifter = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+#if LANES == 16
+  x = x < -200.0f ? splat(-200.0f) : x;  // -infinity has no rest
+#endif
+  const Floats shifted = x + shifter, whole = shifted - shifter, rest = x - whole;
+  Floats power = splat(series[TERMS - 1]);
+  for (int i = TERMS - 2; i >= 0; --i) power = power * rest + series[i];
+  power = power * rest + 1.0f;
+#if LANES == 16
+  return (Floats)_mm512_maskz_scalef_ps(0xffff, (__m512)power, (__m512)whole);
+#else
+  const Floats scale = (Floats)(((Ints)shifted - (Ints)splat(shifter) + 127) << 23);
+  return x < -126.0f ? Floats{} : power * scale;
+#endif
+}

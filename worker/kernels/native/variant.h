@@ -1,0 +1,20 @@
+// All kernels for one instruction set. Included once per set, inside its namespace.
+
+#include "simd.h"
+
+#include "argmax.h"
+#include "paged_attention.h"
+#include "rms_norm.h"
+#include "rotary.h"
+#include "silu_and_mul.h"
+
+static const Variant VARIANT = {
+    {rms_norm<float>, rms_norm<BFloat16>},
+    {silu_and_mul<float>, silu_and_mul<BFloat16>},
+    {rotary<float>, rotary<BFloat16>},
+    {paged_attention<float>, paged_attention<BFloat16>},
+    {argmax},
+};
+
+#undef LANES
+#undef HAS_BF16_DOT

@@ -1,0 +1,81 @@
+"""Root mean square normalisation (Zhang and Sennrich, 2019), alone or of a residual stream.
+
+The normalised value is rounded to the model's dtype before the weight, as Llama was trained.
+"""
+
+import torch
+from torch import Tensor
+
+from longshore.worker.kernels.native import DTYPES, RMS_NORM, kernels_for, num_threads
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """x: (..., size), each vector's elements adjacent -> the same shape.
+
+    weight: (size,), dtype and device of x.
+    out:    contiguous, of x's shape; may be x itself. None makes a new tensor.
+    Raises ValueError for what does not fit.
+    """
+    return _normalise(x, None, weight, eps, out)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
+) -> Tensor:
+    """residual += x, in place; returns the new residual, normalised.
+
+    x, residual, weight, out: as in `rms_norm`; residual is contiguous and like x.
+    """
+    if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
+        raise ValueError(
+            f"the residual, {residual.dtype} {tuple(residual.shape)} with strides "
+            f"{residual.stride()}, must be contiguous and like x, {x.dtype} {tuple(x.shape)}"
+        )
+    return _normalise(x, residual, weight, eps, out)
+
+
+def _normalise(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None
+) -> Tensor:
+    size = x.shape[-1]
+    if weight.shape != (size,) or weight.dtype != x.dtype:
+        raise ValueError(
+            f"the weight is {weight.dtype} {tuple(weight.shape)}, but x, {x.dtype} "
+            f"{tuple(x.shape)}, needs one of {x.dtype} ({size},)"
+        )
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous {x.dtype} {tuple(x.shape)}")
+    kernels = kernels_for(x)
+    if kernels is None:
+        return reference(x, residual, weight, eps, out)
+    lines = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, size)
+    num_rows = len(lines)
+    kernels.rms_norm[DTYPES[x.dtype]](
+        RMS_NORM.pack(
+            lines.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            size,
+            lines.stride(0),
+            size,
+            size,
+            eps,
+            num_threads(num_rows * size * x.element_size()),
+        )
+    )
+    return out
+
+
+def reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor
+) -> Tensor:
+    """The same in plain torch."""
+    if residual is not None:
+        x = residual.add_(x)
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    return out.copy_(weight * (wide * scale).to(x.dtype))

@@ -1,0 +1,109 @@
+"""Rotary positions (Su et al., 2021) in place, after the per-head norms that some families have."""
+
+import torch
+from torch import Tensor
+
+from longshore.worker.kernels import rms_norm
+from longshore.worker.kernels.native import DTYPES, ROTARY, kernels_for, num_threads
+
+
+def rotary_(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Turn queries and keys by the angles of their positions, in place.
+
+    q, k:      (n, num_heads, head_dim) and (n, num_kv_heads, head_dim); a token's heads adjacent,
+               tokens any stride apart, so both may be views of one product.
+    positions: (n,) int64, below max_positions.
+    table:     (max_positions, 2, num_pairs) float32, cosines and sines, times the rope's amplitude.
+               Elements (i, i + num_pairs) of a head are a pair; those from 2 * num_pairs on stay.
+    q_norm, k_norm: (head_dim,), weights of a root mean square norm of each head before it turns.
+    Computed in float32 and rounded once. Raises ValueError for what does not fit.
+    """
+    head_dim, num_pairs = q.shape[2], table.shape[2]
+    _check(q, k, positions, table, q_norm, k_norm)
+    kernels = kernels_for(q)
+    if kernels is None:
+        for heads, norm in ((q, q_norm), (k, k_norm)):
+            reference(heads, positions, table, norm, eps)
+        return
+    size_bytes = len(q) * (q.shape[1] + k.shape[1]) * head_dim * q.element_size()
+    kernels.rotary[DTYPES[q.dtype]](
+        ROTARY.pack(
+            q.data_ptr(),
+            q.shape[1],
+            q.stride(0),
+            0 if q_norm is None else q_norm.data_ptr(),
+            k.data_ptr(),
+            k.shape[1],
+            k.stride(0),
+            0 if k_norm is None else k_norm.data_ptr(),
+            positions.data_ptr(),
+            table.data_ptr(),
+            len(q),
+            head_dim,
+            num_pairs,
+            eps,
+            num_threads(size_bytes),
+        )
+    )
+
+
+def reference(
+    heads: Tensor, positions: Tensor, table: Tensor, norm: Tensor | None, eps: float
+) -> None:
+    """The same in plain torch, for queries or for keys."""
+    if norm is not None:
+        rms_norm.reference(heads, None, norm, eps, heads)
+    num_pairs = table.shape[2]
+    cos, sin = table.index_select(0, positions).unsqueeze(1).unbind(2)
+    first = heads[..., :num_pairs].float()
+    second = heads[..., num_pairs : 2 * num_pairs].float()
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    heads[..., : 2 * num_pairs] = turned.to(heads.dtype)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+) -> None:
+    head_dim = q.shape[2]
+    for heads, norm in ((q, q_norm), (k, k_norm)):
+        if (
+            heads.dtype != q.dtype
+            or heads.shape[0] != len(positions)
+            or heads.shape[2] != head_dim
+            or heads.stride(2) != 1
+            or heads.stride(1) != head_dim
+        ):
+            raise ValueError(
+                f"heads {heads.dtype} {tuple(heads.shape)} with strides {heads.stride()} must be "
+                f"{q.dtype} ({len(positions)}, heads, {head_dim}), each token contiguous"
+            )
+        if norm is not None and (norm.shape != (head_dim,) or norm.dtype != q.dtype):
+            raise ValueError(
+                f"a head's norm is {norm.dtype} {tuple(norm.shape)}, not {q.dtype} ({head_dim},)"
+            )
+    if (
+        table.dtype != torch.float32
+        or not table.is_contiguous()
+        or table.shape[1] != 2
+        or 2 * table.shape[2] > head_dim
+    ):
+        raise ValueError(
+            f"the table is {table.dtype} {tuple(table.shape)}; it must be contiguous float32 "
+            f"(max_positions, 2, at most {head_dim // 2})"
+        )
+    if positions.dtype != torch.int64:
+        raise ValueError(f"positions are {positions.dtype}, not torch.int64")
