@@ -1,53 +1,52 @@
-"""Tiny random Llama checkpoints, made by transformers: small enough to compare every logit."""
+"""Tiny random checkpoints, made by transformers: small enough to compare every logit."""
 
+import importlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final
 
-import pytest
+SHAPE: Final[dict[str, Any]] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    # Default weights give nearly flat logits, in which a wrong block would hardly show.
+    "initializer_range": 0.3,
+}
 
 
-class MakeTinyLlama(Protocol):
-    """Writes a checkpoint to `path` and returns the transformers model it was made from."""
-
-    def __call__(self, path: Path, *, max_shard_size: str = "1GB", **overrides: Any) -> Any: ...
-
-
-def make_tiny_llama(
-    path: Path, *, max_shard_size: str = "1GB", seed: int = 0, **overrides: Any
+def make_tiny_model(
+    family: str, path: Path, *, max_shard_size: str = "1GB", seed: int = 0, **overrides: Any
 ) -> Any:
-    """A random Llama in float32: two layers, 4 query heads over 2 KV heads of 16, 128 tokens.
+    """A random model in float32: two layers, 4 query heads over 2 KV heads of 16, 128 tokens.
 
-    overrides:      fields of transformers' LlamaConfig.
+    family:         of transformers, as in `LlamaForCausalLM`.
+    overrides:      fields of its config.
     max_shard_size: smaller than the model for a sharded checkpoint.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings: dict[str, Any] = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        # Default weights give nearly flat logits, in which a wrong block would hardly show.
-        "initializer_range": 0.3,
-    }
-    config = LlamaConfig(**(settings | overrides))
+    transformers = importlib.import_module("transformers")
+    config = getattr(transformers, f"{family}Config")(**(SHAPE | overrides))
     rng_state = torch.get_rng_state()
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).eval().float()
-    torch.set_rng_state(rng_state)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # transformers starts them at zero, which would hide them
+        # transformers starts biases at zero and norms at one, which would hide what is mixed up.
+        if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
+        elif name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    torch.set_rng_state(rng_state)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return model
 
 
-@pytest.fixture(scope="session")
-def tiny_llama() -> MakeTinyLlama:
-    return make_tiny_llama
+def make_tiny_llama(path: Path, **kwargs: Any) -> Any:
+    """`make_tiny_model` of the family that most tests use."""
+    return make_tiny_model("Llama", path, **kwargs)

@@ -1,7 +1,8 @@
 """Fills a model from safetensors files: one, or shards listed by an index.
 
 Files are mapped, so a tensor is read once, straight into its place, in the dtype the model runs
-in. Every tensor of the model must be found, with its shape, and every one of the checkpoint used.
+in, and a rank that holds a part of a tensor reads that part only. Every tensor of the model must be
+found, with its shape, and every one of the checkpoint used.
 """
 
 import logging
@@ -14,10 +15,10 @@ from typing import Final, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from tqdm import tqdm
 
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 from longshore.worker.models.json_fields import read_json_object
 
 logger = logging.getLogger(__name__)
@@ -25,17 +26,22 @@ logger = logging.getLogger(__name__)
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 _MAX_NAMED: Final = 4
+_FLOATS: Final = ("F32", "BF16", "F16")
 
 
 class LoadableModel(Protocol):
     """What the loader needs of a model."""
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Where each tensor goes, by the checkpoint's name."""
+    def checkpoint_tensors(self) -> StoredTensors:
+        """Where each tensor goes."""
         ...
 
     def is_redundant(self, name: str) -> bool:
         """The checkpoint may contain `name`; it is not needed."""
+        ...
+
+    def loaded(self) -> None:
+        """Every tensor is filled."""
         ...
 
     def copy_of(self, name: str) -> str | None:
@@ -46,13 +52,28 @@ class LoadableModel(Protocol):
 def load_weights(
     model: LoadableModel, model_dir: Path, *, show_progress: bool | None = None
 ) -> None:
-    """Copy every tensor of the checkpoint in `model_dir` into `model`.
+    """Copy every tensor of the checkpoint in `model_dir`, or this rank's part, into `model`.
 
     show_progress: None shows a bar when stderr is a terminal.
     Raises BrokenCheckpoint naming files and tensors that are missing, truncated, or have the wrong
     shape, and UnsupportedModel for tensors that have no place in the model.
     """
     started = time.monotonic()
+    num_tensors, num_bytes = _fill(model, model_dir, show_progress)
+    filled = time.monotonic()
+    logger.info(
+        "loaded %d tensors, %.2f GiB, in %.1f s; laying them out for this device",
+        num_tensors,
+        num_bytes / 2**30,
+        filled - started,
+    )
+    model.loaded()
+    logger.info("laid out in %.1f s", time.monotonic() - filled)
+
+
+def _fill(model: LoadableModel, model_dir: Path, show_progress: bool | None) -> tuple[int, int]:
+    """Returns how many tensors there are, and the bytes that this rank holds of them. Keeps no
+    reference to the memory it fills, which the model may lay out anew."""
     places = model.checkpoint_tensors()
     files = find_tensors(model_dir)
     found = {name for names in files.values() for name in names}
@@ -71,12 +92,7 @@ def load_weights(
                     num_bytes += _copy_tensor(path, file, name, places[name])
                     bar.update()
     _check_copies(model, files, places)
-    logger.info(
-        "loaded %d tensors, %.2f GiB, in %.1f s",
-        len(places),
-        num_bytes / 2**30,
-        time.monotonic() - started,
-    )
+    return len(places), num_bytes
 
 
 def find_tensors(model_dir: Path) -> dict[Path, set[str]]:
@@ -149,40 +165,47 @@ def _check_names(
         )
 
 
-def _copy_tensor(path: Path, file: safe_open, name: str, place: Tensor) -> int:
-    """Returns the bytes that `place` takes."""
-    tensor = file.get_tensor(name)
-    if tensor.shape != place.shape:
+def _copy_tensor(path: Path, file: safe_open, name: str, stored: StoredTensor) -> int:
+    """Returns the bytes that its places take."""
+    view = file.get_slice(name)
+    if tuple(view.get_shape()) != stored.shape:
         raise BrokenCheckpoint(
-            f"{path}: {name} has shape {tuple(tensor.shape)}, but config.json makes it "
-            f"{tuple(place.shape)}. Config and weights are of different models."
+            f"{path}: {name} has shape {tuple(view.get_shape())}, but config.json makes it "
+            f"{stored.shape}. Config and weights are of different models."
         )
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if view.get_dtype() not in _FLOATS:
         raise UnsupportedModel(
-            f"{path}: {name} is {tensor.dtype}; only plain float weights are computed here. "
-            "Use a checkpoint that is not quantised."
+            f"{path}: {name} is stored as {view.get_dtype()}; only plain float weights are "
+            "computed here. Use a checkpoint that is not quantised."
         )
-    place.copy_(tensor)
-    return place.numel() * place.element_size()
+    for place, index in stored.parts:
+        place.copy_(view[index])
+    return sum(place.nbytes for place, _ in stored.parts)
 
 
 def _check_copies(
-    model: LoadableModel, files: Mapping[Path, AbstractSet[str]], places: Mapping[str, Tensor]
+    model: LoadableModel, files: Mapping[Path, AbstractSet[str]], places: StoredTensors
 ) -> None:
     for path, names in files.items():
         for name in sorted(names - places.keys()):
             original = model.copy_of(name)
-            if original is None:
+            if original not in places:
                 continue
             with _open_safetensors(path) as file:
-                place = places[original]
-                stored = file.get_tensor(name).to(place.device, place.dtype)
-            if stored.shape != place.shape or not torch.equal(stored, place):
-                raise UnsupportedModel(
-                    f"{path}: {name} differs from {original}, but config.json ties the two, so one "
-                    "of them would be ignored. Set tie_word_embeddings to false in config.json to "
-                    f"use {name}, or remove it from the file."
-                )
+                if not _is_copy(file, name, places[original]):
+                    raise UnsupportedModel(
+                        f"{path}: {name} differs from {original}, but config.json ties the two, so "
+                        "one of them would be ignored. Set tie_word_embeddings to false in "
+                        f"config.json to use {name}, or remove it from the file."
+                    )
+
+
+def _is_copy(file: safe_open, name: str, original: StoredTensor) -> bool:
+    view = file.get_slice(name)
+    return tuple(view.get_shape()) == original.shape and all(
+        torch.equal(view[index].to(place.device, place.dtype), place)
+        for place, index in original.parts
+    )
 
 
 def _some(names: list[str]) -> str:

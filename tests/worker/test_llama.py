@@ -68,11 +68,12 @@ def open_worker(path: Path, **overrides: Any) -> Worker:
 def assert_same_logits(path: Path, reference: Any, chunks: list[int] | None = None) -> None:
     vocab_size = reference.config.vocab_size
     ids = torch.randint(vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
+    exact = copy.deepcopy(reference).double()  # in float32 it errs by almost 1e-4 itself
     with torch.inference_mode():
-        wanted = reference(ids[None]).logits[0]
+        wanted = exact(ids[None]).logits[0].float()
     got = paged_logits(open_worker(path), ids.tolist(), chunks or [NUM_TOKENS])
     assert wanted.std() > 0.1, "a flat reference would prove nothing"
-    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(got, wanted, atol=3e-4, rtol=0)
 
 
 @pytest.mark.parametrize("rope", ROPES)

@@ -1,22 +1,87 @@
-"""Token embeddings, and the output head that may share their table."""
+"""Token embeddings, and the output head that may share their table; both are cut by tokens."""
 
-import torch
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.layers.matrix import Matrix
+from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.stored_tensor import StoredTensor
+from longshore.worker.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class VocabShare:
+    """The tokens of one shard. All shards have equally many rows, so the last ones may have some
+    that stand for no token."""
+
+    vocab_size: int
+    num_rows: int
+    first: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, parallel: Parallel, vocab_size: int) -> "VocabShare":
+        num_rows = -(-vocab_size // parallel.num_shards)
+        first = min(vocab_size, parallel.shard * num_rows)
+        return cls(vocab_size, num_rows, first, min(num_rows, vocab_size - first))
+
+    def table(self, hidden_size: int, placement: Placement) -> Tensor:
+        """(num_rows, hidden_size), to be filled; rows that stand for no token are zero."""
+        table = placement.empty(self.num_rows, hidden_size)
+        table[self.num_tokens :].zero_()
+        return table
+
+    def stored(self, table: Tensor) -> StoredTensor:
+        """The checkpoint's table, of which `table` takes this share."""
+        part = (table[: self.num_tokens], (slice(self.first, self.first + self.num_tokens),))
+        return StoredTensor((self.vocab_size, table.shape[1]), (part,))
+
 
 class Embedding:
-    """weight: (vocab_size, hidden_size)."""
+    """weight: (num_rows, hidden_size), a vector per token of this rank."""
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+    def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
+        self._parallel = placement.parallel
+        self._share = VocabShare.of(placement.parallel, vocab_size)
+        self.weight = self._share.table(hidden_size, placement)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids: (n,) int32 or int64 -> (n, hidden_size)."""
-        return F.embedding(token_ids, self.weight)
+        if self._parallel.num_shards == 1:
+            return F.embedding(token_ids, self.weight)
+        share = self._share
+        rows = token_ids - share.first
+        elsewhere = (rows < 0) | (rows >= share.num_tokens)
+        vectors = F.embedding(rows.masked_fill_(elsewhere, 0), self.weight)
+        return self._parallel.all_reduce(vectors.masked_fill_(elsewhere.unsqueeze(1), 0))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: (n, hidden_size) -> (n, vocab_size) float32, the table as output head."""
-        return F.linear(hidden, self.weight).float()
+    def stored(self) -> StoredTensor:
+        return self._share.stored(self.weight)
+
+
+class OutputHead:
+    """Scores every token of the vocabulary. tied_to: the embeddings whose table it uses."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        placement: Placement,
+        *,
+        tied_to: Embedding | None = None,
+    ) -> None:
+        self._parallel = placement.parallel
+        self._share = VocabShare.of(placement.parallel, vocab_size)
+        self.is_tied = tied_to is not None
+        table = self._share.table(hidden_size, placement) if tied_to is None else tied_to.weight
+        self._matrix = Matrix(table, placement)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden: (n, hidden_size) -> (n, vocab_size) float32, all shards' tokens."""
+        logits = self._parallel.all_gather(self._matrix.product(hidden))
+        return logits[:, : self._share.vocab_size].float()
+
+    def stored(self) -> StoredTensor:
+        return self._share.stored(self._matrix.stored)

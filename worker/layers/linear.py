@@ -1,62 +1,99 @@
-"""Linear maps. Projections of the same input are one matrix, so that one product computes them."""
+"""Linear maps. Projections of the same input are one matrix, so that one product computes them.
+
+Tensor parallel as in Megatron-LM (Shoeybi et al., 2019): the maps into a layer's width are cut by
+columns of the result, those out of it by rows of the input, with one sum over the shards behind.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.layers.matrix import Matrix
+from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 
-class Linear:
-    """y = x W^T + b.
 
-    weight: (out_features, in_features); bias: (out_features,) or None. Uninitialised until loaded.
+@dataclass(frozen=True)
+class Columns:
+    """A map's outputs, and which of them this rank computes."""
+
+    size: int
+    local: slice
+
+    @property
+    def num_local(self) -> int:
+        return self.local.stop - self.local.start
+
+
+class ColumnParallelLinear:
+    """Several maps y = x W^T + b of one input, side by side; each rank computes some outputs.
+
+    weight: (local outputs of all maps, in_features); bias: (local outputs,) or None.
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, in_features: int, columns: Sequence[Columns], *, bias: bool, placement: Placement
     ) -> None:
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
-        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        num_local = sum(column.num_local for column in columns)
+        self._columns = columns
+        self.weight = Matrix(placement.empty(num_local, in_features), placement)
+        self.bias = placement.empty(num_local) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        """x: (n, in_features) -> (n, local outputs)."""
+        return self.weight.product(x, self.bias)
 
-    def checkpoint_tensors(self, name: str) -> dict[str, Tensor]:
-        """Where each tensor of the checkpoint's layer `name` goes."""
-        tensors = {f"{name}.weight": self.weight}
+    def checkpoint_tensors(self, names: Sequence[str]) -> StoredTensors:
+        """names: one per map, or a single one where the checkpoint stacks them too."""
+        tensors = self._stored(self.weight.stored, [f"{name}.weight" for name in names])
         if self.bias is not None:
-            tensors[f"{name}.bias"] = self.bias
+            tensors |= self._stored(self.bias, [f"{name}.bias" for name in names])
         return tensors
 
+    def _stored(self, local: Tensor, names: Sequence[str]) -> StoredTensors:
+        columns, rest = self._columns, local.shape[1:]
+        places = local.split([column.num_local for column in columns])
+        if len(names) == len(columns):
+            return {
+                name: StoredTensor((column.size, *rest), ((place, (column.local,)),))
+                for name, place, column in zip(names, places, columns, strict=True)
+            }
+        (name,) = names
+        parts, start = [], 0
+        for place, column in zip(places, columns, strict=True):
+            parts.append((place, (slice(start + column.local.start, start + column.local.stop),)))
+            start += column.size
+        return {name: StoredTensor((start, *rest), parts)}
 
-class FusedLinear(Linear):
-    """Several linear maps of one input, stacked; the checkpoint holds them apart."""
+
+class RowParallelLinear:
+    """y = x W^T + b of an input that is cut among the ranks; every rank gets the whole result.
+
+    weight: (out_features, local inputs); bias: (out_features,) or None. Shard 0 alone adds it.
+    """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: Sequence[int],
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, in_features: int, out_features: int, *, bias: bool, placement: Placement
     ) -> None:
-        super().__init__(in_features, sum(out_features), bias=bias, dtype=dtype, device=device)
-        self.out_features = tuple(out_features)
+        self._parallel = placement.parallel
+        self._in_features = in_features
+        self._local = placement.parallel.share(in_features)
+        self._has_bias = bias
+        self._out_features = out_features
+        num_local = self._local.stop - self._local.start
+        self.weight = Matrix(placement.empty(out_features, num_local), placement)
+        self.bias = placement.empty(out_features) if bias and self._parallel.shard == 0 else None
 
-    def parts(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Where each tensor of the checkpoint's layers `names` goes: views into the stack."""
-        tensors = {}
-        for name, weight in zip(names, self.weight.split(self.out_features), strict=True):
-            tensors[f"{name}.weight"] = weight
-        if self.bias is not None:
-            for name, bias in zip(names, self.bias.split(self.out_features), strict=True):
-                tensors[f"{name}.bias"] = bias
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (n, local inputs) -> (n, out_features), summed over the shards."""
+        return self._parallel.all_reduce(self.weight.product(x, self.bias))
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        out_features = self._out_features
+        part = (self.weight.stored, (slice(None), self._local))
+        tensors = {f"{name}.weight": StoredTensor((out_features, self._in_features), (part,))}
+        if self._has_bias:
+            parts = () if self.bias is None else ((self.bias, (slice(None),)),)
+            tensors[f"{name}.bias"] = StoredTensor((out_features,), parts)
         return tensors

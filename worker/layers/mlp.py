@@ -1,40 +1,44 @@
 """The gated feed-forward layer of Llama: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
 
-import torch
-import torch.nn.functional as F
+from collections.abc import Sequence
+from typing import Final
+
 from torch import Tensor
 
-from longshore.worker.layers.linear import FusedLinear, Linear
+from longshore.worker.kernels.silu_and_mul import silu_and_mul
+from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
+from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.stored_tensor import StoredTensors
+from longshore.worker.models.decoder_config import DecoderConfig
+
+SPLIT_GATE_UP: Final = ("gate_proj", "up_proj")
 
 
 class GatedMLP:
-    """Gate and up are one product over the same input."""
+    """Gate and up are one product over the same input.
+
+    gate_up_names: what the checkpoint calls gate and up, or the two in one.
+    """
 
     def __init__(
         self,
-        hidden_size: int,
-        intermediate_size: int,
+        config: DecoderConfig,
+        placement: Placement,
         *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        gate_up_names: Sequence[str] = SPLIT_GATE_UP,
     ) -> None:
-        self.gate_up = FusedLinear(
-            hidden_size,
-            (intermediate_size, intermediate_size),
-            bias=bias,
-            dtype=dtype,
-            device=device,
-        )
-        self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+        size, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        half = Columns(width, placement.parallel.share(width))
+        self._gate_up_names = gate_up_names
+        self.gate_up = ColumnParallelLinear(size, (half, half), bias=bias, placement=placement)
+        self.down = RowParallelLinear(width, size, bias=bias, placement=placement)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (n, hidden_size) -> the same shape."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(silu_and_mul(self.gate_up(x)))
 
-    def checkpoint_tensors(self, name: str) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {
-            **self.gate_up.parts((f"{name}.gate_proj", f"{name}.up_proj")),
+            **self.gate_up.checkpoint_tensors([f"{name}.{part}" for part in self._gate_up_names]),
             **self.down.checkpoint_tensors(f"{name}.down_proj"),
         }

@@ -1,9 +1,11 @@
-"""Rotary position embeddings (Su et al., 2021) with the scalings that Llama checkpoints use.
+"""Rotary position embeddings (Su et al., 2021) with the scalings that checkpoints use.
 
 Angles are tabulated once for every position a request may have, so a step only gathers.
 """
 
+import logging
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,44 +15,52 @@ from longshore.worker.models.rope_config import (
     DynamicRope,
     LinearRope,
     Llama3Rope,
+    LongRope,
     RopeConfig,
     YarnRope,
 )
 
-
-class RotaryEmbedding:
-    """Turns pairs (i, i + head_dim / 2) of each head by an angle that grows with the position."""
-
-    def __init__(
-        self,
-        rope: RopeConfig,
-        *,
-        head_dim: int,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        frequencies, amplitude = rope_frequencies(rope, head_dim)
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-        self._cos = (angles.cos() * amplitude).to(dtype).to(device)
-        self._sin = (angles.sin() * amplitude).to(dtype).to(device)
-
-    def gather(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: (n,) int64 -> cosines and sines, each (n, 1, head_dim / 2)."""
-        cos = self._cos.index_select(0, positions)
-        sin = self._sin.index_select(0, positions)
-        return cos.unsqueeze(1), sin.unsqueeze(1)
+logger = logging.getLogger(__name__)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: (n, num_heads, head_dim) -> turned, contiguous, the same shape."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+class Rotation(NamedTuple):
+    """The angles of a step's tokens.
+
+    positions: (n,) int64.
+    table:     (max_positions, 2, rotary_dim / 2) float32, cosines and sines.
+    """
+
+    positions: Tensor
+    table: Tensor
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Radians per position, (head_dim / 2,) float32, and the factor on cosines and sines."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def rotary_table(
+    rope: RopeConfig, *, rotary_dim: int, max_positions: int, device: torch.device
+) -> Tensor:
+    """Cosines and sines of every position that a request may have, for `Rotation`.
+
+    rotary_dim: the leading elements of a head that are turned, as pairs (i, i + rotary_dim / 2).
+    """
+    if isinstance(rope, LongRope):
+        is_long = rope.is_long(max_positions)
+        logger.info(
+            "longrope: requests of up to %d tokens use the %s factors, whatever their own length "
+            "(trained on %d)",
+            max_positions,
+            "long" if is_long else "short",
+            rope.original_max_position_embeddings,
+        )
+    frequencies, amplitude = rope_frequencies(rope, rotary_dim, max_positions)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+    return (torch.stack((angles.cos(), angles.sin()), dim=1) * amplitude).to(device)
+
+
+def rope_frequencies(rope: RopeConfig, rotary_dim: int, max_model_len: int) -> tuple[Tensor, float]:
+    """Radians per position, (rotary_dim / 2,) float32, and the factor on cosines and sines.
+
+    max_model_len: the longest request, in tokens; longrope chooses its factors by it.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     plain = 1.0 / (rope.theta**exponents)
     match rope:
         case DefaultRope() | DynamicRope():
@@ -60,7 +70,11 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
         case Llama3Rope():
             return _llama3_frequencies(rope, plain), 1.0
         case YarnRope():
-            return _yarn_frequencies(rope, exponents, head_dim), _yarn_amplitude(rope)
+            return _yarn_frequencies(rope, exponents, rotary_dim), _yarn_amplitude(rope)
+        case LongRope():
+            chosen = rope.long_factors if rope.is_long(max_model_len) else rope.short_factors
+            factors = torch.tensor(chosen, dtype=torch.float32)
+            return 1.0 / (factors * rope.theta**exponents), _longrope_amplitude(rope)
 
 
 def _llama3_frequencies(rope: Llama3Rope, plain: Tensor) -> Tensor:
@@ -74,20 +88,20 @@ def _llama3_frequencies(rope: Llama3Rope, plain: Tensor) -> Tensor:
     return torch.where(wavelengths < original / rope.high_freq_factor, plain, scaled)
 
 
-def _yarn_frequencies(rope: YarnRope, exponents: Tensor, head_dim: int) -> Tensor:
+def _yarn_frequencies(rope: YarnRope, exponents: Tensor, rotary_dim: int) -> Tensor:
     def dimension_that_turns(num_turns: float) -> float:
         """The (fractional) dimension that makes `num_turns` turns over the trained length."""
         length = rope.original_max_position_embeddings / (num_turns * 2 * math.pi)
-        return head_dim * math.log(length) / (2 * math.log(rope.theta))
+        return rotary_dim * math.log(length) / (2 * math.log(rope.theta))
 
     low = dimension_that_turns(rope.beta_fast)
     high = dimension_that_turns(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
         high += 0.001  # a ramp of no width would divide by zero
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)
     keep = 1 - ramp.clamp(0, 1)
     wavelengths = rope.theta**exponents
     return (1 / (rope.factor * wavelengths)) * (1 - keep) + (1 / wavelengths) * keep
@@ -102,3 +116,9 @@ def _yarn_amplitude(rope: YarnRope) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return (grown * rope.mscale + 1) / (grown * rope.mscale_all_dim + 1)
     return grown + 1
+
+
+def _longrope_amplitude(rope: LongRope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))

@@ -1,59 +1,78 @@
 """Which model families are known, by what config.json calls them.
 
 No tensor library is needed for this: settings are derived from a model's config before anything is
-loaded.
+loaded. Other packages bring families of their own in the entry point group `longshore.models`: the
+name is the architecture, the value the subclass of DecoderConfig that reads it (docs/models.md).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
 from longshore.worker.errors import UnsupportedModel
+from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.json_fields import JsonFields, read_json_object
-from longshore.worker.models.llama_config import LlamaConfig, read_llama_config
+from longshore.worker.models.llama_config import LlamaConfig
+from longshore.worker.models.mistral_config import MistralConfig
+from longshore.worker.models.olmo2_config import Olmo2Config
+from longshore.worker.models.phi3_config import Phi3Config
+from longshore.worker.models.qwen2_config import Qwen2Config
+from longshore.worker.models.qwen3_config import Qwen3Config
 
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """How a family's config.json is read."""
-
-    model_type: str
-    read_config: Callable[[JsonFields], LlamaConfig]
-
-
-ARCHITECTURES: Final = {
-    "LlamaForCausalLM": ModelFamily("llama", read_llama_config),
+ENTRY_POINT_GROUP: Final = "longshore.models"
+ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {
+    "LlamaForCausalLM": LlamaConfig,
+    "MistralForCausalLM": MistralConfig,
+    "Olmo2ForCausalLM": Olmo2Config,
+    "Phi3ForCausalLM": Phi3Config,
+    "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen3ForCausalLM": Qwen3Config,
 }
 
 
-def read_model_config(model_dir: Path) -> LlamaConfig:
+def read_model_config(model_dir: Path) -> DecoderConfig:
     """What `model_dir/config.json` describes.
 
     Raises UnsupportedModel for an architecture or feature that is not computed here, and
     BrokenCheckpoint for a file that is missing or makes no sense.
     """
     fields = read_json_object(model_dir / "config.json")
-    return _family(fields).read_config(fields)
+    return _family(fields).read(fields)
 
 
-def _family(fields: JsonFields) -> ModelFamily:
+def _family(fields: JsonFields) -> type[DecoderConfig]:
     names = fields.values.get("architectures") or ()
     if not isinstance(names, list | tuple):
         raise fields.wrong("architectures", "a list of names")
-    supported = ", ".join(ARCHITECTURES)
     if not names:
         model_type = fields.text("model_type", "none")
         for family in ARCHITECTURES.values():
             if family.model_type == model_type:
                 return family
         raise UnsupportedModel(
-            f"{fields.source}: model_type={model_type!r} is not supported. Supported: {supported}."
+            f"{fields.source}: model_type={model_type!r} is not supported. {_supported()}"
         )
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        if entry_point.name in names:
+            return _checked_family(entry_point.name, entry_point.load())
     raise UnsupportedModel(
         f"{fields.source}: architecture {', '.join(map(str, names))} is not supported. "
-        f"Supported: {supported}."
+        f"{_supported()}"
     )
+
+
+def _checked_family(name: str, family: object) -> type[DecoderConfig]:
+    if isinstance(family, type) and issubclass(family, DecoderConfig):
+        return family
+    raise UnsupportedModel(
+        f"The entry point {name} of {ENTRY_POINT_GROUP} leads to {family!r}, which is no subclass "
+        "of DecoderConfig (docs/models.md)."
+    )
+
+
+def _supported() -> str:
+    installed = {entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
+    return f"Supported: {', '.join(sorted(ARCHITECTURES.keys() | installed))}."

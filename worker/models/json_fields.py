@@ -28,6 +28,17 @@ class JsonFields:
         """A float (or an int, converted) of at least `minimum`."""
         return float(self._number(float, key, default, minimum))
 
+    def reals(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of `count` floats above 0; raises BrokenCheckpoint if missing."""
+        values = self.values.get(key)
+        if (
+            not isinstance(values, list)
+            or len(values) != count
+            or not all(type(value) in (int, float) and value > 0 for value in values)
+        ):
+            raise self.wrong(key, f"a list of {count} numbers above 0")
+        return tuple(map(float, values))
+
     def boolean(self, key: str, default: bool) -> bool:
         value = self.values.get(key)
         if value is None:

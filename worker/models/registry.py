@@ -1,8 +1,25 @@
 """The class that computes a family's models, by the type of its config."""
 
+import importlib
 from typing import Final
 
-from longshore.worker.models.llama import Llama
-from longshore.worker.models.llama_config import LlamaConfig
+from longshore.worker.errors import UnsupportedModel
+from longshore.worker.models.decoder import Decoder
+from longshore.worker.models.decoder_config import DecoderConfig
 
-MODELS: Final = {LlamaConfig: Llama}
+
+class Models:
+    """`models[type(config)](config, ...)` builds a model; its module is imported by that."""
+
+    def __getitem__(self, config_type: type[DecoderConfig]) -> type[Decoder]:
+        module, _, name = config_type.model.partition(":")
+        found = getattr(importlib.import_module(module), name, None)
+        if not (isinstance(found, type) and issubclass(found, Decoder)):
+            raise UnsupportedModel(
+                f"{config_type.__name__}.model = {config_type.model!r} leads to {found!r}, which "
+                "is no subclass of Decoder (docs/models.md)."
+            )
+        return found
+
+
+MODELS: Final = Models()

@@ -4,6 +4,7 @@ Until transformers 4 the base is `rope_theta` and the scaling `rope_scaling` (ki
 `rope_type`); transformers 5 writes both into `rope_parameters`.
 """
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -70,7 +71,30 @@ class YarnRope:
     truncate: bool
 
 
-RopeConfig: TypeAlias = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
+@dataclass(frozen=True)
+class LongRope:
+    """Each frequency divided by a factor of its own (LongRoPE, Ding et al., 2024).
+
+    There are two sets of factors, for requests up to the trained length and beyond it. Which one
+    is used is decided once, by the longest request that is admitted: keys that are cached cannot
+    be turned again when a request grows out of the short set.
+
+    short_factors, long_factors: one per pair of elements that is turned.
+    attention_factor: multiplies cosines and sines; None derives it from factor and trained length.
+    """
+
+    theta: float
+    factor: float
+    original_max_position_embeddings: int
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    attention_factor: float | None
+
+    def is_long(self, max_model_len: int) -> bool:
+        return max_model_len > self.original_max_position_embeddings
+
+
+RopeConfig: TypeAlias = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope | LongRope
 
 DEFAULT_THETA: Final = 10_000.0
 # `finetuned` is written into some checkpoints and read by nobody.
@@ -96,19 +120,35 @@ _KEYS_OF_TYPE: Final[dict[str, set[str]]] = {
         "mscale_all_dim",
         "truncate",
     },
+    "longrope": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    },
 }
 
 
-def read_rope_config(config: JsonFields, *, max_position_embeddings: int) -> RopeConfig:
-    """The rope of a config.json. Raises UnsupportedModel for a kind or key that is not computed."""
+def read_rope_config(
+    config: JsonFields,
+    *,
+    max_position_embeddings: int,
+    rotary_dim: int,
+    aliases: Mapping[str, str] | None = None,
+) -> RopeConfig:
+    """The rope of a config.json. Raises UnsupportedModel for a kind or key that is not computed.
+
+    rotary_dim: elements of a head that are turned.
+    aliases:    what a family calls a kind, and the kind.
+    """
     rope = config.table("rope_scaling") or config.table("rope_parameters")
     theta = config.real("rope_theta", DEFAULT_THETA, minimum=1.0)
-    config.refuse_unless_neutral("partial_rotary_factor", 1.0, "rotating part of a head")
     if rope is None:
         return DefaultRope(theta)
     theta = rope.real("rope_theta", theta, minimum=1.0)
-    rope.refuse_unless_neutral("partial_rotary_factor", 1.0, "rotating part of a head")
     kind = rope.text("rope_type", rope.text("type", "default"))
+    kind = (aliases or {}).get(kind, kind)
     if kind not in _KEYS_OF_TYPE:
         raise UnsupportedModel(
             f"{rope.source}: rope type {kind!r} is not supported; positions would be wrong. "
@@ -117,24 +157,25 @@ def read_rope_config(config: JsonFields, *, max_position_embeddings: int) -> Rop
     _refuse_unknown_keys(rope, kind, _KEYS_OF_TYPE[kind])
     if kind == "default":
         return DefaultRope(theta)
+    key = "original_max_position_embeddings"
+    place = rope if config.values.get(key) is None else config
+    # longrope chooses its factors by this length, so nothing may stand in for it.
+    original = place.integer(key, None if kind == "longrope" else max_position_embeddings)
+    if kind == "longrope":
+        stretched = max(1.0, max_position_embeddings / original)
+        return _long_rope(rope, theta, stretched, original, rotary_dim)
     factor = rope.real("factor", minimum=1.0)
     if kind == "linear":
         return LinearRope(theta, factor)
     if kind == "dynamic":
         return DynamicRope(theta, factor)
-    original = config.integer(
-        "original_max_position_embeddings",
-        rope.integer("original_max_position_embeddings", max_position_embeddings),
-    )
     if kind == "llama3":
         return _llama3_rope(rope, theta, factor, original)
     return YarnRope(
         theta=theta,
         factor=factor,
         original_max_position_embeddings=original,
-        attention_factor=(
-            None if rope.values.get("attention_factor") is None else rope.real("attention_factor")
-        ),
+        attention_factor=_optional_real(rope, "attention_factor"),
         beta_fast=rope.real("beta_fast", 0.0) or 32.0,
         beta_slow=rope.real("beta_slow", 0.0) or 1.0,
         mscale=rope.real("mscale", 0.0),
@@ -147,8 +188,8 @@ def max_supported_len(rope: RopeConfig, max_position_embeddings: int) -> int:
     """Longest request this rope gives well-defined positions for, in tokens.
 
     Scaling stretches the trained length by its factor where the config gives the unstretched one;
-    llama3's gives the stretched one, and dynamic scaling is held to the trained length (see
-    DynamicRope).
+    llama3's and longrope's give the stretched one, and dynamic scaling is held to the trained
+    length (see DynamicRope).
     """
     match rope:
         case LinearRope(factor=factor):
@@ -156,7 +197,7 @@ def max_supported_len(rope: RopeConfig, max_position_embeddings: int) -> int:
         case YarnRope(factor=factor):
             stretched = int(rope.original_max_position_embeddings * factor)
             return max(max_position_embeddings, stretched)
-        case DefaultRope() | DynamicRope() | Llama3Rope():
+        case DefaultRope() | DynamicRope() | Llama3Rope() | LongRope():
             return max_position_embeddings
 
 
@@ -166,6 +207,23 @@ def _llama3_rope(rope: JsonFields, theta: float, factor: float, original: int) -
     if not 0 < low_freq_factor < high_freq_factor:
         raise rope.wrong("high_freq_factor", f"above low_freq_factor={low_freq_factor}, above 0")
     return Llama3Rope(theta, factor, low_freq_factor, high_freq_factor, original)
+
+
+def _long_rope(
+    rope: JsonFields, theta: float, stretched: float, original: int, rotary_dim: int
+) -> LongRope:
+    return LongRope(
+        theta=theta,
+        factor=rope.real("factor", stretched, minimum=1.0),
+        original_max_position_embeddings=original,
+        short_factors=rope.reals("short_factor", rotary_dim // 2),
+        long_factors=rope.reals("long_factor", rotary_dim // 2),
+        attention_factor=_optional_real(rope, "attention_factor"),
+    )
+
+
+def _optional_real(rope: JsonFields, key: str) -> float | None:
+    return None if rope.values.get(key) is None else rope.real(key)
 
 
 def _refuse_unknown_keys(rope: JsonFields, kind: str, known: AbstractSet[str]) -> None:

@@ -1,0 +1,84 @@
+"""The example of docs/models.md, as its reader would install it."""
+
+import copy
+import json
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from longshore.worker.errors import UnsupportedModel
+from longshore.worker.models.families import ARCHITECTURES, read_model_config
+from tests.conftest import ROOT
+from tests.docs.test_scheduling_policies import files_on
+from tests.models import make_tiny_model
+from tests.worker.models.paged_model import PagedModel, forward_logits
+from tests.worker.models.thread_ranks import on_every_rank
+
+PAGE = ROOT / "docs" / "models.md"
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.5,
+}
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The example's files in a folder on the path, with what an installer writes beside them."""
+    files = files_on(PAGE)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    info = tmp_path / "granite-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1\n")
+    ((group, points),) = project["entry-points"].items()
+    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in points.items()), ""]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in files:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
+def test_example_gives_the_logits_of_transformers_on_any_number_of_ranks(
+    ranks: tuple[int, int], installed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    reference = make_tiny_model("Granite", folder, initializer_range=0.2, **MULTIPLIERS)
+    prompt = list(range(3, 70))
+    with torch.inference_mode():
+        wanted = copy.deepcopy(reference).double()(torch.tensor([prompt])).logits[0].float()
+    assert wanted.std() > 0.1, "a flat reference would prove nothing"
+    for got in on_every_rank(
+        *ranks,
+        lambda places: forward_logits([PagedModel(folder, parallel=p) for p in places], prompt),
+    ):
+        torch.testing.assert_close(got, wanted, atol=2e-4, rtol=0)
+
+
+def test_an_installed_family_is_named_among_those_supported(
+    installed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["UnknownForCausalLM"]}))
+    with pytest.raises(UnsupportedModel, match=r"UnknownForCausalLM .*GraniteForCausalLM, Llama"):
+        read_model_config(tmp_path)
+
+
+def test_an_entry_point_that_leads_elsewhere_is_refused(installed: Path, tmp_path: Path) -> None:
+    points = installed / "granite-1.0.dist-info" / "entry_points.txt"
+    points.write_text("[longshore.models]\nGraniteForCausalLM = granite_config:MULTIPLIERS\n")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GraniteForCausalLM"]}))
+    with pytest.raises(UnsupportedModel, match="no subclass of DecoderConfig"):
+        read_model_config(tmp_path)
+
+
+def test_page_names_every_architecture() -> None:
+    page = PAGE.read_text()
+    assert {name for name in ARCHITECTURES if f"`{name}`" not in page} == set()

@@ -1,0 +1,50 @@
+"""Checkpoints of all families and what transformers makes of them; each made once."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import make_tiny_model
+from tests.reference import ReferenceAnswer, greedy_reference
+from tests.worker.models.cases import Case
+
+NUM_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """answers: greedy, NUM_TOKENS per prompt."""
+
+    case: Case
+    path: Path
+    reference: Any
+    prompts: list[list[int]]
+    answers: list[ReferenceAnswer]
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Checkpoint]:
+    made: dict[str, Checkpoint] = {}
+
+    def make(case: Case) -> Checkpoint:
+        if case.name not in made:
+            path = tmp_path_factory.mktemp("model")
+            # Smaller weights than elsewhere: float32 noise stays well below the tolerances.
+            settings = {"initializer_range": 0.2, **case.settings}
+            reference = make_tiny_model(case.family, path, **settings)
+            # The third prompt begins like the first, by two blocks.
+            prompts = [prompt_of(length, seed) for seed, length in enumerate(case.prompt_lengths)]
+            prompts[2][:32] = prompts[0][:32]
+            answers = [greedy_reference(reference, prompt, NUM_TOKENS) for prompt in prompts]
+            made[case.name] = Checkpoint(case, path, reference, prompts, answers)
+        return made[case.name]
+
+    return make
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 128), k=length)

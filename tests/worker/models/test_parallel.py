@@ -1,0 +1,181 @@
+"""Models cut among ranks: the same tokens, and no rank holds more than its part."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.models.families import read_model_config
+from longshore.worker.parallel import Parallel
+from tests.conftest import ROOT
+from tests.models import make_tiny_llama, make_tiny_model
+from tests.reference import assert_greedy_equal
+from tests.worker.models.cases import CASES, Case
+from tests.worker.models.conftest import NUM_TOKENS, Checkpoint
+from tests.worker.models.paged_model import PagedModel, forward_logits, greedy
+from tests.worker.models.thread_ranks import on_every_rank
+
+CheckpointOf = Callable[[Case], Checkpoint]
+
+
+@pytest.fixture(scope="session")
+def gloo_answers(
+    checkpoint_of: CheckpointOf, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, list[list[int]]]]:
+    """Greedy answers to all cases of two processes that share every model, by rank."""
+    folder = tmp_path_factory.mktemp("gloo")
+    checkpoints = [checkpoint_of(case) for case in CASES]
+    jobs = [(str(c.path), c.case.max_model_len, c.prompts, NUM_TOKENS) for c in checkpoints]
+    (folder / "jobs").write_text(json.dumps(jobs))
+    rank = Path(__file__).with_name("gloo_rank.py")
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    # fmt: off
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-P", str(rank), str(folder / "store"), str(shard),
+             str(folder / "jobs"), str(folder / f"answers-{shard}")],
+            env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for shard in range(2)
+    ]
+    # fmt: on
+    try:
+        for process in ranks:
+            _, errors = process.communicate(timeout=100)
+            assert process.returncode == 0, errors
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    names = [case.name for case in CASES]
+    return [
+        dict(zip(names, json.loads((folder / f"answers-{shard}").read_text()), strict=True))
+        for shard in range(2)
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_processes_give_the_tokens_of_transformers(
+    case: Case,
+    gloo_answers: list[dict[str, list[list[int]]]],
+    checkpoint_of: CheckpointOf,
+) -> None:
+    for answers in gloo_answers:
+        assert_greedy_equal(answers[case.name], checkpoint_of(case).answers)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_pipeline_stages_give_the_tokens_of_transformers(
+    case: Case, checkpoint_of: CheckpointOf
+) -> None:
+    checkpoint = checkpoint_of(case)
+    stages = [
+        PagedModel(
+            checkpoint.path,
+            max_model_len=case.max_model_len,
+            parallel=Parallel(stage=stage, num_stages=2),
+        )
+        for stage in range(2)
+    ]
+    assert [stage.model.num_local_layers for stage in stages] == [1, 1]
+    answers = [greedy(stages, prompt, NUM_TOKENS) for prompt in checkpoint.prompts]
+    assert_greedy_equal(answers, checkpoint.answers)
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "num_stages"), [(2, 1), (4, 1), (2, 2)], ids=["4 shards", "2", "2 by 2"]
+)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_logits_of_every_shard_equal_those_of_transformers(
+    case: Case, num_shards: int, num_stages: int, checkpoint_of: CheckpointOf
+) -> None:
+    """Four shards over two KV heads or one hold copies of them."""
+    checkpoint = checkpoint_of(case)
+    prompt = checkpoint.prompts[0]
+
+    def run(places: list[Parallel]) -> torch.Tensor:
+        stages = [
+            PagedModel(checkpoint.path, max_model_len=case.max_model_len, parallel=place)
+            for place in places
+        ]
+        return forward_logits(stages, prompt)
+
+    exact = copy.deepcopy(checkpoint.reference).double()  # its own rounding is not to count
+    with torch.inference_mode():
+        wanted = exact(torch.tensor([prompt])).logits[0].float()
+    for got in on_every_rank(num_shards, num_stages, run):
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+COPIED = ("norm.weight", "k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_shard_holds_its_part_of_every_matrix(case: Case, checkpoint_of: CheckpointOf) -> None:
+    """Norms are held by all, and a KV head by as many shards as read it; nothing else twice."""
+    checkpoint = checkpoint_of(case)
+
+    def sizes(places: list[Parallel]) -> dict[str, int]:
+        model = PagedModel(
+            checkpoint.path, max_model_len=case.max_model_len, parallel=places[0]
+        ).model
+        return {
+            name: sum(place.numel() for place, _ in stored.parts)
+            for name, stored in model.checkpoint_tensors().items()
+        }
+
+    (alone,) = on_every_rank(1, 1, sizes)
+    shards = on_every_rank(2, 1, sizes)
+    for name, size in alone.items():
+        has_copies = case.settings.get("num_key_value_heads") == 1
+        if not name.endswith(COPIED if has_copies else "norm.weight"):
+            assert sum(shard[name] for shard in shards) == size, name
+
+
+def test_what_cannot_be_cut_evenly_is_refused_by_name(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path, intermediate_size=90)
+    config = read_model_config(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"num_attention_heads=4, num_key_value_heads=2 of"):
+        config.check_split(num_shards=3)
+    with pytest.raises(UnsupportedModel, match=r"size=4 cannot cut intermediate_size=90"):
+        PagedModel(tmp_path, parallel=Parallel(num_shards=4))
+    with pytest.raises(UnsupportedModel, match=r"pipeline_parallel_size=3 .* 2 layers"):
+        PagedModel(tmp_path, parallel=Parallel(num_stages=3))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_takes_a_checkpoint_with_a_tied_head_in_it(stage: int, tmp_path: Path) -> None:
+    reference = make_tiny_model("Qwen2", tmp_path, tie_word_embeddings=True)
+    model = PagedModel(tmp_path, parallel=Parallel(stage=stage, num_stages=2)).model
+    assert model.embedding is not None
+    torch.testing.assert_close(model.embedding.weight, reference.model.embed_tokens.weight)
+    assert (model.head is None) == (stage == 0)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_tensor_that_no_stage_has_a_place_for_is_refused(stage: int, tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path, num_hidden_layers=3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.2\..*, which this model"):
+        PagedModel(tmp_path, parallel=Parallel(stage=stage, num_stages=2))
+
+
+def test_a_stage_whose_layers_are_missing_is_refused(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    PagedModel(tmp_path, parallel=Parallel(stage=0, num_stages=2))
+    with pytest.raises(BrokenCheckpoint, match=r"lacks model\.layers\.2"):
+        PagedModel(tmp_path, parallel=Parallel(stage=1, num_stages=2))

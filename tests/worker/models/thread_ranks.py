@@ -1,0 +1,68 @@
+"""Tensor parallel ranks as threads of one process: any number of shards, without a transport."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Barrier
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from longshore.worker.parallel import Parallel
+
+Answer = TypeVar("Answer")
+TIMEOUT_S = 60.0
+
+
+class Meeting:
+    """Where the shards of a stage put down a tensor each and see those of all."""
+
+    def __init__(self, num_shards: int) -> None:
+        self._barrier = Barrier(num_shards, timeout=TIMEOUT_S)
+        self._parts: list[Tensor | None] = [None] * num_shards
+
+    def exchange(self, shard: int, part: Tensor) -> list[Tensor]:
+        self._parts[shard] = part.clone()
+        self._barrier.wait()
+        parts = [part for part in self._parts if part is not None]
+        self._barrier.wait()  # nobody puts down the next before all have seen these
+        return parts
+
+    def leave(self) -> None:
+        """Nobody waits for a shard that has failed."""
+        self._barrier.abort()
+
+
+@dataclass(frozen=True)
+class ThreadParallel(Parallel):
+    meeting: Meeting = field(default_factory=lambda: Meeting(1))
+
+    def all_reduce(self, partial_sum: Tensor) -> Tensor:
+        parts = self.meeting.exchange(self.shard, partial_sum)
+        return partial_sum.copy_(torch.stack(parts).sum(0))
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        return torch.cat(self.meeting.exchange(self.shard, part), dim=-1)
+
+
+def on_every_rank(
+    num_shards: int, num_stages: int, run: Callable[[list[ThreadParallel]], Answer]
+) -> list[Answer]:
+    """What `run` answers in each shard's thread; it gets the shard's place in every stage."""
+    meetings = [Meeting(num_shards) for _ in range(num_stages)]
+
+    def of_shard(shard: int) -> Answer:
+        places = [
+            ThreadParallel(shard, num_shards, stage, num_stages, meeting=meeting)
+            for stage, meeting in enumerate(meetings)
+        ]
+        try:
+            return run(places)
+        except BaseException:
+            for meeting in meetings:
+                meeting.leave()
+            raise
+
+    with ThreadPoolExecutor(num_shards) as threads:
+        return list(threads.map(of_shard, range(num_shards)))

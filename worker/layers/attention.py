@@ -1,0 +1,162 @@
+"""Everything of self-attention but the attention itself: projections, norms, positions."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.kernels.rms_norm import rms_norm
+from longshore.worker.kernels.rotary import rotary_
+from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
+from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.rotary import Rotation
+from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors, whole
+from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.parallel import Parallel
+
+SPLIT_QKV: Final = ("q_proj", "k_proj", "v_proj")
+
+
+class SelfAttention:
+    """Grouped queries (Ainslie et al., 2023) with rotary positions; q, k and v are one product.
+
+    Query heads are cut among the shards, and KV heads with them: where there are fewer KV heads
+    than shards, several shards hold copies of one.
+
+    qkv_names: what the checkpoint calls the projections, or all three in one.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        placement: Placement,
+        *,
+        qkv_names: Sequence[str] = SPLIT_QKV,
+    ) -> None:
+        self._qkv_names = qkv_names
+        self.head_dim = config.head_dim
+        self.queries = _columns(
+            placement.parallel.share(config.num_heads), config.num_heads, config.head_dim
+        )
+        self.keys = _columns(
+            _kv_heads(placement.parallel, config.num_kv_heads),
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        num_heads = self.queries.num_local // config.head_dim
+        num_kv_heads = self.keys.num_local // config.head_dim
+        self._heads = (num_heads, num_kv_heads, num_kv_heads)
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size,
+            (self.queries, self.keys, self.keys),
+            bias=config.qkv_bias,
+            placement=placement,
+        )
+        self.out = RowParallelLinear(
+            self.queries.size, config.hidden_size, bias=config.out_bias, placement=placement
+        )
+
+    def __call__(
+        self, x: Tensor, layer: int, rotation: Rotation, attention: AttentionStep
+    ) -> Tensor:
+        """x: (n, hidden_size) -> the same shape. layer: among those of this rank."""
+        q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
+        q, k = self.prepare(q, k, rotation)
+        return self.out(attention.forward(layer, q, k, v))
+
+    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Turn queries and keys by their positions; a family may do more to them.
+
+        q, k: (n, local heads, head_dim), views of one product that may be overwritten.
+        """
+        rotary_(q, k, rotation.positions, rotation.table)
+        return q, k
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        return {
+            **self.qkv.checkpoint_tensors([f"{name}.{part}" for part in self._qkv_names]),
+            **self.out.checkpoint_tensors(f"{name}.o_proj"),
+        }
+
+
+class HeadNormAttention(SelfAttention):
+    """Each head of queries and keys is normalised by itself, all with the same weights.
+
+    q_norm, k_norm: (head_dim,).
+    """
+
+    def __init__(self, config: DecoderConfig, placement: Placement) -> None:
+        super().__init__(config, placement)
+        self._eps = config.rms_norm_eps
+        self.q_norm = placement.empty(config.head_dim)
+        self.k_norm = placement.empty(config.head_dim)
+
+    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        positions, table = rotation
+        rotary_(q, k, positions, table, q_norm=self.q_norm, k_norm=self.k_norm, eps=self._eps)
+        return q, k
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        return {
+            **super().checkpoint_tensors(name),
+            f"{name}.q_norm.weight": whole(self.q_norm),
+            f"{name}.k_norm.weight": whole(self.k_norm),
+        }
+
+
+class WideNormAttention(SelfAttention):
+    """All queries of a token are normalised together, and so are all its keys.
+
+    q_norm, k_norm: (local heads * head_dim,).
+    """
+
+    def __init__(self, config: DecoderConfig, placement: Placement) -> None:
+        super().__init__(config, placement)
+        self._eps = config.rms_norm_eps
+        self._parallel = placement.parallel
+        self.q_norm = placement.empty(self.queries.num_local)
+        self.k_norm = placement.empty(self.keys.num_local)
+
+    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        q_wide, k_wide = q.flatten(1), k.flatten(1)
+        if self._parallel.num_shards == 1:
+            q_wide = rms_norm(q_wide, self.q_norm, self._eps)
+            k_wide = rms_norm(k_wide, self.k_norm, self._eps)
+        else:
+            q_wide, k_wide = self._norm_over_shards(q_wide, k_wide)
+        return super().prepare(q_wide.view(q.shape), k_wide.view(k.shape), rotation)
+
+    def _norm_over_shards(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, local width) each: the mean squares are those of all shards together. A KV head that
+        several shards have counts as often."""
+        num_copies = self.keys.num_local * self._parallel.num_shards // self.keys.size
+        widths = q.new_tensor([self.queries.size, self.keys.size * num_copies], dtype=torch.float32)
+        squares = torch.stack([part.float().square().sum(1) for part in (q, k)], dim=1)
+        means = self._parallel.all_reduce(squares).div_(widths)
+        q_scale, k_scale = torch.rsqrt(means.add_(self._eps)).split(1, dim=1)
+        return (
+            (q.float() * q_scale).to(q.dtype) * self.q_norm,
+            (k.float() * k_scale).to(k.dtype) * self.k_norm,
+        )
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        q_part, k_part = (self.q_norm, (self.queries.local,)), (self.k_norm, (self.keys.local,))
+        return {
+            **super().checkpoint_tensors(name),
+            f"{name}.q_norm.weight": StoredTensor((self.queries.size,), (q_part,)),
+            f"{name}.k_norm.weight": StoredTensor((self.keys.size,), (k_part,)),
+        }
+
+
+def _kv_heads(parallel: Parallel, num_kv_heads: int) -> slice:
+    """The KV heads that this shard's query heads read."""
+    if num_kv_heads >= parallel.num_shards:
+        return parallel.share(num_kv_heads)
+    head = parallel.shard * num_kv_heads // parallel.num_shards
+    return slice(head, head + 1)
+
+
+def _columns(heads: slice, num_heads: int, head_dim: int) -> Columns:
+    return Columns(num_heads * head_dim, slice(heads.start * head_dim, heads.stop * head_dim))

@@ -1,0 +1,161 @@
+"""The frame of a dense decoder: embedding, layers, norm, head. A family fills in its layer.
+
+A rank holds a shard of every layer of its pipeline stage. The first stage has the embedding, the
+last the norm and the head; a head that is tied to the embedding is held by both.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.layers.embedding import Embedding, OutputHead
+from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.rms_norm import RMSNorm
+from longshore.worker.layers.rotary import Rotation, rotary_table
+from longshore.worker.layers.stored_tensor import StoredTensors, whole
+from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.parallel import ALONE, Parallel
+
+EMBEDDINGS: Final = "model.embed_tokens.weight"
+NORM: Final = "model.norm.weight"
+HEAD: Final = "lm_head.weight"
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+
+
+class DecoderLayer(Protocol):
+    """One layer of a family."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        layer: int,
+        rotation: Rotation,
+        attention: AttentionStep,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The hidden states are x + residual, each (n, hidden_size), before and after; a None is
+        zeros. They are kept apart so that the next norm can add them in the same pass; both may be
+        overwritten. layer: among those of this rank."""
+        ...
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        """name: of the layer in the checkpoint, as `model.layers.0`."""
+        ...
+
+
+class Decoder(ABC):
+    """A model for causal language modelling. Uninitialised until `checkpoint_tensors` are filled.
+
+    max_model_len: positions that are tabulated, in tokens.
+    Raises UnsupportedModel if the ranks cannot share the model evenly.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: Parallel = ALONE,
+    ) -> None:
+        config.check_split(num_shards=parallel.num_shards, num_stages=parallel.num_stages)
+        self.config = config
+        self.parallel = parallel
+        self._placement = Placement(dtype, device, parallel)
+        self.num_local_heads = config.num_heads // parallel.num_shards
+        self.num_local_kv_heads = config.num_local_kv_heads(parallel.num_shards)
+        self._layer_indices = parallel.layers(config.num_layers)
+        self._rotary_table = rotary_table(
+            config.rope,
+            rotary_dim=config.rotary_dim,
+            max_positions=max_model_len,
+            device=device,
+        )
+        self.layers = [self.make_layer(self._placement) for _ in self._layer_indices]
+        first, last = parallel.is_first_stage, parallel.is_last_stage
+        is_tied = config.tie_word_embeddings
+        size = (config.vocab_size, config.hidden_size, self._placement)
+        self.embedding = Embedding(*size) if first or (last and is_tied) else None
+        self.norm: RMSNorm | None = None
+        self.head: OutputHead | None = None
+        if last:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, self._placement)
+            self.head = OutputHead(*size, tied_to=self.embedding if is_tied else None)
+
+    @abstractmethod
+    def make_layer(self, placement: Placement) -> DecoderLayer:
+        """One layer; `self.config` is set."""
+
+    @property
+    def num_local_layers(self) -> int:
+        return len(self.layers)
+
+    def forward(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
+        """The hidden states behind this stage's layers, (n, hidden_size), before the last norm.
+
+        inputs:    token ids, (n,) int32, on the first stage; on others what the stage before
+                   returned, (n, hidden_size), which is overwritten.
+        positions: (n,) int64, below max_model_len.
+        """
+        x = self.embed(inputs) if self.parallel.is_first_stage else inputs
+        residual: Tensor | None = None
+        rotation = Rotation(positions, self._rotary_table)
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, index, rotation, attention)
+        return x if residual is None else residual.add_(x)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids: (n,) int32 -> (n, hidden_size)."""
+        assert self.embedding is not None, "only the first stage embeds"
+        return self.embedding(token_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: (n, hidden_size) from `forward` of the last stage -> (n, vocab_size) float32, the
+        same on all its shards, each of which must call this."""
+        assert self.norm is not None, "only the last stage has a head"
+        assert self.head is not None
+        logits = self.head(self.norm(hidden))
+        scale = self.config.logit_scale
+        return logits if scale == 1.0 else logits.mul_(scale)
+
+    def checkpoint_tensors(self) -> StoredTensors:
+        """Where this rank's tensors of the checkpoint go; every one must be filled."""
+        tensors: StoredTensors = {}
+        if self.embedding is not None:
+            tensors[EMBEDDINGS] = self.embedding.stored()
+        if self.norm is not None:
+            tensors[NORM] = whole(self.norm.weight)
+        if self.head is not None and not self.head.is_tied:
+            tensors[HEAD] = self.head.stored()
+        for index, layer in zip(self._layer_indices, self.layers, strict=True):
+            tensors |= layer.checkpoint_tensors(f"model.layers.{index}")
+        return tensors
+
+    def loaded(self) -> None:
+        """Everything is filled: lay it out for computing, after which nothing can be filled."""
+        self._placement.loaded()
+
+    def is_redundant(self, name: str) -> bool:
+        """A tensor that the checkpoint may have without a place here: of another stage, or stored
+        by some writers although the model derives it (tables of angles, a tied output head)."""
+        layer = _LAYER.match(name)
+        return (
+            self.copy_of(name) is not None
+            or name.endswith("rotary_emb.inv_freq")
+            or (name in (EMBEDDINGS, NORM, HEAD) and self.parallel.num_stages > 1)
+            or (layer is not None and self._is_elsewhere(int(layer[1])))
+        )
+
+    def _is_elsewhere(self, layer: int) -> bool:
+        return layer < self.config.num_layers and layer not in self._layer_indices
+
+    def copy_of(self, name: str) -> str | None:
+        """A tied output head may be stored, but only as the embeddings that it is tied to."""
+        if name == HEAD and self.config.tie_word_embeddings:
+            return EMBEDDINGS
+        return None

@@ -1,0 +1,15 @@
+"""Phi-3: a Llama whose checkpoints stack q, k and v, and gate and up, as they are computed."""
+
+from longshore.worker.layers.attention import SelfAttention
+from longshore.worker.layers.mlp import GatedMLP
+from longshore.worker.layers.placement import Placement
+from longshore.worker.models.decoder import Decoder, DecoderLayer
+from longshore.worker.models.llama import PreNormLayer
+
+
+class Phi3(Decoder):
+    def make_layer(self, placement: Placement) -> DecoderLayer:
+        config = self.config
+        attention = SelfAttention(config, placement, qkv_names=("qkv_proj",))
+        mlp = GatedMLP(config, placement, gate_up_names=("gate_up_proj",))
+        return PreNormLayer(config, placement, attention=attention, mlp=mlp)

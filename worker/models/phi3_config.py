@@ -1,0 +1,35 @@
+"""Phi-3, Phi-3.5 and Phi-4 (Abdin et al., 2024), dense."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from longshore.worker.models.decoder_config import (
+    DecoderConfig,
+    read_dense_fields,
+    sliding_window,
+)
+from longshore.worker.models.json_fields import JsonFields
+
+ROPE_ALIASES: Final = {"su": "longrope", "yarn": "longrope"}
+"""What the first checkpoints of this family called its scaling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phi3Config(DecoderConfig):
+    """No biases; positions may turn a part of each head."""
+
+    model_type = "phi3"
+    model = "longshore.worker.models.phi3:Phi3"
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "Phi3Config":
+        return cls(
+            **read_dense_fields(
+                fields,
+                rms_norm_eps=1e-5,
+                max_position_embeddings=4096,
+                window=sliding_window(fields),
+                has_partial_rotary=True,
+                rope_aliases=ROPE_ALIASES,
+            )
+        )

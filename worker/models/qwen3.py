@@ -1,0 +1,14 @@
+"""Qwen3: a Llama whose queries and keys are normalised head by head."""
+
+from longshore.worker.layers.attention import HeadNormAttention
+from longshore.worker.layers.mlp import GatedMLP
+from longshore.worker.layers.placement import Placement
+from longshore.worker.models.decoder import Decoder, DecoderLayer
+from longshore.worker.models.llama import PreNormLayer
+
+
+class Qwen3(Decoder):
+    def make_layer(self, placement: Placement) -> DecoderLayer:
+        config = self.config
+        attention = HeadNormAttention(config, placement)
+        return PreNormLayer(config, placement, attention=attention, mlp=GatedMLP(config, placement))

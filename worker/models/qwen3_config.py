@@ -1,0 +1,23 @@
+"""Qwen3 (Yang et al., 2025), dense: a Llama that normalises each head of queries and keys."""
+
+from dataclasses import dataclass
+
+from longshore.worker.models.decoder_config import DecoderConfig, read_dense_fields
+from longshore.worker.models.json_fields import JsonFields
+from longshore.worker.models.qwen2_config import qwen_window
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Config(DecoderConfig):
+    """Heads of 128 elements unless the file says otherwise, whatever the hidden size."""
+
+    model_type = "qwen3"
+    model = "longshore.worker.models.qwen3:Qwen3"
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "Qwen3Config":
+        bias = fields.boolean("attention_bias", False)
+        shape = read_dense_fields(
+            fields, max_position_embeddings=32_768, head_dim=128, window=qwen_window(fields)
+        )
+        return cls(**shape, qkv_bias=bias, out_bias=bias)
