@@ -9,6 +9,7 @@ from types import FrameType
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.lifeline import Failed, Lifeline, Progress, stop_signals
 from longshore.worker.config import load_config
+from longshore.worker.errors import RankLost
 
 
 def main() -> int:
@@ -39,7 +40,7 @@ def main() -> int:
     except LongshoreError as error:
         if config.lifeline_fd is None:  # a supervisor shows the reason itself
             print(f"error: {error}", file=sys.stderr)
-        lifeline.report(Failed(str(error)))
+        lifeline.report(Failed(str(error), is_consequence=isinstance(error, RankLost)))
         return 1
     finally:
         # On the way out already: being told again must not cut the way short.

@@ -14,6 +14,8 @@ from typing import Final, Protocol
 
 import torch
 
+from longshore.protocol.errors import LongshoreError
+
 logger = logging.getLogger(__name__)
 
 HANDOVER_TIMEOUT_S: Final = 0.005
@@ -143,7 +145,8 @@ class CpuComputeQueue:
             operation()
             completion.elapsed_s = time.perf_counter() - started
         except Exception as error:
-            logger.exception("a compute operation failed")
+            if not isinstance(error, LongshoreError):  # those say all that is known
+                logger.exception("a compute operation failed")
             self._failure = error
 
 
@@ -182,7 +185,8 @@ class CudaComputeQueue:
                     operation()
                     ended.record()
             except Exception as error:
-                logger.exception("a compute operation could not be launched")
+                if not isinstance(error, LongshoreError):
+                    logger.exception("a compute operation could not be launched")
                 completion.error = self._failure = error
         self._launched.put((started, ended, on_done, completion))
         return completion

@@ -25,6 +25,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs:        rows.
     max_num_batched_tokens: tokens of one step at most.
     max_model_len:       tokens of one request at most; None is what the model was made for.
+    eos_token_ids:       not sampled before a request has its min_tokens.
+    num_ranks_on_device: ranks that measure and share the same memory.
+    cpu_kernels:         "auto" is the compiled ones, if they were built; "torch" is plain torch.
     threads:             of CPU kernels; None leaves torch's setting.
     show_progress:       progress bar while loading; None shows it on a terminal.
     """
@@ -39,6 +42,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    num_ranks_on_device: int = 1
+    cpu_kernels: Literal["auto", "torch"] = "auto"
     threads: int | None = None
     show_progress: bool | None = None
 
@@ -50,6 +56,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_model_len",
+            "num_ranks_on_device",
             "threads",
         ):
             value = getattr(self, name)
@@ -65,12 +72,47 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"kv_memory_fraction={fraction} must be above 0 and at most 1.")
 
 
+class RankLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the ranks of an engine share a model: rank = stage * tensor_parallel_size + shard.
+
+    rendezvous: path of a file that all ranks can write and that does not exist before they meet;
+                None for one rank.
+    timeout_s:  how long a rank waits for another one in a step.
+    Raises ConfigError naming the wrong setting.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    rendezvous: str | None = None
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s={self.timeout_s} must be above 0.")
+        if self.num_ranks > 1 and self.rendezvous is None:
+            raise ConfigError(f"{self.num_ranks} ranks need a rendezvous file to meet at.")
+
+    @property
+    def num_ranks(self) -> int:
+        """Worker processes of the engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def sampling_rank(self) -> int:
+        """The first shard of the last stage."""
+        return self.num_ranks - self.tensor_parallel_size
+
+
 class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker as a process of its own: `python -m longshore.worker` reads this as JSON.
 
     identity:    what this rank must agree on with its scheduler; sizes and dtype come from it.
     endpoint:    the scheduler's, for this rank; the worker connects.
-    threads:     of CPU kernels; None is one per physical core.
+    ranks:       of the engine.
+    threads:     of CPU kernels; None shares the physical cores out among the ranks.
     lifeline_fd: inherited descriptor that ties the process to its supervisor.
     runtime_dir: removed when the supervisor is gone.
     """
@@ -79,15 +121,27 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     identity: EngineIdentity
     endpoint: Endpoint
     rank: int = 0
+    ranks: RankLayout = RankLayout()
     device: str = "cpu"
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     kv_memory_fraction: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    cpu_kernels: Literal["auto", "torch"] = "auto"
     threads: int | None = None
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: str = "info"
     show_progress: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.ranks.num_ranks:
+            raise ConfigError(f"rank={self.rank} is none of the {self.ranks.num_ranks} ranks.")
+
+    @property
+    def num_ranks_on_device(self) -> int:
+        """All ranks share the CPU; each has a GPU of its own."""
+        return self.ranks.num_ranks if self.device == "cpu" else 1
 
     @property
     def worker(self) -> WorkerConfig:
@@ -105,6 +159,9 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 "max_num_seqs": identity.max_num_seqs,
                 "max_num_batched_tokens": identity.max_num_batched_tokens,
                 "max_model_len": identity.max_model_len,
+                "eos_token_ids": self.eos_token_ids,
+                "num_ranks_on_device": self.num_ranks_on_device,
+                "cpu_kernels": self.cpu_kernels,
                 "threads": self.threads,
                 "show_progress": self.show_progress,
             },

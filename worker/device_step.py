@@ -7,14 +7,19 @@ around it. Nothing here waits for the device.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionBackend
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
 from longshore.worker.block_table import TableUpload
+from longshore.worker.fed_back import FedBackTokens
 from longshore.worker.kv_cache import KVCache
-from longshore.worker.models.llama import Llama
+from longshore.worker.models.decoder import Decoder
+from longshore.worker.parallel import Parallel
 from longshore.worker.sampler import count_non_finite, sample
+from longshore.worker.sampling_extras import DeviceExtras
+from longshore.worker.stage_link import StageLink
 from longshore.worker.step_inputs import StepInputs
 from longshore.worker.token_table import TokenTable
 
@@ -24,13 +29,16 @@ class DeviceState:
     """What lives on the device from start to end; only the compute queue touches the tensors.
 
     block_table: (max_num_seqs, max_blocks) int32.
+    link:        to the other pipeline stages; None if there are none.
     """
 
-    model: Llama
+    model: Decoder
     cache: KVCache
     attention: AttentionBackend
     tokens: TokenTable
     block_table: Tensor
+    parallel: Parallel
+    link: StageLink | None
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class DeviceStep:
 
     started:  (row, token ids on the host) of rows that were added.
     uploads:  changes of the block tables.
+    fed_back: tokens that another rank sampled in an earlier step and this one computes.
     """
 
     state: DeviceState
@@ -47,15 +56,21 @@ class DeviceStep:
     chunks: Sequence[PrefillChunk]
     uploads: Sequence[TableUpload]
     started: Sequence[tuple[int, Tensor]]
+    fed_back: FedBackTokens | None
 
     def run(self) -> None:
         """Compute, sample, and start copying the answer into the step's staging set."""
         state, inputs = self.state, self.inputs
         for row, known_ids in self.started:
             state.tokens.start_row(row, known_ids)
+        if self.fed_back is not None:
+            self.fed_back.write(state.tokens)
         for upload in self.uploads:
             upload.run()
         ints, reals = inputs.to_device(state.cache.buffer.device)
+        copied_blocks = ints[inputs.copied_blocks]
+        if len(copied_blocks):
+            state.cache.copy_blocks(*copied_blocks.view(3, -1))
         cleared_blocks = ints[inputs.cleared_blocks]
         if len(cleared_blocks):
             state.cache.clear(cleared_blocks)
@@ -74,19 +89,54 @@ class DeviceStep:
                 prefill_chunks=self.chunks,
             )
         )
-        token_ids = state.tokens.gather(ints[inputs.token_index])
-        hidden = state.model.forward(token_ids, ints[inputs.positions], attention)
-        if len(inputs.sampled_rows):
-            self._sample(hidden.index_select(0, ints[inputs.last_tokens]), ints, reals)
+        positions = ints[inputs.positions]
+        if state.parallel.is_first_stage:
+            model_inputs = state.tokens.gather(ints[inputs.token_index])
+        else:
+            assert state.link is not None
+            model_inputs = state.link.receive(len(positions))
+        hidden = state.model.forward(model_inputs, positions, attention)
+        if state.parallel.is_last_stage:
+            self._finish(hidden, ints, reals)
+        else:
+            assert state.link is not None
+            state.link.send(hidden)
 
-    def _sample(self, hidden: Tensor, ints: Tensor, reals: Tensor) -> None:
+    def _finish(self, hidden: Tensor, ints: Tensor, reals: Tensor) -> None:
+        """Logits, which all shards compute together, and tokens, of which one tells the others."""
         state, inputs = self.state, self.inputs
-        logits = state.model.logits(hidden)
+        extras = None if inputs.extras is None else inputs.extras.on_device(hidden.device)
+        if extras is not None:
+            extras.score_prompt(hidden, state.model.logits, state.tokens)
+        if not len(inputs.sampled_rows):
+            return
+        last = hidden.index_select(0, ints[inputs.last_tokens])
+        logits = state.model.logits(last)
+        if state.parallel.samples:
+            sampled = self._sample(logits, extras, ints, reals)
+        else:
+            sampled = ints.new_empty(len(logits), dtype=torch.int32)
+        state.tokens.scatter(ints[inputs.destinations], state.parallel.broadcast(sampled))
+
+    def _sample(
+        self, logits: Tensor, extras: DeviceExtras | None, ints: Tensor, reals: Tensor
+    ) -> Tensor:
+        """(num_sampled,) int32, on the device; to the host they are on their way."""
+        state, inputs = self.state, self.inputs
+        non_finite = count_non_finite(logits)  # before tokens are forbidden by infinities
+        raw = None
+        if extras is not None:
+            logits = logits.contiguous()  # a head in shards may leave columns behind its vocabulary
+            raw = extras.edit(logits, state.tokens)
+            if extras.edits is not None:  # a row that may sample nothing has no token to give
+                non_finite += logits.amax(dim=-1).isneginf()
         whole, cut = inputs.whole_draws, inputs.cut_draws
         sampled = sample(
             logits,
             None if whole is None else whole.on_device(ints, reals),
             None if cut is None else cut.on_device(ints, reals),
         )
-        state.tokens.scatter(ints[inputs.destinations], sampled)
-        inputs.receive(sampled, count_non_finite(logits))
+        inputs.receive(sampled, non_finite)
+        if extras is not None:
+            extras.score_sampled(raw, sampled)
+        return sampled

@@ -1,5 +1,8 @@
 """The worker's loop: plans come in, answers go out, in order.
 
+Every rank of an engine gets every plan; the one that samples answers, the others say only why they
+cannot go on.
+
 The loop itself computes nothing. It sleeps until a plan arrives or the compute thread has an
 answer, so the next plan is taken in while the last one still runs.
 """
@@ -16,13 +19,17 @@ from longshore.protocol.errors import EngineDead, PlanMismatch
 from longshore.protocol.handshake import FromWorker, Refused, ToWorker, Welcome
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.results import WorkerFailed, WorkerReport
+from longshore.worker.errors import RankLost
 from longshore.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 
 class WorkerEngine:
-    """Carries out one scheduler's plans until it says Shutdown."""
+    """Carries out one scheduler's plans until it says Shutdown.
+
+    answers: this rank samples; the other ones report failures only.
+    """
 
     def __init__(
         self,
@@ -31,11 +38,13 @@ class WorkerEngine:
         *,
         epoch: int,
         rank: int,
+        answers: bool = True,
     ) -> None:
         self._channel = channel
         self._runner = runner
         self._epoch = epoch
         self._rank = rank
+        self._answers = answers
         self._num_unanswered = 0
         self._is_stopping = False
         # The compute thread appends and then rings; the loop alone uses the channel.
@@ -97,6 +106,8 @@ class WorkerEngine:
         while self._reports:
             report = self._reports.popleft()
             self._num_unanswered -= 1
-            self._channel.send(report)
             if isinstance(report, WorkerFailed):
-                raise EngineDead(report.reason)
+                self._channel.send(report)
+                raise (RankLost if report.is_consequence else EngineDead)(report.reason)
+            if self._answers:
+                self._channel.send(report)

@@ -1,6 +1,7 @@
-"""Why a worker refuses to start. Each is found before the first request and says what to change."""
+"""Why a worker refuses to start, or cannot go on. The former are found before the first request and
+say what to change."""
 
-from longshore.protocol.errors import ConfigError
+from longshore.protocol.errors import ConfigError, EngineDead
 
 
 class UnsupportedModel(ConfigError):
@@ -13,3 +14,7 @@ class BrokenCheckpoint(ConfigError):
 
 class KVCacheTooSmall(ConfigError):
     """The KV cache cannot hold one request of the longest length that will be admitted."""
+
+
+class RankLost(EngineDead):
+    """Another rank of this engine has ended or hangs: the cause is there, not here."""

@@ -7,6 +7,7 @@ together over all layers, so a transfer moves a block with one copy: it starts a
 
 import logging
 import math
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -77,6 +78,17 @@ class KVCache:
         """Zero whole blocks. block_ids: (n,) int64, on the cache's device."""
         self.buffer.index_fill_(0, block_ids, 0)
 
+    def copy_blocks(self, source_ids: Tensor, target_ids: Tensor, num_tokens: Tensor) -> None:
+        """The first `num_tokens[i]` tokens of block `source_ids[i]`, keys and values of all layers,
+        into `target_ids[i]`, and zeros behind them: what the source's owner writes there meanwhile
+        must not be read, not even masked. All are read before any is written. (n,) int64 each, on
+        the cache's device; targets are all different."""
+        blocks = self.buffer.index_select(0, source_ids)
+        positions = torch.arange(self.block_size, device=blocks.device)
+        is_behind = positions >= num_tokens[:, None]
+        blocks.masked_fill_(is_behind[:, None, None, :, None, None], 0)
+        self.buffer.index_copy_(0, target_ids, blocks)
+
 
 def measure_num_blocks(
     group: KVCacheGroup,
@@ -85,17 +97,19 @@ def measure_num_blocks(
     kv_cache_bytes: int | None,
     memory_fraction: float | None,
     max_useful_blocks: int,
+    num_ranks_on_device: int = 1,
 ) -> int:
     """Blocks that fit into `kv_cache_bytes`, or else into a share of the memory that is left.
 
+    num_ranks_on_device: all of them measure the same memory, and each takes a part.
     max_useful_blocks: what running requests can fill at most. A CPU rank takes no more unasked; a
                        GPU has no better use for its memory than to remember prefixes.
     Call it when the weights are loaded: what they take is no longer available.
     """
     if kv_cache_bytes is not None:
         return kv_cache_bytes // group.block_size_bytes
-    left_bytes = available_bytes(device)
-    logger.info("%.2f GiB of memory are left on %s", left_bytes / 2**30, device)
+    left_bytes = available_bytes(device) // num_ranks_on_device
+    logger.info("%.2f GiB of memory are left on %s for this rank", left_bytes / 2**30, device)
     if memory_fraction is not None:
         return int(left_bytes * memory_fraction) // group.block_size_bytes
     default_bytes = int(left_bytes * DEFAULT_MEMORY_FRACTION[device.type])
@@ -122,20 +136,24 @@ def check_holds_one_request(num_blocks: int, spec: KVCacheSpec, max_model_len: i
 
 def attention_group(
     *,
-    num_layers: int,
+    layers: Iterable[int],
     block_size: int,
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
 ) -> KVCacheGroup:
-    """The one group of a model whose layers all have full attention."""
+    """The one group of a model whose layers all have full attention.
+
+    layers:       numbers of those that this rank computes.
+    num_kv_heads: of this rank's shard.
+    """
     spec = FullAttentionSpec(
         block_size=block_size,
         num_kv_heads=num_kv_heads,
         head_size=head_dim,
         dtype_bytes=dtype.itemsize,
     )
-    names = tuple(f"model.layers.{layer}.self_attn" for layer in range(num_layers))
+    names = tuple(f"model.layers.{layer}.self_attn" for layer in layers)
     return KVCacheGroup(layer_names=names, spec=spec)
 
 
@@ -148,6 +166,7 @@ def allocate(config: KVCacheConfig, *, dtype: torch.dtype, device: torch.device)
     """The buffer that `config` describes. Called once, at start."""
     (group,) = config.groups
     spec = group.spec
+    assert isinstance(spec, FullAttentionSpec), "no other layers are computed here"
     cache = KVCache(
         config.num_blocks,
         num_layers=len(group.layer_names),

@@ -23,9 +23,13 @@ from longshore.worker.attention.segments import decode_segments
 from longshore.worker.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.compute_queue import Completion, ComputeQueue
 from longshore.worker.device_step import DeviceState, DeviceStep
+from longshore.worker.errors import RankLost
+from longshore.worker.fed_back import FedBackTokens, fed_back_tokens
 from longshore.worker.kv_cache import KVCache
-from longshore.worker.models.llama import Llama
+from longshore.worker.models.decoder import Decoder
+from longshore.worker.parallel import ALONE, Parallel
 from longshore.worker.row_state import RowState
+from longshore.worker.stage_link import StageLink
 from longshore.worker.step_batch import Int64s, StepBatch, blocks_to_clear, make_batch
 from longshore.worker.step_inputs import StepInputs, StepInputsBuilder
 from longshore.worker.token_table import TokenTable, known_token_ids
@@ -40,7 +44,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         cache: KVCache,
         attention: AttentionBackend,
         queue: ComputeQueue,
@@ -49,12 +53,15 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         epoch: int = 1,
-        rank: int = 0,
+        parallel: Parallel = ALONE,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
+        """parallel: this rank's place; one rank samples, and only its answers have tokens.
+        eos_token_ids: forbidden to a request until it has its min_tokens."""
         device = cache.buffer.device
         self._queue = queue
         self._epoch = epoch
-        self._rank = rank
+        self._parallel = parallel
         self._block_size = cache.block_size
         self._pin_memory = device.type == "cuda"
         table = BlockTable(
@@ -72,14 +79,23 @@ class ModelRunner:
             vocab_size=model.config.vocab_size,
             num_blocks=cache.num_blocks,
             epoch=epoch,
+            eos_token_ids=eos_token_ids,
         )
         tokens = TokenTable(max_num_seqs, max_model_len, device)
-        self._device_state = DeviceState(model, cache, attention, tokens, table.device_table)
+        link = None
+        if parallel.num_stages > 1:
+            hidden_size = model.config.hidden_size
+            dtype = cache.buffer.dtype
+            link = StageLink(parallel, hidden_size=hidden_size, dtype=dtype, device=device)
+        self._device_state = DeviceState(
+            model, cache, attention, tokens, table.device_table, parallel, link
+        )
         self._inputs = StepInputsBuilder(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             token_width=tokens.width,
             num_blocks=cache.num_blocks,
+            vocab_size=model.config.vocab_size,
             pin_memory=self._pin_memory,
         )
 
@@ -107,11 +123,32 @@ class ModelRunner:
             batch,
             sampled_rows=sampled_rows,
             sampled_positions=table.num_computed[sampled_rows],
+            fed_back=self._fed_back(plan, num_scheduled),
+            copied_blocks=np.concatenate(
+                (plan.copy_source_ids, plan.copy_target_ids, plan.copy_num_tokens), dtype=np.int64
+            ),
             zero_block_ids=plan.zero_block_ids.astype(np.int64),
             started=started,
             on_answer=lambda inputs, completion: on_report(
                 self._report(plan.step, inputs, completion)
             ),
+        )
+
+    def _fed_back(self, plan: SchedulerOutput, num_scheduled: Int64s) -> FedBackTokens | None:
+        if self._parallel.num_stages == 1:
+            if len(plan.sampled_rows):
+                raise PlanMismatch(
+                    f"step {plan.step} has sampled_rows, which are for pipeline parallelism; this "
+                    "worker has every stage. Switch feed_back_tokens off in the scheduler."
+                )
+            return None
+        return fed_back_tokens(
+            plan,
+            self._rows.rows,
+            num_scheduled,
+            vocab_size=self._device_state.model.config.vocab_size,
+            token_width=self._device_state.tokens.width,
+            pin_memory=self._pin_memory,
         )
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -131,7 +168,8 @@ class ModelRunner:
         """Compute a prompt in two chunks, and a step of decodes, on the null block; then clear it.
 
         The first calls of a process choose kernels and grow memory pools; requests must not wait
-        for that. Call it before the first plan. Raises EngineDead if the model cannot be computed.
+        for that. Call it before the first plan, on all ranks. Raises EngineDead if the model cannot
+        be computed, RankLost if another rank does not.
         """
         row_zero, half = np.zeros(1, np.int64), np.array([max(1, num_prefill_tokens // 2)])
         rows = np.arange(num_decodes)
@@ -146,6 +184,8 @@ class ModelRunner:
                 batch, sampled_rows=np.sort(batch.rows), sampled_positions=batch.ends
             )
             completion.wait()
+            if isinstance(completion.error, RankLost):
+                raise completion.error
             if completion.error is not None:
                 raise EngineDead(
                     f"the model cannot be computed on this device: {completion.error}"
@@ -153,12 +193,20 @@ class ModelRunner:
         cache = self._device_state.cache
         self._queue.submit(cache.buffer[NULL_BLOCK].zero_).wait()
 
+    def close(self) -> None:
+        """Wait until the next pipeline stage has what this one computed. No plan may follow."""
+        link = self._device_state.link
+        if link is not None:
+            self._queue.submit(link.finish).wait()
+
     def _launch(
         self,
         batch: StepBatch,
         *,
         sampled_rows: Int64s,
         sampled_positions: Int64s,
+        fed_back: FedBackTokens | None = None,
+        copied_blocks: Int64s = NO_BLOCKS,
         zero_block_ids: Int64s = NO_BLOCKS,
         started: Sequence[tuple[int, Tensor]] = (),
         on_answer: Callable[[StepInputs, Completion], None] | None = None,
@@ -171,6 +219,7 @@ class ModelRunner:
             slots=slots,
             sampled_rows=sampled_rows,
             sampled_positions=sampled_positions,
+            copied_blocks=copied_blocks,
             cleared_blocks=np.concatenate((zero_block_ids, begun)),
             sampling=self._rows.sampling,
         )
@@ -182,6 +231,7 @@ class ModelRunner:
             chunks=batch.prefill_chunks(),
             uploads=uploads,
             started=started,
+            fed_back=fed_back,
         )
         on_done = None if on_answer is None else partial(on_answer, inputs)
         completion = self._queue.submit(step.run, on_done)
@@ -193,16 +243,19 @@ class ModelRunner:
     def _report(self, step: int, inputs: StepInputs, completion: Completion) -> WorkerReport:
         if completion.error is not None:
             error = completion.error
-            return WorkerFailed(
-                self._epoch,
-                self._rank,
-                f"step {step} failed on the device: {type(error).__name__}: {error}",
-            )
-        sampled, nan_rows = inputs.answer()
+            reason = f"step {step} failed on the device: {type(error).__name__}: {error}"
+            if is_lost := isinstance(error, RankLost):
+                reason = f"step {step}: {error}"
+            return WorkerFailed(self._epoch, self._parallel.rank, reason, is_consequence=is_lost)
+        if not self._parallel.samples:
+            return ModelRunnerOutput(self._epoch, step, compute_s=completion.elapsed_s)
+        answer = inputs.answer()
         return ModelRunnerOutput(
             epoch=self._epoch,
             step=step,
-            sampled_tokens=sampled,
-            nan_rows=nan_rows,
+            sampled_tokens=answer.sampled,
+            logprobs=answer.logprobs,
+            nan_rows=answer.nan_rows,
+            num_nans=answer.num_nans,
             compute_s=completion.elapsed_s,
         )

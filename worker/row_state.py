@@ -4,7 +4,8 @@ Host memory only, changed by plans alone and before anything is computed. A plan
 cannot carry out to the letter raises PlanMismatch; the engine then needs a new epoch.
 """
 
-import hashlib
+from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -12,13 +13,13 @@ import numpy.typing as npt
 
 from longshore.protocol.arrays import Int32Array, Int64Array
 from longshore.protocol.errors import PlanMismatch
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.protocol.plan import RowStart, SchedulerOutput
 from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.worker.block_table import MultiGroupBlockTable
-from longshore.worker.uniform import SEED_MASK
+from longshore.worker.sampling_columns import SamplingColumns
 
 _NOT_CARRIED_OUT: Final = {
-    "sampled_rows": "pipeline parallelism",
     "draft_rows": "speculative decoding",
     "encoder_inputs": "multimodal inputs",
     "connector_metadata": "KV connectors",
@@ -26,33 +27,11 @@ _NOT_CARRIED_OUT: Final = {
 }
 
 
-class SamplingColumns:
-    """Sampling settings by row, (max_num_seqs,) each.
-
-    num_prompt: tokens before output position 0.
-    """
-
-    def __init__(self, max_num_seqs: int) -> None:
-        self.num_prompt = np.zeros(max_num_seqs, np.int64)
-        self.temperature = np.zeros(max_num_seqs, np.float64)
-        self.top_k = np.zeros(max_num_seqs, np.int64)
-        self.top_p = np.ones(max_num_seqs, np.float64)
-        self.seed = np.zeros(max_num_seqs, np.uint64)
-
-    def start(self, start: RowStart) -> None:
-        row, sampling = start.row, start.sampling
-        self.num_prompt[row] = len(start.prompt_token_ids)
-        self.temperature[row] = sampling.temperature
-        self.top_k[row] = sampling.top_k
-        self.top_p[row] = sampling.top_p
-        seed = _seed_of_id(start.request_id) if sampling.seed is None else sampling.seed
-        self.seed[row] = seed & SEED_MASK
-
-
 class RowState:
     """All rows of this worker.
 
     vocab_size, num_blocks: what ids in plans must stay below.
+    eos_token_ids: forbidden to a row until it has its min_tokens.
     """
 
     def __init__(
@@ -65,9 +44,12 @@ class RowState:
         vocab_size: int,
         num_blocks: int,
         epoch: int,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         self.rows = RowTable(max_num_seqs)
-        self.sampling = SamplingColumns(max_num_seqs)
+        self.sampling = SamplingColumns(
+            max_num_seqs, vocab_size=vocab_size, eos_token_ids=eos_token_ids
+        )
         self.tables = tables
         self._follower = PlanFollower(self.rows, epoch=epoch)
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -94,6 +76,7 @@ class RowState:
             self._check_block_ids(blocks.block_ids)
             self.tables.append_rows(blocks.group, blocks.rows, blocks.block_ids)
         self._check_block_ids(plan.zero_block_ids)
+        self._check_copies(plan)
         self._check_step(plan, num_scheduled)
         return num_scheduled
 
@@ -113,7 +96,13 @@ class RowState:
             raise PlanMismatch(
                 f"row {row} would compute {start.last_computed} tokens of {self._max_model_len}"
             )
-        for token_ids in (start.prompt_token_ids, start.output_token_ids):
+        sampling = start.sampling
+        edited = [*(sampling.logit_bias or ()), *chain(*sampling.bad_words_token_ids)]
+        for token_ids in (
+            start.prompt_token_ids,
+            start.output_token_ids,
+            np.array(edited, np.int64),
+        ):
             self._check_range("token", token_ids, self._vocab_size)
         for block_ids in start.block_ids:
             self._check_block_ids(block_ids)
@@ -123,7 +112,29 @@ class RowState:
     def _check_block_ids(self, block_ids: Int32Array) -> None:
         self._check_range("block", block_ids, self._num_blocks)
 
-    def _check_range(self, kind: str, ids: Int32Array, end: int) -> None:
+    def _check_copies(self, plan: SchedulerOutput) -> None:
+        sources, targets = plan.copy_source_ids, plan.copy_target_ids
+        counts = plan.copy_num_tokens
+        if not len(sources) == len(targets) == len(counts):
+            raise PlanMismatch(
+                f"step {plan.step} copies {len(sources)} blocks to {len(targets)}, with "
+                f"{len(counts)} numbers of tokens"
+            )
+        if not len(sources):
+            return
+        self._check_block_ids(sources)
+        self._check_block_ids(targets)
+        max_tokens = max(table.block_size for table in self.tables.tables)
+        self._check_range("copied token", counts, max_tokens + 1)
+        if len(targets) > self.rows.max_num_seqs:
+            raise PlanMismatch(
+                f"step {plan.step} copies {len(targets)} blocks for {self.rows.max_num_seqs} rows"
+            )
+        written = set(targets.tolist())
+        if len(written) < len(targets) or NULL_BLOCK in written:
+            raise PlanMismatch(f"step {plan.step} copies to the null block, or twice to one block")
+
+    def _check_range(self, kind: str, ids: Int32Array | Int64Array, end: int) -> None:
         if len(ids) and not 0 <= ids.min() <= ids.max() < end:
             raise PlanMismatch(f"a {kind} id is outside 0..{end - 1}: {ids.min()}..{ids.max()}")
 
@@ -139,12 +150,20 @@ class RowState:
             raise PlanMismatch(f"step {plan.step} computes tokens of row {row} without blocks")
         for state in plan.full_state or ():
             held = self.tables.allocated(state.row)
-            if any(not np.array_equal(a, b) for a, b in zip(held, state.block_ids, strict=True)):
+            if not all(map(_are_those_of, held, state.block_ids)):
                 raise PlanMismatch(
                     f"step {plan.step}, row {state.row}: the scheduler holds blocks "
                     f"{[ids.tolist() for ids in state.block_ids]}, "
                     f"the worker {[ids.tolist() for ids in held]}"
                 )
+
+
+def _are_those_of(held: Int32Array, scheduled: Int32Array) -> bool:
+    """Whether a row's table is the scheduler's, where that does not say that it has taken a block
+    back: a worker is not told."""
+    return len(held) == len(scheduled) and not np.any(
+        (held != scheduled) & (scheduled != NULL_BLOCK)
+    )
 
 
 def _refuse_unsupported(plan: SchedulerOutput) -> None:
@@ -155,8 +174,3 @@ def _refuse_unsupported(plan: SchedulerOutput) -> None:
                 f"step {plan.step} has {field}; this worker does not support {feature}. "
                 "Switch it off in the scheduler."
             )
-
-
-def _seed_of_id(request_id: str) -> int:
-    """For a request whose gateway chose no seed: still a function of the request alone."""
-    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")

@@ -1,9 +1,9 @@
-"""From a configuration to a serving worker: weights, handshake, cache, loop."""
+"""From a configuration to a serving worker: the other ranks, weights, handshake, cache, loop."""
 
 import gc
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -26,8 +26,11 @@ from longshore.protocol.lifeline import Lifeline, Progress, Ready
 from longshore.protocol.plan import Shutdown
 from longshore.protocol.results import WorkerFailed
 from longshore.worker.config import WorkerProcessConfig
-from longshore.worker.device import num_physical_cores
+from longshore.worker.device import num_physical_cores, open_device
 from longshore.worker.engine import WorkerEngine
+from longshore.worker.errors import RankLost
+from longshore.worker.parallel import Parallel
+from longshore.worker.rank_groups import joined_ranks
 from longshore.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -58,26 +61,61 @@ def serve(config: WorkerProcessConfig, lifeline: Lifeline) -> None:
 def _serve(
     config: WorkerProcessConfig, lifeline: Lifeline, channel: Channel[FromWorker, ToWorker]
 ) -> None:
-    torch.set_num_threads(config.threads or num_physical_cores())
+    torch.set_num_threads(
+        config.threads or max(1, num_physical_cores() // config.num_ranks_on_device)
+    )
     logger.info("%d threads compute", torch.get_num_threads())
-    lifeline.report(Progress(f"loading {Path(config.model).name} on {config.device}"))
+    with ExitStack() as stack:
+        with _telling_the_scheduler(channel, config.rank, NO_EPOCH):
+            device = open_device(config.device)
+            if config.ranks.num_ranks > 1:
+                lifeline.report(Progress(f"meeting the other {config.ranks.num_ranks - 1} ranks"))
+            parallel = stack.enter_context(
+                joined_ranks(
+                    config.ranks, config.rank, device, meeting_timeout_s=HANDSHAKE_TIMEOUT_S
+                )
+            )
+        _load_and_run(config, parallel, lifeline, channel)
+
+
+def _load_and_run(
+    config: WorkerProcessConfig,
+    parallel: Parallel,
+    lifeline: Lifeline,
+    channel: Channel[FromWorker, ToWorker],
+) -> None:
+    part = _part_of_the_model(parallel)
+    lifeline.report(Progress(f"loading {part}{Path(config.model).name} on {config.device}"))
     with _telling_the_scheduler(channel, config.rank, NO_EPOCH):
-        worker = Worker(config.worker)
+        worker = Worker(config.worker, parallel)
     with worker:
         welcome = _shake_hands(config, worker, channel)
         if welcome is None:
             return
         lifeline.report(Progress("warming up"))
         with _telling_the_scheduler(channel, config.rank, welcome.epoch):
-            runner = worker.start(
-                epoch=welcome.epoch, rank=config.rank, num_blocks=welcome.num_blocks
-            )
+            runner = worker.start(epoch=welcome.epoch, num_blocks=welcome.num_blocks)
         channel.send(WorkerReady(config.rank))
         lifeline.report(Ready(_details(config, welcome)))
         # What exists now lives as long as the process; the collector need not visit it.
         gc.collect()
         gc.freeze()
-        WorkerEngine(channel, runner, epoch=welcome.epoch, rank=config.rank).run()
+        WorkerEngine(
+            channel, runner, epoch=welcome.epoch, rank=config.rank, answers=parallel.samples
+        ).run()
+
+
+def _part_of_the_model(parallel: Parallel) -> str:
+    """`shard 1 of 2, stage 2 of 2 of `, as far as there are several."""
+    parts = [
+        f"{name} {index + 1} of {count}"
+        for name, index, count in (
+            ("shard", parallel.shard, parallel.num_shards),
+            ("stage", parallel.stage, parallel.num_stages),
+        )
+        if count > 1
+    ]
+    return ", ".join(parts) + " of " if parts else ""
 
 
 @contextmanager
@@ -88,7 +126,7 @@ def _telling_the_scheduler(
     try:
         yield
     except LongshoreError as error:
-        channel.send(WorkerFailed(epoch, rank, str(error)))
+        channel.send(WorkerFailed(epoch, rank, str(error), isinstance(error, RankLost)))
         raise
 
 

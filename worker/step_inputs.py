@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from longshore.protocol.arrays import Int32Array, int32_array
-from longshore.worker.row_state import SamplingColumns
+from longshore.protocol.results import TokenLogprobs
 from longshore.worker.sampler import Draws
+from longshore.worker.sampling_columns import SamplingColumns
+from longshore.worker.sampling_extras import SamplingExtras, make_extras
 from longshore.worker.staging import StagingRing, StagingSet
 from longshore.worker.step_batch import Int64s, StepBatch
 from longshore.worker.uniform import uniform
@@ -39,6 +41,7 @@ class DrawPlaces:
     temperature: slice
     top_p: slice
     u: slice
+    min_p: slice | None
 
     def on_device(self, ints: Tensor, reals: Tensor) -> Draws:
         return Draws(
@@ -47,7 +50,22 @@ class DrawPlaces:
             top_k=ints[self.top_k],
             top_p=reals[self.top_p],
             u=reals[self.u],
+            min_p=None if self.min_p is None else reals[self.min_p],
         )
+
+
+@dataclass(frozen=True)
+class StepAnswer:
+    """What a step brought to the host, in memory of its own.
+
+    sampled:  (num_sampled,) ids.
+    nan_rows, num_nans: rows among them whose logits were not finite, and how many of them.
+    """
+
+    sampled: Int32Array
+    nan_rows: Int32Array
+    num_nans: Int32Array
+    logprobs: TokenLogprobs | None
 
 
 @dataclass(frozen=True)
@@ -59,8 +77,10 @@ class StepInputs:
     decode_rows, decode_lens: see AttentionMetadata.
     last_tokens:  indices, in the step, of the tokens that are sampled from; by ascending row.
     destinations: flat indices into the token table where the sampled ids go.
-    cleared_blocks: ids of blocks to zero before anything is written.
+    copied_blocks: ids of blocks to copy from, then to copy to, then the tokens to copy of each.
+    cleared_blocks: ids of blocks to zero behind that, before anything is written.
     sampled_rows: (num_sampled,) on the host.
+    extras: None if no row asks for more than a token.
     """
 
     staging: StagingSet
@@ -73,10 +93,12 @@ class StepInputs:
     decode_lens: slice
     last_tokens: slice
     destinations: slice
+    copied_blocks: slice
     cleared_blocks: slice
     whole_draws: DrawPlaces | None
     cut_draws: DrawPlaces | None
     sampled_rows: Int64s
+    extras: SamplingExtras | None
 
     def receive(self, sampled: Tensor, non_finite: Tensor) -> None:
         """(num_sampled,) int32 each, on their way to the host. On the compute queue."""
@@ -85,13 +107,19 @@ class StepInputs:
         tensors["sampled"][:num_sampled].copy_(sampled, non_blocking=True)
         tensors["non_finite"][:num_sampled].copy_(non_finite, non_blocking=True)
 
-    def answer(self) -> tuple[Int32Array, Int32Array]:
-        """Sampled ids, and the rows among them whose logits were not finite. Copies, to be made
-        once the step is complete and before its staging set is used again."""
+    def answer(self) -> StepAnswer:
+        """To be called once the step is complete and before its staging set is used again."""
         num_sampled = len(self.sampled_rows)
         sampled = np.array(self.staging.arrays["sampled"][:num_sampled], np.int32)
-        bad = self.staging.arrays["non_finite"][:num_sampled] != 0
-        return int32_array(sampled), int32_array(self.sampled_rows[bad])
+        num_nans = np.array(self.staging.arrays["non_finite"][:num_sampled], np.int32)
+        is_bad = num_nans != 0
+        scored = None if self.extras is None else self.extras.scored
+        return StepAnswer(
+            sampled=int32_array(sampled),
+            nan_rows=int32_array(self.sampled_rows[is_bad]),
+            num_nans=int32_array(num_nans[is_bad]),
+            logprobs=None if scored is None else scored.answer(),
+        )
 
     def to_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Integers and float64s. On the compute queue; two copies."""
@@ -113,17 +141,21 @@ class StepInputsBuilder:
         max_num_batched_tokens: int,
         token_width: int,
         num_blocks: int,
+        vocab_size: int,
         pin_memory: bool,
     ) -> None:
+        self._vocab_size = vocab_size
+        self._pin_memory = pin_memory
         self._max_num_seqs = max_num_seqs
         self._token_width = token_width
         # Per token: index, position, slot. Per row: decode row and length, last token, destination,
-        # cleared block, and rows and top_k of the draws. A plan may clear every block besides.
-        num_ints = 3 * max_num_batched_tokens + 7 * max_num_seqs + num_blocks
+        # cleared block, rows and top_k of the draws, and a copied block with target and number of
+        # tokens. A plan may clear every block besides.
+        num_ints = 3 * max_num_batched_tokens + 10 * max_num_seqs + num_blocks
         self._ring = StagingRing(
             {
                 "ints": ((num_ints,), torch.int64),
-                "reals": ((3 * max_num_seqs,), torch.float64),
+                "reals": ((4 * max_num_seqs,), torch.float64),
                 "sampled": ((max_num_seqs,), torch.int32),
                 "non_finite": ((max_num_seqs,), torch.int32),
             },
@@ -137,6 +169,7 @@ class StepInputsBuilder:
         slots: Int64s,
         sampled_rows: Int64s,
         sampled_positions: Int64s,
+        copied_blocks: Int64s,
         cleared_blocks: Int64s,
         sampling: SamplingColumns,
     ) -> StepInputs:
@@ -159,10 +192,20 @@ class StepInputsBuilder:
             decode_lens=ints.put(batch.ends[: batch.num_decodes]),
             last_tokens=ints.put(batch.last_tokens[seq_of_row[sampled_rows]]),
             destinations=ints.put(sampled_rows * self._token_width + sampled_positions),
+            copied_blocks=ints.put(copied_blocks),
             cleared_blocks=ints.put(cleared_blocks),
             whole_draws=draws.pack(draws.is_drawn & ~draws.is_cut, ints, reals),
             cut_draws=draws.pack(draws.is_drawn & draws.is_cut, ints, reals),
             sampled_rows=sampled_rows,
+            extras=make_extras(
+                sampling,
+                batch,
+                sampled_rows=sampled_rows,
+                sampled_positions=sampled_positions,
+                token_width=self._token_width,
+                vocab_size=self._vocab_size,
+                pin_memory=self._pin_memory,
+            ),
             num_ints=ints.num_used,
             num_reals=reals.num_used,
         )
@@ -175,6 +218,7 @@ class _Drawn:
         self._temperature = columns.temperature[rows]
         self._top_k = columns.top_k[rows]
         self._top_p = columns.top_p[rows]
+        self._min_p = columns.min_p[rows]
         self._seeds = columns.seed[rows]
         self._output_positions = positions - columns.num_prompt[rows]
         self.is_drawn = self._temperature > 0
@@ -183,10 +227,12 @@ class _Drawn:
     def pack(self, chosen: npt.NDArray[np.bool_], ints: Packer, reals: Packer) -> DrawPlaces | None:
         if not chosen.any():
             return None
+        min_p = self._min_p[chosen]
         return DrawPlaces(
             rows=ints.put(np.flatnonzero(chosen)),
             top_k=ints.put(self._top_k[chosen]),
             temperature=reals.put(self._temperature[chosen]),
             top_p=reals.put(self._top_p[chosen]),
             u=reals.put(uniform(self._seeds[chosen], self._output_positions[chosen])),
+            min_p=reals.put(min_p) if min_p.any() else None,
         )

@@ -13,7 +13,7 @@ import torch
 
 from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.worker import kv_cache
-from longshore.worker.attention.torch_backend import TorchAttention
+from longshore.worker.attention.choice import make_attention
 from longshore.worker.compute_queue import ComputeQueue, open_compute_queue
 from longshore.worker.config import WorkerConfig
 from longshore.worker.device import (
@@ -24,12 +24,14 @@ from longshore.worker.device import (
     wait_for_device,
 )
 from longshore.worker.errors import UnsupportedModel
+from longshore.worker.kernels import native
 from longshore.worker.loader import load_weights
 from longshore.worker.model_runner import ModelRunner
+from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
-from longshore.worker.models.llama_config import LlamaConfig
 from longshore.worker.models.registry import MODELS
 from longshore.worker.models.rope_config import DynamicRope
+from longshore.worker.parallel import ALONE, Parallel
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +45,14 @@ class Worker:
     kv_cache: what this rank would allocate; `start` may be told to take fewer blocks.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Loads the model. Raises ConfigError (UnsupportedModel, BrokenCheckpoint, KVCacheTooSmall
-        among them) for whatever keeps it from being served."""
+    def __init__(self, config: WorkerConfig, parallel: Parallel = ALONE) -> None:
+        """Loads this rank's part of the model. Raises ConfigError (UnsupportedModel,
+        BrokenCheckpoint, KVCacheTooSmall among them) for whatever keeps it from being served."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        native.select(use_native=config.cpu_kernels == "auto")
         self._config = config
+        self._parallel = parallel
         self._device = open_device(config.device)
         model_dir = Path(config.model)
         model_config = read_model_config(model_dir)
@@ -61,20 +65,23 @@ class Worker:
                 max_model_len=self.max_model_len,
                 dtype=self._dtype,
                 device=self._device,
+                parallel=parallel,
             )
         load_weights(self.model, model_dir, show_progress=config.show_progress)
         self.kv_cache = self._plan_cache()
         self._queue: ComputeQueue | None = None
+        self._runner: ModelRunner | None = None
 
     def start(
         self,
         *,
         epoch: int = 1,
-        rank: int = 0,
         num_blocks: int | None = None,
         queue: ComputeQueue | None = None,
     ) -> ModelRunner:
         """Allocate the KV cache, compute once, and return what carries out plans. Called once.
+
+        All ranks compute it together. Raises RankLost if one of them does not.
 
         num_blocks: agreed with the other ranks; None takes `kv_cache.num_blocks`.
         queue:      where to compute; None opens the device's own. The worker closes it.
@@ -88,16 +95,17 @@ class Worker:
         with fits_in_memory(f"A KV cache of {agreed.num_blocks} blocks", self._device):
             cache = kv_cache.allocate(agreed, dtype=self._dtype, device=self._device)
         self._queue = queue or open_compute_queue(self._device)
-        runner = ModelRunner(
+        runner = self._runner = ModelRunner(
             self.model,
             cache,
-            TorchAttention(cache, num_heads=self.model_config.num_heads),
+            make_attention(cache, num_heads=self.model.num_local_heads),
             self._queue,
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             epoch=epoch,
-            rank=rank,
+            parallel=self._parallel,
+            eos_token_ids=self._config.eos_token_ids,
         )
         wait_for_device(self._device)  # the queue's stream does not wait for what was prepared here
         self._warm_up(runner)
@@ -113,6 +121,9 @@ class Worker:
 
     def close(self) -> None:
         """Finish what was submitted and end the compute thread. May be called twice."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
         if self._queue is not None:
             self._queue.close()
             self._queue = None
@@ -131,9 +142,9 @@ class Worker:
     def _plan_cache(self) -> KVCacheConfig:
         model_config, config = self.model_config, self._config
         group = kv_cache.attention_group(
-            num_layers=model_config.num_layers,
+            layers=self._parallel.layers(model_config.num_layers),
             block_size=config.block_size,
-            num_kv_heads=model_config.num_kv_heads,
+            num_kv_heads=self.model.num_local_kv_heads,
             head_dim=model_config.head_dim,
             dtype=self._dtype,
         )
@@ -142,6 +153,7 @@ class Worker:
             device=self._device,
             kv_cache_bytes=config.kv_cache_bytes,
             memory_fraction=config.kv_memory_fraction,
+            num_ranks_on_device=config.num_ranks_on_device,
             max_useful_blocks=config.max_num_seqs * group.spec.max_blocks(self.max_model_len) + 1,
         )
         kv_cache.check_holds_one_request(num_blocks, group.spec, self.max_model_len)
@@ -157,7 +169,7 @@ class Worker:
         runner.warm_up(num_tokens, num_decodes)
 
 
-def _max_model_len(config: WorkerConfig, model_config: LlamaConfig) -> int:
+def _max_model_len(config: WorkerConfig, model_config: DecoderConfig) -> int:
     trained = model_config.max_position_embeddings
     if config.max_model_len is None:
         return trained

@@ -66,8 +66,10 @@ class Planner:
         added: Sequence[Entry] = (),
         finished: Sequence[int] = (),
         rewound: Sequence[Rewind] = (),
+        copies: Sequence[tuple[int, int, int]] = (),
     ) -> SchedulerOutput:
-        """One step. scheduled: tokens of rows that compute another number than expected."""
+        """One step. scheduled: tokens of rows that compute another number than expected. copies:
+        (from block, to block, tokens)."""
         rows = self.rows
         for row in finished:
             rows.drop(row)
@@ -91,6 +93,9 @@ class Planner:
             "appended": appended,
             "scheduled_rows": int32_array(list(scheduled or {})),
             "scheduled_tokens": int32_array(list((scheduled or {}).values())),
+            "copy_source_ids": int32_array([source for source, _, _ in copies]),
+            "copy_target_ids": int32_array([target for _, target, _ in copies]),
+            "copy_num_tokens": int32_array([count for _, _, count in copies]),
         }
         self.digest = digest_changes(self.digest, **changes)
         self.step += 1

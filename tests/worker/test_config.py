@@ -10,7 +10,12 @@ import torch
 from longshore.protocol.channel import Endpoint
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
-from longshore.worker.config import WorkerConfig, WorkerProcessConfig, load_config
+from longshore.worker.config import (
+    RankLayout,
+    WorkerConfig,
+    WorkerProcessConfig,
+    load_config,
+)
 from longshore.worker.device import (
     available_bytes,
     fits_in_memory,
@@ -100,6 +105,40 @@ def test_a_process_takes_its_sizes_from_the_identity_it_shares(tmp_path: Path) -
         threads=1,
         show_progress=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
+        ({"pipeline_parallel_size": -1}, "pipeline_parallel_size=-1"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "6 ranks need a rendezvous"),
+    ],
+)
+def test_a_wrong_layout_of_ranks_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RankLayout(**changes)
+
+
+def test_ranks_share_a_cpu_and_have_a_gpu_each() -> None:
+    layout = RankLayout(tensor_parallel_size=2, pipeline_parallel_size=2, rendezvous="r")
+    assert (layout.num_ranks, layout.sampling_rank) == (4, 2)
+
+    def rank(rank: int, device: str) -> WorkerProcessConfig:
+        return WorkerProcessConfig(
+            model="m",
+            identity=IDENTITY,
+            endpoint=Endpoint("ipc://x"),
+            rank=rank,
+            ranks=layout,
+            device=device,
+        )
+
+    assert rank(3, "cpu").worker.num_ranks_on_device == 4
+    assert rank(3, "cuda:3").worker.num_ranks_on_device == 1
+    with pytest.raises(ConfigError, match="rank=4 is none of the 4 ranks"):
+        rank(4, "cpu")
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"model": 1}', '{"model": "m", "colour": 3}'])

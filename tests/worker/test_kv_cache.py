@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def group_of(num_layers: int, num_kv_heads: int, head_dim: int = 128) -> KVCacheGroup:
     return kv_cache.attention_group(
-        num_layers=num_layers,
+        layers=range(num_layers),
         block_size=16,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -49,6 +49,33 @@ def test_bytes_of_a_block_of_one_layer(heads: int, size_bytes: int) -> None:
 def test_bytes_of_a_block_of_all_layers(layers: int, heads: int, size_bytes: int) -> None:
     assert group_of(layers, heads).block_size_bytes == size_bytes
     assert allocated(group_of(layers, heads), 2).block_size_bytes == size_bytes
+
+
+@pytest.mark.req("NUM-26")
+def test_copying_a_block_of_the_70b_model_moves_5_24_megabytes() -> None:
+    cache = allocated(LLAMA_70B, 3)
+    cache.buffer[1] = 1.0
+    cache.copy_blocks(*torch.tensor([[1], [2], [16]]))
+    assert cache.block_size_bytes == cache.buffer[2].count_nonzero() * 2 == 5_242_880
+    bandwidth = 3.35e12
+    assert 1e6 * cache.block_size_bytes / bandwidth == pytest.approx(1.6, abs=0.05)
+    assert 1e6 * 2 * cache.block_size_bytes / bandwidth == pytest.approx(3.1, abs=0.05)
+
+
+@pytest.mark.req("COW-03")
+def test_a_copy_has_keys_and_values_of_all_layers_and_nothing_behind_its_tokens() -> None:
+    cache = allocated(group_of(3, 2, head_dim=4), 6)
+    torch.manual_seed(0)
+    cache.buffer[1:] = torch.randn(cache.buffer[1:].shape).half()
+    before = cache.buffer.clone()
+    # Block 3 is copied from and to: what it held goes on to block 5.
+    cache.copy_blocks(*torch.tensor([[1, 3, 1], [3, 5, 4], [16, 5, 1]]))
+    assert torch.equal(cache.buffer[3], before[1])
+    assert torch.equal(cache.buffer[5, :, :, :5], before[3, :, :, :5])
+    assert torch.equal(cache.buffer[4, :, :, :1], before[1, :, :, :1])
+    assert not cache.buffer[5, :, :, 5:].any()
+    assert not cache.buffer[4, :, :, 1:].any()
+    assert torch.equal(cache.buffer[:3], before[:3])
 
 
 @pytest.mark.req("NUM-17")

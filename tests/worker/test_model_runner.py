@@ -15,7 +15,7 @@ import torch
 
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import EngineDead, PlanMismatch
-from longshore.protocol.plan import Rewind, RowState, SchedulerOutput
+from longshore.protocol.plan import Rewind, RowState, SchedulerOutput, plan_digest
 from longshore.protocol.results import ModelRunnerOutput, WorkerFailed, WorkerReport
 from longshore.protocol.sampling import SamplingParams
 from longshore.worker.compute_queue import CpuComputeQueue
@@ -134,11 +134,20 @@ class Adversary:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=1),
+        # The device alone knows the newest token when these are prepared.
+        SamplingParams(seed=2, repetition_penalty=1.3, frequency_penalty=1.0),
+        SamplingParams(temperature=0.0, bad_words_token_ids=tuple((i, i + 1) for i in range(60))),
+    ],
+    ids=["greedy", "drawn", "penalties", "bad words"],
+)
 def test_two_steps_in_flight_give_the_tokens_of_one_at_a_time(
-    seed: int, temperature: float, open_runner: OpenRunner
+    seed: int, sampling: SamplingParams, open_runner: OpenRunner
 ) -> None:
-    sampling = SamplingParams(temperature=temperature, seed=seed)
     plans = planner()
     alone, runner = Outputs(plans), open_runner()
     for plan in chunked_plans(plans, 11, num_steps=25, sampling=sampling):
@@ -198,6 +207,56 @@ def test_submit_returns_while_the_device_is_still_busy(open_runner: OpenRunner) 
     gate.set()
     assert second.wait(10)
     assert len(outputs.tokens[0]) == 2
+
+
+def reference_logprobs(reference: Any, token_ids: Sequence[int]) -> list[float]:
+    """Of every token but the first."""
+    with torch.inference_mode():
+        logits = reference(torch.tensor([list(token_ids)])).logits[0, :-1]
+    chosen = torch.tensor(token_ids[1:]).unsqueeze(1)
+    values: list[float] = logits.double().log_softmax(-1).gather(1, chosen).squeeze(1).tolist()
+    return values
+
+
+def scores_by_position(outputs: Sequence[ModelRunnerOutput], row: int) -> dict[int, float]:
+    scores = {}
+    for output in outputs:
+        if (scored := output.logprobs) is not None:
+            own = np.cumsum(scored.num_listed) - scored.num_listed
+            for owner, position, first in zip(scored.owners, scored.positions, own, strict=True):
+                if owner == row:
+                    scores[int(position)] = float(scored.logprobs[first])
+    return scores
+
+
+@pytest.mark.parametrize("chunk", [9, 256])
+def test_log_probabilities_are_those_of_transformers(
+    chunk: int, open_runner: OpenRunner, checkpoint: tuple[Path, Any]
+) -> None:
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=0, logprobs=3)
+    runner, plans = open_runner(), planner()
+    tokens = Outputs(plans)
+    outputs = []
+    for plan in chunked_plans(plans, chunk, num_steps=20, sampling=sampling):
+        outputs.append(runner.execute(plan))
+        tokens.add(outputs[-1])
+    for row, prompt in PROMPTS.items():
+        whole = [*prompt, *tokens.tokens[row]]
+        wanted = dict(enumerate(reference_logprobs(checkpoint[1], whole), start=1))
+        assert scores_by_position(outputs, row) == pytest.approx(wanted, abs=1e-4)
+
+
+def test_after_a_prefix_hit_the_prompt_is_scored_from_there_on(
+    open_runner: OpenRunner, checkpoint: tuple[Path, Any]
+) -> None:
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=None)
+    runner, plans = open_runner(), planner()
+    prompt = prompt_of(40, 5)
+    runner.execute(plans.plan({0: 40}, added=[Entry(0, prompt)]))
+    hit = Entry(1, prompt, blocks=plans.blocks[0][:2], num_computed_tokens=32, sampling=sampling)
+    scores = scores_by_position([runner.execute(plans.plan({1: 8}, added=[hit]))], 1)
+    wanted = dict(enumerate(reference_logprobs(checkpoint[1], prompt), start=1))
+    assert scores == pytest.approx({p: wanted[p] for p in range(33, 40)}, abs=1e-4)
 
 
 def test_a_prefix_hit_gives_the_tokens_of_a_whole_prompt(
@@ -385,13 +444,29 @@ def beyond_its_blocks(plans: Planner) -> SchedulerOutput:
     return valid_plan(plans)
 
 
-def other_blocks(plans: Planner) -> SchedulerOutput:
-    plan = valid_plan(plans)
-    state = RowState(0, 1, 0, 20, (int32_array([1, 2]),))
-    return msgspec.structs.replace(plan, full_state=(state,))
+def with_blocks(*block_ids: int) -> Callable[[Planner], SchedulerOutput]:
+    """The scheduler says that row 0, which holds two, holds these."""
+
+    def make(plans: Planner) -> SchedulerOutput:
+        state = RowState(0, 1, 0, 20, (int32_array(block_ids),))
+        return msgspec.structs.replace(valid_plan(plans), full_state=(state,))
+
+    return make
 
 
 IDS = int32_array([1])
+
+
+def with_digest(plan: SchedulerOutput) -> SchedulerOutput:
+    return msgspec.structs.replace(plan, digest=plan_digest(0, plan))
+
+
+def with_copies(*copies: tuple[int, int, int]) -> Callable[[Planner], SchedulerOutput]:
+    def make(plans: Planner) -> SchedulerOutput:
+        return plans.plan({0: 20}, added=[Entry(0, prompt_of(20, 0))], copies=copies)
+
+    return make
+
 
 REFUSED: dict[str, tuple[Callable[[Planner], SchedulerOutput], str]] = {
     "gap": (edited(step=3, previous_step=2), "follows step 2"),
@@ -407,8 +482,27 @@ REFUSED: dict[str, tuple[Callable[[Planner], SchedulerOutput], str]] = {
         with_entry(Entry(0, [5] * 16, blocks=[1], num_computed_tokens=16), 1),
         "one must be left",
     ),
+    "copied block is unknown": (with_copies((NUM_BLOCKS, 5, 1)), "block id"),
+    "copy to an unknown block": (with_copies((5, NUM_BLOCKS, 1)), "block id"),
+    "copy to the null block": (with_copies((5, 0, 1)), "the null block"),
+    "two copies to one block": (with_copies((5, 7, 1), (6, 7, 1)), "twice to one block"),
+    "copy of more than a block": (with_copies((5, 7, 17)), "copied token"),
+    "more copies than rows": (
+        with_copies(*((1, target, 1) for target in range(2, 11))),
+        "copies 9 blocks for 8 rows",
+    ),
+    "copies without targets": (
+        lambda plans: with_digest(msgspec.structs.replace(valid_plan(plans), copy_source_ids=IDS)),
+        "copies 1 blocks to 0",
+    ),
+    "copies that the digest does not cover": (
+        edited(copy_source_ids=IDS, copy_target_ids=IDS, copy_num_tokens=IDS),
+        "digest",
+    ),
     "zeroed block is unknown": (edited(zero_block_ids=int32_array([NUM_BLOCKS])), "block id"),
-    "other blocks than the full state": (other_blocks, r"holds blocks \[\[1, 2\]\]"),
+    "other blocks than the full state": (with_blocks(1, 2), r"holds blocks \[\[1, 2\]\]"),
+    "another block behind one given back": (with_blocks(0, 1), r"holds blocks \[\[0, 1\]\]"),
+    "fewer blocks than the full state": (with_blocks(0, 0, 0), r"holds blocks \[\[0, 0, 0\]\]"),
     "pipeline parallelism": (edited(sampled_rows=IDS), "pipeline parallelism"),
     "drafts": (edited(draft_rows=IDS), "speculative decoding"),
     "encoder inputs": (edited(encoder_inputs=((0, 0),)), "multimodal"),
@@ -446,6 +540,13 @@ def test_a_matching_full_state_is_accepted(open_runner: OpenRunner) -> None:
     runner.execute(msgspec.structs.replace(plan, full_state=(state,)))
 
 
+def test_blocks_that_the_scheduler_has_taken_back_are_not_compared(open_runner: OpenRunner) -> None:
+    runner, plans = open_runner(), planner()
+    plan = valid_plan(plans)
+    state = RowState(0, 1, 0, 20, (int32_array([0, plans.blocks[0][1]]),))
+    runner.execute(msgspec.structs.replace(plan, full_state=(state,)))
+
+
 def test_blocks_named_in_the_plan_are_zeroed_before_the_step(open_runner: OpenRunner) -> None:
     runner, plans = open_runner(), planner()
     cache = runner._device_state.cache.buffer
@@ -454,6 +555,44 @@ def test_blocks_named_in_the_plan_are_zeroed_before_the_step(open_runner: OpenRu
     runner.execute(plan)
     cleared = {block_id for block_id in range(NUM_BLOCKS) if not cache[block_id].any()}
     assert cleared == {0, plans.free[0]}
+
+
+@pytest.mark.req("COW-02", "COW-03")
+def test_a_fork_goes_on_from_a_copy_that_is_made_before_anything_is_computed(
+    open_runner: OpenRunner, checkpoint: tuple[Path, Any]
+) -> None:
+    """The parent writes on in the block in the very step that copies it, and what it wrote in it
+    before without an answer may be no number."""
+    runner, plans = open_runner(), planner()
+    cache = runner._device_state.cache.buffer
+    prompt = prompt_of(38, 0)
+    parent = Outputs(plans)
+    parent.add(runner.execute(plans.plan({0: 38}, added=[Entry(0, prompt)])))
+    first, second, source = plans.blocks[0]
+    target = plans.free.pop()
+    cache[target] = 9.0
+    other = [*prompt[:37], (prompt[37] + 1) % 128]
+    cache[source, :, :, 7:] = math.nan  # nobody's tokens yet
+    plan = plans.plan(
+        {1: 1},
+        added=[Entry(1, other, blocks=[first, second, target], num_computed_tokens=37)],
+        copies=[(source, target, 5)],
+    )
+    cache[source, :, :, 6:] = 0.0
+    cache[source, :, :, 7:] = math.nan
+    before = cache[source, :, :, :5].clone()
+    report = runner.execute(plan)
+    assert torch.equal(cache[target, :, :, :5], before)
+    assert not cache[target, :, :, 6:].any()
+    assert isinstance(report, ModelRunnerOutput)
+    tokens = plans.tokens_of(report)
+    assert tokens[1] == generate(checkpoint[1], other, 1)[0]
+    children = [tokens[1]]
+    cache[source, :, :, 7:] = 0.0
+    for _ in range(6):
+        report = runner.execute(plans.plan())
+        children.append(plans.tokens_of(report)[1])
+    assert children == generate(checkpoint[1], other, 7)
 
 
 def test_logits_that_are_not_finite_are_reported_by_row_and_harm_nobody_else(
@@ -469,6 +608,7 @@ def test_logits_that_are_not_finite_are_reported_by_row_and_harm_nobody_else(
         poisoned = [Entry(2, [5, 127, 6]), Entry(4, good), Entry(9, [127])]
         output = runner.execute(plans.plan({2: 3, 4: 20, 9: 1}, added=poisoned))
         assert output.nan_rows.tolist() == [2, 9]
+        assert output.num_nans.tolist() == [128, 128]
         # The next owner of those blocks reads beyond its own tokens in them, and is not poisoned.
         plans.free.sort(key=lambda block_id: block_id in plans.blocks[2] + plans.blocks[9])
         used = [*plans.blocks[2], *plans.blocks[9]]

@@ -151,6 +151,62 @@ def test_a_token_does_not_depend_on_the_rest_of_the_batch(
         assert sample(logits[one], None, alone).item() == together[row].item()
 
 
+@pytest.mark.parametrize("vocab_size", [1, 3, 4, 5, 8, 29])
+def test_drawing_a_part_and_then_a_token_of_it_is_drawing_a_token(
+    vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "PART_SIZE", 4)
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(500, vocab_size, generator=generator) * 3
+    # Tokens, and whole parts, that cannot be drawn; one always can.
+    logits[torch.rand(500, vocab_size, generator=generator) < 0.6] = -math.inf
+    logits[:, vocab_size // 2] = 0.0
+    u = torch.rand(500, dtype=torch.float64, generator=generator)
+    u[:20], u[20:40] = 0.0, 1 - 2**-53
+    tokens = torch.tensor(draw(logits, u))
+    weights = logits.double().softmax(-1)
+    after = weights.cumsum(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    own = weights.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert (own > 0).all()
+    assert (after > u - 1e-6).all()
+    assert (after - own <= u + 1e-6).all()
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
+@pytest.mark.parametrize("num_candidates", [1, 2, 8, 30])
+def test_looking_at_the_best_tokens_first_changes_nothing(
+    num_candidates: int, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "NUM_CANDIDATES", num_candidates)
+    num_rows, vocab_size = 400, 31
+    generator = torch.Generator().manual_seed(num_candidates)
+    # Rounded, so that many are equal, also where the candidates end.
+    logits = (torch.randn(num_rows, vocab_size, generator=generator) * spread * 4).round() / 4
+    logits[7, 3] = math.nan
+    choices = torch.tensor([1.0, 0.999, 0.9, 0.5, 0.05], dtype=torch.float64)
+    draws = Draws(
+        rows=torch.arange(num_rows),
+        temperature=torch.rand(num_rows, dtype=torch.float64, generator=generator) + 0.3,
+        top_k=torch.randint(0, vocab_size + 2, (num_rows,), generator=generator)
+        * torch.randint(0, 2, (num_rows,), generator=generator),
+        top_p=choices[torch.randint(0, 5, (num_rows,), generator=generator)],
+        u=torch.rand(num_rows, dtype=torch.float64, generator=generator),
+        min_p=torch.rand(num_rows, dtype=torch.float64, generator=generator) * 0.3,
+    )
+    wanted = sampler._draw_from_sorted(logits, draws).tolist()
+    got = sampler._draw_from_candidates(logits, draws).tolist()
+    del wanted[7], got[7]
+    assert got == wanted
+    assert sample(logits, None, draws).tolist()[:7] == wanted[:7]
+
+
+def test_a_row_with_few_tokens_left_is_not_sorted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "_draw_from_sorted", None)
+    logits = torch.randn(20, 2000, generator=torch.Generator().manual_seed(9)) * 6
+    for settings_ in ({"top_k": 50}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95}):
+        draw(logits, even_numbers(20), **settings_)  # type: ignore[arg-type]
+
+
 def test_greedy_and_drawn_rows_share_a_batch() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
     u = torch.full((2,), 0.7, dtype=torch.float64)
@@ -181,6 +237,8 @@ def test_logits_that_are_not_finite_are_counted_and_do_not_crash(
     clean = draw(logits, even_numbers(3), **settings_)  # type: ignore[arg-type]
     logits[1, 2:4] = bad
     assert count_non_finite(logits).tolist() == [0, 2, 0]
+    assert count_non_finite(logits[:1]).tolist() == [0]
+    assert count_non_finite(torch.full((2, 9), 3e38)).tolist() == [0, 0]  # whose sum is infinite
     tokens = draw(logits, even_numbers(3), **settings_)  # type: ignore[arg-type]
     assert (tokens[0], tokens[2]) == (clean[0], clean[2])
     assert 0 <= tokens[1] < 8

@@ -1,0 +1,69 @@
+"""One rank of a group, as a process: `python -m tests.worker.rank_process RANK LAYOUT.json CASE`.
+
+CASE is a function of this file; what it returns is printed.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from longshore.protocol.errors import EngineDead
+from longshore.worker.config import RankLayout
+from longshore.worker.parallel import Parallel
+from longshore.worker.rank_groups import joined_ranks
+from longshore.worker.stage_link import StageLink
+
+CPU = torch.device("cpu")
+NUM_STEPS = 50
+
+
+def place(parallel: Parallel) -> list[int]:
+    """Where the rank is, and what it gets from the ranks of its stage."""
+    mine = torch.tensor([parallel.rank, 1], dtype=torch.int32)
+    gathered = parallel.all_gather(mine[:1]).tolist()
+    told = parallel.broadcast(mine.clone()).tolist()
+    return [parallel.stage, parallel.shard, *parallel.all_reduce(mine).tolist(), *gathered, *told]
+
+
+def link(parallel: Parallel) -> list[float]:
+    """Steps of different sizes through all stages; the first is far ahead of the last."""
+    stages = StageLink(parallel, hidden_size=3, dtype=torch.bfloat16, device=CPU)
+    last = []
+    for step in range(1, NUM_STEPS + 1):
+        if parallel.is_first_stage:
+            hidden = torch.full((step, 3), float(step), dtype=torch.bfloat16)
+        else:
+            hidden = stages.receive(step).add_(1)
+        if parallel.is_last_stage:
+            last.append(float(hidden.float().mean()))
+        else:
+            stages.send(hidden)
+    stages.finish()
+    return last
+
+
+def lose(parallel: Parallel) -> str:
+    """Rank 0 leaves; the others say how they notice."""
+    if parallel.rank == 0:
+        print('"left"')
+        sys.exit()
+    try:
+        parallel.all_reduce(torch.zeros(4))
+    except EngineDead as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was noticed"
+
+
+def main(rank: str, layout_file: str, case: str) -> None:
+    torch.set_num_threads(1)
+    layout = msgspec.json.decode(Path(layout_file).read_bytes(), type=RankLayout)
+    with joined_ranks(layout, int(rank), CPU, meeting_timeout_s=60) as parallel:
+        result: Any = globals()[case](parallel)
+    print(msgspec.json.encode(result).decode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
