@@ -32,7 +32,8 @@ def serve(
     """Serve a model behind an OpenAI-compatible API until SIGTERM or Ctrl-C.
 
     Args:
-        model: Folder of the model, as Hugging Face writes it. Default: the bundled demo model.
+        model: Folder of the model, as Hugging Face writes it, or its id on a model hub
+            (owner/name or owner/name@revision). Default: the bundled demo model.
     """
     from longshore.deploy.model_folder import read_model_folder
     from longshore.deploy.serve import serve as serve_model

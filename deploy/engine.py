@@ -14,16 +14,19 @@ from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity, hash_seed_digest, model_fingerprint
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 from longshore.scheduler.policy import load_policy
-from longshore.worker.config import WorkerConfig, WorkerProcessConfig
+from longshore.worker.config import RankLayout, WorkerConfig, WorkerProcessConfig
+from longshore.worker.models.families import read_model_config
 
 HASH_SEED_BYTES: Final = 32
 # Processes that use numpy for counting need no pool of threads, nor the memory of their stacks.
 NO_BLAS_THREADS: Final = {"OPENBLAS_NUM_THREADS": "1"}
+# The ranks are on one host, and no other one may talk to them: gloo and NCCL know no keys.
+LOOPBACK_ONLY: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """One engine with one worker: everything decided, nothing started.
+    """One engine with its workers: everything decided, nothing started.
 
     hash_seed: of this deployment's block names; it never leaves its processes.
     """
@@ -40,6 +43,9 @@ class EnginePlan:
 def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     """Derive every component's settings. Raises ConfigError for settings that contradict."""
     _check_policy(options.scheduling_policy)
+    read_model_config(model.path).check_split(
+        num_shards=options.tensor_parallel_size, num_stages=options.pipeline_parallel_size
+    )
     parse_options(options.kv_connector_config)
     device = options.resolve_device()
     hash_seed = secrets.token_bytes(HASH_SEED_BYTES)
@@ -64,7 +70,8 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         load_failure_policy=options.load_failure_policy,
         load_timeout_s=options.load_timeout_s,
         max_loading_blocks=options.max_loading_blocks,
-        max_steps_in_flight=2 if options.async_scheduling else 1,
+        max_steps_in_flight=options.max_steps_in_flight,
+        feed_back_tokens=options.pipeline_parallel_size > 1,
     )
     identity = EngineIdentity(
         model_fingerprint=model_fingerprint(model.path),
@@ -87,8 +94,14 @@ def _check_policy(name: str) -> None:
 
 
 def worker_config(plan: EnginePlan) -> WorkerConfig:
-    """The worker inside the caller's own process."""
-    return _worker_process(plan, Endpoint("inproc://unused")).worker
+    """The worker inside the caller's own process. Raises ConfigError if there are to be several."""
+    if plan.options.num_ranks > 1:
+        raise ConfigError(
+            f"in_process with tensor_parallel_size={plan.options.tensor_parallel_size} and "
+            f"pipeline_parallel_size={plan.options.pipeline_parallel_size}: each worker needs a "
+            "process of its own. Leave in_process out."
+        )
+    return _worker_process(plan, 0, Endpoint("inproc://unused"), RankLayout()).worker
 
 
 def engine_processes(
@@ -96,12 +109,21 @@ def engine_processes(
 ) -> tuple[list[ProcessSpec], Endpoint]:
     """What to start, workers first, and where clients connect."""
     clients = runtime_dir.endpoint("clients")
-    rank = runtime_dir.endpoint("worker-0")
+    options = plan.options
+    layout = RankLayout(
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        rendezvous=str(runtime_dir.path / "rendezvous"),
+        timeout_s=options.rank_timeout_s,
+    )
+    workers = tuple(runtime_dir.endpoint(f"worker-{rank}") for rank in range(options.num_ranks))
     scheduler = SchedulerProcessConfig(
         scheduler=plan.scheduler,
         cache=plan.cache,
         identity=plan.identity,
-        workers=(rank,),
+        workers=workers,
+        sampling_rank=layout.sampling_rank,
+        rank_timeout_s=options.rank_timeout_s,
         clients=clients,
         hash_seed=plan.hash_seed.hex(),
         vocab_size=plan.model.vocab_size,
@@ -112,20 +134,36 @@ def engine_processes(
         log_level=plan.options.log_level,
     )
     return [
-        ProcessSpec("worker 0", "longshore.worker", _worker_process(plan, rank)),
+        *(
+            ProcessSpec(
+                f"worker {rank}",
+                "longshore.worker",
+                _worker_process(plan, rank, endpoint, layout),
+                environment=LOOPBACK_ONLY if options.num_ranks > 1 else {},
+                told_by="scheduler",
+            )
+            for rank, endpoint in enumerate(workers)
+        ),
         ProcessSpec("scheduler", "longshore.scheduler", scheduler, environment=NO_BLAS_THREADS),
     ], clients
 
 
-def _worker_process(plan: EnginePlan, endpoint: Endpoint) -> WorkerProcessConfig:
+def _worker_process(
+    plan: EnginePlan, rank: int, endpoint: Endpoint, layout: RankLayout
+) -> WorkerProcessConfig:
+    is_one_of_gpus = layout.num_ranks > 1 and plan.device == "cuda"
     return WorkerProcessConfig(
         model=str(plan.model.path),
         identity=plan.identity,
         endpoint=endpoint,
-        device=plan.device,
+        rank=rank,
+        ranks=layout,
+        device=f"cuda:{rank}" if is_one_of_gpus else plan.device,
         num_blocks=plan.options.num_blocks,
         kv_memory_fraction=plan.options.kv_memory_fraction,
+        eos_token_ids=plan.model.eos_token_ids,
         threads=plan.options.threads,
+        cpu_kernels=plan.options.cpu_kernels,
         log_level=plan.options.log_level,
     )
 
@@ -139,7 +177,7 @@ def _max_model_len(options: EngineOptions, model: ModelFolder) -> int:
         return max(min(model.max_model_len, usable_tokens), 1)
     if options.max_model_len > model.max_model_len:
         raise ConfigError(
-            f"max_model_len={options.max_model_len}, but {model.path.name} was made for "
+            f"max_model_len={options.max_model_len}, but {model.name} was made for "
             f"{model.max_model_len} tokens (max_position_embeddings in its config.json)"
         )
     return options.max_model_len

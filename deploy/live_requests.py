@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from longshore.deploy.token_scores import TokenScore, scores_of
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.client import (
     AbortRequests,
@@ -27,6 +28,9 @@ class LiveRequest:
     """One request as its client sees it.
 
     new_token_ids: output tokens that the consumer has not taken yet, in order.
+    num_taken:     output tokens before those.
+    scores:        log probabilities by position (the prompt's first token is at 0) that the
+                   consumer has not taken yet, of a request that asks for them.
     finished:      its end; no token comes after it.
     failure:       the engine died before the end.
     on_change:     called after either of them changed.
@@ -37,6 +41,8 @@ class LiveRequest:
     prompt_token_ids: Sequence[int]
     on_change: Callable[[], None]
     new_token_ids: list[int] = field(default_factory=list)
+    num_taken: int = 0
+    scores: dict[int, TokenScore] = field(default_factory=dict)
     finished: FinishedRequest | None = None
     failure: EngineDead | None = None
 
@@ -47,7 +53,18 @@ class LiveRequest:
     def take_token_ids(self) -> list[int]:
         """The tokens that came since the last call."""
         token_ids, self.new_token_ids = self.new_token_ids, []
+        self.num_taken += len(token_ids)
         return token_ids
+
+    def take_scores(self, num_tokens: int) -> list[TokenScore]:
+        """Of the `num_tokens` output tokens taken last."""
+        end = len(self.prompt_token_ids) + self.num_taken
+        return [self.scores.pop(position) for position in range(end - num_tokens, end)]
+
+    def take_prompt_scores(self) -> list[TokenScore | None]:
+        """Of every prompt token; the first has none. To be called when a token has come."""
+        positions = range(1, len(self.prompt_token_ids))
+        return [None, *(self.scores.pop(position) for position in positions)]
 
 
 class LiveRequests:
@@ -77,8 +94,14 @@ class LiveRequests:
         on_change: Callable[[], None],
         priority: int = 0,
         cache_salt: str | None = None,
+        fork_of: LiveRequest | None = None,
+        keeps_blocks: bool = False,
     ) -> tuple[LiveRequest, AddRequest]:
-        """A new request, and the message that queues it."""
+        """A new request, and the message that queues it.
+
+        fork_of:      it begins with the KV of this one.
+        keeps_blocks: at its end it keeps its KV for others to fork, until it is aborted.
+        """
         handle = self._next_handle
         self._next_handle = (handle + 1) & 0x7FFFFFFF
         if sampling.seed is None:
@@ -91,6 +114,9 @@ class LiveRequests:
             sampling=sampling,
             priority=priority,
             cache_salt=cache_salt,
+            resumable=keeps_blocks,
+            keeps_blocks=keeps_blocks,
+            fork_of=None if fork_of is None else fork_of.handle,
         )
         self._by_handle[handle] = live
         return live, message
@@ -111,8 +137,14 @@ class LiveRequests:
             if (live := by_handle.get(handle)) is not None:
                 live.new_token_ids.append(token_id)
                 changed[handle] = live
+        if outputs.logprobs is not None:
+            for handle, position, score in scores_of(outputs.logprobs):
+                if (live := by_handle.get(handle)) is not None:
+                    live.scores[position] = score
         for finished in outputs.finished:
-            if (live := by_handle.pop(finished.handle, None)) is not None:
+            if (live := by_handle.get(finished.handle)) is not None:
+                if not finished.session_continues:
+                    del by_handle[finished.handle]
                 live.finished = finished
                 changed[finished.handle] = live
         for live in changed.values():

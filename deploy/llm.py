@@ -7,14 +7,20 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 from tqdm import tqdm
 
+from longshore.deploy.beam_search import (
+    BeamSearch,
+    BeamSearchFailed,
+    BeamSearchParams,
+    FinishedBeam,
+)
 from longshore.deploy.engine import plan_engine
 from longshore.deploy.gateway.detokenizer import IncrementalDetokenizer
 from longshore.deploy.gateway.tokenizer import ModelTokenizer, load_tokenizer
@@ -22,8 +28,10 @@ from longshore.deploy.in_process_engine import InProcessEngine
 from longshore.deploy.live_requests import LiveRequest, LiveRequests
 from longshore.deploy.model_folder import ModelFolder, read_model_folder
 from longshore.deploy.options import engine_options
-from longshore.deploy.prompt_check import prompt_problem, sampling_problem
+from longshore.deploy.prompt_check import plain_params, prompt_problem, sampling_problem
 from longshore.deploy.remote_engine import RemoteEngine
+from longshore.deploy.samples import sample_params
+from longshore.deploy.token_scores import Logprob
 from longshore.protocol.client import ClientRequest, EngineOutputs, FinishReason
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.sampling import SamplingParams
@@ -54,14 +62,19 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The answer to one prompt.
+    """An answer to one prompt.
 
+    index:             number of the sample among those of its prompt.
     token_ids:         of the answer, a stop token included.
     text:              of the answer, without what stopped it; empty if the folder has no tokenizer.
     finish_reason:     `stop`, `length` or `error`.
     num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
     num_preemptions:   how often it lost its blocks and was computed again.
     error:             what went wrong, if something did.
+    logprobs:          per token of the answer: the token and the most likely ones, by id. None if
+                       not asked for.
+    prompt_logprobs:   the same per token of the prompt, None for its first. None if not asked for,
+                       or if the request failed before a token came.
     """
 
     request_id: str
@@ -72,14 +85,64 @@ class RequestOutput:
     num_cached_tokens: int
     num_preemptions: int
     error: str | None = None
+    index: int = 0
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+@dataclass(frozen=True)
+class BeamOutput:
+    """One of the likeliest answers to a prompt.
+
+    token_ids, text: of the answer; an end token is part of the ids alone.
+    score:           log probability / length ** length_penalty.
+    finish_reason:   `stop` or `length`.
+    """
+
+    token_ids: list[int]
+    text: str
+    score: float
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """The answers to one prompt, the best first; none if the engine failed on it, for `error`."""
+
+    prompt_token_ids: list[int]
+    beams: list[BeamOutput]
+    error: str | None = None
 
 
 @dataclass
 class _Answer:
-    """One request on its way."""
+    """One request on its way. first: the first sample of its prompt, None if it is that itself."""
 
     prompt_token_ids: list[int]
+    sampling: SamplingParams
+    index: int
+    first: "_Answer | None" = None
     live: LiveRequest | None = None
+
+
+@dataclass(frozen=True)
+class _Carrier:
+    """Sends the requests of a `BeamSearch`."""
+
+    requests: LiveRequests
+    engine: Engine
+
+    def submit(
+        self, request_id: str, prompt_token_ids: Sequence[int], *args: Any, **fields: Any
+    ) -> LiveRequest:
+        live, message = self.requests.open(request_id, prompt_token_ids, *args, **fields)
+        self.engine.send(message)
+        return live
+
+    def abort(self, requests: Sequence[LiveRequest]) -> None:
+        message = self.requests.abort(requests)
+        if message is not None:
+            self.engine.send(message)
 
 
 class LLM:
@@ -93,12 +156,13 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, *, in_process: bool = False, **settings: Any) -> None:
-        """model: folder as Hugging Face writes it. settings: fields of `options.EngineOptions`.
+        """model: folder as Hugging Face writes it, or its id on a model hub.
+        settings: fields of `options.EngineOptions`.
 
         Raises ConfigError (StartFailed from a process) naming what keeps it from starting.
         """
         options = engine_options({"log_level": "warning", **settings})
-        self._model = read_model_folder(Path(model))
+        self._model = read_model_folder(model)
         self._tokenizer = load_tokenizer(self._model.path, advice_level=logging.DEBUG)
         plan = plan_engine(options, self._model)
         self._plan = plan
@@ -126,35 +190,132 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        n: int = 1,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer one prompt or many, all at once; the outputs stand in the order of the prompts.
 
         prompts: texts, or `{"prompt_token_ids": [...]}`.
-        params:  for all, or one per prompt; None is the model's defaults and 16 tokens.
+        params:  for all, or one per prompt; None is the model's defaults, else 16 tokens.
+        n:       answers to each prompt, which stand together. They share the prompt's blocks, and
+                 each draws with a seed of its own, that follows from the one in `params`, if any.
         Raises ValueError for a prompt that does not fit, EngineDead if the engine dies or is
         closed. An interrupt aborts what is running; the LLM stays usable.
         """
         if not self._finalizer.alive:
             raise EngineDead("this LLM has been closed")
+        if n < 1:
+            raise ValueError(f"n={n} must be at least 1")
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params_list = self._params_per_prompt(params, len(prompt_list))
-        answers = [
-            _Answer(self._token_ids(prompt, index)) for index, prompt in enumerate(prompt_list)
-        ]
-        with tqdm(
-            total=len(answers), desc="generate", unit="req", disable=not progress, file=sys.stderr
-        ) as bar:
-            try:
-                self._run(answers, params_list, bar)
-            except EngineDead as error:
-                self._requests.fail_all(error)
-                self.close()
-                raise
-            except BaseException:
-                self._abort_all()
-                raise
+        token_ids = [self._token_ids(prompt, index) for index, prompt in enumerate(prompt_list)]
+        answers: list[_Answer] = []
+        for ids, sampling in zip(token_ids, params_list, strict=True):
+            first = None
+            for index, sample in enumerate(sample_params(sampling, n)):
+                answers.append(_Answer(ids, sample, index, first))
+                first = first or answers[-1]
+        with (
+            tqdm(
+                total=len(answers),
+                desc="generate",
+                unit="req",
+                disable=not progress,
+                file=sys.stderr,
+            ) as bar,
+            self._cleaned_up(),
+        ):
+            self._run(answers, bar)
         return [self._output(answer) for answer in answers]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        ignore_eos: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` likeliest answers to each prompt, searched as transformers'
+        `generate(num_beams=...)` does; see `BeamSearchParams`.
+
+        max_tokens: of an answer, at most what the model's length leaves. Other arguments and errors
+                    as in `generate`.
+        """
+        if not self._finalizer.alive:
+            raise EngineDead("this LLM has been closed")
+        prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        token_ids = [self._token_ids(prompt, index) for index, prompt in enumerate(prompt_list)]
+        searches, carrier = [], _Carrier(self._requests, self._engine)
+        for ids in token_ids:
+            self._num_requests += 1
+            params = BeamSearchParams(
+                beam_width,
+                min(max_tokens, self._max_model_len - len(ids)),
+                length_penalty,
+                early_stopping,
+                frozenset() if ignore_eos else frozenset(self._model.eos_token_ids),
+            )
+            name = f"llm-{self._num_requests}"
+            searches.append(BeamSearch(carrier, name, ids, params, on_change=_ignore))
+        with self._cleaned_up():
+            errors = self._search(searches, max_live=max(1, MAX_LIVE_REQUESTS // beam_width))
+        return [
+            BeamSearchOutput(list(search.prompt_token_ids), [], errors[search])
+            if search in errors
+            else BeamSearchOutput(
+                list(search.prompt_token_ids),
+                [self._beam_output(search, finished) for finished in search.finished],
+            )
+            for search in searches
+        ]
+
+    def _search(self, searches: Sequence[BeamSearch], *, max_live: int) -> dict[BeamSearch, str]:
+        """Run so many of them at a time; returns what went wrong with which."""
+        waiting = deque(searches)
+        live: list[BeamSearch] = []
+        errors = {}
+        while waiting or live:
+            while waiting and len(live) < max_live:
+                live.append(waiting.popleft())
+                live[-1].start()
+            if (outputs := self._engine.receive()) is None:
+                continue
+            self._requests.apply(outputs)
+            for search in live:
+                try:
+                    search.advance()
+                except BeamSearchFailed as error:
+                    errors[search] = str(error)
+                if search.is_over or search in errors:
+                    search.close()
+            live = [search for search in live if not (search.is_over or search in errors)]
+        return errors
+
+    def _beam_output(self, search: BeamSearch, finished: FinishedBeam) -> BeamOutput:
+        beam = finished.beam
+        reason = FinishReason.STOPPED if beam.has_ended else FinishReason.LENGTH_CAPPED
+        return BeamOutput(
+            list(beam.token_ids),
+            _text(self._tokenizer, search.prompt_token_ids, beam.token_ids, reason),
+            finished.score,
+            reason.api_name,
+        )
+
+    @contextlib.contextmanager
+    def _cleaned_up(self) -> Iterator[None]:
+        """What is interrupted leaves nothing running; a dead engine is closed."""
+        try:
+            yield
+        except EngineDead as error:
+            self._requests.fail_all(error)
+            self.close()
+            raise
+        except BaseException:
+            self._abort_all()
+            raise
 
     def _params_per_prompt(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -165,11 +326,12 @@ class LLM:
             params = [params] * num_prompts
         if len(params) != num_prompts:
             raise ValueError(f"{len(params)} params for {num_prompts} prompts; give one per prompt")
+        params = [plain_params(sampling) for sampling in params]
         for sampling in params:
             problem = sampling_problem(sampling, vocab_size=self._model.vocab_size)
             if problem is not None:
                 raise ValueError(problem)
-        return list(params)
+        return params
 
     def _token_ids(self, prompt: Prompt, index: int) -> list[int]:
         if isinstance(prompt, str):
@@ -199,14 +361,12 @@ class LLM:
             raise ValueError(f"prompts[{index}]: {problem}")
         return token_ids
 
-    def _run(
-        self, answers: Sequence[_Answer], params: Sequence[SamplingParams], bar: "tqdm[Any]"
-    ) -> None:
-        waiting = deque(zip(answers, params, strict=True))
+    def _run(self, answers: Sequence[_Answer], bar: "tqdm[Any]") -> None:
+        waiting = deque(answers)
         num_tokens = 0
         while True:
             while waiting and len(self._requests) < MAX_LIVE_REQUESTS:
-                self._send(*waiting.popleft())
+                self._send(waiting.popleft())
             if not (num_live := len(self._requests)):
                 return
             outputs = self._engine.receive()
@@ -219,10 +379,14 @@ class LLM:
                 bar.set_postfix_str(f"{num_tokens / elapsed_s:,.0f} tokens/s", refresh=False)
                 bar.update(num_ended)
 
-    def _send(self, answer: _Answer, sampling: SamplingParams) -> None:
+    def _send(self, answer: _Answer) -> None:
         self._num_requests += 1
         answer.live, message = self._requests.open(
-            f"llm-{self._num_requests}", answer.prompt_token_ids, sampling, on_change=_ignore
+            f"llm-{self._num_requests}",
+            answer.prompt_token_ids,
+            answer.sampling,
+            on_change=_ignore,
+            fork_of=None if answer.first is None else answer.first.live,
         )
         self._engine.send(message)
 
@@ -238,6 +402,12 @@ class LLM:
         assert live.finished is not None
         end = live.finished
         token_ids = live.take_token_ids()
+        logprobs = prompt_logprobs = None
+        if answer.sampling.logprobs is not None:
+            logprobs = [score.by_token() for score in live.take_scores(len(token_ids))]
+        if answer.sampling.prompt_logprobs is not None and token_ids:
+            scores = live.take_prompt_scores()
+            prompt_logprobs = [None if score is None else score.by_token() for score in scores]
         return RequestOutput(
             request_id=live.request_id,
             prompt_token_ids=answer.prompt_token_ids,
@@ -247,6 +417,9 @@ class LLM:
             num_cached_tokens=end.num_cached_tokens,
             num_preemptions=end.num_preemptions,
             error=end.message,
+            index=answer.index,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def close(self) -> None:
@@ -275,7 +448,9 @@ def default_params(model: ModelFolder) -> SamplingParams:
         temperature=defaults.temperature,
         top_p=defaults.top_p,
         top_k=defaults.top_k,
-        max_tokens=DEFAULT_MAX_TOKENS,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+        max_tokens=DEFAULT_MAX_TOKENS if defaults.max_tokens is None else defaults.max_tokens,
     )
 
 

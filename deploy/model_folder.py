@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, cast
 import msgspec
 
 from longshore.deploy.json_file import read_json_object
+from longshore.deploy.model_hub import model_name, resolve_model
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.sampling import SamplingParams
 from longshore.worker.models.families import read_model_config
@@ -20,23 +21,30 @@ DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 class SamplingDefaults(msgspec.Struct, frozen=True):
     """What a request that does not say gets: generation_config.json, else the API's defaults.
 
-    A model whose generation_config says `do_sample: false` and no temperature answers greedily.
+    A model whose generation_config says `do_sample: false` answers greedily.
+
+    max_tokens: tokens of an answer at most; None is for the API to say.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
 
 
 class ModelFolder(msgspec.Struct, frozen=True):
     """A Hugging Face model folder.
 
+    name:          what requests call the model, unless the deployment gives it another name.
     max_model_len: tokens of prompt and answer together that the model was made for.
     eos_token_ids: any of them ends an answer.
     checkpoint_dtype: as config.json names it.
     """
 
     path: Path
+    name: str
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -52,13 +60,14 @@ class ModelFolder(msgspec.Struct, frozen=True):
         return cast(DtypeName, name)
 
 
-def read_model_folder(path: Path) -> ModelFolder:
-    """Raises ConfigError if this is no model folder, or a setting that is needed is missing."""
+def read_model_folder(name: str | Path) -> ModelFolder:
+    """name: a folder, or the id of one on a model hub (`resolve_model`).
+
+    Raises ConfigError if this is no model folder, or a setting that is needed is missing.
+    """
+    path = resolve_model(name)
     if not path.is_dir():
-        raise ConfigError(
-            f"{path} is not a folder. A model is a local folder with config.json and safetensors "
-            "files, as Hugging Face writes it; nothing is downloaded."
-        )
+        raise ConfigError(f"{path} is a file. A model is a folder, as Hugging Face writes it.")
     if not (path / "config.json").exists():
         raise ConfigError(f"{path} holds no config.json, so it is not a model folder")
     model = read_model_config(path)
@@ -68,9 +77,12 @@ def read_model_folder(path: Path) -> ModelFolder:
         if (path / "generation_config.json").exists()
         else {}
     )
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = config.get("eos_token_id")
     return ModelFolder(
         path=path.resolve(),
+        name=model_name(name),
         vocab_size=model.vocab_size,
         max_model_len=model.max_supported_len,
         eos_token_ids=_token_ids(eos, path),
@@ -80,33 +92,31 @@ def read_model_folder(path: Path) -> ModelFolder:
 
 
 def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingDefaults:
-    is_greedy = generation.get("do_sample") is False
-    temperature = generation.get("temperature")
-    if temperature is None:
-        temperature = 0.0 if is_greedy else 1.0
-    top_p = generation.get("top_p")
-    top_k = generation.get("top_k")
+    given = {
+        "temperature": generation.get("temperature"),
+        "top_p": generation.get("top_p"),
+        "top_k": generation.get("top_k"),
+        "min_p": generation.get("min_p"),
+        "repetition_penalty": generation.get("repetition_penalty"),
+        "max_tokens": generation.get("max_new_tokens"),
+    }
+    if generation.get("do_sample") is False:
+        given["temperature"] = 0.0
     try:
-        defaults = msgspec.convert(
-            {
-                "temperature": temperature,
-                "top_p": 1.0 if top_p is None else top_p,
-                "top_k": 0 if top_k is None else max(top_k, 0),
-            },
-            SamplingDefaults,
-        )
-        SamplingParams(temperature=defaults.temperature, top_p=defaults.top_p, top_k=defaults.top_k)
+        if given["top_k"] is not None:
+            given["top_k"] = max(given["top_k"], 0)  # some say -1 for all
+        settings = {name: value for name, value in given.items() if value is not None}
+        defaults = msgspec.convert(settings, SamplingDefaults)
+        SamplingParams(**msgspec.structs.asdict(defaults))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path / 'generation_config.json'}: {error}") from error
     return defaults
 
 
 def _token_ids(value: object, path: Path) -> tuple[int, ...]:
-    match value:
-        case None:
-            return ()
-        case int():
-            return (value,)
-        case list() if all(isinstance(item, int) for item in value):
-            return tuple(value)
-    raise ConfigError(f"{path}: eos_token_id is {value!r}, neither an id nor a list of ids")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    numbers = [token_id for token_id in ids if type(token_id) is int]  # true is no id
+    if len(numbers) < len(ids):
+        raise ConfigError(f"{path}: eos_token_id is {value!r}, neither an id nor a list of ids")
+    # Converted folders write -1 for "none".
+    return tuple(token_id for token_id in numbers if token_id >= 0)

@@ -20,6 +20,8 @@ _MOST: Final = {
     "max_num_batched_tokens": 1 << 24,
     "max_num_scheduled_tokens": 1 << 24,
     "max_loading_blocks": 2**31 - 1,
+    "tensor_parallel_size": 64,
+    "pipeline_parallel_size": 64,
     "threads": 1024,
 }
 
@@ -29,7 +31,11 @@ class EngineOptions:
     """One engine: a scheduler and its workers. Raises ConfigError naming a wrong setting.
 
     Attributes:
-        device: Where the model runs: cpu, cuda or cuda:N. auto takes a GPU if there is one.
+        device: Where the model runs: cpu, cuda or cuda:N. auto takes a GPU if there is one. Several
+            workers take the GPUs 0, 1 and so on, or share the CPU.
+        tensor_parallel_size: Workers that share every layer of the model.
+        pipeline_parallel_size: Stages that the layers are cut into, each with workers of its own.
+        rank_timeout_s: How long a worker waits for another one in a step before it gives up.
         dtype: Of weights and KV cache. auto is what the checkpoint is stored in (float16 becomes
             float32 on a CPU).
         num_blocks: Blocks in the KV cache, the null block included. Default: what memory holds.
@@ -47,7 +53,8 @@ class EngineOptions:
         scheduling_policy: Who runs first: fcfs by arrival, priority by the request's priority,
             continuum by the first arrival of the request's job; or the name of an installed
             policy, or package.module:Class.
-        async_scheduling: Plan the next step while one runs.
+        async_scheduling: Plan a step before the tokens of the one before are known. Default: yes,
+            except with several pipeline stages, which have other steps to run meanwhile.
         enable_prefix_caching: Share the KV blocks of equal prefixes.
         enable_chunked_prefill: Slice prompts that exceed what is left of a step.
         long_prefill_token_threshold: Tokens of one prompt per step at most; 0 sets no limit.
@@ -66,7 +73,9 @@ class EngineOptions:
         load_timeout_s: How long a request waits for an asynchronous load of the connector.
         max_loading_blocks: Blocks held at most by requests that wait for loads, or that have loaded
             and do not run yet. Default: half of them.
-        threads: CPU threads of the worker. Default: one per physical core.
+        cpu_kernels: auto computes with the kernels that were compiled at installation, if there are
+            any; torch with plain torch, which is slower.
+        threads: CPU threads of each worker. Default: the physical cores, shared out among them.
         seed: Makes the seeds repeatable that are given to requests without one.
         verify_plan: Send the full state beside every plan and compare (slow; finds faults).
         startup_timeout_s: How long loading may take.
@@ -74,6 +83,9 @@ class EngineOptions:
     """
 
     device: str = "auto"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    rank_timeout_s: float = 120.0
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     num_blocks: int | None = None
     kv_memory_fraction: float | None = None
@@ -84,7 +96,7 @@ class EngineOptions:
     max_num_scheduled_tokens: int | None = None
     max_model_len: int | None = None
     scheduling_policy: str = "fcfs"
-    async_scheduling: bool = True
+    async_scheduling: bool | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
@@ -97,6 +109,7 @@ class EngineOptions:
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     load_timeout_s: float = 60.0
     max_loading_blocks: int | None = None
+    cpu_kernels: Literal["auto", "torch"] = "auto"
     threads: int | None = None
     seed: int | None = None
     verify_plan: bool = False
@@ -120,15 +133,40 @@ class EngineOptions:
         fraction = self.kv_memory_fraction
         if fraction is not None and not 0 < fraction <= 1:
             raise ConfigError(f"kv_memory_fraction={fraction} must be above 0 and at most 1")
-        for name in ("startup_timeout_s", "load_timeout_s"):
+        for name in ("startup_timeout_s", "load_timeout_s", "rank_timeout_s"):
             if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} must be above 0 and at most {MAX_TIMEOUT_S}"
                 )
+        if self.num_ranks > 1 and ":" in self.device:
+            raise ConfigError(
+                f"device={self.device!r} names one GPU, but tensor_parallel_size="
+                f"{self.tensor_parallel_size} and pipeline_parallel_size="
+                f"{self.pipeline_parallel_size} take {self.num_ranks}. Use device='cuda'; "
+                "CUDA_VISIBLE_DEVICES chooses which."
+            )
+        if self.async_scheduling and self.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"async_scheduling with pipeline_parallel_size={self.pipeline_parallel_size}: the "
+                "first stage learns the tokens of a step from the next plan. Leave "
+                "async_scheduling out; as many steps as there are stages run at a time anyway."
+            )
         if self.kv_connector is None and self.kv_connector_config != "{}":
             raise ConfigError(
                 "kv_connector_config is given, but no kv_connector that it could be for"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Worker processes."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Unanswered plans: one per pipeline stage, or one ahead of the tokens."""
+        if self.pipeline_parallel_size > 1:
+            return self.pipeline_parallel_size
+        return 1 if self.async_scheduling is False else 2
 
     def resolve_device(self) -> str:
         """`auto` is `cuda` where the driver is loaded and the installed torch is not a CPU build.
@@ -148,7 +186,8 @@ class ServeOptions(EngineOptions):
     Attributes:
         host: Address to listen on; 0.0.0.0 is every interface.
         port: Port to listen on; 0 takes a free one.
-        served_model_name: What requests call the model. Default: the name of its folder.
+        served_model_name: What requests call the model. Default: the name of its folder, or its id
+            on the hub.
         chat_template: File with a Jinja chat template, instead of the model's own.
         max_body_mib: Size of a request body at most.
         drain_timeout_s: How long running answers may take to finish after SIGTERM.

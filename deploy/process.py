@@ -35,6 +35,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     config: the process's configuration; `lifeline_fd` and `runtime_dir` are filled in here.
     environment: variables beside the inherited ones.
     pass_fds: descriptors that the process inherits beside its lifeline.
+    told_by: name of the process that, coming to an orderly end, tells this one to end too. Those
+             told by one are the ranks of one engine, which need each other until then.
     """
 
     name: str
@@ -42,6 +44,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     config: msgspec.Struct
     environment: Mapping[str, str] = {}
     pass_fds: tuple[int, ...] = ()
+    told_by: str | None = None
 
 
 # A forked copy of this process must not hold the lifelines open: the children would outlive it.
@@ -65,6 +68,7 @@ class ManagedProcess:
 
     def __init__(self, spec: ProcessSpec, runtime_dir: Path, relay: LogRelay) -> None:
         self.name = spec.name
+        self.told_by = spec.told_by
         self.ready: Ready | None = None
         self.failed: Failed | None = None
         self.doing = "starting"

@@ -21,7 +21,7 @@ DEATH_TIMEOUT_S: Final = 2.0
 
 
 class RemoteEngine:
-    """A scheduler and a worker process, and the channel to them. Not thread-safe."""
+    """A scheduler and its worker processes, and the channel to them. Not thread-safe."""
 
     def __init__(self, plan: EnginePlan) -> None:
         """Raises ConfigError or StartFailed if the engine cannot start; nothing is left then."""

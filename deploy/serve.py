@@ -45,7 +45,7 @@ def serve(
             logger.info("stopped before it was ready")
             return
         listener.close()  # the gateway alone holds the port now, and gives it up when it drains
-        announce(_ready_line(url, options.served_model_name or model.path.name, ready["gateway"]))
+        announce(_ready_line(url, options.served_model_name or model.name, ready["gateway"]))
         death = supervisor.wait_for_death(stop_signal=stop_signal)
         if death is not None:
             supervisor.stop_now(death)
@@ -63,9 +63,10 @@ def _gateway(
     model = plan.model
     config = GatewayConfig(
         model=str(model.path),
-        served_model_name=options.served_model_name or model.path.name,
+        served_model_name=options.served_model_name or model.name,
         model_fingerprint=plan.identity.model_fingerprint,
         vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
         max_model_len=plan.identity.max_model_len,
         sampling_defaults=model.sampling_defaults,
         engine=clients,

@@ -147,16 +147,17 @@ class Supervisor:
                     f"{process.name} was killed ({how}). If nobody did that, the system has run "
                     "out of memory: fewer blocks (--num-blocks) need less."
                 )
-        for process in self.processes:
-            if process.failed is not None:
-                return f"{process.name}: {process.failed.reason}"
+        failed = [(process, process.failed) for process in self.processes if process.failed]
+        for process, report in sorted(failed, key=lambda one: one[1].is_consequence):
+            return f"{process.name}: {report.reason}"
         how = dead[0].describe_exit()
         if dead[0].poll() == 0:
             return f"{dead[0].name} has ended ({how}), which nobody here asked it to."
         return f"{dead[0].name} has died ({how}). Its lines above say why."
 
     def stop(self, drain_timeout_s: float, stop_signal: StopSignal | None = None) -> bool:
-        """Stop in reverse order, so that each process finishes what the ones behind it still need.
+        """Stop in reverse order, so that each process finishes what the ones behind it still need;
+        the ranks of an engine together.
 
         The last one started (the gateway) has `drain_timeout_s` to finish its streams. True if all
         ended by themselves and well. If `stop_signal` is set meanwhile, the rest is cut short; so
@@ -166,19 +167,23 @@ class Supervisor:
         timeout_s = drain_timeout_s
         needed = list(self.processes)
         while needed:
-            process = needed.pop()
-            process.terminate()
-            if not self._wait_for_end(process, timeout_s, stop_signal, needed):
-                if stop_signal is not None and stop_signal.is_set():
-                    logger.warning("told to stop again: %s is killed", process.name)
-                elif process.poll() is None:
-                    logger.warning(
-                        "%s is killed: it was not done, and had %.1f s at most",
-                        process.name,
-                        timeout_s,
-                    )
-                process.kill()
-            all_well = all_well and process.poll() == 0
+            ending = _pop_last_to_end(needed)
+            for process in ending:
+                if process.told_by is None or not all_well:  # else it knows already
+                    process.terminate()
+            deadline_s = time.monotonic() + timeout_s
+            for process in ending:
+                if not self._wait_for_end(process, deadline_s, stop_signal, needed):
+                    if stop_signal is not None and stop_signal.is_set():
+                        logger.warning("told to stop again: %s is killed", process.name)
+                    elif process.poll() is None:
+                        logger.warning(
+                            "%s is killed: it was not done, and had %.1f s at most",
+                            process.name,
+                            timeout_s,
+                        )
+                    process.kill()
+            all_well = all_well and all(process.poll() == 0 for process in ending)
             timeout_s = STOP_TIMEOUT_S
         self._release()
         return all_well
@@ -186,11 +191,10 @@ class Supervisor:
     def _wait_for_end(
         self,
         process: ManagedProcess,
-        timeout_s: float,
+        deadline_s: float,
         stop_signal: StopSignal | None,
         needed: Sequence[ManagedProcess],
     ) -> bool:
-        deadline_s = time.monotonic() + timeout_s
         while not process.wait(min(0.05, deadline_s - time.monotonic())):
             if time.monotonic() >= deadline_s or (stop_signal and stop_signal.is_set()):
                 return False
@@ -225,3 +229,12 @@ class Supervisor:
             process.close()
         self.processes.clear()
         self.runtime_dir.remove()
+
+
+def _pop_last_to_end(needed: list[ManagedProcess]) -> list[ManagedProcess]:
+    """Take from `needed` the last process, and those before it that end together with it."""
+    ending = [needed.pop()]
+    told_by = ending[0].told_by
+    while told_by is not None and needed and needed[-1].told_by == told_by:
+        ending.append(needed.pop())
+    return ending

@@ -14,7 +14,7 @@ class ThroughputOptions(EngineOptions):
     """Prompts of random token ids, all given to LLM at once.
 
     Attributes:
-        model: Folder of the model. Default: the bundled demo model.
+        model: Folder of the model, or its id on a model hub. Default: the bundled demo model.
         num_prompts: Prompts per run.
         input_len: Tokens per prompt, the shared prefix included.
         output_len: Tokens per answer; end-of-sequence ids are ignored.

@@ -12,9 +12,9 @@ from starlette.routing import Route
 from longshore.deploy.gateway.chat import ChatEndpoint
 from longshore.deploy.gateway.completions import CompletionsEndpoint
 from longshore.deploy.gateway.endpoint import Service
-from longshore.deploy.gateway.errors import ApiError, unavailable
+from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
 from longshore.deploy.gateway.metrics import GatewayMetrics
-from longshore.deploy.gateway.openai import Model, ModelList, unknown_model
+from longshore.deploy.gateway.openai_responses import Model, ModelList
 from longshore.protocol.errors import EngineDead
 
 

@@ -7,21 +7,23 @@ import msgspec
 
 from longshore.deploy.gateway.endpoint import GenerationEndpoint, ResponseWriter, Service
 from longshore.deploy.gateway.generation import GenerationSpec, Piece
-from longshore.deploy.gateway.openai import (
+from longshore.deploy.gateway.logprobs import ChatLogprobs, LogprobsWriter
+from longshore.deploy.gateway.openai_requests import ChatRequest
+from longshore.deploy.gateway.openai_responses import (
     ChatAnswer,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
-    ChatRequest,
     ChatResponse,
     Usage,
 )
 from longshore.deploy.gateway.prompts import chat_max_tokens
+from longshore.deploy.gateway.tokenizer import ModelTokenizer
 
 
 class ChatEndpoint(GenerationEndpoint[ChatRequest]):
-    """One answer to a list of messages."""
+    """`n` answers to a list of messages."""
 
     path = "/v1/chat/completions"
     id_prefix = "chatcmpl"
@@ -33,35 +35,52 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
         return GenerationSpec(
             request_id=request_id,
             prompts=[await service.prompts.chat_prompt(request)],
-            sampling=service.prompts.sampling(request, chat_max_tokens(request)),
+            sampling=service.prompts.sampling(
+                request,
+                chat_max_tokens(request, service.prompts.defaults),
+                logprobs=request.num_logprobs,
+                prompt_logprobs=request.prompt_logprobs,
+            ),
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
             is_stream=bool(request.stream),
             arrived_s=arrived_s,
+            num_samples=request.num_samples,
         )
 
     def writer(self, service: Service, request: ChatRequest, request_id: str) -> "ChatWriter":
-        return ChatWriter(request, request_id, service.model_name)
+        return ChatWriter(request, request_id, service.model_name, service.tokenizer)
 
 
 class ChatWriter(ResponseWriter):
     """Chat completions: in a stream first the role, then text, then the reason for the end."""
 
-    def __init__(self, request: ChatRequest, request_id: str, model_name: str) -> None:
+    def __init__(
+        self,
+        request: ChatRequest,
+        request_id: str,
+        model_name: str,
+        tokenizer: ModelTokenizer | None,
+    ) -> None:
+        self._request = request
+        self._logprobs = LogprobsWriter(tokenizer)
         self._id = request_id
         self._created = int(time.time())
         self._model = model_name
         self._chunk_usage = None if request.include_usage else msgspec.UNSET
 
     def first_chunks(self) -> Sequence[msgspec.Struct]:
-        return (self._chunk(ChatDelta(role="assistant", content="")),)
+        role = ChatDelta(role="assistant", content="")
+        return [self._chunk(index, role) for index in range(self._request.num_samples)]
 
     def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
         chunks = []
-        if piece.text:
-            chunks.append(self._chunk(ChatDelta(content=piece.text)))
+        logprobs = self._piece_logprobs(piece)
+        if piece.text or logprobs is not None:
+            delta = ChatDelta(content=piece.text)
+            chunks.append(self._chunk(piece.index, delta, logprobs=logprobs))
         if piece.finish_reason is not None:
-            chunks.append(self._chunk(ChatDelta(), piece.finish_reason))
+            chunks.append(self._chunk(piece.index, ChatDelta(), piece.finish_reason))
         return chunks
 
     def usage_chunk(self, usage: Usage) -> msgspec.Struct:
@@ -70,20 +89,45 @@ class ChatWriter(ResponseWriter):
         )
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct:
-        (answer,) = pieces
-        return ChatResponse(
+        choices = [
+            ChatChoice(
+                ChatAnswer(piece.text),
+                piece.finish_reason,
+                piece.index,
+                self._piece_logprobs(piece),
+            )
+            for piece in pieces
+        ]
+        response = ChatResponse(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=(ChatChoice(ChatAnswer(answer.text), answer.finish_reason),),
+            choices=tuple(choices),
             usage=usage,
         )
+        wanted, prompt = self._request.prompt_logprobs, pieces[0].prompt
+        if wanted is None or prompt is None or prompt.scores is None:
+            return response
+        by_token = self._logprobs.prompt(prompt.scores, wanted)
+        return msgspec.structs.replace(response, prompt_logprobs=by_token)
 
-    def _chunk(self, delta: ChatDelta, finish_reason: str | None = None) -> ChatChunk:
+    def _piece_logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        num_best = self._request.num_logprobs
+        if num_best is None or not piece.scores:
+            return None
+        return self._logprobs.chat(piece.scores, num_best)
+
+    def _chunk(
+        self,
+        index: int,
+        delta: ChatDelta,
+        finish_reason: str | None = None,
+        logprobs: ChatLogprobs | None = None,
+    ) -> ChatChunk:
         return ChatChunk(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=(ChatChunkChoice(delta, finish_reason),),
+            choices=(ChatChunkChoice(delta, finish_reason, index, logprobs),),
             usage=self._chunk_usage,
         )

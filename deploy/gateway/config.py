@@ -12,6 +12,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model:             folder with the tokenizer.
     served_model_name: what clients call the model.
     vocab_size:        token ids at or above it are refused.
+    eos_token_ids:     end an answer.
     engine:            where the scheduler takes clients.
     listen_fd:         inherited socket, bound already; the gateway listens on it.
     chat_template:     file that replaces the model's own template.
@@ -25,6 +26,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     served_model_name: str
     model_fingerprint: str
     vocab_size: int
+    eos_token_ids: tuple[int, ...]
     max_model_len: int
     sampling_defaults: SamplingDefaults
     engine: Endpoint

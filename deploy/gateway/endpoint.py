@@ -10,12 +10,14 @@ from typing import Generic
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from longshore.deploy.gateway.beams import BeamGeneration
 from longshore.deploy.gateway.engine_client import EngineClient
-from longshore.deploy.gateway.errors import ApiError, unavailable
+from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
 from longshore.deploy.gateway.generation import Generation, GenerationSpec, Piece
 from longshore.deploy.gateway.http import ClientGone, Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
-from longshore.deploy.gateway.openai import RequestT, Usage, parse_request, unknown_model
+from longshore.deploy.gateway.openai_requests import RequestT, parse_request
+from longshore.deploy.gateway.openai_responses import Usage
 from longshore.deploy.gateway.prompts import PromptReader
 from longshore.deploy.gateway.tokenizer import ModelTokenizer
 
@@ -102,7 +104,8 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         spec = await self.specify(service, request, request_id, arrived_s)
         writer = self.writer(service, request, request_id)
-        with Generation(spec, service.client, service.tokenizer, service.metrics) as generation:
+        kind = Generation if spec.beams is None else BeamGeneration
+        with kind(spec, service.client, service.tokenizer, service.metrics) as generation:
             if request.stream:
                 answer = _stream(exchange, generation, writer, include_usage=request.include_usage)
             else:
@@ -111,7 +114,11 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
 
 
 async def _stream(
-    exchange: Exchange, generation: Generation, writer: ResponseWriter, *, include_usage: bool
+    exchange: Exchange,
+    generation: Generation | BeamGeneration,
+    writer: ResponseWriter,
+    *,
+    include_usage: bool,
 ) -> None:
     """The response begins with the first token, so that a refusal can still have its status."""
     async for pieces in generation.pieces():
@@ -128,7 +135,9 @@ async def _stream(
     await exchange.end_stream()
 
 
-async def _answer_whole(exchange: Exchange, generation: Generation, writer: ResponseWriter) -> None:
+async def _answer_whole(
+    exchange: Exchange, generation: Generation | BeamGeneration, writer: ResponseWriter
+) -> None:
     answers = [piece async for pieces in generation.pieces() for piece in pieces]
     answers.sort(key=lambda piece: piece.index)
     await exchange.send_json(_encode(writer.whole(answers, generation.usage())))

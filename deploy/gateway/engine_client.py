@@ -88,8 +88,10 @@ class EngineClient:
         on_change: Callable[[], None],
         priority: int = 0,
         cache_salt: str | None = None,
+        fork_of: LiveRequest | None = None,
+        keeps_blocks: bool = False,
     ) -> LiveRequest:
-        """Queue one request. Raises EngineDead if there is no engine to queue it on."""
+        """Queue one request; see `LiveRequests.open`. Raises EngineDead if there is no engine."""
         if self.death is not None:
             raise self.death
         live, message = self._requests.open(
@@ -99,6 +101,8 @@ class EngineClient:
             on_change=on_change,
             priority=priority,
             cache_salt=cache_salt,
+            fork_of=fork_of,
+            keeps_blocks=keeps_blocks,
         )
         self._send(message)
         return live

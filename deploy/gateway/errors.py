@@ -57,3 +57,13 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
 def unavailable(message: str) -> ApiError:
     """503: nothing is wrong with the request; try again later or elsewhere."""
     return ApiError(503, message, code="engine_unavailable")
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    """404: this deployment has one model."""
+    return ApiError(
+        404,
+        f"the model {name!r} does not exist here; {served!r} is served",
+        param="model",
+        code="model_not_found",
+    )

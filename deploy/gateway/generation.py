@@ -6,20 +6,26 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
+from longshore.deploy.beam_search import BeamSearchParams
 from longshore.deploy.gateway.detokenizer import IncrementalDetokenizer, TokenDecoder
 from longshore.deploy.gateway.engine_client import EngineClient
 from longshore.deploy.gateway.errors import ApiError, invalid, unavailable
 from longshore.deploy.gateway.metrics import GatewayMetrics
-from longshore.deploy.gateway.openai import Usage, usage
+from longshore.deploy.gateway.openai_responses import Usage, usage
 from longshore.deploy.live_requests import LiveRequest
+from longshore.deploy.samples import sample_params
+from longshore.deploy.token_scores import TokenScore
 from longshore.protocol.client import FinishedRequest, FinishReason
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.sampling import SamplingParams
 
 
 class GenerationSpec(msgspec.Struct, frozen=True):
-    """What one HTTP request asks the engine for: one answer per prompt.
+    """What one HTTP request asks the engine for.
 
+    num_samples: answers to each prompt; the answers to one prompt stand together.
+    scores_only: the answers have no tokens; the engine is asked for one, which is dropped.
+    beams:     the answers are the likeliest ones, which `BeamGeneration` finds.
     is_stream: pieces are wanted as they grow, not only each answer's whole at its end.
     arrived_s: on the clock of `time.perf_counter`.
     """
@@ -31,15 +37,36 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     cache_salt: str | None
     is_stream: bool
     arrived_s: float
+    num_samples: int = 1
+    scores_only: bool = False
+    beams: BeamSearchParams | None = None
+
+
+class AnsweredPrompt(msgspec.Struct, frozen=True):
+    """What an answer's first piece says of its prompt.
+
+    number: of the prompt in the request.
+    scores: of each token but the first; None if not asked for.
+    """
+
+    number: int
+    token_ids: Sequence[int]
+    scores: list[TokenScore | None] | None
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What one answer has grown by. The last piece of an answer has a `finish_reason`."""
+    """What one answer has grown by. The last piece of an answer has a `finish_reason`.
+
+    scores: of each of `token_ids`; empty if not asked for.
+    prompt: in the first piece with a token.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    scores: list[TokenScore] = []
+    prompt: AnsweredPrompt | None = None
 
 
 class Generation:
@@ -55,20 +82,23 @@ class Generation:
         tokenizer: TokenDecoder | None,
         metrics: GatewayMetrics,
     ) -> None:
+        self._spec = spec
         self._client = client
         self._metrics = metrics
         self._changed = asyncio.Event()
         self._num_prompt_tokens = sum(map(len, spec.prompts))
+        samples = sample_params(spec.sampling, spec.num_samples)
         self._answers = [
-            _Answer(index, spec, tokenizer, metrics, self._changed)
-            for index in range(len(spec.prompts))
+            _Answer(index, spec, sampling, tokenizer, metrics, self._changed)
+            for index, sampling in enumerate(samples * len(spec.prompts))
         ]
         metrics.prompt_tokens.inc(self._num_prompt_tokens)
 
     def __enter__(self) -> "Generation":
         try:
-            for answer in self._answers:
-                answer.submit(self._client)
+            for index, answer in enumerate(self._answers):
+                first = self._answers[index - index % self._spec.num_samples]
+                answer.submit(self._client, fork_of=first.live)
                 self._metrics.live_requests.inc()
         except EngineDead as error:
             self.__exit__()
@@ -99,27 +129,32 @@ class Generation:
     def usage(self) -> Usage:
         """Of all answers, once they have ended."""
         ends = [answer.end for answer in self._answers if answer.end is not None]
+        # What the other samples of a prompt find is what its first one has computed.
+        firsts = [answer.end for answer in self._answers[:: self._spec.num_samples]]
         return usage(
             self._num_prompt_tokens,
-            sum(end.num_output_tokens for end in ends),
-            sum(end.num_cached_tokens for end in ends),
+            0 if self._spec.scores_only else sum(end.num_output_tokens for end in ends),
+            sum(end.num_cached_tokens for end in firsts if end is not None),
         )
 
 
 class _Answer:
-    """One prompt's answer."""
+    """One answer to one prompt."""
 
     def __init__(
         self,
         index: int,
         spec: GenerationSpec,
+        sampling: SamplingParams,
         tokenizer: TokenDecoder | None,
         metrics: GatewayMetrics,
         changed: asyncio.Event,
     ) -> None:
         self._index = index
         self._spec = spec
-        self._prompt = spec.prompts[index]
+        self._sampling = sampling
+        self._prompt_number = index // spec.num_samples
+        self._prompt = spec.prompts[self._prompt_number]
         self._detokenizer = (
             None if tokenizer is None else IncrementalDetokenizer(tokenizer, self._prompt)
         )
@@ -134,14 +169,15 @@ class _Answer:
     def end(self) -> FinishedRequest | None:
         return None if self.live is None else self.live.finished
 
-    def submit(self, client: EngineClient) -> None:
+    def submit(self, client: EngineClient, *, fork_of: LiveRequest | None) -> None:
         self.live = client.submit(
             f"{self._spec.request_id}-{self._index}",
             self._prompt,
-            self._spec.sampling,
+            self._sampling,
             on_change=self._on_change,
             priority=self._spec.priority,
             cache_salt=self._spec.cache_salt,
+            fork_of=fork_of,
         )
 
     def _on_change(self) -> None:
@@ -173,16 +209,27 @@ class _Answer:
             self._changed.set()  # first what came before it
         elif live.finished is None and not self._spec.is_stream:
             return None
+        is_first = live.num_taken == 0
         token_ids = live.take_token_ids()
         self._num_seen = 0
         end = live.finished
         if end is not None:
             _check_end(end)
             self.is_complete = True
-        text = self._text_of(token_ids, end)
         if not token_ids and end is None:
             return None
-        return Piece(self._index, text, token_ids, None if end is None else end.reason.api_name)
+        prompt = self._answered_prompt(live) if is_first and token_ids else None
+        scores = [] if self._sampling.logprobs is None else live.take_scores(len(token_ids))
+        finish_reason = None if end is None else end.reason.api_name
+        if self._spec.scores_only:
+            return Piece(self._index, "", [], finish_reason, [], prompt)
+        text = self._text_of(token_ids, end)
+        return Piece(self._index, text, token_ids, finish_reason, scores, prompt)
+
+    def _answered_prompt(self, live: LiveRequest) -> AnsweredPrompt:
+        asks = self._sampling.prompt_logprobs is not None
+        scores = live.take_prompt_scores() if asks else None
+        return AnsweredPrompt(self._prompt_number, self._prompt, scores)
 
     def _text_of(self, token_ids: list[int], end: FinishedRequest | None) -> str:
         if self._detokenizer is None:

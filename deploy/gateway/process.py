@@ -27,7 +27,7 @@ from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.connection import BoundedConnection
 from longshore.deploy.gateway.endpoint import Service
 from longshore.deploy.gateway.engine_client import EngineClient
-from longshore.deploy.gateway.openai import Model
+from longshore.deploy.gateway.openai_responses import Model
 from longshore.deploy.gateway.prompts import PromptReader
 from longshore.deploy.gateway.tokenizer import load_tokenizer
 from longshore.deploy.logs import set_up_logging
@@ -126,6 +126,7 @@ class GatewayProcess:
             config.sampling_defaults,
             vocab_size=config.vocab_size,
             max_model_len=engine.identity.max_model_len,
+            eos_token_ids=config.eos_token_ids,
         )
         self._gateway.serve_with(
             Service(

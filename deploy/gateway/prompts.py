@@ -7,7 +7,11 @@ from typing import Final, TypeVar
 
 from longshore.deploy.gateway.chat_template import TemplateRefused
 from longshore.deploy.gateway.errors import ApiError, invalid
-from longshore.deploy.gateway.openai import ChatRequest, CompletionRequest, GenerationRequest
+from longshore.deploy.gateway.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 from longshore.deploy.gateway.tokenizer import ModelTokenizer
 from longshore.deploy.model_folder import SamplingDefaults
 from longshore.deploy.prompt_check import prompt_problem, sampling_problem
@@ -22,7 +26,10 @@ T = TypeVar("T")
 
 
 class PromptReader:
-    """Checks prompts and settings against one model. Raises ApiError naming the parameter."""
+    """Checks prompts and settings against one model. Raises ApiError naming the parameter.
+
+    defaults: the model's, for what a request does not say.
+    """
 
     def __init__(
         self,
@@ -31,11 +38,13 @@ class PromptReader:
         *,
         vocab_size: int,
         max_model_len: int,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._defaults = defaults
+        self.defaults = defaults
         self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
 
     async def completion_prompts(self, request: CompletionRequest) -> list[list[int]]:
         """One list of token ids per prompt, each fit for the model."""
@@ -89,17 +98,24 @@ class PromptReader:
             part = text[start : start + MAX_INLINE_CHARACTERS]
             # Where a text is cut, tokens may fall apart that are one in the whole.
             num_tokens += max(0, len(tokenizer.encode_rendered(part)) - MAX_TOKENS_PER_CUT)
-            if num_tokens >= self._max_model_len:
+            if num_tokens >= self.max_model_len:
                 raise invalid(
                     f"the prompt has {num_tokens} tokens and more; this model takes "
-                    f"{self._max_model_len} of prompt and answer together",
+                    f"{self.max_model_len} of prompt and answer together",
                     param=param,
                     code="context_length_exceeded",
                 )
 
-    def sampling(self, request: GenerationRequest, max_tokens: int | None) -> SamplingParams:
+    def sampling(
+        self,
+        request: GenerationRequest,
+        max_tokens: int | None,
+        *,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
         """The request's settings over the model's defaults. `max_tokens=None` is what fits."""
-        defaults = self._defaults
+        defaults = self.defaults
         top_k = _given(request.top_k, defaults.top_k)
         try:
             sampling = SamplingParams(
@@ -111,6 +127,14 @@ class PromptReader:
                 min_tokens=request.min_tokens or 0,
                 stop_token_ids=tuple(request.stop_token_ids or ()),
                 ignore_eos=bool(request.ignore_eos),
+                min_p=_given(request.min_p, defaults.min_p),
+                repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
+                presence_penalty=_given(request.presence_penalty, 0.0),
+                frequency_penalty=_given(request.frequency_penalty, 0.0),
+                logit_bias=request.biases(),
+                bad_words_token_ids=self._bad_words(request.bad_words or ()),
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
             )
         except ValueError as error:
             raise _invalid_setting(str(error)) from error
@@ -119,21 +143,36 @@ class PromptReader:
             raise _invalid_setting(problem)
         return sampling
 
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each as it is written within a word, and as a word of its own."""
+        if not words:
+            return ()
+        if self._tokenizer is None:
+            raise _no_tokenizer("bad_words")
+        if not all(word.strip() for word in words):
+            raise invalid("bad_words holds a text without any character", param="bad_words")
+        spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
+        encoded = (tuple(self._tokenizer.encode_rendered(spelling)) for spelling in spellings)
+        return tuple(dict.fromkeys(encoded))
+
     def _check_prompt(self, token_ids: Sequence[int], param: str) -> None:
         problem = prompt_problem(
-            token_ids, vocab_size=self._vocab_size, max_model_len=self._max_model_len
+            token_ids, vocab_size=self._vocab_size, max_model_len=self.max_model_len
         )
         if problem is not None:
-            is_long = len(token_ids) >= self._max_model_len
+            is_long = len(token_ids) >= self.max_model_len
             raise invalid(problem, param=param, code="context_length_exceeded" if is_long else None)
 
 
-def completion_max_tokens(request: CompletionRequest) -> int:
-    """As many as asked for; the API's default otherwise."""
-    return _given(request.max_tokens, DEFAULT_COMPLETION_TOKENS)
+def completion_max_tokens(request: CompletionRequest, defaults: SamplingDefaults) -> int:
+    """As many as asked for, else the model's default or the API's. The engine computes one at
+    least."""
+    if request.scores_only:
+        return 1
+    return _given(request.max_tokens, _given(defaults.max_tokens, DEFAULT_COMPLETION_TOKENS))
 
 
-def chat_max_tokens(request: ChatRequest) -> int | None:
+def chat_max_tokens(request: ChatRequest, defaults: SamplingDefaults) -> int | None:
     """None is as many as fit. Raises ApiError if the two names for it disagree."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
@@ -141,7 +180,8 @@ def chat_max_tokens(request: ChatRequest) -> int | None:
             f"max_tokens={old} and max_completion_tokens={new} are two names of one limit",
             param="max_completion_tokens",
         )
-    return old if new is None else new
+    asked = old if new is None else new
+    return defaults.max_tokens if asked is None else asked
 
 
 def _given(value: T | None, default: T) -> T:
@@ -150,11 +190,14 @@ def _given(value: T | None, default: T) -> T:
 
 def _invalid_setting(problem: str) -> ApiError:
     """`problem` begins with the setting's name."""
+    if "bad word" in problem:
+        return invalid(f"bad_words: {problem}", param="bad_words")
     return invalid(problem, param=re.split(r"\W", problem, maxsplit=1)[0])
 
 
 def _no_tokenizer(param: str) -> ApiError:
     return invalid(
-        "this model folder has no tokenizer.json: give the prompt of /v1/completions as token ids",
+        f"{param} needs a tokenizer, and this model folder has no tokenizer.json: give the prompt "
+        "of /v1/completions as token ids, and no bad_words",
         param=param,
     )

@@ -3,9 +3,12 @@
 behaviour: serve     report ready, then wait to be told to stop and exit 0
            deaf      report ready, then ignore that
            fail      report a reason and exit 1
+           suffer    the same, as a consequence of another one's end
            die       exit 3 without a word
            hang      never report anything
            socket    like serve, with a socket file in the runtime directory
+           tell      like serve, and tells those who wait
+           wait      report ready, exit 0 when told by another child
 """
 
 import signal
@@ -26,6 +29,9 @@ class FakeChildConfig(msgspec.Struct, frozen=True):
     runtime_dir: str | None = None
 
 
+TOLD = "told"
+
+
 def exit_well(number: int, frame: FrameType | None) -> None:
     print("told to stop", flush=True)
     sys.exit(0)
@@ -41,6 +47,9 @@ def main(config_file: str) -> int:
         case "fail":
             lifeline.report(Failed("no such model; choose another"))
             return 1
+        case "suffer":
+            lifeline.report(Failed("the other one is gone", is_consequence=True))
+            return 1
         case "die":
             return 3
         case "hang":
@@ -50,8 +59,18 @@ def main(config_file: str) -> int:
                 listener = socket.socket(socket.AF_UNIX)
                 listener.bind(f"{config.runtime_dir}/child.sock")
             lifeline.report(Ready({"answer": "42"}))
-    while True:
-        time.sleep(60)
+    told = Path(config.runtime_dir) / TOLD
+    if config.behaviour == "wait":
+        while not told.exists():
+            time.sleep(0.02)
+        print("heard of it", flush=True)
+        return 0
+    try:
+        while True:
+            time.sleep(60)
+    finally:
+        if config.behaviour == "tell":
+            told.touch()
 
 
 if __name__ == "__main__":

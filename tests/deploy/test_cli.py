@@ -31,7 +31,10 @@ def test_command_line_loads_neither_torch_nor_a_server() -> None:
         (["serve", "--num-blocks", "many"], ["--num-blocks", "many"]),
         (["serve", "--no-such-flag"], ["--no-such-flag"]),
         (["serve", "--device", "tpu"], ["device='tpu'", "cuda"]),
-        (["serve", "/no/such/folder"], ["/no/such/folder", "nothing is downloaded"]),
+        (
+            ["serve", "/no/such/folder"],
+            ["/no/such/folder", "is no folder, and no id of a model hub"],
+        ),
         (["serve", "--scheduling-policy", "random"], ["scheduling_policy='random'", "continuum"]),
         (["serve", "--watermark", "1.5"], ["watermark=1.5"]),
         (["serve", "--load-failure-policy", "hope"], ["--load-failure-policy", "recompute"]),

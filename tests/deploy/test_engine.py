@@ -121,6 +121,55 @@ def test_what_no_worker_can_do_yet_is_no_setting() -> None:
     }
 
 
+LAYOUT = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+
+
+def test_every_rank_is_a_process_that_knows_its_place(model_dir: Path) -> None:
+    sizes = {"num_hidden_layers": 3, "intermediate_size": 16}
+    (model_dir / "config.json").write_text(json.dumps(CONFIG | sizes))
+    runtime_dir = RuntimeDir()
+    try:
+        engine = plan(model_dir, rank_timeout_s=7.0, **LAYOUT)
+        (*workers, scheduler), _ = engine_processes(engine, runtime_dir)
+    finally:
+        runtime_dir.remove()
+    assert [worker.name for worker in workers] == [f"worker {rank}" for rank in range(6)]
+    configs: list[Any] = [worker.config for worker in workers]
+    assert [config.rank for config in configs] == list(range(6))
+    assert {config.device for config in configs} == {"cpu"}
+    (layout,) = {config.ranks for config in configs}
+    assert (layout.tensor_parallel_size, layout.pipeline_parallel_size) == (2, 3)
+    assert (layout.sampling_rank, layout.timeout_s) == (4, 7.0)
+    assert Path(layout.rendezvous).parent == runtime_dir.path
+    config: Any = scheduler.config
+    assert config.workers == tuple(config.endpoint for config in configs)
+    assert config.sampling_rank == 4
+    assert (config.scheduler.max_steps_in_flight, config.scheduler.feed_back_tokens) == (3, True)
+    for worker in workers:
+        assert worker.environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        assert worker.told_by == scheduler.name
+
+
+def test_ranks_on_gpus_have_one_each(model_dir: Path) -> None:
+    runtime_dir = RuntimeDir()
+    try:
+        options = EngineOptions(device="cuda", tensor_parallel_size=2)
+        engine = plan_engine(options, read_model_folder(model_dir))
+        (*workers, scheduler), _ = engine_processes(engine, runtime_dir)
+    finally:
+        runtime_dir.remove()
+    configs: list[Any] = [worker.config for worker in workers]
+    assert [config.device for config in configs] == ["cuda:0", "cuda:1"]
+    assert scheduler.config.scheduler.max_steps_in_flight == 2  # type: ignore[attr-defined]
+    assert not scheduler.config.scheduler.feed_back_tokens  # type: ignore[attr-defined]
+
+
+@pytest.mark.req("OUT-04")
+def test_stages_and_asynchronous_scheduling_exclude_each_other(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="async_scheduling with pipeline_parallel_size=2"):
+        plan(model_dir, pipeline_parallel_size=2, async_scheduling=True)
+
+
 def test_deployments_do_not_share_a_hash_seed(model_dir: Path) -> None:
     assert plan(model_dir).hash_seed != plan(model_dir).hash_seed
 
@@ -171,6 +220,11 @@ def test_length_beyond_the_model_is_refused_with_both_numbers(model_dir: Path) -
         ({"block_size": 12}, "block_size=12.*power of two"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"threads": 0}, "threads=0"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 cannot cut num_attention_heads=2"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is more than the 1 layers"),
+        ({"tensor_parallel_size": 2}, "in_process with tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 2, "device": "cuda:1"}, "device='cuda:1' names one GPU"),
+        ({"rank_timeout_s": 0}, "rank_timeout_s=0"),
         ({"kv_memory_fraction": 1.5}, "kv_memory_fraction=1.5"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold=-1"),
         ({"log_level": "loud"}, "log_level='loud'.*debug, info"),

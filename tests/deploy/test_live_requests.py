@@ -1,10 +1,13 @@
 """A client's table of requests: handles out, columns in."""
 
+from itertools import chain
+
 import numpy as np
 
 from longshore.deploy.live_requests import LiveRequest, LiveRequests
 from longshore.protocol.client import EngineOutputs, FinishedRequest, FinishReason
 from longshore.protocol.errors import EngineDead
+from longshore.protocol.results import TokenLogprobs
 from longshore.protocol.sampling import SamplingParams
 
 
@@ -19,7 +22,7 @@ class Changes:
 
 def columns(*pairs: tuple[int, int], finished: tuple[FinishedRequest, ...] = ()) -> EngineOutputs:
     handles, tokens = zip(*pairs, strict=True) if pairs else ((), ())
-    return EngineOutputs(np.array(handles, np.int32), np.array(tokens, np.int32), finished)
+    return EngineOutputs(np.array(handles, np.int32), np.array(tokens, np.int32), finished=finished)
 
 
 def open_one(requests: LiveRequests, changes: Changes, **sampling: int) -> LiveRequest:
@@ -51,6 +54,68 @@ def test_tokens_of_an_aborted_request_are_dropped() -> None:
     assert requests.abort([live]) is None
     requests.apply(columns((live.handle, 10)))
     assert (live.take_token_ids(), changes.num_calls) == ([], 0)
+
+
+def test_a_request_that_keeps_its_blocks_is_ended_by_an_abort_alone() -> None:
+    requests, changes = LiveRequests(), Changes()
+    parent, message = requests.open(
+        "p", [1, 2], SamplingParams(), on_change=changes, keeps_blocks=True
+    )
+    assert (message.resumable, message.keeps_blocks, message.fork_of) == (True, True, None)
+    end = FinishedRequest(parent.handle, FinishReason.LENGTH_CAPPED, 1, session_continues=True)
+    requests.apply(columns((parent.handle, 10), finished=(end,)))
+    assert (parent.is_live, parent.finished, len(requests)) == (False, end, 1)
+    _, message = requests.open("c", [1], SamplingParams(), on_change=changes, fork_of=parent)
+    assert message.fork_of == parent.handle
+    aborted = requests.abort([parent])
+    assert aborted is not None
+    assert aborted.handles.tolist() == [parent.handle]
+    assert len(requests) == 1
+
+
+def scores(*entries: tuple[int, int, list[int], list[float]]) -> TokenLogprobs:
+    """Handle, position, ids and log probabilities of each; every rank is 1."""
+    handles, positions, ids, values = zip(*entries, strict=True)
+    return TokenLogprobs(
+        owners=np.array(handles, np.int32),
+        positions=np.array(positions, np.int32),
+        ranks=np.ones(len(entries), np.int32),
+        num_listed=np.array([len(each) for each in ids], np.int32),
+        token_ids=np.array([*chain(*ids)], np.int32),
+        logprobs=np.array([*chain(*values)], np.float32),
+    )
+
+
+def test_scores_reach_their_positions_and_the_newest_of_a_position_counts() -> None:
+    requests, changes = LiveRequests(), Changes()
+    first = open_one(requests, changes)  # both have two prompt tokens
+    second = open_one(requests, changes)
+    early = scores((first.handle, 1, [9], [-5.0]), (second.handle, 1, [2], [-1.0]))
+    requests.apply(EngineOutputs(logprobs=early))
+    both = columns((first.handle, 10), (second.handle, 20))
+    entries = scores(
+        (first.handle, 1, [2], [-0.5]),  # again: it was preempted
+        (first.handle, 2, [10, 11], [-0.25, -0.125]),
+        (second.handle, 2, [20], [-2.0]),
+        (99, 0, [1], [-1.0]),
+    )
+    requests.apply(EngineOutputs(both.handles, both.tokens, entries))
+    requests.apply(
+        EngineOutputs(
+            columns((first.handle, 12)).handles,
+            np.array([12], np.int32),
+            scores((first.handle, 3, [12], [-3.0])),
+        )
+    )
+    assert first.take_token_ids() == [10, 12]
+    assert [score.logprob for score in first.take_scores(2)] == [-0.25, -3.0]
+    assert [None if each is None else each.logprob for each in first.take_prompt_scores()] == [
+        None,
+        -0.5,
+    ]
+    assert second.take_token_ids() == [20]
+    assert [score.best for score in second.take_scores(1)] == [()]
+    assert not first.scores
 
 
 def test_dead_engine_ends_every_live_request() -> None:

@@ -38,6 +38,7 @@ def folder(
 
 def test_lengths_and_ids_come_from_config_json(tmp_path: Path) -> None:
     model = folder(tmp_path, {"torch_dtype": "bfloat16"})
+    assert model.name == tmp_path.name
     assert (model.vocab_size, model.max_model_len) == (100, 512)
     assert (model.eos_token_ids, model.checkpoint_dtype) == ((2,), "bfloat16")
     assert model.sampling_defaults == SamplingDefaults()
@@ -56,13 +57,39 @@ def test_generation_config_says_what_ends_and_how_to_sample(tmp_path: Path) -> N
         ({"do_sample": False}, 0.0),
         ({"do_sample": True}, 1.0),
         ({}, 1.0),
-        ({"do_sample": False, "temperature": 0.7}, 0.7),
+        ({"do_sample": False, "temperature": 0.7}, 0.0),
     ],
 )
 def test_model_that_asks_not_to_be_sampled_is_greedy(
     tmp_path: Path, generation: dict[str, Any], temperature: float
 ) -> None:
     assert folder(tmp_path, generation=generation).sampling_defaults.temperature == temperature
+
+
+def test_everything_that_generation_config_may_set_is_a_default(tmp_path: Path) -> None:
+    generation = {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 300,
+    }
+    assert folder(tmp_path, generation=generation).sampling_defaults == SamplingDefaults(
+        temperature=0.6, top_p=0.9, top_k=0, min_p=0.05, repetition_penalty=1.1, max_tokens=300
+    )
+
+
+def test_negative_ends_are_none(tmp_path: Path) -> None:
+    assert folder(tmp_path, {"eos_token_id": [2, -1]}).eos_token_ids == (2,)
+    assert folder(tmp_path, {"eos_token_id": -1}).eos_token_ids == ()
+
+
+def test_null_in_generation_config_says_nothing(tmp_path: Path) -> None:
+    generation = dict.fromkeys(("temperature", "top_k", "min_p", "max_new_tokens", "eos_token_id"))
+    model = folder(tmp_path, generation=generation)
+    assert model.sampling_defaults == SamplingDefaults()
+    assert model.eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +148,13 @@ def test_dtype_that_cannot_be_computed_in_is_refused(tmp_path: Path) -> None:
         ({"vocab_size": None}, None, "vocab_size"),
         ({"max_position_embeddings": "many"}, None, "max_position_embeddings"),
         ({"eos_token_id": "</s>"}, None, "eos_token_id"),
+        ({"eos_token_id": True}, None, "eos_token_id is True"),
         ({}, {"temperature": -1}, "temperature=-1"),
         ({}, {"top_p": "most"}, "top_p"),
+        ({}, {"top_k": "most"}, "generation_config"),
+        ({}, {"repetition_penalty": 0}, "repetition_penalty=0"),
+        ({}, {"min_p": 2}, "min_p=2"),
+        ({}, {"max_new_tokens": 0}, "max_tokens=0"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(
@@ -133,8 +165,11 @@ def test_wrong_settings_are_refused_by_name(
 
 
 def test_what_is_no_model_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing is downloaded"):
+    with pytest.raises(ConfigError, match="is no folder"):
         read_model_folder(tmp_path / "meta-llama")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        read_model_folder(tmp_path / "file")
     with pytest.raises(ConfigError, match=r"no config\.json"):
         read_model_folder(tmp_path)
     (tmp_path / "config.json").write_text("{")

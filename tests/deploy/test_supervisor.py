@@ -23,9 +23,13 @@ from tests.deploy.fake_child import FakeChildConfig
 ENVIRONMENT = {"PYTHONPATH": str(ROOT)}
 
 
-def spec(name: str, behaviour: str) -> ProcessSpec:
+def spec(name: str, behaviour: str, **fields: str) -> ProcessSpec:
     return ProcessSpec(
-        name, "tests.deploy.fake_child", FakeChildConfig(behaviour), environment=ENVIRONMENT
+        name,
+        "tests.deploy.fake_child",
+        FakeChildConfig(behaviour),
+        environment=ENVIRONMENT,
+        **fields,  # type: ignore[arg-type]
     )
 
 
@@ -75,6 +79,35 @@ def test_reason_of_a_child_that_cannot_start_is_the_error(supervisor: Supervisor
     with pytest.raises(StartFailed, match=r"^worker 0: no such model; choose another$"):
         supervisor.start([spec("worker 0", "fail"), spec("scheduler", "hang")], timeout_s=20)
     assert nothing_is_left(supervisor)
+
+
+def test_reason_of_the_first_failure_is_the_error_not_what_follows_from_it(
+    supervisor: Supervisor,
+) -> None:
+    specs = [spec("worker 0", "suffer"), spec("worker 1", "fail"), spec("scheduler", "hang")]
+    with pytest.raises(StartFailed, match=r"^worker 1: no such model; choose another$"):
+        supervisor.start(specs, timeout_s=20)
+
+
+def test_children_that_another_tells_to_end_are_not_told_by_the_supervisor(
+    supervisor: Supervisor, output: io.StringIO
+) -> None:
+    told = [spec(f"worker {rank}", "wait", told_by="scheduler") for rank in range(2)]
+    supervisor.start([*told, spec("scheduler", "tell")], timeout_s=20)
+    assert supervisor.stop(drain_timeout_s=5)
+    assert nothing_is_left(supervisor)
+    assert output.getvalue().count("told to stop") == 1
+    assert output.getvalue().count("heard of it") == 2
+
+
+def test_children_whose_teller_fails_are_told_by_the_supervisor(
+    supervisor: Supervisor, output: io.StringIO
+) -> None:
+    told = [spec(f"worker {rank}", "serve", told_by="scheduler") for rank in range(2)]
+    supervisor.start([*told, spec("scheduler", "deaf")], timeout_s=20)
+    assert not supervisor.stop(drain_timeout_s=0.2)
+    assert nothing_is_left(supervisor)
+    assert output.getvalue().count("told to stop") == 2
 
 
 def test_child_that_dies_at_start_without_a_word_is_named(supervisor: Supervisor) -> None:

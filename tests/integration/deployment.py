@@ -27,7 +27,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 class Deployment:
     """`longshore serve MODEL` on a free port, with a temporary directory of its own.
 
-    lines: everything it has printed.
+    output:  everything it has printed.
+    members: its processes by name: supervisor, gateway, scheduler, worker-0 and so on.
     """
 
     def __init__(self, model_dir: Path, tmp_dir: Path, *arguments: str, port: int = 0) -> None:
@@ -51,8 +52,7 @@ class Deployment:
         self.url = match[1]
         self.members = {"supervisor": self.process}
         for child in self.process.children():
-            module = child.cmdline()[3]
-            self.members[module.rpartition(".")[2]] = child
+            self.members[Path(child.cmdline()[-1]).stem] = child
         return self
 
     def _is_ready_or_ended(self) -> bool:

@@ -49,12 +49,16 @@ IDENTITY = EngineIdentity(
 
 
 class EngineProcess:
-    """The process, its lifeline, and the sockets of a worker and a client."""
+    """The process, its lifeline, and the sockets of its workers and of clients."""
 
-    def __init__(self, *, epoch: int = 1, cache: CacheConfig | None = None) -> None:
+    def __init__(
+        self, *, epoch: int = 1, cache: CacheConfig | None = None, num_workers: int = 1
+    ) -> None:
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="longshore-test-"))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        workers = Endpoint(f"ipc://{self.runtime_dir}/worker-0")
+        endpoints = tuple(
+            Endpoint(f"ipc://{self.runtime_dir}/worker-{rank}") for rank in range(num_workers)
+        )
         self._clients = Endpoint(f"ipc://{self.runtime_dir}/clients")
         self._lifeline, child_end = socket.socketpair()
         self._lifeline.settimeout(TIMEOUT_S)
@@ -67,7 +71,8 @@ class EngineProcess:
             ),
             cache=cache or CacheConfig(),
             identity=IDENTITY,
-            workers=(workers,),
+            workers=endpoints,
+            sampling_rank=num_workers - 1,
             clients=self._clients,
             hash_seed="00" * 32,
             vocab_size=VOCAB_SIZE,
@@ -86,7 +91,14 @@ class EngineProcess:
         child_end.close()
         self.workers: list[ScriptedWorker] = []
         self._sockets: list[zmq.Socket[bytes]] = []
-        self.worker: Channel[FromWorker, ToWorker] = Channel(self._connect_to(workers), ToWorker)
+        self.channels: list[Channel[FromWorker, ToWorker]] = [
+            Channel(self._connect_to(endpoint), ToWorker) for endpoint in endpoints
+        ]
+
+    @property
+    def worker(self) -> Channel[FromWorker, ToWorker]:
+        """Of rank 0."""
+        return self.channels[0]
 
     def next_report(self) -> LifelineReport:
         """The next line that the process writes to its supervisor."""
@@ -96,12 +108,29 @@ class EngineProcess:
         self, *, identity: EngineIdentity = IDENTITY, num_blocks: int = 1000
     ) -> ToWorker | None:
         """Say hello as rank 0; the scheduler's answer."""
-        spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=4, dtype_bytes=4)
-        kv_cache = KVCacheConfig(
-            num_blocks=num_blocks, groups=(KVCacheGroup(("layer",), spec),), dtype="float32"
-        )
-        self.worker.send(WorkerHello(0, identity, kv_cache))
+        self.say_hello(identity=identity, num_blocks=num_blocks)
         return self.worker.receive(TIMEOUT_S)
+
+    def say_hello(
+        self,
+        rank: int = 0,
+        *,
+        identity: EngineIdentity = IDENTITY,
+        num_blocks: int = 1000,
+        num_kv_heads: int = 1,
+        layers: tuple[str, ...] = ("layer",),
+        says_rank: int | None = None,
+    ) -> None:
+        """A rank has loaded its part; `says_rank` is what it takes itself for."""
+        spec = FullAttentionSpec(
+            block_size=16, num_kv_heads=num_kv_heads, head_size=4, dtype_bytes=4
+        )
+        kv_cache = KVCacheConfig(
+            num_blocks=num_blocks, groups=(KVCacheGroup(layers, spec),), dtype="float32"
+        )
+        self.channels[rank].send(
+            WorkerHello(rank if says_rank is None else says_rank, identity, kv_cache)
+        )
 
     def connect(self, **overrides: object) -> tuple["Client", ToClient | None]:
         """A client that has said hello, and the answer to that."""
@@ -172,17 +201,21 @@ class Client:
 
 
 class ScriptedWorker:
-    """Answers every plan from a thread: token = number of computed tokens, so a token tells where
-    it was sampled. `before_answer` may delay or stop."""
+    """A rank that takes in every plan in a thread and answers it, unless it is not to: token =
+    number of computed tokens, so a token tells where it was sampled. `before_answer` may delay or
+    stop."""
 
     def __init__(
         self,
         engine: EngineProcess,
         *,
+        rank: int = 0,
+        answers: bool = True,
         epoch: int = 1,
         before_answer: Callable[[SchedulerOutput], None] = lambda plan: None,
     ) -> None:
-        self._channel = engine.worker
+        self._channel = engine.channels[rank]
+        self._answers = answers
         self._epoch = epoch
         self._before_answer = before_answer
         self.plans: list[SchedulerOutput] = []
@@ -213,6 +246,8 @@ class ScriptedWorker:
             sampling = np.flatnonzero(self.rows.samples(num_scheduled))
             tokens = (self.rows.num_computed[sampling] % VOCAB_SIZE).astype(np.int32)
             self._before_answer(message)
+            if not self._answers:
+                continue
             self._channel.send(
                 ModelRunnerOutput(epoch=self._epoch, step=message.step, sampled_tokens=tokens)
             )

@@ -41,7 +41,7 @@ def test_stopped_worker_is_a_stall_that_names_who_waits_until_it_goes_on(
     deployment = start_deployment().wait_until_ready()
     streams = [open_stream(deployment, 1500)]
     assert report_of(deployment)["state"] == "serving"
-    worker = deployment.members["worker"]
+    worker = deployment.members["worker-0"]
     worker.send_signal(signal.SIGSTOP)
     asking = threading.Thread(target=lambda: streams.append(open_stream(deployment, 5)))
     asking.start()

@@ -35,6 +35,7 @@ def engine() -> Iterator[EngineProcess]:
 def test_engine_reports_progress_then_ready_with_its_blocks(engine: EngineProcess) -> None:
     assert isinstance(engine.next_report(), Progress)
     assert engine.start_worker(num_blocks=500) == Welcome(epoch=1, num_blocks=500)
+    assert engine.next_report() == Progress("waiting for the worker to warm up")
     engine.worker.send(WorkerReady(0))
     assert engine.next_report() == Ready({"num_blocks": "500", "kv_cache_tokens": "7984"})
     loaded = {path.path for path in psutil.Process(engine.process.pid).memory_maps()}

@@ -52,7 +52,7 @@ def test_worker_alone_loads_a_tensor_library(deployment: Deployment) -> None:
     }
     assert loads_torch == {
         "supervisor": False,
-        "worker": True,
+        "worker-0": True,
         "scheduler": False,
         "gateway": False,
     }
@@ -112,8 +112,8 @@ def test_usage_counts_tokens_found_in_the_prefix_cache(client: openai.OpenAI, mo
 def test_refusals_reach_the_official_client_as_its_own_errors(
     client: openai.OpenAI, model: str
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match="n is not supported"):
-        client.completions.create(model=model, prompt="x", n=2)
+    with pytest.raises(openai.BadRequestError, match="best_of is not supported"):
+        client.completions.create(model=model, prompt="x", best_of=2)
     with pytest.raises(openai.BadRequestError, match="4096"):
         client.completions.create(model=model, prompt=[[5] * 5000])
     with pytest.raises(openai.NotFoundError, match="no-such-model"):

@@ -18,7 +18,7 @@ from longshore.deploy.model_folder import SamplingDefaults
 from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.protocol.lifeline import Lifeline
 from tests.deploy.gateway.fake_engine import IDENTITY, FakeEngine, Script, echo
-from tests.deploy.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
+from tests.deploy.tiny_tokenizer import EOS_ID, VOCAB_SIZE, save_tokenizer
 
 
 @dataclass
@@ -65,6 +65,7 @@ def start_gateway(tmp_path: Path) -> StartGateway:
                 "served_model_name": "tiny",
                 "model_fingerprint": IDENTITY.model_fingerprint,
                 "vocab_size": VOCAB_SIZE,
+                "eos_token_ids": (EOS_ID,),
                 "max_model_len": IDENTITY.max_model_len,
                 "sampling_defaults": SamplingDefaults(),
                 "engine": endpoint,

@@ -30,6 +30,7 @@ from longshore.protocol.handshake import (
     ToClient,
     ToEngine,
 )
+from longshore.protocol.results import TokenLogprobs
 from longshore.scheduler.pause import PauseState
 
 IDENTITY = EngineIdentity(
@@ -85,6 +86,46 @@ def never_answer(engine: "FakeEngine", request: AddRequest) -> None:
     """Take the request and say nothing."""
 
 
+def score_of(position: int, num_best: int) -> tuple[float, int, list[tuple[int, float]]]:
+    """What this engine thinks of any token at `position`: log probability, rank, best tokens."""
+    best = [(2 + (position + place) % 90, -0.25 * (place + 1)) for place in range(num_best)]
+    return -0.125 * (position + 1), position + 1, best
+
+
+def scored_echo(engine: "FakeEngine", request: AddRequest) -> None:
+    """As `echo`, with log probabilities where they are asked for: the prompt's in two messages."""
+    prompt, sampling = request.prompt_token_ids.tolist(), request.sampling
+    if sampling.prompt_logprobs is not None:
+        half = len(prompt) // 2
+        for part in (range(1, half), range(max(half, 1), len(prompt))):
+            engine.send(EngineOutputs(logprobs=_scores(request, part, sampling.prompt_logprobs)))
+    outputs = prompt[: sampling.max_tokens]
+    for index, token_id in enumerate(outputs):
+        position = len(prompt) + index
+        scores = None
+        if sampling.logprobs is not None:
+            scores = _scores(request, range(position, position + 1), sampling.logprobs)
+        engine.send_tokens(request, [token_id], scores)
+    engine.finish(request, FinishReason.LENGTH_CAPPED, num_output_tokens=len(outputs))
+
+
+def _scores(request: AddRequest, positions: range, num_best: int) -> TokenLogprobs:
+    prompt = request.prompt_token_ids.tolist()
+    entries = [(prompt[p % len(prompt)], *score_of(p, num_best)) for p in positions]
+    return TokenLogprobs(
+        owners=np.full(len(entries), request.handle, np.int32),
+        positions=np.array(positions, np.int32),
+        ranks=np.array([rank for _, _, rank, _ in entries], np.int32),
+        num_listed=np.full(len(entries), 1 + num_best, np.int32),
+        token_ids=np.array(
+            [i for own, _, _, best in entries for i in (own, *dict(best))], np.int32
+        ),
+        logprobs=np.array(
+            [p for _, own, _, best in entries for p in (own, *dict(best).values())], np.float32
+        ),
+    )
+
+
 class FakeEngine:
     """Binds the clients' endpoint on the running loop and follows a script per request.
 
@@ -137,9 +178,11 @@ class FakeEngine:
     def send(self, message: ToClient) -> None:
         self._channel.send(self._peer, message)
 
-    def send_tokens(self, request: AddRequest, token_ids: list[int]) -> None:
+    def send_tokens(
+        self, request: AddRequest, token_ids: list[int], scores: TokenLogprobs | None = None
+    ) -> None:
         handles = np.full(len(token_ids), request.handle, np.int32)
-        self.send(EngineOutputs(handles, int32_array(token_ids)))
+        self.send(EngineOutputs(handles, int32_array(token_ids), scores))
 
     def finish(
         self,

@@ -135,11 +135,15 @@ async def test_request_carries_every_setting_to_the_engine(start_gateway: StartG
 async def test_what_is_not_said_comes_from_the_model_and_the_api(
     start_gateway: StartGateway,
 ) -> None:
-    defaults = SamplingDefaults(temperature=0.25, top_p=0.5, top_k=3)
+    defaults = SamplingDefaults(
+        temperature=0.25, top_p=0.5, top_k=3, min_p=0.1, repetition_penalty=1.5
+    )
     async with start_gateway(sampling_defaults=defaults, seed=7) as gateway:
-        await gateway.post("/v1/completions", {"prompt": "x", "top_k": -1})
+        await gateway.post("/v1/completions", {"prompt": "x", "top_k": -1, "min_p": 0})
         await gateway.post("/v1/chat/completions", {"messages": CHAT})
         completion, chat = (request.sampling for request in gateway.engine.requests)
+        assert (completion.min_p, completion.repetition_penalty) == (0.0, 1.5)
+        assert (chat.min_p, chat.presence_penalty) == (0.1, 0.0)
         assert (completion.temperature, completion.top_p, completion.top_k) == (0.25, 0.5, 0)
         assert (completion.max_tokens, chat.max_tokens) == (16, None)
         assert chat.top_k == 3
@@ -147,12 +151,21 @@ async def test_what_is_not_said_comes_from_the_model_and_the_api(
         assert completion.seed != chat.seed
 
 
+async def test_length_of_an_answer_may_come_from_the_model(start_gateway: StartGateway) -> None:
+    async with start_gateway(sampling_defaults=SamplingDefaults(max_tokens=5)) as gateway:
+        await gateway.post("/v1/completions", {"prompt": "x"})
+        await gateway.post("/v1/chat/completions", {"messages": CHAT})
+        await gateway.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 7})
+        assert [request.sampling.max_tokens for request in gateway.engine.requests] == [5, 5, 7]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
         ("/v1/completions", b"{", 400, ["not JSON"]),
         ("/v1/completions", {"prompt": "x", "model": "other"}, 404, ["'other'", "'tiny'"]),
-        ("/v1/completions", {"prompt": "x", "n": 3}, 400, ["n is not supported"]),
+        ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, ["best_of is not supported"]),
+        ("/v1/completions", {"prompt": ["x"] * 99, "n": 99}, 400, ["n=99 answers to 99 prompts"]),
         ("/v1/completions", {"prompt": [5] * 64}, 400, ["64 tokens", "takes 64"]),
         ("/v1/completions", {"prompt": [320]}, 400, ["320", "0..319"]),
         ("/v1/completions", {"prompt": [-1]}, 400, ["-1"]),

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from longshore.deploy.gateway.errors import ApiError
-from longshore.deploy.gateway.openai import CompletionRequest
+from longshore.deploy.gateway.openai_requests import CompletionRequest
 from longshore.deploy.gateway.prompts import MAX_INLINE_CHARACTERS, PromptReader
 from longshore.deploy.gateway.tokenizer import ModelTokenizer
 from longshore.deploy.model_folder import SamplingDefaults

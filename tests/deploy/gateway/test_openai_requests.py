@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.deploy.gateway.errors import ApiError
-from longshore.deploy.gateway.openai import ChatRequest, CompletionRequest, parse_request
+from longshore.deploy.gateway.openai_requests import ChatRequest, CompletionRequest, parse_request
 
 CHAT = [{"role": "user", "content": "Where?"}]
 
@@ -45,8 +45,8 @@ def test_prompts_of_no_or_mixed_kind_or_too_many_are_refused(prompt: Any) -> Non
 @pytest.mark.parametrize(
     "parameters",
     [
-        {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "suffix": None},
-        {"stop": None, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}},
+        {"best_of": 1, "echo": False, "logprobs": None, "suffix": None, "top_logprobs": 0},
+        {"stop": None, "presence_penalty": None, "logit_bias": {}, "length_penalty": 1},
         {"stop": [], "user": "somebody", "metadata": {"a": "b"}},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
         {"temperature": 0, "top_p": None, "stream": None, "stream_options": None},
@@ -59,19 +59,22 @@ def test_parameters_that_ask_for_nothing_are_accepted(parameters: dict[str, Any]
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
         ("n", True),
+        ("n", "2"),
         ("stop", ["END"]),
         ("logprobs", 0),
-        ("logprobs", True),
+        ("top_logprobs", True),
         ("echo", True),
         ("best_of", 3),
         ("suffix", "end"),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
-        ("presence_penalty", 0.5),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": 1}),
+        ("presence_penalty", "much"),
+        ("logit_bias", {"5": "more"}),
+        ("logit_bias", [5]),
+        ("bad_words", "one"),
+        ("bad_words", [5]),
+        ("use_beam_search", True),
         ("no_such_thing", 1),
         ("max_tokens", "many"),
         ("max_tokens", 2**40),
@@ -90,6 +93,48 @@ def test_what_would_change_the_answer_is_refused_by_name(name: str, value: Any) 
     assert refusal.value.body.type == "invalid_request_error"
     assert refusal.value.body.param == name
     assert name in refusal.value.body.message
+
+
+@pytest.mark.parametrize("n", [0, -1, 129])
+def test_a_number_of_answers_that_cannot_be_is_refused(n: int) -> None:
+    with pytest.raises(ApiError, match="n=") as refusal:
+        _ = chat(n=n).num_samples
+    assert refusal.value.body.param == "n"
+    assert (chat().num_samples, chat(n=None).num_samples, chat(n=3).num_samples) == (1, 1, 3)
+
+
+@pytest.mark.parametrize("key", ["x", "-1", "1.5", "", "٣", "5" * 11])
+def test_a_biased_token_is_a_number(key: str) -> None:
+    with pytest.raises(ApiError) as refusal:
+        chat(logit_bias={key: 1}).biases()
+    assert refusal.value.body.param == "logit_bias"
+    assert chat(logit_bias={"5": 1, "17": -2.5}).biases() == {5: 1.0, 17: -2.5}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"top_logprobs": 2},
+        {"logprobs": False, "top_logprobs": 2},
+        {"logprobs": True, "top_logprobs": 21},
+    ],
+    ids=str,
+)
+def test_likely_tokens_are_listed_beside_log_probabilities_alone(
+    parameters: dict[str, Any],
+) -> None:
+    with pytest.raises(ApiError) as refusal:
+        _ = chat(**parameters).num_logprobs
+    assert refusal.value.body.param == "top_logprobs"
+    assert chat(logprobs=True, top_logprobs=20).num_logprobs == 20
+    assert chat(logprobs=True).num_logprobs == 0
+    assert chat(logprobs=False, top_logprobs=0).num_logprobs is None
+
+
+def test_scores_of_a_prompt_are_not_streamed() -> None:
+    with pytest.raises(ApiError) as refusal:
+        chat(prompt_logprobs=1, stream=True)
+    assert refusal.value.body.param == "prompt_logprobs"
 
 
 def test_missing_field_is_named() -> None:

@@ -1,4 +1,4 @@
-"""The OpenAI wire format: request bodies and their validation, response bodies and chunks.
+"""Request bodies of the OpenAI API, and what is refused of them.
 
 A parameter is either a field below, or listed as unsupported with the values that change nothing,
 or unknown. What would change the answer and is not done is refused by name, never ignored.
@@ -6,17 +6,19 @@ or unknown. What would change the answer and is not done is refused by name, nev
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from longshore.deploy.gateway.errors import ApiError, invalid
+from longshore.deploy.gateway.errors import invalid
 from longshore.protocol.client import MAX_NAME_CHARACTERS
+from longshore.protocol.sampling import MAX_LOGPROBS
 
 TokenIds: TypeAlias = list[int]
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 MAX_PROMPTS: Final = 1024
+MAX_SAMPLES: Final = 128
 
 # Accepted and without any effect on the answer.
 _IGNORED: Final = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
@@ -29,7 +31,6 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -38,17 +39,10 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
@@ -74,7 +68,12 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints take. None: the model's default. Ranges are checked by SamplingParams."""
+    """What both endpoints take. None: the model's default. Ranges are checked by SamplingParams.
+
+    logit_bias: by token id, which JSON writes as a text.
+    bad_words:  texts that must not appear in the answer, at the start of a word or within one.
+    prompt_logprobs: as vLLM has it.
+    """
 
     model: str | None = None
     max_tokens: Int32 | None = None
@@ -82,6 +81,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int32 | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: Int32 | None = None
+    n: Int32 | None = None
     seed: int | None = None
     stop_token_ids: list[Int32] | None = None
     ignore_eos: bool | None = None
@@ -94,16 +101,84 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def num_samples(self) -> int:
+        """Answers to each prompt. Raises ApiError."""
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= MAX_SAMPLES:
+            raise invalid(f"n={n} must lie within 1..{MAX_SAMPLES}", param="n")
+        return n
+
+    def biases(self) -> dict[int, float] | None:
+        """`logit_bias` by number. Raises ApiError."""
+        for token_id in self.logit_bias or ():
+            if not (token_id.isascii() and token_id.isdecimal() and len(token_id) <= 10):
+                raise invalid(f"logit_bias: {token_id!r} is no token id", param="logit_bias")
+        return {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()} or None
+
+
+# Neutral values, beside None.
+_OF_BEAMS: Final = {"best_of": 1, "length_penalty": 1, "early_stopping": False}
+_NOT_OF_BEAMS: Final[dict[str, tuple[object, ...]]] = {
+    "temperature": (0,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "logprobs": (),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "stream": (False,),
+}
+
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions. One prompt or a list of them, each as text or as token ids.
 
     `return_token_ids` (also known from vLLM) adds the answer's ids to every choice; it is the
-    default for a model without a tokenizer.
+    default for a model without a tokenizer. `logprobs` lists so many of the most likely tokens.
+    `echo` puts the prompt before the answer's text, and before its log probabilities; with it
+    `max_tokens` may be 0, to have a prompt scored.
+
+    `use_beam_search` gives the `n` likeliest answers that a search with `best_of` beams (as many as
+    answers by default) finds; `length_penalty` and `early_stopping` as in transformers.
     """
 
     return_token_ids: bool | None = None
+    logprobs: Int32 | None = None
+    echo: bool | None = None
+    use_beam_search: bool | None = None
+    best_of: Int32 | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     prompt: str | list[str | int | TokenIds]
+
+    def check_beams(self) -> None:
+        """Raise ApiError for a parameter that a search, or an answer that is none, cannot heed."""
+        if not self.use_beam_search:
+            for name, neutral in _OF_BEAMS.items():
+                if getattr(self, name) not in (None, neutral):
+                    raise invalid(
+                        f"{name} is not supported without use_beam_search=true; leave it out",
+                        param=name,
+                        code="unsupported_parameter",
+                    )
+            return
+        for name, accepted in _NOT_OF_BEAMS.items():
+            if getattr(self, name) not in (None, *accepted):
+                raise invalid(
+                    f"{name} does not go together with use_beam_search; leave it out", param=name
+                )
+
+    @property
+    def scores_only(self) -> bool:
+        """Nothing is wanted but the prompt."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def prompts(self) -> list[str | TokenIds]:
         """Every prompt by itself. Raises ApiError if texts and token ids are mixed."""
@@ -187,6 +262,20 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
 
     messages: list[ChatMessage]
     max_completion_tokens: Int32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int32 | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to list; None reports nothing. Raises ApiError."""
+        best = self.top_logprobs
+        if best and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs=true", param="top_logprobs")
+        if best is not None and not 0 <= best <= MAX_LOGPROBS:
+            raise invalid(
+                f"top_logprobs={best} must lie within 0..{MAX_LOGPROBS}", param="top_logprobs"
+            )
+        return (best or 0) if self.logprobs else None
 
     def template_input(self) -> list[dict[str, object]]:
         if not self.messages:
@@ -214,6 +303,10 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
         raise invalid(str(error), param=match and (match[1] or match[2])) from error
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream=true", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid(
+            "prompt_logprobs is not streamed; leave one of the two out", param="prompt_logprobs"
+        )
     return request
 
 
@@ -242,114 +335,3 @@ def _check_changes_nothing(name: str, value: object) -> None:
     raise invalid(
         f"{name} is not supported; {advice}", param=name, code="unsupported_parameter"
     ) from None
-
-
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Token counts of one HTTP request, all its prompts together."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-    return Usage(
-        prompt_tokens,
-        completion_tokens,
-        prompt_tokens + completion_tokens,
-        PromptTokensDetails(cached_tokens),
-    )
-
-
-class CompletionChoice(msgspec.Struct, frozen=True):
-    """Whole, or one piece of it in a stream."""
-
-    index: int
-    text: str
-    finish_reason: str | None
-    logprobs: None = None
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole completion, or a chunk of a streamed one."""
-
-    id: str
-    created: int
-    model: str
-    choices: tuple[CompletionChoice, ...]
-    object: str = "text_completion"
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class ChatAnswer(msgspec.Struct, frozen=True):
-    content: str
-    role: str = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(msgspec.Struct, frozen=True):
-    message: ChatAnswer
-    finish_reason: str | None
-    index: int = 0
-    logprobs: None = None
-
-
-class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    created: int
-    model: str
-    choices: tuple[ChatChoice, ...]
-    usage: Usage
-    object: str = "chat.completion"
-
-
-class ChatDelta(msgspec.Struct, frozen=True):
-    """The first piece names the role, the following ones carry text, the last neither."""
-
-    role: str | msgspec.UnsetType = msgspec.UNSET
-    content: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class ChatChunkChoice(msgspec.Struct, frozen=True):
-    delta: ChatDelta
-    finish_reason: str | None = None
-    index: int = 0
-    logprobs: None = None
-
-
-class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    created: int
-    model: str
-    choices: tuple[ChatChunkChoice, ...]
-    object: str = "chat.completion.chunk"
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class Model(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    created: int
-    max_model_len: int
-    vocab_size: int
-    object: str = "model"
-    owned_by: str = "longshore"
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    data: tuple[Model, ...]
-    object: str = "list"
-
-
-def unknown_model(name: str, served: str) -> ApiError:
-    return ApiError(
-        404,
-        f"the model {name!r} does not exist here; {served!r} is served",
-        param="model",
-        code="model_not_found",
-    )

@@ -1,0 +1,117 @@
+"""Beam search over HTTP: the answers to one request, found together at its end."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from longshore.deploy.beam_search import BeamSearch, BeamSearchFailed, FinishedBeam
+from longshore.deploy.gateway.detokenizer import IncrementalDetokenizer, TokenDecoder
+from longshore.deploy.gateway.engine_client import EngineClient
+from longshore.deploy.gateway.errors import ApiError, invalid, unavailable
+from longshore.deploy.gateway.generation import GenerationSpec, Piece
+from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.gateway.openai_responses import Usage, usage
+from longshore.protocol.client import FinishReason
+from longshore.protocol.errors import EngineDead
+
+
+class BeamGeneration:
+    """As `Generation`, for a spec that has `beams`: `num_samples` answers to each prompt, the best
+    first, each as one piece."""
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        client: EngineClient,
+        tokenizer: TokenDecoder | None,
+        metrics: GatewayMetrics,
+    ) -> None:
+        assert spec.beams is not None
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._changed = asyncio.Event()
+        self._num_output_tokens = 0
+        self._ends: list[FinishReason] = []
+        self._searches = [
+            BeamSearch(
+                client,
+                f"{spec.request_id}-{number}",
+                prompt,
+                spec.beams,
+                on_change=self._changed.set,
+                priority=spec.priority,
+                cache_salt=spec.cache_salt,
+            )
+            for number, prompt in enumerate(spec.prompts)
+        ]
+        metrics.prompt_tokens.inc(sum(map(len, spec.prompts)))
+
+    def __enter__(self) -> "BeamGeneration":
+        try:
+            for search in self._searches:
+                search.start()
+        except EngineDead as error:
+            self._close()
+            raise unavailable(str(error)) from error
+        self._metrics.live_requests.inc(len(self._searches))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+        metrics = self._metrics
+        metrics.live_requests.dec(len(self._searches))
+        metrics.request_s.observe(time.perf_counter() - self._spec.arrived_s)
+        for reason in self._ends or [FinishReason.ABORTED]:
+            metrics.finished.labels(reason.api_name).inc()
+
+    def _close(self) -> None:
+        for search in self._searches:
+            search.close()
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """All answers, once all searches are over. Raises ApiError when the engine fails or
+        refuses."""
+        live = list(self._searches)
+        while live:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                for search in live:
+                    search.advance()
+            except BeamSearchFailed as error:
+                if error.reason is FinishReason.IGNORED:
+                    raise invalid(str(error)) from error
+                raise ApiError(500, str(error)) from error
+            except EngineDead as error:
+                raise unavailable(str(error)) from error
+            live = [search for search in live if not search.is_over]
+        yield [
+            self._piece(number * self._spec.num_samples + index, search, finished)
+            for number, search in enumerate(self._searches)
+            for index, finished in enumerate(search.finished[: self._spec.num_samples])
+        ]
+
+    def _piece(self, index: int, search: BeamSearch, finished: FinishedBeam) -> Piece:
+        beam = finished.beam
+        token_ids = list(beam.token_ids)
+        reason = FinishReason.STOPPED if beam.has_ended else FinishReason.LENGTH_CAPPED
+        self._ends.append(reason)
+        self._num_output_tokens += len(token_ids)
+        self._metrics.generated_tokens.inc(len(token_ids))
+        text = self._text(search.prompt_token_ids, token_ids[:-1] if beam.has_ended else token_ids)
+        return Piece(index, text, token_ids, reason.api_name)
+
+    def _text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt_token_ids)
+        return detokenizer.append(token_ids) + detokenizer.finish()
+
+    def usage(self) -> Usage:
+        """Of the answers that are given; tokens of beams that were not are nobody's."""
+        return usage(
+            sum(map(len, self._spec.prompts)),
+            self._num_output_tokens,
+            sum(search.num_cached_tokens for search in self._searches),
+        )

@@ -1,0 +1,325 @@
+"""Engines of several worker processes: the tokens of one, and an end to all when one ends."""
+
+import io
+import random
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import psutil
+import pytest
+
+from longshore import LLM, SamplingParams
+from longshore.deploy.engine import engine_processes, plan_engine
+from longshore.deploy.llm import RequestOutput
+from longshore.deploy.model_folder import read_model_folder
+from longshore.deploy.options import engine_options
+from longshore.deploy.runtime_dir import RuntimeDir
+from longshore.deploy.supervisor import StartFailed, Supervisor
+from longshore.protocol.errors import ConfigError, EngineDead
+from tests.integration.conftest import StartDeployment
+from tests.integration.deployment import wait_until
+from tests.integration.test_process_life import open_stream
+from tests.models import make_tiny_llama
+from tests.reference import ReferenceAnswer, assert_greedy_equal, greedy_reference
+
+NUM_TOKENS = 16
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+NO_GATES = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
+
+TENSOR_2: dict[str, Any] = {"tensor_parallel_size": 2}
+STAGES_2: dict[str, Any] = {"pipeline_parallel_size": 2}
+BOTH: dict[str, Any] = {**TENSOR_2, **STAGES_2}
+LAYOUTS = [
+    pytest.param(TENSOR_2, id="2 shards"),
+    pytest.param(STAGES_2, id="2 stages"),
+    pytest.param(BOTH, id="2 x 2"),
+]
+TWO_RANKS = LAYOUTS[:2]
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Three layers, so that stages differ."""
+    path = tmp_path_factory.mktemp("tiny-llama")
+    return path, make_tiny_llama(path, num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Ragged; every third continues a common beginning."""
+    rng = random.Random(0)
+    common = [rng.randrange(128) for _ in range(70)]
+    return [
+        (common if index % 3 == 0 else []) + [rng.randrange(128) for _ in range(1 + 3 * index)]
+        for index in range(20)
+    ]
+
+
+@pytest.fixture(scope="module")
+def references(checkpoint: tuple[Path, Any], prompts: list[list[int]]) -> list[ReferenceAnswer]:
+    return [greedy_reference(checkpoint[1], prompt, NUM_TOKENS) for prompt in prompts]
+
+
+def make_llm(model_dir: Path, **settings: Any) -> LLM:
+    settings = {"num_blocks": 400, "max_num_seqs": 32, "threads": 1, **settings}
+    return LLM(model_dir, device="cpu", dtype="float32", **settings)
+
+
+def generate(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: Any = GREEDY
+) -> list[RequestOutput]:
+    return llm.generate(
+        [{"prompt_token_ids": list(ids)} for ids in prompts], params, progress=False
+    )
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def llm(request: pytest.FixtureRequest, checkpoint: tuple[Path, Any]) -> Iterator[LLM]:
+    with make_llm(checkpoint[0], verify_plan=True, **request.param) as made:
+        yield made
+
+
+@pytest.mark.req("FEA-07")
+def test_ragged_batch_and_prefix_hits_equal_the_reference(
+    llm: LLM, prompts: list[list[int]], references: list[ReferenceAnswer]
+) -> None:
+    for _ in range(2):
+        outputs = generate(llm, prompts)
+        assert_greedy_equal([output.token_ids for output in outputs], references)
+    assert all(
+        output.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+        for prompt, output in zip(prompts, outputs, strict=True)
+    )
+
+
+def test_a_request_alone_equals_the_reference(
+    llm: LLM, prompts: list[list[int]], references: list[ReferenceAnswer]
+) -> None:
+    outputs = [generate(llm, [prompt])[0] for prompt in prompts[:3]]
+    assert_greedy_equal([output.token_ids for output in outputs], references[:3])
+
+
+def test_sampled_tokens_are_those_of_one_rank(
+    llm: LLM, checkpoint: tuple[Path, Any], prompts: list[list[int]]
+) -> None:
+    params = [
+        SamplingParams(
+            temperature=0.9,
+            top_k=20 if index % 2 else 0,
+            repetition_penalty=1.2 if index % 3 else 1.0,
+            seed=index,
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+        )
+        for index in range(len(prompts))
+    ]
+    with make_llm(checkpoint[0], in_process=True) as alone:
+        wanted = [output.token_ids for output in generate(alone, prompts, params)]
+    assert [output.token_ids for output in generate(llm, prompts, params)] == wanted
+
+
+def test_an_interrupt_aborts_and_leaves_all_ranks_in_step(
+    llm: LLM, prompts: list[list[int]], references: list[ReferenceAnswer]
+) -> None:
+    threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, [[5 + n % 100] for n in range(1000)], long)
+    outputs = generate(llm, prompts)
+    assert_greedy_equal([output.token_ids for output in outputs], references)
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_chunks_and_preemptions_change_no_token(
+    layout: dict[str, Any],
+    checkpoint: tuple[Path, Any],
+    prompts: list[list[int]],
+    references: list[ReferenceAnswer],
+) -> None:
+    with make_llm(
+        checkpoint[0], num_blocks=25, max_num_batched_tokens=37, **NO_GATES, **layout
+    ) as llm:
+        outputs = generate(llm, prompts)
+    assert sum(output.num_preemptions for output in outputs) > 5
+    assert_greedy_equal([output.token_ids for output in outputs], references)
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_logprobs_are_those_of_one_rank(
+    layout: dict[str, Any], checkpoint: tuple[Path, Any], prompts: list[list[int]]
+) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=1, ignore_eos=True
+    )
+
+    def scored(**settings: Any) -> list[RequestOutput]:
+        with make_llm(checkpoint[0], max_num_batched_tokens=40, **settings) as llm:
+            return generate(llm, prompts[:6], params)
+
+    for ours, alone in zip(scored(**layout), scored(), strict=True):
+        assert ours.token_ids == alone.token_ids
+        for field in ("logprobs", "prompt_logprobs"):
+            _assert_close(getattr(ours, field), getattr(alone, field))
+
+
+def _assert_close(ours: Any, alone: Any) -> None:
+    assert len(ours) == len(alone) > 0
+    for here, there in zip(ours, alone, strict=True):
+        assert (here is None) == (there is None)
+        if here is not None:
+            assert here.keys() == there.keys()
+            assert [entry.logprob for entry in here.values()] == pytest.approx(
+                [entry.logprob for entry in there.values()], abs=1e-4
+            )
+
+
+# Starting and ending
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(TENSOR_2, id="2 shards", marks=pytest.mark.slow),
+        pytest.param(STAGES_2, id="2 stages", marks=pytest.mark.slow),
+        pytest.param(BOTH, id="2 x 2"),
+    ],
+)
+def test_sigterm_lets_a_live_stream_finish_and_every_rank_exits_well(
+    start_deployment: StartDeployment, layout: dict[str, Any]
+) -> None:
+    deployment = start_deployment(*flags(layout)).wait_until_ready()
+    num_ranks = len(deployment.members) - 3
+    assert num_ranks == (4 if layout is BOTH else 2)
+    output = deployment.output
+    for rank in range(num_ranks):
+        for doing in ("meeting the other", "loading", "warming up"):
+            assert any(f"worker {rank}: {doing}" in line for line in output.splitlines())
+    ready = output.index("ready at")
+    assert output.rindex("warming up") < ready, "who is ready has warmed up"
+    stream = open_stream(deployment, 300)
+    deployment.process.terminate()
+    *_, last = stream
+    assert last.usage.completion_tokens == 300
+    assert deployment.process.wait(timeout=20) == 0, deployment.output
+    assert "Traceback" not in deployment.output
+    deployment.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("layout", "victim"),
+    [
+        pytest.param(TENSOR_2, 0, id="shard 0"),
+        pytest.param(TENSOR_2, 1, id="shard 1", marks=pytest.mark.slow),
+        pytest.param(STAGES_2, 0, id="stage 0", marks=pytest.mark.slow),
+        pytest.param(STAGES_2, 1, id="stage 1"),
+    ],
+)
+def test_a_killed_rank_is_named_and_takes_all_others_along(
+    start_deployment: StartDeployment, layout: dict[str, Any], victim: int
+) -> None:
+    deployment = start_deployment(*flags(layout)).wait_until_ready()
+    stream = open_stream(deployment, 4000)
+    deployment.members[f"worker-{victim}"].kill()
+    with pytest.raises(openai.APIError, match=f"the engine is gone: worker {victim} was killed"):
+        list(stream)
+    assert deployment.process.wait(timeout=20) == 1
+    assert "Traceback" not in deployment.output
+    deployment.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(TENSOR_2, id="2 shards"),
+        pytest.param(STAGES_2, id="2 stages", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_hangs_ends_the_engine_within_the_timeout_with_a_reason(
+    checkpoint: tuple[Path, Any], layout: dict[str, Any]
+) -> None:
+    before = psutil.Process().children()
+    with make_llm(checkpoint[0], rank_timeout_s=2.0, **layout) as llm:
+        children = [child for child in psutil.Process().children() if child not in before]
+        (hung,) = (child for child in children if child.cmdline()[-1].endswith("worker-0.json"))
+        generate(llm, [[1, 2, 3]])
+        hung.suspend()
+        with pytest.raises(EngineDead, match=r"worker 1: .*rank 1 has lost .* rank_timeout_s"):
+            generate(llm, [[1, 2, 3]])
+    assert not any(child.is_running() for child in children)
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_a_sampling_or_last_rank_that_hangs_is_noticed_although_nobody_waits_for_it(
+    checkpoint: tuple[Path, Any], layout: dict[str, Any]
+) -> None:
+    before = psutil.Process().children()
+    with make_llm(checkpoint[0], rank_timeout_s=1.0, **layout) as llm:
+        children = [child for child in psutil.Process().children() if child not in before]
+        (hung,) = (child for child in children if child.cmdline()[-1].endswith("worker-1.json"))
+        generate(llm, [[1, 2, 3]])
+        hung.suspend()
+        with pytest.raises(EngineDead, match=r"rank_timeout_s"):
+            generate(llm, [[1, 2, 3]])
+    assert not any(child.is_running() for child in children)
+
+
+def test_a_rank_that_cannot_load_is_the_reason_that_none_starts(
+    checkpoint: tuple[Path, Any], tmp_path: Path
+) -> None:
+    output = io.StringIO()
+    options = engine_options(
+        {"num_blocks": 400, "device": "cpu", "threads": 1, "log_level": "warning", **BOTH}
+    )
+    plan = plan_engine(options, read_model_folder(checkpoint[0]))
+    with Supervisor(RuntimeDir(), output) as supervisor:
+        specs, _ = engine_processes(plan, supervisor.runtime_dir)
+        config = msgspec.structs.replace(specs[2].config, model=str(tmp_path / "nowhere"))
+        specs[2] = msgspec.structs.replace(specs[2], config=config)
+        with pytest.raises(StartFailed, match=r"^worker 2: .*nowhere.*config\.json does not exist"):
+            supervisor.start(specs, timeout_s=60)
+        assert not supervisor.runtime_dir.path.exists()
+
+
+def test_stop_while_ranks_wait_for_each_other_is_no_error(
+    start_deployment: StartDeployment,
+) -> None:
+    deployment = start_deployment("--tensor-parallel-size", "2")
+    wait_until(lambda: "meeting the other" in deployment.output, 30)
+    children = deployment.process.children()
+    assert deployment.stop() == 0, deployment.output
+    assert not any(child.is_running() for child in children)
+    wait_until(lambda: deployment.runtime_dirs == [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 cannot cut num_attention_heads=4"),
+        ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4 is more than the 3 layers"),
+        ({"tensor_parallel_size": 2, "in_process": True}, "in_process with tensor_parallel_size=2"),
+        ({**STAGES_2, "async_scheduling": True}, "async_scheduling with pipeline_parallel_size=2"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_by_name_before_anything_starts(
+    checkpoint: tuple[Path, Any], settings: dict[str, Any], words: str
+) -> None:
+    before = psutil.Process().children()
+    with pytest.raises(ConfigError, match=words):
+        make_llm(checkpoint[0], **settings)
+    assert psutil.Process().children() == before
+
+
+def flags(layout: dict[str, Any]) -> list[str]:
+    return [
+        text
+        for name, value in layout.items()
+        for text in ("--" + name.replace("_", "-"), str(value))
+    ]

@@ -1,0 +1,130 @@
+"""A scheduler process with several workers: all are compared, all get every plan, one answers."""
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from longshore.protocol.handshake import EngineReady, Refused, Welcome, WorkerReady
+from longshore.protocol.lifeline import STOP_SIGNAL, Failed, Progress, Ready
+from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
+from tests.integration.engine_process import (
+    IDENTITY,
+    TIMEOUT_S,
+    Client,
+    EngineProcess,
+    ScriptedWorker,
+    running_engine,
+)
+
+SAMPLING_RANK = 1
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineProcess]:
+    with running_engine(num_workers=2) as process:
+        yield process
+
+
+def ready_client(engine: EngineProcess) -> Client:
+    for rank in (1, 0):
+        engine.say_hello(rank)
+    for rank in (0, 1):
+        assert engine.channels[rank].receive(TIMEOUT_S) == Welcome(1, 1000)
+        engine.channels[rank].send(WorkerReady(rank))
+    client, answer = engine.connect()
+    assert isinstance(answer, EngineReady), answer
+    return client
+
+
+def reason_of_failure(engine: EngineProcess) -> str:
+    while not isinstance(report := engine.next_report(), Failed):
+        assert isinstance(report, Progress | Ready)
+    assert engine.wait() == 1
+    return report.reason
+
+
+def test_nobody_is_welcome_before_all_have_come_and_the_smallest_cache_counts(
+    engine: EngineProcess,
+) -> None:
+    assert engine.next_report() == Progress("waiting for 2 workers to load the model")
+    engine.say_hello(1, num_blocks=700, layers=("c",))
+    assert engine.channels[1].receive(0.3) is None
+    engine.say_hello(0, num_blocks=900, layers=("a", "b"))
+    for channel in engine.channels:
+        assert channel.receive(TIMEOUT_S) == Welcome(epoch=1, num_blocks=700)
+    assert engine.next_report() == Progress("waiting for 2 workers to warm up")
+    for rank, channel in enumerate(engine.channels):
+        channel.send(WorkerReady(rank))
+    assert engine.next_report() == Ready({"num_blocks": "700", "kv_cache_tokens": "11184"})
+
+
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        ({"num_kv_heads": 2}, ("worker 1", "num_kv_heads=2", "num_kv_heads=1")),
+        (
+            {"identity": msgspec.structs.replace(IDENTITY, dtype="bfloat16")},
+            ("worker 1", "bfloat16", "float32"),
+        ),
+        ({"says_rank": 0}, ("rank 0 came to the endpoint of rank 1",)),
+    ],
+    ids=["layout", "identity", "rank"],
+)
+def test_a_rank_that_does_not_fit_is_refused_and_so_is_the_other(
+    engine: EngineProcess, differs: dict[str, object], words: tuple[str, ...]
+) -> None:
+    engine.say_hello(0)
+    engine.say_hello(1, **differs)  # type: ignore[arg-type]
+    refusals = [channel.receive(TIMEOUT_S) for channel in engine.channels]
+    assert isinstance(refusals[0], Refused)
+    assert refusals[0] == refusals[1]
+    reason = reason_of_failure(engine)
+    assert reason == refusals[0].reason
+    assert all(word in reason for word in words)
+
+
+@pytest.mark.parametrize("came", [(), (0,), (0, 1)], ids=["alone", "loading", "warming up"])
+def test_a_rank_that_cannot_start_ends_the_start_of_all(
+    engine: EngineProcess, came: tuple[int, ...]
+) -> None:
+    for rank in came:
+        engine.say_hello(rank)
+    engine.channels[1].send(WorkerFailed(0, 1, "no memory left"))
+    assert reason_of_failure(engine) == "worker 1 failed: no memory left"
+
+
+def test_every_rank_gets_every_plan_and_one_answers(engine: EngineProcess) -> None:
+    client = ready_client(engine)
+    workers = [ScriptedWorker(engine, rank=rank, answers=rank == SAMPLING_RANK) for rank in (0, 1)]
+    client.add(1, prompt_len=40, max_tokens=5)
+    client.add(2, prompt_len=7, max_tokens=3)
+    client.receive_until(lambda: len(client.finished) == 2)
+    assert client.tokens == {1: [40, 41, 42, 43, 44], 2: [7, 8, 9]}
+    engine.process.send_signal(STOP_SIGNAL)
+    assert engine.wait() == 0
+    for worker in workers:
+        worker.thread.join(TIMEOUT_S)
+        assert worker.shutdown is not None
+    seen = [[(plan.step, plan.digest) for plan in worker.plans] for worker in workers]
+    assert len(seen[0]) >= 5
+    assert seen[0] == seen[1]
+
+
+def test_an_answer_of_a_rank_that_does_not_sample_ends_the_engine(engine: EngineProcess) -> None:
+    ready_client(engine)
+    engine.channels[0].send(ModelRunnerOutput(epoch=1, step=1))
+    assert reason_of_failure(engine) == "worker 0 answers step 1, but only worker 1 samples"
+
+
+def test_a_failure_of_any_rank_ends_the_engine_and_is_told_to_clients_and_ranks(
+    engine: EngineProcess,
+) -> None:
+    client = ready_client(engine)
+    sampling = ScriptedWorker(engine, rank=SAMPLING_RANK)
+    engine.channels[0].send(WorkerFailed(1, 0, "the device caught fire"))
+    failed = client.channel.receive(TIMEOUT_S)
+    assert getattr(failed, "reason", None) == "worker 0 failed: the device caught fire"
+    sampling.thread.join(TIMEOUT_S)
+    assert sampling.shutdown is not None
+    assert reason_of_failure(engine) == "worker 0 failed: the device caught fire"
