@@ -42,7 +42,7 @@ def measure(at_a_time: int, *, evicting: bool) -> dict[str, float]:
         if evicting:
             first, num_named = num_named, num_named + len(block_ids)
             names = [number.to_bytes(32, "big") for number in range(first, num_named)]
-            pool.cache_full_blocks(block_ids, names)
+            pool.cache_unnamed_blocks([int(block_id) for block_id in block_ids], names)
 
     block_ids = pool.get_new_blocks(NUM_BLOCKS - 1)
     name(block_ids)

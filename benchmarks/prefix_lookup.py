@@ -1,11 +1,13 @@
 """What a prompt that is cached whole costs before anything runs, and what it costs in vLLM.
 
-    python benchmarks/prefix_lookup.py [--tokens 512 4096 32768] [--json F]
+    python benchmarks/prefix_lookup.py [--tokens 512 4096 32768] [--groups 1] [--json F]
 
 Apart: `hash` (the request is made and its blocks are named), `lookup`, `allocate` (after the hit,
 with one new block) and `free`. `chain` is the bare hash chain over the same bytes, the least that
 `hash` can be. The peer's `hash` is the same thing, with its sha256 and its xxhash over pickled
-tuples; its other figures are measured with sha256, which they do not depend on. Medians in µs.
+tuples; its other figures are measured with sha256, which they do not depend on. Medians in µs. Of
+several KV cache groups the first has full attention, the others sliding windows of 256 tokens; the
+peer always has one group.
 """
 
 import gc
@@ -14,6 +16,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,14 +24,14 @@ import numpy as np
 import report
 import xxhash
 from peers import workload
+from scheduler_step import kv_cache_of
 
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.client import AddRequest
-from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.block_hash import BlockHasher
 from longshore.scheduler.config import CacheConfig
-from longshore.scheduler.kv_cache_manager import KVCacheManager
+from longshore.scheduler.kv_cache_manager import ComputedBlocks, KVCacheManager
 from longshore.scheduler.request import Request
 
 Algorithm = Literal["sha256", "xxh3-128"]
@@ -71,20 +74,19 @@ def bare_chain(token_ids: Int32Array, algorithm: Algorithm) -> None:
             name = xxhash.xxh3_128_digest(name + packed[start : start + width])
 
 
-def measure(num_tokens: int, algorithm: Algorithm, repeats: int) -> dict[str, Any]:
+def measure(num_tokens: int, algorithm: Algorithm, repeats: int, groups: int = 1) -> dict[str, Any]:
     """Our medians for a prompt of `num_tokens` cached tokens and one more."""
     rng = np.random.default_rng(1)
     token_ids = rng.integers(3, 32_000, num_tokens + 1).astype(np.int32)
-    spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype_bytes=2)
     manager = KVCacheManager(
         CacheConfig(block_size=BLOCK_SIZE, hash_algorithm=algorithm),
-        KVCacheConfig(3 * num_tokens // BLOCK_SIZE, (KVCacheGroup(("layer",), spec),), "bfloat16"),
+        kv_cache_of(groups, groups * 3 * num_tokens // BLOCK_SIZE),
         max_num_seqs=8,
         max_model_len=num_tokens + BLOCK_SIZE,
         hash_seed=b"benchmark",
     )
     first = request_of(token_ids)
-    assert manager.start(0, manager.get_computed_blocks(first), num_tokens + 1)
+    assert manager.start(0, manager.demand(manager.get_computed_blocks(first), num_tokens + 1))
     manager.name_blocks(0, first, token_ids, num_tokens + 1)
     manager.free(0)
     samples: dict[str, list[float]] = {part: [] for part in (*PARTS, "chain")}
@@ -104,12 +106,15 @@ def measure(num_tokens: int, algorithm: Algorithm, repeats: int) -> dict[str, An
         hasher.extend(request.block_names, request.token_ids)
         return request
 
+    def allocate(computed: ComputedBlocks) -> None:
+        assert manager.start(0, manager.demand(computed, num_tokens + 1))
+
     for step in range(1, repeats + 1):
         timed("chain", lambda: bare_chain(token_ids, algorithm))
         request = timed("hash", named_request)
         computed = timed("lookup", lambda request=request: manager.get_computed_blocks(request))
         assert computed.num_tokens == num_tokens
-        timed("allocate", lambda hits=computed: manager.start(0, hits, num_tokens + 1))
+        timed("allocate", lambda hits=computed: allocate(hits))
         timed("free", lambda step=step: manager.free(0, step))
     gc.unfreeze()
     manager.check()
@@ -146,13 +151,14 @@ def main() -> None:
     arguments = report.parser(__doc__, peer="core")
     arguments.add_argument("--tokens", type=int, nargs="+", default=[512, 4096, 32_768])
     arguments.add_argument("--repeats", type=int, default=100)
+    arguments.add_argument("--groups", type=int, nargs="+", default=[1], help="KV cache groups")
     options = arguments.parse_args()
     peers = measure_peer(options.peer_python, options.tokens)
     rows = []
     algorithms: tuple[Algorithm, ...] = ("sha256", "xxh3-128")
     for num_tokens in options.tokens:
-        for algorithm in algorithms:
-            ours = measure(num_tokens, algorithm, options.repeats)
+        for algorithm, groups in product(algorithms, options.groups):
+            ours = measure(num_tokens, algorithm, options.repeats, groups)
             compared = {"peer": None}
             if peers is not None:
                 compared = beside(ours, peers[num_tokens], algorithm)
@@ -160,6 +166,7 @@ def main() -> None:
                 {
                     "tokens": num_tokens,
                     "algorithm": algorithm,
+                    "groups": groups,
                     **ours,
                     "hash_over_chain": ours["hash_us"] / ours["chain_us"],
                     **compared,

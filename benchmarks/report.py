@@ -8,10 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import numpy as np
@@ -68,10 +69,18 @@ class Peer:
     """A program of `benchmarks/peers` that takes jobs and gives answers, a line of JSON each. It is
     idle between jobs, so the two sides can take turns. `about` is what it says of itself."""
 
-    def __init__(self, python: Path, script: str, errors: IO[str]) -> None:
+    def __init__(
+        self,
+        python: Path,
+        script: str,
+        errors: IO[str],
+        *arguments: str,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._errors = errors
         self._process = subprocess.Popen(
-            [str(python), str(PEERS / script)],
+            [str(python), str(PEERS / script), *arguments],
+            env={**os.environ, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -99,7 +108,12 @@ class Peer:
 
 
 @contextmanager
-def peer(python: Path, script: str) -> Iterator[Peer | None]:
+def peer(
+    python: Path,
+    script: str,
+    *arguments: str,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Peer | None]:
     """The peer for the time of a block; None, said loudly, where it is not installed."""
     if not python.exists():
         print(
@@ -110,7 +124,7 @@ def peer(python: Path, script: str) -> Iterator[Peer | None]:
         yield None
         return
     with tempfile.TemporaryFile("w+") as errors:
-        other = Peer(python, script, errors)
+        other = Peer(python, script, errors, *arguments, environment=environment)
         try:
             yield other
         finally:

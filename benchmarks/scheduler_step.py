@@ -1,7 +1,7 @@
 """What one step costs the scheduler in a steady decode, by the number of running requests, and what
 it costs vLLM's.
 
-    python benchmarks/scheduler_step.py [--running 1 64 256 1024 4096] [--json F]
+    python benchmarks/scheduler_step.py [--running 1 64 256 1024 4096] [--groups 1] [--json F]
 
 Our step is: plan, encode the plan, apply the answer to it, encode the message to the gateway.
 Theirs is `schedule()` and `update_from_output()` alone. The two take turns: ours, theirs, ours;
@@ -9,7 +9,8 @@ Theirs is `schedule()` and `update_from_output()` alone. The two take turns: our
 times at most; `cpu_share` is the least share of the wall time for which a turn had its core.
 
 Prompts of 512 to 543 tokens, so that block borders are crossed evenly; prefix caching on, blocks
-named with sha256. `async` keeps two plans unanswered, `sync` one.
+named with sha256. `async` keeps two plans unanswered, `sync` one. Of several KV cache groups the
+first has full attention, the others sliding windows of 256 tokens; the peer always has one group.
 """
 
 import gc
@@ -26,7 +27,12 @@ from peers import workload
 from longshore.protocol.client import AddRequest
 from longshore.protocol.codec import Encoder, Frame
 from longshore.protocol.handshake import ToClient, ToWorker
-from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from longshore.protocol.kv_cache_spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    SlidingWindowSpec,
+)
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput
 from longshore.protocol.sampling import SamplingParams
@@ -46,13 +52,23 @@ def num_sampled(plan: SchedulerOutput) -> int:
     return plan.num_scheduled_tokens - int(listed.sum()) + int(np.count_nonzero(listed))
 
 
+def kv_cache_of(num_groups: int, num_blocks: int) -> KVCacheConfig:
+    """One group of full attention; beyond it, sliding windows."""
+    sizes = {"num_kv_heads": 8, "head_size": 128, "dtype_bytes": 2}
+    full = FullAttentionSpec(workload.BLOCK_SIZE, **sizes)
+    window = SlidingWindowSpec(workload.BLOCK_SIZE, **sizes, sliding_window=256)
+    groups = tuple(
+        KVCacheGroup((f"layer.{index}",), window if index else full) for index in range(num_groups)
+    )
+    return KVCacheConfig(num_blocks, groups, "bfloat16")
+
+
 class Load:
     """A scheduler with a workload in it; requests that end are replaced. The parts of its steps are
     collected in microseconds: `intake_us`, `plan_us`, `apply_us`; and the frames of plans in bytes.
     """
 
-    def __init__(self, work: workload.Workload, *, mode: str) -> None:
-        spec = FullAttentionSpec(workload.BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype_bytes=2)
+    def __init__(self, work: workload.Workload, *, mode: str, groups: int = 1) -> None:
         num_running = len(work.first)
         num_prompt_tokens = sum(len(arrival.prompt) for arrival in work.first)
         arrivals = (*work.first, *work.later)
@@ -64,7 +80,7 @@ class Load:
                 max_steps_in_flight=2 if mode == "async" else 1,
             ),
             CacheConfig(block_size=workload.BLOCK_SIZE),
-            kv_cache=KVCacheConfig(work.num_blocks, (KVCacheGroup(("layer",), spec),), "bfloat16"),
+            kv_cache=kv_cache_of(groups, groups * work.num_blocks),
             hash_seed=b"benchmark",
             vocab_size=workload.VOCAB_SIZE,
         )
@@ -131,11 +147,13 @@ class Load:
         self._arriving = list(islice(self._to_come, num_ended))
 
 
-def measure_ours(work: str, *, running: int, mode: str, steps: int, warm_up: int) -> dict[str, Any]:
+def measure_ours(
+    work: str, *, running: int, mode: str, steps: int, warm_up: int, groups: int = 1
+) -> dict[str, Any]:
     """Samples in the form in which `peers/vllm_steps.py` gives its own, and the plans' bytes.
     `cpu_share` well below 1 means that others used the machine, and the samples are worth little.
     """
-    load = Load(workload.make(work, running, steps + warm_up), mode=mode)
+    load = Load(workload.make(work, running, steps + warm_up), mode=mode, groups=groups)
     for _ in range(warm_up):
         load.step()
     load.forget_samples()
@@ -172,7 +190,9 @@ def undisturbed(measure: Callable[..., dict[str, Any]], **job: Any) -> dict[str,
     return max(turns, key=lambda turn: float(turn["cpu_share"]))
 
 
-def compare(peer: report.Peer | None, running: int, mode: str, *, steps: int) -> dict[str, Any]:
+def compare(
+    peer: report.Peer | None, running: int, mode: str, *, steps: int, groups: int = 1
+) -> dict[str, Any]:
     """One row: ours, theirs, ours."""
     job: dict[str, Any] = {
         "work": "steady",
@@ -181,13 +201,14 @@ def compare(peer: report.Peer | None, running: int, mode: str, *, steps: int) ->
         "steps": max(steps, MIN_ROW_STEPS // running),
         "warm_up": 64,
     }
-    turns = [undisturbed(measure_ours, **job)]
+    turns = [undisturbed(measure_ours, **job, groups=groups)]
     theirs = peer and undisturbed(peer.measure, **job)
-    turns.append(undisturbed(measure_ours, **job))
+    turns.append(undisturbed(measure_ours, **job, groups=groups))
     each = [steps_us(turn) for turn in turns]
     row = {
         "running": running,
         "mode": mode,
+        "groups": groups,
         **report.times(each[0] + each[1]),
         "step_us_each": [float(np.median(samples)) for samples in each],
         "plan_us": float(np.median(turns[0]["plan_us"] + turns[1]["plan_us"])),
@@ -207,12 +228,14 @@ def main() -> None:
     arguments = report.parser(__doc__, peer="core")
     arguments.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
     arguments.add_argument("--steps", type=int, default=500, help="of each turn, at least")
+    arguments.add_argument("--groups", type=int, nargs="+", default=[1], help="KV cache groups")
     options = arguments.parse_args()
     with report.peer(options.peer_python, "vllm_steps.py") as peer:
         rows = [
-            compare(peer, running, mode, steps=options.steps)
+            compare(peer, running, mode, steps=options.steps, groups=groups)
             for running in options.running
             for mode in ("sync", "async")
+            for groups in options.groups
         ]
     report.write(options.json, rows, peer=peer and peer.about)
 

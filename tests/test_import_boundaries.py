@@ -45,7 +45,8 @@ def test_no_module_that_plans_loads_torch(package: str) -> None:
 
 
 def test_import_of_the_public_names_loads_no_torch() -> None:
-    loaded = modules_loaded_by("from longshore import LLM, SamplingParams, __version__")
+    program = "from longshore import *; LLM, Logprob, SamplingParams, __version__"
+    loaded = modules_loaded_by(program)
     assert "longshore.deploy.llm" in loaded
     assert "torch" not in loaded
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.worker.models.cases import CASES
 
 
 @pytest.mark.slow
@@ -18,8 +19,11 @@ def test_dry_run_takes_every_path_and_writes_its_results(tmp_path: Path) -> None
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     results = json.loads(path.read_text())
-    assert len(results["checks"]) >= 12
     assert all(check["ok"] for check in results["checks"])
+    names = [check["name"] for check in results["checks"]]
+    assert {f"{case.name}, whole prompts" for case in CASES} <= set(names)
+    assert len([name for name in names if name.startswith("Llama, ")]) >= 5
+    assert "no step waits for the device" in names
     assert {row["num_prompts"] for row in results["benchmarks"]} == {1, 4}
 
 

@@ -1,0 +1,223 @@
+"""Output tokens per second on a CPU, beside vLLM's CPU build and transformers' `generate`.
+
+    python benchmarks/end_to_end.py [--cases i ii iii ragged] [--curves] [--rounds 3] [--json F]
+
+Cases: `i` 64 prompts of 256 tokens, 128 out, tiny model; `ii` 8 x 512, 64 out, a model of 0.6 B;
+`iii` 32 prompts that share 1,024 tokens and have 64 of their own, 16 out, tiny; `ragged` 64 prompts
+of 16 to 512 tokens, 16 to 256 out, tiny. Random weights, bf16, greedy, end ids ignored, two
+threads; all sides with the same allocator and OpenMP runtime (`--preload`). Every system is loaded
+before the clock starts, gets the same prompts, new ones in each round, and takes turns with the
+others. `ratio` is output tokens/s to vLLM's in the same kind of process, or to transformers'.
+
+`--curves`: tokens/s from 1 to 256 requests, the time of a decode step over the length of the
+context, and the time to a first token, cold and when the prompt's prefix is cached.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import report
+
+Job: TypeAlias = dict[str, list[Any]]
+
+BASE = Path(os.environ.get("PEER_DIR") or Path.home() / ".cache" / "longshore-peers")
+TINY, BIG = BASE / "tiny-rand", BASE / "qwen3-0.6b-rand"
+FIRST_ID, VOCAB_SIZE = 3, 4096  # ids that both models have
+MAX_MODEL_LEN = 4096
+PRELOAD = (
+    BASE / "cpu/lib/libiomp5.so",
+    Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts of one model. Lengths are (least, greatest)."""
+
+    model: Path
+    num_prompts: int
+    input_lens: tuple[int, int]
+    output_lens: tuple[int, int]
+    shared: int = 0
+
+    def job(self, generator: np.random.Generator) -> Job:
+        prefix = random_ids(generator, self.shared)
+        lens = generator.integers(*self.input_lens, self.num_prompts, endpoint=True)
+        outs = generator.integers(*self.output_lens, self.num_prompts, endpoint=True)
+        prompts = [prefix + random_ids(generator, int(length)) for length in lens]
+        return {"prompts": prompts, "output_lens": outs.tolist()}
+
+
+CASES = {
+    "i": Case(TINY, 64, (256, 256), (128, 128)),
+    "ii": Case(BIG, 8, (512, 512), (64, 64)),
+    "iii": Case(TINY, 32, (64, 64), (16, 16), shared=1024),
+    "ragged": Case(TINY, 64, (16, 512), (16, 256)),
+}
+
+
+@dataclass(frozen=True)
+class System:
+    """One side of a comparison; `compared_to` names another of SYSTEMS."""
+
+    python: Path
+    script: str
+    arguments: tuple[str, ...] = ()
+    compared_to: str | None = None
+
+
+SYSTEMS = {
+    "vllm": System(BASE / "cpu/bin/python", "generate_vllm.py"),
+    "vllm_processes": System(BASE / "cpu/bin/python", "generate_vllm.py", ("--processes",)),
+    "transformers": System(BASE / "hf/bin/python", "generate_transformers.py"),
+    "longshore": System(Path(sys.executable), "generate_longshore.py", (), "vllm"),
+    "longshore_processes": System(
+        Path(sys.executable), "generate_longshore.py", ("--processes",), "vllm_processes"
+    ),
+}
+
+
+class Systems:
+    """All systems that are installed, with one model."""
+
+    def __init__(self, model: Path, names: Sequence[str], preload: str, stack: ExitStack) -> None:
+        self.peers: dict[str, report.Peer] = {}
+        for name in names:
+            system = SYSTEMS[name]
+            peer = stack.enter_context(
+                report.peer(
+                    system.python,
+                    system.script,
+                    str(model),
+                    str(MAX_MODEL_LEN),
+                    *system.arguments,
+                    environment={"LD_PRELOAD": preload},
+                )
+            )
+            if peer is not None:
+                self.peers[name] = peer
+
+    def measure(self, make_job: Any, rounds: int) -> dict[str, list[float]]:
+        """Seconds per system and round; the systems take turns, after one round to warm up."""
+        walls: dict[str, list[float]] = {name: [] for name in self.peers}
+        for turn in range(rounds + 1):
+            job = make_job(turn)
+            for name, peer in self.peers.items():
+                wall_s = peer.measure(**job)["wall_s"]
+                if turn:
+                    walls[name].append(wall_s)
+        return walls
+
+
+def random_ids(generator: np.random.Generator, length: int) -> list[int]:
+    ids: list[int] = generator.integers(FIRST_ID, VOCAB_SIZE, length).tolist()
+    return ids
+
+
+def measure_case(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    case = CASES[name]
+    with ExitStack() as stack:
+        systems = Systems(case.model, options.systems, options.preload, stack)
+        # The same jobs for all, different ones in each round.
+        jobs = [case.job(np.random.default_rng(turn)) for turn in range(options.rounds + 1)]
+        walls = systems.measure(lambda turn: jobs[turn], options.rounds)
+        about = {system: peer.about for system, peer in systems.peers.items()}
+    rates = {
+        system: [
+            sum(jobs[turn + 1]["output_lens"]) / wall for turn, wall in enumerate(walls[system])
+        ]
+        for system in walls
+    }
+    return [
+        {
+            "case": name,
+            "system": system,
+            "output_tokens_per_s": float(np.median(rates[system])),
+            "ratio": _ratio(rates, system),
+            "wall_s": float(np.median(walls[system])),
+            "walls_s": walls[system],
+            "about": [about[system]],
+        }
+        for system in walls
+    ]
+
+
+def _ratio(rates: dict[str, list[float]], system: str) -> float | None:
+    other = SYSTEMS[system].compared_to
+    if other not in rates:
+        return None
+    # Round by round, since both sides of a round saw the same machine.
+    return float(np.median(np.array(rates[system]) / np.array(rates[other])))
+
+
+def measure_curves(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    names = [name for name in options.systems if name in ("vllm", "longshore")]
+    generator = np.random.default_rng(0)
+    with ExitStack() as stack:
+        systems = Systems(TINY, names, options.preload, stack)
+
+        def rate(num_prompts: int) -> Any:
+            case = Case(TINY, num_prompts, (128, 128), (64, 64))
+            return lambda turn: case.job(generator)
+
+        for num_prompts in (1, 4, 16, 64, 256):
+            walls = systems.measure(rate(num_prompts), options.rounds)
+            rows.append(
+                {"curve": "output tokens/s", "at": num_prompts}
+                | {name: 64 * num_prompts / float(np.median(w)) for name, w in walls.items()}
+            )
+        for length in (128, 512, 2048, 3968):
+            # Eight requests; the prompts are cached after the first job, so the second difference
+            # of two answers' lengths is decoding alone.
+            prompts = [random_ids(generator, length) for _ in range(8)]
+            step: dict[str, float] = {}
+            times = {}
+            for out in (4, 68):
+                job = {"prompts": prompts, "output_lens": [out] * 8}
+                times[out] = systems.measure(lambda turn, job=job: job, options.rounds)
+            for name in systems.peers:
+                long, short = np.median(times[68][name]), np.median(times[4][name])
+                step[name] = float(long - short) / 64 * 1e3
+            rows.append({"curve": "ms per decode step of 8", "at": length, **step})
+        for length in (100, 1000, 3000):
+            cold, warm = {}, {}
+            for name, peer in systems.peers.items():
+                colds, warms = [], []
+                for _ in range(max(5, options.rounds)):
+                    job = {"prompts": [random_ids(generator, length)], "output_lens": [1]}
+                    colds.append(peer.measure(**job)["wall_s"] * 1e3)
+                    warms.append(peer.measure(**job)["wall_s"] * 1e3)
+                cold[name], warm[name] = float(np.median(colds)), float(np.median(warms))
+            rows.append({"curve": "ms to first token, cold", "at": length, **cold})
+            rows.append({"curve": "ms to first token, cached", "at": length, **warm})
+    return rows
+
+
+def main() -> None:
+    arguments = report.parser(__doc__)
+    arguments.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    arguments.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    arguments.add_argument("--curves", action="store_true")
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument(
+        "--preload",
+        default=":".join(str(path) for path in PRELOAD if path.exists()),
+        help="LD_PRELOAD of every side: %(default)s",
+    )
+    options = arguments.parse_args()
+    rows = [row for name in options.cases for row in measure_case(name, options)]
+    if options.curves:
+        rows += measure_curves(options)
+    report.write(options.json, rows, preload=options.preload)
+
+
+if __name__ == "__main__":
+    main()

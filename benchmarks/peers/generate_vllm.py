@@ -1,0 +1,56 @@
+"""vLLM's CPU build, behind the protocol of `report.Peer`: a line of JSON per job, one per answer.
+
+    {cpu environment}/bin/python generate_vllm.py MODEL MAX_MODEL_LEN [--processes]
+
+A job is `{"prompts": [[id, ...], ...], "output_lens": [n, ...]}`; the answer `{"wall_s": ...}`.
+`--processes` keeps the engine in a process of its own, as vLLM does by default. Settings as in
+bench_vllm_cpu.py.
+"""
+
+import json
+import os
+import sys
+import time
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+if "--processes" not in sys.argv:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the libraries print is no answer
+    import vllm
+
+    llm = vllm.LLM(
+        model=sys.argv[1],
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=int(sys.argv[2]),
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        seed=0,
+    )
+    print(json.dumps({"vllm": vllm.__version__}), file=answers, flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        prompts = [vllm.TokensPrompt(prompt_token_ids=ids) for ids in job["prompts"]]
+        params = [
+            vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+            for n in job["output_lens"]
+        ]
+        begin_s = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        wall_s = time.perf_counter() - begin_s
+        made = [len(output.outputs[0].token_ids) for output in outputs]
+        assert made == job["output_lens"], made
+        print(json.dumps({"wall_s": wall_s}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
