@@ -32,15 +32,18 @@ class FakeChildConfig(msgspec.Struct, frozen=True):
 TOLD = "told"
 
 
-def exit_well(number: int, frame: FrameType | None) -> None:
-    print("told to stop", flush=True)
-    sys.exit(0)
-
-
 def main(config_file: str) -> int:
     config = msgspec.json.decode(Path(config_file).read_bytes(), type=FakeChildConfig)
-    signal.signal(STOP_SIGNAL, signal.SIG_IGN if config.behaviour == "deaf" else exit_well)
     assert config.runtime_dir is not None
+    told = Path(config.runtime_dir) / TOLD
+
+    def exit_well(number: int, frame: FrameType | None) -> None:
+        print("told to stop", flush=True)
+        if config.behaviour == "tell":
+            told.touch()
+        sys.exit(0)
+
+    signal.signal(STOP_SIGNAL, signal.SIG_IGN if config.behaviour == "deaf" else exit_well)
     lifeline = Lifeline(config.lifeline_fd, Path(config.runtime_dir))
     print(f"this is {config.behaviour}", flush=True)
     match config.behaviour:
@@ -59,18 +62,13 @@ def main(config_file: str) -> int:
                 listener = socket.socket(socket.AF_UNIX)
                 listener.bind(f"{config.runtime_dir}/child.sock")
             lifeline.report(Ready({"answer": "42"}))
-    told = Path(config.runtime_dir) / TOLD
     if config.behaviour == "wait":
         while not told.exists():
             time.sleep(0.02)
         print("heard of it", flush=True)
         return 0
-    try:
-        while True:
-            time.sleep(60)
-    finally:
-        if config.behaviour == "tell":
-            told.touch()
+    while True:
+        time.sleep(60)
 
 
 if __name__ == "__main__":
