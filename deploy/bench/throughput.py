@@ -9,7 +9,8 @@ import numpy as np
 from longshore.deploy.bench.options import ThroughputOptions
 from longshore.deploy.bench.prompts import random_prompts
 from longshore.deploy.bench.report import check_writable, conditions, spread, write
-from longshore.deploy.llm import LLM, RequestOutput
+from longshore.deploy.llm import LLM
+from longshore.deploy.llm_outputs import RequestOutput
 from longshore.deploy.model_folder import read_model_folder
 from longshore.deploy.options import EngineOptions
 from longshore.protocol.errors import ConfigError, EngineDead

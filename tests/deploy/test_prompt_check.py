@@ -39,11 +39,9 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
         {"logprobs": True},
         {"logit_bias": {5.5: 1}},
         {"stop_token_ids": [5.0]},
-        {"temperature": "0.5", "max_tokens": 1},
     ],
 )
 def test_a_setting_of_another_type_is_refused_by_its_name(settings: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, TypeError)) as caught:
+    (name,) = settings
+    with pytest.raises(ValueError, match=name):
         plain_params(SamplingParams(**settings))
-    if not isinstance(caught.value, TypeError):  # an order of text and number is Python's own error
-        assert next(iter(settings)) in str(caught.value)

@@ -15,7 +15,7 @@ import pytest
 
 from longshore import LLM, SamplingParams
 from longshore.deploy.engine import engine_processes, plan_engine
-from longshore.deploy.llm import RequestOutput
+from longshore.deploy.llm_outputs import RequestOutput
 from longshore.deploy.model_folder import read_model_folder
 from longshore.deploy.options import engine_options
 from longshore.deploy.runtime_dir import RuntimeDir
