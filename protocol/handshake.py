@@ -29,7 +29,7 @@ from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.results import ModelRunnerOutput, TransferReport, WorkerFailed
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 """Raised by every change of a message; both sides must run the same one."""
 
 
@@ -37,6 +37,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     """What all processes of one engine must agree on.
 
     model_fingerprint: `model_fingerprint()` of the model folder.
+    kv_cache_dtype:    "auto" is `dtype`.
     hash_seed_digest:  digest of the block hash seed; the seed itself never travels.
     """
 
@@ -47,6 +48,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     hash_seed_digest: str
+    kv_cache_dtype: str = "auto"
     protocol_version: int = PROTOCOL_VERSION
 
 

@@ -5,14 +5,23 @@ what a tensor is. Specs are immutable, and two layers with equal specs can share
 """
 
 import math
-from typing import ClassVar, Final, TypeAlias
+from collections.abc import Sequence
+from typing import ClassVar, Final, Literal, TypeAlias
 
 import msgspec
 
 from longshore.protocol.errors import ConfigError
 
+KVCacheDtype: TypeAlias = Literal["auto", "fp8_e4m3"]
+"""Of keys and values; auto is what the model computes in."""
+
+FP8_E4M3: Final = "fp8_e4m3"
+
 NULL_BLOCK: Final = 0
 """Placeholder in block tables, padding target of kernels: never holds data, never handed out."""
+
+DEFAULT_STEPS_IN_FLIGHT: Final = 2
+"""Plans that may be unanswered where nobody says: one is planned ahead of the tokens."""
 
 CROSS_LAYER_LAYOUT: Final = "num_blocks,num_layers,2,block_size,num_kv_heads,head_size"
 """A block's bytes are contiguous over all layers of its group, so one copy moves one block."""
@@ -35,9 +44,14 @@ class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if isinstance(value, int) and value < (0 if name in self.may_be_0 else 1):
                 raise BadSpec(f"{type(self).__name__}.{name}={value} is too small")
 
-    def max_blocks(self, max_model_len: int, max_num_batched_tokens: int | None = None) -> int:
-        """Blocks that one request of `max_model_len` tokens can hold at most, if a step computes
-        at most `max_num_batched_tokens` (None: all of them) of it."""
+    def max_blocks(
+        self,
+        max_model_len: int,
+        max_num_batched_tokens: int | None = None,
+        num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+    ) -> int:
+        """Blocks that one request of `max_model_len` tokens can hold at most, if the `num_steps`
+        steps in flight compute at most `max_num_batched_tokens` (None: all of them) of it."""
         return -(-max_model_len // self.block_size)
 
 
@@ -95,7 +109,12 @@ class SlidingWindowSpec(_AttentionSpec, frozen=True, tag="sliding_window", kw_on
 
     sliding_window: int
 
-    def max_blocks(self, max_model_len: int, max_num_batched_tokens: int | None = None) -> int:
+    def max_blocks(
+        self,
+        max_model_len: int,
+        max_num_batched_tokens: int | None = None,
+        num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+    ) -> int:
         computed = max_model_len if max_num_batched_tokens is None else max_num_batched_tokens
         num_tokens = min(self.sliding_window - 1 + computed, max_model_len)
         return -(-num_tokens // self.block_size) + 1  # they need not begin at a block border
@@ -107,7 +126,12 @@ class ChunkedLocalAttentionSpec(_AttentionSpec, frozen=True, tag="chunked_local"
 
     attention_chunk_size: int
 
-    def max_blocks(self, max_model_len: int, max_num_batched_tokens: int | None = None) -> int:
+    def max_blocks(
+        self,
+        max_model_len: int,
+        max_num_batched_tokens: int | None = None,
+        num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+    ) -> int:
         computed = max_model_len if max_num_batched_tokens is None else max_num_batched_tokens
         num_tokens = min(self.attention_chunk_size + computed, max_model_len)
         return -(-num_tokens // self.block_size) + 1
@@ -165,9 +189,17 @@ class MambaSpec(_Spec, frozen=True, tag="mamba"):
         """Bytes of one block of one layer."""
         return self.state_size_bytes if self.padded_size_bytes is None else self.padded_size_bytes
 
-    def max_blocks(self, max_model_len: int, max_num_batched_tokens: int | None = None) -> int:
-        """The state to go on from, and the one that is being computed."""
-        return min(super().max_blocks(max_model_len), 2)
+    def max_blocks(
+        self,
+        max_model_len: int,
+        max_num_batched_tokens: int | None = None,
+        num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+    ) -> int:
+        """The state to go on from, and the one that each step in flight computes."""
+        num_new = 1
+        if max_num_batched_tokens is not None:
+            num_new = min(-(-max_num_batched_tokens // self.block_size), num_steps)
+        return min(super().max_blocks(max_model_len), 1 + num_new)
 
 
 class CrossAttentionSpec(_AttentionSpec, frozen=True, tag="cross", kw_only=True):
@@ -176,7 +208,12 @@ class CrossAttentionSpec(_AttentionSpec, frozen=True, tag="cross", kw_only=True)
 
     max_encoder_tokens: int
 
-    def max_blocks(self, max_model_len: int, max_num_batched_tokens: int | None = None) -> int:
+    def max_blocks(
+        self,
+        max_model_len: int,
+        max_num_batched_tokens: int | None = None,
+        num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+    ) -> int:
         """As many as the encoder's tokens fill, however long the request is."""
         return -(-self.max_encoder_tokens // self.block_size)
 
@@ -232,6 +269,34 @@ def max_encoder_tokens(groups: tuple[KVCacheGroup, ...]) -> int | None:
     """Encoder tokens that one request may bring at most; None: no group keeps their KV."""
     limits = [g.spec.max_encoder_tokens for g in groups if isinstance(g.spec, CrossAttentionSpec)]
     return min(limits, default=None)
+
+
+def max_blocks(
+    groups: Sequence[KVCacheGroup],
+    max_model_len: int,
+    max_num_batched_tokens: int | None = None,
+    num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+) -> int:
+    """Blocks that one request can hold at most, over all groups; see KVCacheSpec.max_blocks."""
+    return sum(g.spec.max_blocks(max_model_len, max_num_batched_tokens, num_steps) for g in groups)
+
+
+def tokens_that_fit(
+    groups: Sequence[KVCacheGroup],
+    num_blocks: int,
+    max_model_len: int,
+    max_num_batched_tokens: int | None = None,
+    num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+) -> int:
+    """Of requests of `max_model_len` tokens, in a pool of `num_blocks`."""
+    usable = max(0, num_blocks - num_reserved_blocks(groups))
+    needed = max_blocks(groups, max_model_len, max_num_batched_tokens, num_steps)
+    return usable * max_model_len // needed
+
+
+def num_reserved_blocks(groups: Sequence[KVCacheGroup]) -> int:
+    """The null block, and the sinks'."""
+    return 1 + sum(map(len, sink_block_ids(tuple(groups))))
 
 
 def sink_block_ids(groups: tuple[KVCacheGroup, ...]) -> tuple[range, ...]:

@@ -117,6 +117,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.max_steps_in_flight * self.token_budget + self.num_lookahead_tokens
 
     @property
+    def longest_request(self) -> tuple[int, int, int]:
+        """What bounds the blocks of one: see KVCacheSpec.max_blocks."""
+        return self.max_model_len, self.max_tokens_in_flight, self.max_steps_in_flight
+
+    @property
     def encoder_capacity(self) -> int:
         """Tokens of encoder output that are kept."""
         if self.encoder_cache_size is None:

@@ -13,7 +13,7 @@ import numpy as np
 import longshore.scheduler.forgetting_managers  # noqa: F401
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheConfig
+from longshore.protocol.kv_cache_spec import DEFAULT_STEPS_IN_FLIGHT, NULL_BLOCK, KVCacheConfig
 from longshore.scheduler.block_pool import BlockIds, BlockPool
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.single_type_manager import SingleTypeManager, manager_class
@@ -167,6 +167,7 @@ def make_coordinator(
     max_num_seqs: int,
     max_model_len: int,
     max_num_batched_tokens: int | None = None,
+    max_steps_in_flight: int = DEFAULT_STEPS_IN_FLIGHT,
 ) -> KVCacheCoordinator:
     """The coordinator for these groups. Raises ConfigError if nobody manages their kind of
     attention, or if their blocks do not consist of whole links of the chain of names."""
@@ -178,6 +179,7 @@ def make_coordinator(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_steps_in_flight=max_steps_in_flight,
             context_parallel_size=cache.context_parallel_size,
             tokens_per_name=cache.tokens_per_name,
         )

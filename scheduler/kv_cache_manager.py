@@ -12,7 +12,12 @@ import numpy as np
 
 from longshore.connectors.base import NamedBlocks
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
-from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheConfig, sink_block_ids
+from longshore.protocol.kv_cache_spec import (
+    DEFAULT_STEPS_IN_FLIGHT,
+    NULL_BLOCK,
+    KVCacheConfig,
+    sink_block_ids,
+)
 from longshore.protocol.plan import AppendedBlocks
 from longshore.scheduler.block_demand import BlockCopy as BlockCopy  # the callers speak them too
 from longshore.scheduler.block_demand import BlockDemand as BlockDemand
@@ -54,8 +59,9 @@ class KVCacheManager:
     """Blocks of all rows and groups.
 
     hash_seed: the deployment's; block names follow from it.
-    max_num_batched_tokens: computed at most for one request in all steps in flight together; None
-               sets no limit. It bounds what a group that forgets holds.
+    max_num_batched_tokens: computed at most for one request in all steps in flight together, of
+               which there are `max_steps_in_flight`; None sets no limit. They bound what a group
+               that forgets holds.
     metrics:   is told how blocks live.
     record_named: keep for `take_named` what gets a name.
 
@@ -72,6 +78,7 @@ class KVCacheManager:
         max_model_len: int,
         hash_seed: bytes,
         max_num_batched_tokens: int | None = None,
+        max_steps_in_flight: int = DEFAULT_STEPS_IN_FLIGHT,
         metrics: BlockMetrics | None = None,
         record_named: bool = False,
     ) -> None:
@@ -90,6 +97,7 @@ class KVCacheManager:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_steps_in_flight=max_steps_in_flight,
         )
         self._managers = self._coordinator.managers
         self._caching = self._coordinator.caching

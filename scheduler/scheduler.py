@@ -21,7 +21,12 @@ from longshore.protocol.client import (
 )
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature
-from longshore.protocol.kv_cache_spec import KVCacheConfig, max_encoder_tokens, sink_block_ids
+from longshore.protocol.kv_cache_spec import (
+    KVCacheConfig,
+    max_blocks,
+    max_encoder_tokens,
+    num_reserved_blocks,
+)
 from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput, TransferReport
 from longshore.scheduler.admission import Admission
@@ -94,6 +99,7 @@ class Scheduler:
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
             max_num_batched_tokens=config.max_tokens_in_flight,
+            max_steps_in_flight=config.max_steps_in_flight,
             hash_seed=hash_seed,
             metrics=block_metrics,
             record_named=connector is not None,
@@ -396,11 +402,8 @@ class Scheduler:
 def check_pool_size(config: SchedulerConfig, kv_cache: KVCacheConfig) -> None:
     """Raise ConfigError if one request of the longest length does not fit the empty pool: it could
     never finish, and everything behind it would wait for ever."""
-    needed = sum(
-        group.spec.max_blocks(config.max_model_len, config.max_tokens_in_flight)
-        for group in kv_cache.groups
-    )
-    usable = kv_cache.num_blocks - 1 - sum(map(len, sink_block_ids(kv_cache.groups)))
+    needed = max_blocks(kv_cache.groups, *config.longest_request)
+    usable = kv_cache.num_blocks - num_reserved_blocks(kv_cache.groups)
     if needed > usable:
         raise ConfigError(
             f"a request of max_model_len={config.max_model_len} tokens needs {needed} blocks, but "

@@ -14,6 +14,7 @@ import numpy as np
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import (
+    DEFAULT_STEPS_IN_FLIGHT,
     CrossAttentionSpec,
     CustomSpec,
     FullAttentionSpec,
@@ -54,6 +55,7 @@ class SingleTypeManager:
         max_num_seqs: int,
         max_model_len: int,
         max_num_batched_tokens: int | None = None,
+        max_steps_in_flight: int = DEFAULT_STEPS_IN_FLIGHT,
         context_parallel_size: int = 1,
         tokens_per_name: int | None = None,
     ) -> None:
@@ -62,7 +64,7 @@ class SingleTypeManager:
         self.block_size: int = spec.block_size * context_parallel_size
         self.names_per_block = self.block_size // (tokens_per_name or self.block_size)
         self._max_model_len = max_model_len
-        max_blocks = spec.max_blocks(max_model_len, max_num_batched_tokens)
+        max_blocks = spec.max_blocks(max_model_len, max_num_batched_tokens, max_steps_in_flight)
         self._max_blocks: int = -(-max_blocks // context_parallel_size)
         self._max_blocks += self.forgets and context_parallel_size > 1  # larger ones align worse
         self._pool = pool

@@ -12,7 +12,7 @@ from longshore.connectors.registry import load_scheduler_connector, parse_option
 from longshore.protocol.channel import Channel, ServerChannel, close_context, open_socket
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature, FromWorker, ToClient, ToEngine
-from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.protocol.kv_cache_spec import KVCacheConfig, tokens_that_fit
 from longshore.protocol.lifeline import Lifeline, Progress, Ready
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.engine import Engine
@@ -59,9 +59,18 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
         clients: ServerChannel[ToClient, ToEngine] = ServerChannel(
             open_socket(context, zmq.ROUTER, config.clients, bind=True), ToEngine
         )
-        tokens = (kv_cache.num_blocks - 1) * config.cache.block_size
+        tokens = tokens_that_fit(
+            kv_cache.groups, kv_cache.num_blocks, *config.scheduler.longest_request
+        )
+        block_sizes = sorted({group.spec.block_size for group in kv_cache.groups})
         lifeline.report(
-            Ready({"num_blocks": str(kv_cache.num_blocks), "kv_cache_tokens": str(tokens)})
+            Ready(
+                {
+                    "num_blocks": str(kv_cache.num_blocks),
+                    "block_sizes": " or ".join(f"{size:,}" for size in block_sizes),
+                    "kv_cache_tokens": str(tokens),
+                }
+            )
         )
         logger.info("ready: %d blocks, %d tokens fit", kv_cache.num_blocks, tokens)
         try:

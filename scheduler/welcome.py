@@ -5,6 +5,7 @@ that fails ends the start, and what it said is the reason.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -93,18 +94,23 @@ def _receive_from_all(workers: Sequence[WorkerChannel], kind: type[Message]) -> 
 def _agree_on_blocks(
     offered: Sequence[KVCacheConfig], config: SchedulerProcessConfig
 ) -> KVCacheConfig:
-    """The smallest number of blocks; everything else must be equal but for the stages' layers."""
+    """The smallest number of blocks; everything else must be equal but for the stages' layers.
+
+    Raises HandshakeRefused or ConfigError for what would have ranks read each other's blocks wrong.
+    """
     first = offered[0]
     for rank, theirs in enumerate(offered):
         for field in ("dtype", "layout"):
-            _check_equal(rank, field, getattr(theirs, field), getattr(first, field))
+            _check_equal(field, (rank, getattr(theirs, field)), (0, getattr(first, field)))
         specs = [[group.spec for group in one.groups] for one in (theirs, first)]
-        _check_equal(rank, "KV cache groups", *specs)
+        _check_equal("KV cache groups", (rank, specs[0]), (0, specs[1]))
+    _check_layers(offered, num_shards=len(offered) - config.sampling_rank)
     for group in first.groups:
-        if group.spec.block_size != config.cache.block_size:
+        if group.spec.block_size % config.cache.block_size:
             raise HandshakeRefused(
                 f"the workers have blocks of {group.spec.block_size} tokens, the scheduler of "
-                f"{config.cache.block_size}"
+                f"{config.cache.block_size}: a group's blocks may hold a multiple of that, so that "
+                "they have whole names. Start both from the same configuration."
             )
     num_blocks = min(one.num_blocks for one in offered)
     if config.cache.num_blocks is not None:
@@ -114,9 +120,31 @@ def _agree_on_blocks(
     return agreed
 
 
-def _check_equal(rank: int, what: str, theirs: object, first: object) -> None:
-    if theirs != first:
+def _check_layers(offered: Sequence[KVCacheConfig], *, num_shards: int) -> None:
+    """The shards of a stage have the same layers in the same places, and no two stages, nor two
+    groups, have the same layer."""
+    holders: dict[str, int] = {}
+    for rank, theirs in enumerate(offered):
+        layers = [group.layer_names for group in theirs.groups]
+        first = rank - rank % num_shards
+        if rank != first:
+            others = [group.layer_names for group in offered[first].groups]
+            _check_equal("layers", (rank, layers), (first, others))
+            continue
+        for name in chain.from_iterable(layers):
+            if name in holders:
+                raise HandshakeRefused(
+                    f"workers {holders[name]} and {rank} both keep KV of {name}, or one keeps it "
+                    "twice; a layer belongs to one pipeline stage and to one KV cache group. "
+                    "Start all from the same configuration."
+                )
+            holders[name] = rank
+
+
+def _check_equal(what: str, theirs: tuple[int, object], others: tuple[int, object]) -> None:
+    """theirs, others: a rank, and what it has."""
+    if theirs[1] != others[1]:
         raise HandshakeRefused(
-            f"worker {rank} has {what} {theirs}, worker 0 has {first}; the ranks of an engine "
-            "share one block table. Start all from the same configuration."
+            f"worker {theirs[0]} has {what} {theirs[1]}, worker {others[0]} has {others[1]}; the "
+            "ranks of an engine share one block table. Start all from the same configuration."
         )
