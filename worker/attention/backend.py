@@ -1,6 +1,7 @@
-"""The interface behind which attention is computed."""
+"""The interface behind which attention, and whatever stands in its place, is computed."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -8,13 +9,21 @@ from longshore.worker.attention.metadata import AttentionMetadata
 
 
 class AttentionStep(Protocol):
-    """Attention of one step; what all layers share has been computed once."""
+    """Attention of one step; what all layers share has been computed once.
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k and v of every token of the step into the cache, then attend.
+    native_steps: those of its parts that the CPU kernel computes, as it takes them; for graphs.
+    """
 
-        q: (num_tokens, num_heads, head_dim); k, v: (num_tokens, num_kv_heads, head_dim).
-        Returns (num_tokens, num_heads * head_dim).
+    @property
+    def native_steps(self) -> Sequence[bytes]: ...
+
+    def forward(self, layer: int, *inputs: Any, **parameters: Any) -> Tensor:
+        """Write what every token of the step leaves in the cache, then compute the layer.
+
+        Layers and backends of one kind agree on inputs and result. Those of PagedAttentionKind:
+        q: (num_tokens, num_heads, head_dim); k, v: (num_tokens, num_kv_heads, head_dim);
+        sinks: None, or (num_heads,) float32, logits that take part in the softmax of each head and
+        have no value. Returns (num_tokens, num_heads * head_dim).
 
         Every token's KV is written before any token attends: a request may have hit blocks that
         another request fills in this same step.
@@ -23,7 +32,11 @@ class AttentionStep(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """One way to compute causal attention over the paged cache. Bound to a cache when built."""
+    """One way to compute layers of one kind. Bound to a group's view of the cache when built.
+
+    Entries of a block table that no token of the step has a use for (outside its window, chunk or
+    last state) may name blocks of anybody by now: they are not read, not even to be masked.
+    """
 
     def begin_step(self, metadata: AttentionMetadata) -> AttentionStep:
         """Called once per step on the compute queue; must not wait for the device."""

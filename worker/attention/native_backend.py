@@ -1,19 +1,31 @@
 """Attention by the compiled CPU kernel, which reads keys and values where they lie."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.kernels.native import Native
 from longshore.worker.kernels.paged_attention import PagedAttention, PagedAttentionStep
-from longshore.worker.kv_cache import KVCache
+from longshore.worker.kv_cache import PagedKV
+
+if TYPE_CHECKING:
+    from longshore.worker.attention.kind import PagedAttentionKind
 
 
 class NativeAttention:
     """One kernel for decodes and chunks; a row's result depends on its own sequence alone."""
 
-    def __init__(self, kernels: Native, cache: KVCache, *, num_heads: int) -> None:
-        scale = cache.head_dim**-0.5
-        self._kernel = PagedAttention(kernels, cache, num_heads=num_heads, scale=scale)
+    def __init__(self, kernels: Native, cache: PagedKV, kind: "PagedAttentionKind") -> None:
+        self._kernel = PagedAttention(
+            kernels,
+            cache,
+            num_heads=kind.num_heads,
+            scale=cache.head_dim**-0.5 if kind.scale is None else kind.scale,
+            window=kind.window or 0,
+            chunk=kind.chunk or 0,
+            softcap=kind.softcap or 0.0,
+        )
 
     def begin_step(self, metadata: AttentionMetadata) -> PagedAttentionStep:
         num_decodes = len(metadata.decode_rows)

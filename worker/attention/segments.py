@@ -1,5 +1,6 @@
 """Cuts a step's decodes into segments that waste little on padding."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -35,3 +36,12 @@ def decode_segments(num_blocks: npt.NDArray[np.int64], block_size: int) -> list[
             for start in range(first, end, step)
         ]
     return segments
+
+
+def capped_segments(
+    segments: Sequence[DecodeSegment], max_blocks: int, block_size: int
+) -> list[DecodeSegment]:
+    """The same decodes where none attends to more than `max_blocks` blocks."""
+    nums_seqs = [segment.num_seqs for segment in segments]
+    num_blocks = np.repeat([segment.num_blocks for segment in segments], nums_seqs)
+    return decode_segments(np.minimum(num_blocks, max_blocks), block_size)

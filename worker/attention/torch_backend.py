@@ -1,143 +1,270 @@
 """Attention in plain torch operations, the same on a CPU and on CUDA.
 
-Decodes are batched: their blocks are gathered into padded keys and values, and the query heads
-that share a KV head act as the rows of one small product. Prefill chunks run one by one, without
-copying keys per query head. What padding reads is finite (the runner clears a block before its
-first use), so a masked position cannot turn a result into NaN.
+Decodes are batched: the blocks that they attend to are gathered into padded keys and values, and
+the query heads that share a KV head act as the rows of one small product. Prefill chunks run one by
+one, without copying keys per query head; where a token attends to a part of what is before it, they
+are cut into tiles, so that a tile has few keys that none of its tokens sees. What padding reads is
+finite (the null block is zeros, and the runner clears a block before its first use), so a masked
+position cannot turn a result into NaN. What is kept in fp8 is read, and attended to, in the model's
+dtype, a step's own keys and values too: how a prompt is cut into chunks changes nothing.
 """
+
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
-from longshore.worker.kv_cache import KVCache
+from longshore.worker.attention.reach import Reach
+from longshore.worker.attention.segments import capped_segments
+from longshore.worker.fp8 import KVScales, from_fp8, to_fp8
+from longshore.worker.kv_cache import PagedKV
+
+if TYPE_CHECKING:
+    from longshore.worker.attention.kind import PagedAttentionKind
+
+MIN_TILE_TOKENS: Final = 256
+"""Of the tiles of a chunk, however short the reach: shorter ones are too many calls."""
+
+MAX_SCORES: Final = 1 << 25
+"""Scores over all heads that are in memory at once where torch has no fused operation."""
 
 
 class TorchAttention:
-    """Scaled dot product attention over gathered blocks."""
+    """Softmax attention over gathered blocks. Bound to one cache and one kind of layer."""
 
-    def __init__(self, cache: KVCache, *, num_heads: int) -> None:
+    def __init__(self, cache: PagedKV, kind: "PagedAttentionKind") -> None:
         self.cache = cache
-        self.num_heads = num_heads
+        self.num_heads = kind.num_heads
+        self.scale = cache.head_dim**-0.5 if kind.scale is None else kind.scale
+        self.softcap = kind.softcap
+        self.reach = Reach(window=kind.window, chunk=kind.chunk)
 
     def begin_step(self, metadata: AttentionMetadata) -> "TorchAttentionStep":
-        return TorchAttentionStep(self.cache, self.num_heads, metadata)
+        return TorchAttentionStep(self, metadata)
+
+    def fused(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_scale: float
+    ) -> Tensor:
+        """(..., num_queries, head_dim) and (..., num_keys, head_dim); without a mask: causal."""
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale * key_scale
+        )
+
+    def composed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        key_scale: float,
+    ) -> Tensor:
+        """What no fused operation computes, in float32, some queries at a time.
+
+        q: (n, num_kv_heads, group, num_queries, head_dim); k, v: (n, num_kv_heads, num_keys,
+        head_dim). mask: broadcasts to the scores, (n, num_kv_heads, group, num_queries, num_keys);
+        None: causal. sinks: None, or (num_heads,). Returns the shape of q.
+        """
+        n, kv_heads, group, num_queries, _ = q.shape
+        if mask is None:
+            positions = torch.arange(num_queries, device=q.device)
+            mask = _hiding(positions > positions[:, None], q.dtype)
+        num_rows = max(1, MAX_SCORES // (n * self.num_heads * k.shape[2]))
+        keys, values = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (k, v))
+        results = []
+        for part, part_mask in zip(q.split(num_rows, 3), mask.split(num_rows, -2), strict=True):
+            scores = (part.float().flatten(2, 3) @ keys.transpose(2, 3)).mul_(
+                self.scale * key_scale
+            )
+            if self.softcap is not None:
+                scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
+            scores = scores.unflatten(2, (group, -1)).add_(part_mask)
+            if sinks is not None:
+                column = sinks.view(kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)
+                scores = torch.cat([scores, column], -1)
+            weights = scores.softmax(-1)[..., : k.shape[2]]
+            results.append((weights.flatten(2, 3) @ values).unflatten(2, (group, -1)))
+        return torch.cat(results, 3).to(q.dtype)
 
 
 class _PaddedSegment:
-    """Decodes computed together: where their blocks are, and what to mask."""
+    """Decodes computed together: where the blocks that they attend to are, and what to mask."""
 
-    def __init__(self, cache: KVCache, metadata: AttentionMetadata, segment: DecodeSegment) -> None:
-        seqs = slice(segment.first_seq, segment.first_seq + segment.num_seqs)
-        self.tokens = seqs
-        rows = metadata.decode_rows[seqs]
-        table = metadata.block_table[:, : segment.num_blocks].index_select(0, rows)
+    def __init__(
+        self, cache: PagedKV, reach: Reach, metadata: AttentionMetadata, segment: DecodeSegment
+    ) -> None:
+        block_size = cache.block_size
+        self.tokens = slice(segment.first_seq, segment.first_seq + segment.num_seqs)
+        rows = metadata.decode_rows[self.tokens].unsqueeze(1)
+        lens = metadata.decode_lens[self.tokens].unsqueeze(1)
+        firsts = reach.first_key(lens - 1)
+        columns = torch.arange(segment.num_blocks, device=rows.device)
+        columns = columns + firsts.clamp(min=0) // block_size
         # Stale ids beyond a sequence's own blocks are replaced by the null block: those blocks may
         # be anybody's now, and null is always finite.
-        lens = metadata.decode_lens[seqs].unsqueeze(1)
-        block_starts = torch.arange(
-            0, segment.num_blocks * cache.block_size, cache.block_size, device=table.device
-        )
-        table = table.long() * (block_starts < lens)
-        self.block_index = table.view(-1) * (cache.num_layers * 2)
-        positions = torch.arange(segment.num_blocks * cache.block_size, device=table.device)
-        mask = torch.zeros(
-            (segment.num_seqs, len(positions)), dtype=cache.buffer.dtype, device=table.device
-        )
-        mask.masked_fill_(positions >= lens, float("-inf"))
+        is_own = columns * block_size < lens
+        self.block_ids = (metadata.block_table[rows, columns * is_own].long() * is_own).flatten()
+        offsets = torch.arange(block_size, device=rows.device)
+        positions = (columns.unsqueeze(2) * block_size + offsets).flatten(1)
+        mask = _hiding((positions >= lens) | (positions < firsts), cache.dtype)
         self.mask = mask[:, None, None, :]
 
 
+class _Tile:
+    """Neighbouring tokens of a chunk, and the keys that they attend to.
+
+    tokens: of the step.
+    keys:   of those that the chunk reads.
+    mask:   (tokens, keys); None: causal, and as many keys as tokens.
+    """
+
+    def __init__(self, tokens: slice, keys: slice, mask: Tensor | None) -> None:
+        self.tokens = tokens
+        self.keys = keys
+        self.mask = mask
+
+
 class _PagedChunk:
-    """One prefill chunk: its tokens, and where the blocks of its sequence are.
+    """One prefill chunk: its tiles, and where the blocks that they attend to are.
 
     A chunk that starts its sequence needs no cache: its keys are the step's own.
     """
 
-    def __init__(self, cache: KVCache, metadata: AttentionMetadata, chunk: PrefillChunk) -> None:
+    def __init__(
+        self, cache: PagedKV, reach: Reach, metadata: AttentionMetadata, chunk: PrefillChunk
+    ) -> None:
         self.tokens = slice(chunk.first_token, chunk.first_token + chunk.num_tokens)
-        self.seq_len = chunk.seq_len
-        self.block_index: Tensor | None = None
-        self.mask: Tensor | None = None
+        self.block_ids: Tensor | None = None
         num_earlier = chunk.seq_len - chunk.num_tokens
-        if num_earlier == 0:
-            return
-        device = metadata.block_table.device
-        num_blocks = -(-chunk.seq_len // cache.block_size)
-        table = metadata.block_table[chunk.row, :num_blocks]
-        self.block_index = table.long() * (cache.num_layers * 2)
-        positions = torch.arange(chunk.seq_len, device=device)
-        mask = torch.zeros(
-            (chunk.num_tokens, chunk.seq_len), dtype=cache.buffer.dtype, device=device
-        )
-        self.mask = mask.masked_fill_(positions > positions[num_earlier:, None], float("-inf"))
+        first_block = max(0, reach.first_key(num_earlier)) // cache.block_size
+        if num_earlier > 0:
+            end_block = -(-chunk.seq_len // cache.block_size)
+            self.block_ids = metadata.block_table[chunk.row, first_block:end_block].long()
+        first_read = first_block * cache.block_size
+        positions = torch.arange(first_read, chunk.seq_len, device=metadata.block_table.device)
+        limit = reach.max_tokens
+        step = chunk.num_tokens if limit is None else max(limit, MIN_TILE_TOKENS)
+        self.tiles = []
+        for start in range(num_earlier, chunk.seq_len, step):
+            end = min(start + step, chunk.seq_len)
+            first = max(0, reach.first_key(start))
+            read = slice(first - first_read, end - first_read)
+            mask = None
+            if start > 0 or reach.first_key(end - 1) > 0:
+                keys = positions[read]
+                queries = keys[start - first :].unsqueeze(1)
+                is_hidden = (keys > queries) | (keys < reach.first_key(queries))
+                mask = _hiding(is_hidden, cache.dtype)
+            first_token = chunk.first_token - num_earlier
+            tokens = slice(first_token + start, first_token + end)
+            self.tiles.append(_Tile(tokens, read, mask))
 
 
 class TorchAttentionStep:
     """One step, all layers."""
 
-    def __init__(self, cache: KVCache, num_heads: int, metadata: AttentionMetadata) -> None:
-        self._cache = cache
-        self._num_heads = num_heads
-        self._token_vectors = cache.token_vectors()
-        self._block_vectors = cache.block_vectors()
-        slots = metadata.slot_mapping
-        block_ids = slots.div(cache.block_size, rounding_mode="floor")
-        lines_per_block = (cache.num_layers * 2 - 1) * cache.block_size
-        self._token_index = slots + block_ids * lines_per_block
-        self._segments = [_PaddedSegment(cache, metadata, s) for s in metadata.decode_segments]
-        self._chunks = [_PagedChunk(cache, metadata, c) for c in metadata.prefill_chunks]
+    native_steps: tuple[bytes, ...] = ()
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __init__(self, attention: TorchAttention, metadata: AttentionMetadata) -> None:
+        self._attention = attention
+        cache, reach = attention.cache, attention.reach
+        self._num_kv_heads, self._head_dim = cache.num_kv_heads, cache.head_dim
+        self._planes = cache.planes if cache.fp8 is None else cache.planes.view(torch.uint8)
+        # A line of a layer's keys or values per block: as one dimension, gathering is faster.
+        self._lines = self._planes.view(*cache.planes.shape[:3], -1)
+        slots = metadata.slot_mapping
+        self._blocks = slots.div(cache.block_size, rounding_mode="floor")
+        self._offsets = slots - self._blocks * cache.block_size
+        segments, max_blocks = metadata.decode_segments, reach.max_blocks(cache.block_size)
+        if max_blocks is not None:
+            segments = capped_segments(segments, max_blocks, cache.block_size)
+        self._segments = [_PaddedSegment(cache, reach, metadata, s) for s in segments]
+        self._chunks = [_PagedChunk(cache, reach, metadata, c) for c in metadata.prefill_chunks]
+
+    def forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
         """See AttentionStep.forward."""
-        self._write(2 * layer, k)
-        self._write(2 * layer + 1, v)
-        num_tokens, _, head_dim = q.shape
-        kv_heads = self._cache.num_kv_heads
-        q = q.view(num_tokens, kv_heads, self._num_heads // kv_heads, head_dim)
+        fp8 = self._attention.cache.fp8
+        scales = KVScales() if fp8 is None else fp8.scales[layer]
+        if fp8 is not None:
+            k, v = to_fp8(k, scales.keys), to_fp8(v, scales.values)
+        self._planes[:, layer, 0][self._blocks, self._offsets] = k
+        self._planes[:, layer, 1][self._blocks, self._offsets] = v
+        q = q.unflatten(1, (self._num_kv_heads, -1))
         out = torch.empty_like(q)
         for segment in self._segments:
-            out[segment.tokens] = self._attend_decodes(layer, q[segment.tokens], segment)
-        for chunk in self._chunks:
-            out[chunk.tokens] = self._attend_chunk(
-                layer, q[chunk.tokens], k[chunk.tokens], v[chunk.tokens], chunk
+            out[segment.tokens] = self._attend_decodes(
+                layer, q[segment.tokens], segment, sinks, scales.keys
             )
-        return out.view(num_tokens, -1)
+        for chunk in self._chunks:
+            keys, values = self._computable(k[chunk.tokens]), self._computable(v[chunk.tokens])
+            if chunk.block_ids is not None:
+                keys, values = (self._read(layer, plane, chunk.block_ids) for plane in (0, 1))
+            for tile in chunk.tiles:
+                out[tile.tokens] = self._attend_tile(
+                    q[tile.tokens],
+                    keys[tile.keys],
+                    values[tile.keys],
+                    tile.mask,
+                    sinks,
+                    scales.keys,
+                )
+        if scales.values != 1.0:
+            out.mul_(scales.values)
+        return out.view(len(q), -1)
 
-    def _write(self, plane: int, vectors: Tensor) -> None:
-        """plane: 2 * layer for keys, one more for values."""
-        index = self._token_index + plane * self._cache.block_size
-        self._token_vectors.index_copy_(0, index, vectors.reshape(len(vectors), -1))
+    def _computable(self, stored: Tensor) -> Tensor:
+        """What the cache holds, in the dtype of the queries."""
+        cache = self._attention.cache
+        return stored if cache.fp8 is None else from_fp8(stored, cache.dtype)
 
-    def _read(self, plane: int, block_index: Tensor) -> Tensor:
-        """(n blocks) -> (n * block_size, num_kv_heads, head_dim), contiguous."""
-        cache = self._cache
-        blocks = self._block_vectors.index_select(0, block_index + plane)
-        return blocks.view(-1, cache.num_kv_heads, cache.head_dim)
+    def _read(self, layer: int, plane: int, block_ids: Tensor) -> Tensor:
+        """(n * block_size, num_kv_heads, head_dim), contiguous. plane: 0 for keys, 1 for values."""
+        blocks = self._lines[:, layer, plane].index_select(0, block_ids)
+        return self._computable(blocks.view(-1, self._num_kv_heads, self._head_dim))
 
-    def _attend_decodes(self, layer: int, q: Tensor, segment: _PaddedSegment) -> Tensor:
+    def _attend_decodes(
+        self,
+        layer: int,
+        q: Tensor,
+        segment: _PaddedSegment,
+        sinks: Tensor | None,
+        key_scale: float,
+    ) -> Tensor:
         """q: (n, num_kv_heads, group, head_dim); the group is the query dimension."""
-        shape = (len(q), -1, self._cache.num_kv_heads, self._cache.head_dim)
-        keys = self._read(2 * layer, segment.block_index).view(shape)
-        values = self._read(2 * layer + 1, segment.block_index).view(shape)
-        return F.scaled_dot_product_attention(
-            q, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=segment.mask
+        keys, values = (
+            self._read(layer, plane, segment.block_ids).unflatten(0, (len(q), -1)).transpose(1, 2)
+            for plane in (0, 1)
         )
+        if sinks is None and self._attention.softcap is None:
+            return self._attention.fused(q, keys, values, segment.mask, key_scale)
+        mask = segment.mask.unsqueeze(1)
+        return self._attention.composed(
+            q.unsqueeze(3), keys, values, mask, sinks, key_scale
+        ).squeeze(3)
 
-    def _attend_chunk(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _PagedChunk
+    def _attend_tile(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        key_scale: float,
     ) -> Tensor:
         """q: (n, num_kv_heads, group, head_dim); KV heads are the batch, the group the heads."""
-        if chunk.block_index is not None:
-            k = self._read(2 * layer, chunk.block_index)[: chunk.seq_len]
-            v = self._read(2 * layer + 1, chunk.block_index)[: chunk.seq_len]
-        group = q.shape[2]
-        out = F.scaled_dot_product_attention(
-            q.permute(1, 2, 0, 3),
-            k.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1),
-            v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1),
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
-        )
-        return out.permute(2, 0, 1, 3)
+        q, k, v = q.permute(1, 2, 0, 3), k.transpose(0, 1), v.transpose(0, 1)
+        if sinks is None and self._attention.softcap is None:
+            k, v = (x.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
+            return self._attention.fused(q, k, v, mask, key_scale).permute(2, 0, 1, 3)
+        out = self._attention.composed(q[None], k[None], v[None], mask, sinks, key_scale)
+        return out[0].permute(2, 0, 1, 3)
+
+
+def _hiding(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores: -infinity where they are hidden, else 0."""
+    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
+    return mask.masked_fill_(is_hidden, float("-inf"))

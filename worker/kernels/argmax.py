@@ -1,14 +1,15 @@
-"""The most likely token of each line of logits."""
+"""The most likely token of each line of logits, and whether the line is sound, in one pass."""
 
 import torch
 from torch import Tensor
 
-from longshore.worker.kernels.native import ARGMAX, DTYPES, kernels_for, num_threads
+from longshore.worker.kernels.native import ARGMAX, kernels_for, num_threads
 
 
-def argmax(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """logits: (n, vocab_size) float32, a line's elements adjacent -> (n,) int64, the lowest index
-    among a line's largest values. A line with NaN gets an index that means nothing.
+    among a line's largest values, and (n,) int32, how many of its values are NaN or infinite. A
+    line with NaN gets an index that means nothing.
 
     Raises ValueError for another shape or dtype.
     """
@@ -27,19 +28,24 @@ def argmax(logits: Tensor) -> Tensor:
         return reference(logits)
     num_rows, size = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64)
-    kernels.argmax[DTYPES[logits.dtype]](
+    num_non_finite = torch.empty(num_rows, dtype=torch.int32)
+    kernels.run(
+        "argmax",
+        logits.dtype,
         ARGMAX.pack(
             logits.data_ptr(),
             out.data_ptr(),
+            num_non_finite.data_ptr(),
             num_rows,
             size,
             logits.stride(0),
             num_threads(num_rows * size * logits.element_size()),
-        )
+        ),
     )
-    return out
+    return out, num_non_finite
 
 
-def reference(logits: Tensor) -> Tensor:
+def reference(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The same in plain torch."""
-    return logits.argmax(dim=-1)
+    num_non_finite = logits.isfinite().logical_not_().sum(dim=-1, dtype=torch.int32)
+    return logits.argmax(dim=-1), num_non_finite

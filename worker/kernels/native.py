@@ -9,10 +9,13 @@ OpenMP runtime the process has loaded, so torch must be imported first, and is.
 import ctypes
 import logging
 import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +28,9 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 MIN_THREAD_BYTES: Final = 1 << 15
 """What a thread should have to do at least: waking one up takes about a microsecond."""
 
+INTERFACE: Final = 3
+"""Of native/calls.h; raise both with every change."""
+
 INSTRUCTION_SETS: Final = ("generic", "avx2", "avx512", "avx512bf16")
 """As library.cpp numbers them, each better than the one before."""
 
@@ -34,12 +40,23 @@ class _Variant(ctypes.Structure):
 
     _one = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
     _two = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
+    _graph = ctypes.CFUNCTYPE(
+        None,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int,
+    )
     _fields_: ClassVar[Any] = [
         ("rms_norm", _one * 2),
         ("silu_and_mul", _one * 2),
         ("rotary", _one * 2),
         ("paged_attention", _two * 2),
         ("argmax", _one * 1),
+        ("linear", _one * 2),
+        ("run_graph", _graph * 1),
     ]
 
 
@@ -57,16 +74,40 @@ class Native:
     rotary: Any
     paged_attention: Any
     argmax: Any
+    linear: Any
+    run_graph: Any
     plan_attention: Any
+
+    @property
+    def multiplies_bfloat16(self) -> bool:
+        """Whether there is a `linear`."""
+        return bool(self.linear[DTYPES[torch.bfloat16]])
+
+    def run(self, kernel: str, dtype: torch.dtype, *arguments: bytes) -> None:
+        """Call a kernel, and have the call recorded where a graph is being captured."""
+        getattr(self, kernel)[DTYPES[dtype]](*arguments)
+        if _thread.recorder is not None:
+            _thread.recorder.record(kernel, dtype, arguments)
+
+
+class Recorder(Protocol):
+    """Who is told of what runs while a graph is captured (graph.py)."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory that stays where it is for as long as the graph lives."""
+        ...
+
+    def record(self, kernel: str, dtype: torch.dtype, arguments: tuple[bytes, ...]) -> None: ...
 
 
 # The layouts of native/calls.h.
 RMS_NORM: Final = struct.Struct("@PPPPqqqqqfi")
 SILU_AND_MUL: Final = struct.Struct("@PPqqqi")
-ARGMAX: Final = struct.Struct("@PPqqqi")
+ARGMAX: Final = struct.Struct("@PPPqqqi")
+LINEAR: Final = struct.Struct("@PPPPqqqqi")
 ROTARY: Final = struct.Struct("@PqqPPqqPPPqqqfi")
-ATTENTION_STEP: Final = struct.Struct("@qqqqqqqqqPPPPPqfi")
-ATTENTION_LAYER: Final = struct.Struct("@PPPPPqqqP")
+ATTENTION_STEP: Final = struct.Struct("@qqqqqqqqqqqPPPPPqffii")
+ATTENTION_LAYER: Final = struct.Struct("@PPPPPqqqPPff")
 
 
 def library_path() -> Path | None:
@@ -90,11 +131,13 @@ def load(path: Path, instruction_set: str | None = None) -> Native:
             f"there are no {instruction_set!r} kernels, only {', '.join(INSTRUCTION_SETS)}"
         )
     library = ctypes.CDLL(str(path))
+    if getattr(library, "longshore_interface", lambda: 1)() != INTERFACE:
+        raise OSError("it was built from other sources; reinstall Longshore")
     library.longshore_variant.restype = ctypes.POINTER(_Variant)
     plan = library.longshore_plan_attention
     plan.restype = ctypes.c_int64
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    plan.argtypes = [pointer, number, number, number, number, ctypes.c_int, pointer, pointer]
+    plan.argtypes = [pointer, *[number] * 6, ctypes.c_int, ctypes.c_int, pointer, pointer]
     names = reversed(INSTRUCTION_SETS) if instruction_set is None else (instruction_set,)
     for name in names:
         variant = library.longshore_variant(INSTRUCTION_SETS.index(name))
@@ -113,6 +156,15 @@ class _Selection:
 
 
 _selection = _Selection()
+
+
+class _Thread(threading.local):
+    """Who records what this thread runs."""
+
+    recorder: Recorder | None = None
+
+
+_thread = _Thread()
 
 
 def native() -> Native | None:
@@ -154,6 +206,24 @@ def kernels_for(tensor: Tensor) -> Native | None:
     if tensor.dtype not in DTYPES or tensor.device.type != "cpu":
         return None
     return native()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory on the CPU for what a kernel makes."""
+    if _thread.recorder is not None:
+        return _thread.recorder.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype)
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """All kernels that this thread runs inside are recorded."""
+    assert _thread.recorder is None, "a graph is being captured already"
+    _thread.recorder = recorder
+    try:
+        yield
+    finally:
+        _thread.recorder = None
 
 
 def num_threads(num_bytes: int) -> int:

@@ -5,43 +5,53 @@ Decodes and chunks of any lengths, one call per layer. The reference in plain to
 """
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longshore.worker.kernels.native import ATTENTION_LAYER, ATTENTION_STEP, DTYPES, Native
-from longshore.worker.kv_cache import KVCache
+from longshore.worker.fp8 import KVScales
+from longshore.worker.kernels.native import ATTENTION_LAYER, ATTENTION_STEP, DTYPES, Native, empty
+from longshore.worker.kv_cache import PagedKV
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576  # of DeepSeek's latents
 _PLAN_COLUMNS = 5  # of SequencePlan in native/calls.h
+_UNSCALED = KVScales()
 
 
-def supports(cache: KVCache) -> bool:
+def supports(cache: PagedKV) -> bool:
     """Whether the kernel can compute on such a cache."""
-    buffer = cache.buffer
-    return buffer.device.type == "cpu" and buffer.dtype in DTYPES and cache.head_dim <= MAX_HEAD_DIM
+    return cache.device.type == "cpu" and cache.dtype in DTYPES and cache.head_dim <= MAX_HEAD_DIM
 
 
 class PagedAttention:
     """The kernel over one cache, with the memory it works in: one step at a time."""
 
-    def __init__(self, kernels: Native, cache: KVCache, *, num_heads: int, scale: float) -> None:
-        """num_heads: query heads, a multiple of the KV heads. scale: of the scores."""
+    def __init__(
+        self,
+        kernels: Native,
+        cache: PagedKV,
+        *,
+        num_heads: int,
+        scale: float,
+        window: int = 0,
+        chunk: int = 0,
+        softcap: float = 0.0,
+    ) -> None:
+        """num_heads: query heads, a multiple of the KV heads. scale: of the scores.
+        window, chunk, softcap: as in PagedAttentionKind; 0 is none."""
         if not supports(cache) or num_heads % cache.num_kv_heads:
             raise ValueError(
-                f"{num_heads} heads over a cache of {cache.buffer.dtype} "
-                f"{tuple(cache.buffer.shape)} on {cache.buffer.device} are not supported: it takes "
-                f"float32 or bfloat16 on the CPU, vectors of at most {MAX_HEAD_DIM}, and as many "
-                "query heads per KV head"
+                f"{num_heads} heads over a cache of {cache.dtype} {tuple(cache.planes.shape)} on "
+                f"{cache.device} are not supported: it takes float32 or bfloat16 on the CPU, "
+                f"vectors of at most {MAX_HEAD_DIM}, and as many query heads per KV head"
             )
         self._kernels = kernels
-        self._kernel = kernels.paged_attention[DTYPES[cache.buffer.dtype]]
         self._cache = cache
         self._num_heads = num_heads
-        self._scale = scale
+        self._window, self._chunk = window, chunk
+        self._scale, self._softcap = scale, softcap
         self._workspace = torch.empty(0, dtype=torch.float32)
 
     def plan(
@@ -49,7 +59,8 @@ class PagedAttention:
     ) -> "PagedAttentionStep":
         """What all layers of a step share. The step before must have been computed.
 
-        block_table: (max_num_seqs, max_blocks) int32; a sequence's own entries alone are read.
+        block_table: (max_num_seqs, max_blocks) int32; of a sequence's entries, those alone are
+                     read whose tokens its new tokens attend to.
         slots:       (num_tokens,) int64, block_id * block_size + offset of each new token.
         sequences:   (num_seqs, 4): row of the table, first token in the step, new tokens, and
                      tokens in all, of which the new ones are the last.
@@ -61,9 +72,12 @@ class PagedAttention:
         num_floats = self._kernels.plan_attention(
             sequences.ctypes.data,
             num_seqs,
+            self._window,
+            self._chunk,
             self._num_heads,
             cache.num_kv_heads,
             cache.head_dim,
+            cache.fp8 is not None,
             threads,
             plans.ctypes.data,
             ctypes.byref(scratch),
@@ -71,14 +85,16 @@ class PagedAttention:
         if len(self._workspace) < num_floats:
             self._workspace = torch.empty(num_floats, dtype=torch.float32)
         step = ATTENTION_STEP.pack(
+            self._window,
+            self._chunk,
             num_seqs,
             len(slots),
             self._num_heads,
             cache.num_kv_heads,
             cache.head_dim,
             cache.block_size,
-            cache.buffer.stride(0),
-            cache.buffer.stride(3),
+            cache.planes.stride(0),
+            cache.planes.stride(3),
             block_table.stride(0),
             block_table.data_ptr(),
             sequences.ctypes.data,
@@ -87,47 +103,66 @@ class PagedAttention:
             self._workspace.data_ptr(),
             scratch.value,
             self._scale,
+            self._softcap,
             threads,
+            cache.fp8 is not None,
         )
         alive = (block_table, sequences, slots, plans, self._workspace)
-        return PagedAttentionStep(self._kernel, cache, self._num_heads, step, alive)
+        return PagedAttentionStep(self._kernels, cache, self._num_heads, step, alive)
 
 
 class PagedAttentionStep:
     """An AttentionStep, planned."""
 
     def __init__(
-        self, kernel: Any, cache: KVCache, num_heads: int, step: bytes, alive: tuple[object, ...]
+        self,
+        kernels: Native,
+        cache: PagedKV,
+        num_heads: int,
+        step: bytes,
+        alive: tuple[object, ...],
     ) -> None:
-        self._kernel = kernel
+        self._kernels = kernels
         self._num_heads = num_heads
         self._num_kv_heads = cache.num_kv_heads
         self._head_dim = cache.head_dim
-        self._dtype = cache.buffer.dtype
-        self._planes = cache.buffer.data_ptr()
-        self._plane_bytes = cache.buffer.stride(2) * cache.buffer.element_size()
-        self._step = step
+        self._dtype = cache.dtype
+        self._planes = cache.planes.data_ptr()
+        self._scales = None if cache.fp8 is None else cache.fp8.scales
+        itemsize = cache.planes.dtype.itemsize
+        self._layer_bytes = cache.planes.stride(1) * itemsize
+        self._values_bytes = cache.planes.stride(2) * itemsize  # from a layer's keys to its values
+        self.native_steps = (step,)
         self._alive = alive  # what `step` holds the addresses of
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See AttentionStep.forward."""
+    def forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """See TorchAttentionStep.forward."""
         head_dim = self._head_dim
-        out = torch.empty((len(q), self._num_heads * head_dim), dtype=self._dtype)
+        out = empty((len(q), self._num_heads * head_dim), self._dtype)
+        if sinks is not None:
+            sinks = self._checked_sinks(sinks)
         q = self._checked(q, self._num_heads)
         k, v = self._checked(k, self._num_kv_heads), self._checked(v, self._num_kv_heads)
-        keys = self._planes + 2 * layer * self._plane_bytes
-        self._kernel(
-            self._step,
+        keys = self._planes + layer * self._layer_bytes
+        scales = _UNSCALED if self._scales is None else self._scales[layer]
+        self._kernels.run(
+            "paged_attention",
+            self._dtype,
+            self.native_steps[0],
             ATTENTION_LAYER.pack(
                 keys,
-                keys + self._plane_bytes,
+                keys + self._values_bytes,
                 q.data_ptr(),
                 k.data_ptr(),
                 v.data_ptr(),
                 q.stride(0),
                 k.stride(0),
                 v.stride(0),
+                0 if sinks is None else sinks.data_ptr(),
                 out.data_ptr(),
+                *scales,
             ),
         )
         return out
@@ -143,3 +178,11 @@ class PagedAttentionStep:
         if heads.stride(2) == 1 and heads.stride(1) == head_dim:
             return heads
         return heads.contiguous()
+
+    def _checked_sinks(self, sinks: Tensor) -> Tensor:
+        if sinks.dtype != torch.float32 or sinks.shape != (self._num_heads,):
+            raise ValueError(
+                f"sinks are {sinks.dtype} {tuple(sinks.shape)}, but one score per query head is "
+                f"needed: torch.float32 ({self._num_heads},)"
+            )
+        return sinks.contiguous()

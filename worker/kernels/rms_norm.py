@@ -6,7 +6,7 @@ The normalised value is rounded to the model's dtype before the weight, as Llama
 import torch
 from torch import Tensor
 
-from longshore.worker.kernels.native import DTYPES, RMS_NORM, kernels_for, num_threads
+from longshore.worker.kernels.native import RMS_NORM, empty, kernels_for, num_threads
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
@@ -43,16 +43,18 @@ def _normalise(
             f"the weight is {weight.dtype} {tuple(weight.shape)}, but x, {x.dtype} "
             f"{tuple(x.shape)}, needs one of {x.dtype} ({size},)"
         )
+    kernels = kernels_for(x)
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x) if kernels is None else empty(x.shape, x.dtype)
     elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
         raise ValueError(f"out must be contiguous {x.dtype} {tuple(x.shape)}")
-    kernels = kernels_for(x)
     if kernels is None:
         return reference(x, residual, weight, eps, out)
     lines = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, size)
     num_rows = len(lines)
-    kernels.rms_norm[DTYPES[x.dtype]](
+    kernels.run(
+        "rms_norm",
+        x.dtype,
         RMS_NORM.pack(
             lines.data_ptr(),
             0 if residual is None else residual.data_ptr(),
@@ -65,7 +67,7 @@ def _normalise(
             size,
             eps,
             num_threads(num_rows * size * x.element_size()),
-        )
+        ),
     )
     return out
 

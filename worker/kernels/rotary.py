@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from longshore.worker.kernels import rms_norm
-from longshore.worker.kernels.native import DTYPES, ROTARY, kernels_for, num_threads
+from longshore.worker.kernels.native import ROTARY, kernels_for, num_threads
 
 
 def rotary_(
@@ -35,7 +35,9 @@ def rotary_(
             reference(heads, positions, table, norm, eps)
         return
     size_bytes = len(q) * (q.shape[1] + k.shape[1]) * head_dim * q.element_size()
-    kernels.rotary[DTYPES[q.dtype]](
+    kernels.run(
+        "rotary",
+        q.dtype,
         ROTARY.pack(
             q.data_ptr(),
             q.shape[1],
@@ -52,7 +54,7 @@ def rotary_(
             num_pairs,
             eps,
             num_threads(size_bytes),
-        )
+        ),
     )
 
 

@@ -1,10 +1,9 @@
 """silu(gate) * up of the gated feed-forward layer (Shazeer, 2020), from the halves of a product."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longshore.worker.kernels.native import DTYPES, SILU_AND_MUL, kernels_for, num_threads
+from longshore.worker.kernels.native import SILU_AND_MUL, empty, kernels_for, num_threads
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -22,8 +21,10 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     if kernels is None:
         return reference(gate_up)
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_rows, size), dtype=gate_up.dtype)
-    kernels.silu_and_mul[DTYPES[gate_up.dtype]](
+    out = empty((num_rows, size), gate_up.dtype)
+    kernels.run(
+        "silu_and_mul",
+        gate_up.dtype,
         SILU_AND_MUL.pack(
             gate_up.data_ptr(),
             out.data_ptr(),
@@ -31,7 +32,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
             size,
             gate_up.stride(0),
             num_threads(2 * num_rows * size * gate_up.element_size()),
-        )
+        ),
     )
     return out
 

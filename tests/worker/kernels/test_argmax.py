@@ -25,15 +25,17 @@ def test_the_lowest_index_of_equal_largest_values_is_found(
 ) -> None:
     logits = torch.tensor(lines).view(len(lines), -1) if lines else torch.empty(0, 4)
     with using(variant, num_threads=num_threads):
-        assert argmax(logits).tolist() == [line.index(max(line)) for line in lines]
+        best, num_non_finite = argmax(logits)
+    assert best.tolist() == [line.index(max(line)) for line in lines]
+    assert num_non_finite.tolist() == [sum(map(math.isinf, line)) for line in lines]
 
 
 @every_variant
 def test_lines_of_a_vocabulary_and_parts_of_wider_ones_equal_torchs(variant: str) -> None:
     wide = torch.randn(9, 5003)
     with using(variant, num_threads=2):
-        assert torch.equal(argmax(wide), wide.argmax(-1))
-        assert torch.equal(argmax(wide[:, 100:4100]), wide[:, 100:4100].argmax(-1))
+        assert torch.equal(argmax(wide)[0], wide.argmax(-1))
+        assert torch.equal(argmax(wide[:, 100:4100])[0], wide[:, 100:4100].argmax(-1))
 
 
 @every_variant
@@ -42,9 +44,16 @@ def test_a_line_with_nan_gets_a_valid_index(variant: str) -> None:
     logits[0, 5] = math.nan
     logits[2] = math.nan
     with using(variant):
-        found = argmax(logits)
+        found, num_non_finite = argmax(logits)
     assert ((found >= 0) & (found < 37)).all()
     assert found[1] == logits[1].argmax()
+    assert num_non_finite.tolist() == [1, 0, 37]
+
+
+@every_variant
+def test_large_values_whose_sum_is_infinite_are_finite(variant: str) -> None:
+    with using(variant):
+        assert argmax(torch.full((2, 9), 3e38))[1].tolist() == [0, 0]
 
 
 def test_what_is_no_table_of_float32_is_refused() -> None:

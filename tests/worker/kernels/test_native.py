@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from longshore.worker.config import WorkerConfig
+from longshore.worker.kernels import native as native_module
 from longshore.worker.kernels.native import (
     INSTRUCTION_SETS,
     Native,
@@ -76,6 +77,19 @@ def test_a_file_that_is_no_library_cannot_be_loaded(tmp_path: Path) -> None:
     broken.write_text("no library")
     with pytest.raises(OSError, match=r"broken.so"):
         load(broken)
+
+
+@native_only
+def test_a_library_of_another_version_is_not_used(
+    kernels: Native, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native_module, "INTERFACE", -1)
+    try:
+        assert select(use_native=True) is None
+    finally:
+        monkeypatch.undo()
+        select(use_native=True)
+    assert "was built from other sources" in caplog.text
 
 
 @native_only

@@ -11,9 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from longshore.worker.attention.kind import PagedAttentionKind
+from longshore.worker.fp8 import KVScales, to_fp8
 from longshore.worker.kernels.native import Native
-from longshore.worker.kernels.paged_attention import PagedAttention, supports
-from longshore.worker.kv_cache import KVCache
+from longshore.worker.kernels.paged_attention import MAX_HEAD_DIM, PagedAttention, supports
+from tests.worker import attention_oracle
+from tests.worker.attention_oracle import first_seen, kinds
+from tests.worker.caches import paged_kv
+from tests.worker.fp8_oracle import kept, kv_scales
 from tests.worker.kernels.variants import native_only
 
 LAYER, NUM_LAYERS = 1, 2
@@ -21,8 +26,8 @@ TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 1e-2}
 
 
 class Step:
-    """Sequences of (tokens in all, new tokens). Whatever of the cache and of the block table is not
-    theirs is NaN, or leads there."""
+    """Sequences of (tokens in all, new tokens). Whatever of the cache and of the block table their
+    new tokens do not attend to is NaN, or leads there."""
 
     def __init__(
         self,
@@ -33,27 +38,33 @@ class Step:
         group: int = 1,
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
+        has_sinks: bool = False,
         seed: int = 0,
+        scales: KVScales | None = None,
+        **kind: Any,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.sequences = sequences
         self.num_heads = num_kv_heads * group
-        self.group = group
+        self.kind = PagedAttentionKind(num_heads=self.num_heads, **kind)
         widths = [-(-length // block_size) for length, _ in sequences]
         num_blocks = sum(widths) + 3
-        self.cache = KVCache(
+        self.cache = paged_kv(
             num_blocks,
             num_layers=NUM_LAYERS,
             block_size=block_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype=dtype,
-            device=torch.device("cpu"),
+            padding=seed % 7,
+            scales=scales,
         )
-        self.cache.buffer.fill_(math.nan)
+        self.scales = scales
+        self.cache.planes[1:] = math.nan
         ids = list(range(1, num_blocks))
         random.Random(seed).shuffle(ids)
-        self.table = torch.full((len(sequences), max(widths) + 2), ids.pop(), dtype=torch.int32)
+        nowhere = ids.pop()
+        self.table = torch.full((len(sequences), max(widths) + 2), nowhere, dtype=torch.int32)
 
         def draw(tokens: int, heads: int) -> Tensor:
             return torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
@@ -61,27 +72,41 @@ class Step:
         self.q = [draw(new, self.num_heads) for _, new in sequences]
         self.k = [draw(length, num_kv_heads) for length, _ in sequences]
         self.v = [draw(length, num_kv_heads) for length, _ in sequences]
+        self.sinks = torch.randn(self.num_heads, generator=generator) if has_sinks else None
         self.slots = []
         for row, (length, new) in enumerate(sequences):
             blocks = torch.tensor([ids.pop() for _ in range(widths[row])])
-            self.table[row, : widths[row]] = blocks
+            first = first_seen(self.kind, length - new)
+            self.table[row, first // block_size : widths[row]] = blocks[first // block_size :]
             positions = torch.arange(length)
             slots = blocks[positions // block_size] * block_size + positions % block_size
             self.slots.append(slots[length - new :])
-            self.write(slots[: length - new], self.k[row], self.v[row])
+            earlier = slice(first, length - new)
+            self.write(slots[earlier], self.k[row][earlier], self.v[row][earlier])
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         blocks, offsets = slots // self.cache.block_size, slots % self.cache.block_size
-        self.cache.buffer[blocks, LAYER, 0, offsets] = k[: len(slots)]
-        self.cache.buffer[blocks, LAYER, 1, offsets] = v[: len(slots)]
+        planes = self.cache.planes
+        if self.scales is not None:
+            planes = planes.view(torch.uint8)
+            k, v = to_fp8(k, self.scales.keys), to_fp8(v, self.scales.values)
+        planes[blocks, LAYER, 0, offsets] = k
+        planes[blocks, LAYER, 1, offsets] = v
 
     def attend(self, kernels: Native, rows: list[int] | None = None) -> list[Tensor]:
         """Per sequence (new tokens, num_heads, head_dim), computed in one step."""
         rows = list(range(len(self.sequences))) if rows is None else rows
         counts = [self.sequences[row][1] for row in rows]
         firsts = np.cumsum([0, *counts[:-1]])
+        kind, head_dim = self.kind, self.cache.head_dim
         attention = PagedAttention(
-            kernels, self.cache, num_heads=self.num_heads, scale=self.cache.head_dim**-0.5
+            kernels,
+            self.cache,
+            num_heads=self.num_heads,
+            scale=head_dim**-0.5 if kind.scale is None else kind.scale,
+            window=kind.window or 0,
+            chunk=kind.chunk or 0,
+            softcap=kind.softcap or 0.0,
         )
         step = attention.plan(
             self.table,
@@ -97,27 +122,17 @@ class Step:
             torch.cat([vectors[row][-self.sequences[row][1] :] for row in rows])
             for vectors in (self.k, self.v)
         )
-        out = step.forward(LAYER, torch.cat([self.q[row] for row in rows]), k, v)
-        return list(out.view(-1, self.num_heads, self.cache.head_dim).split(counts))
-
-    def expected(self, row: int) -> Tensor:
-        length, new = self.sequences[row]
-        keys, values = (
-            vectors[row].double().repeat_interleave(self.group, 1) for vectors in (self.k, self.v)
-        )
-        scores = torch.einsum("nhd,shd->hns", self.q[row].double(), keys)
-        later = torch.arange(length) > torch.arange(length - new, length)[:, None]
-        scores = scores.mul(self.cache.head_dim**-0.5).masked_fill(later, -math.inf)
-        return torch.einsum("hns,shd->nhd", scores.softmax(-1), values)
+        out = step.forward(LAYER, torch.cat([self.q[row] for row in rows]), k, v, sinks=self.sinks)
+        return list(out.view(-1, self.num_heads, head_dim).split(counts))
 
     def check(self, kernels: Native) -> None:
         for row, actual in enumerate(self.attend(kernels)):
             tolerance = TOLERANCES[actual.dtype]
-            torch.testing.assert_close(
-                actual.double(), self.expected(row), rtol=tolerance, atol=tolerance
-            )
-        untouched = self.cache.buffer[:, 1 - LAYER]
-        assert untouched.isnan().all(), "another layer was written"
+            k, v = kept((self.k[row], self.v[row]), self.scales)
+            expected = attention_oracle.attention(self.kind, self.q[row], k, v, self.sinks)
+            torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+        assert self.cache.planes[1:, 1 - LAYER].isnan().all(), "another layer was written"
+        assert not self.cache.planes[0].any(), "the null block was written"
 
 
 def lengths_and_counts(max_len: int) -> st.SearchStrategy[tuple[int, int]]:
@@ -129,11 +144,18 @@ def lengths_and_counts(max_len: int) -> st.SearchStrategy[tuple[int, int]]:
     )
 
 
+def drawn_kind(data: st.DataObject, max_tokens: int) -> dict[str, Any]:
+    """Fields of a PagedAttentionKind, but for the number of heads."""
+    fields = dict(vars(data.draw(kinds(1, max_tokens), "kind")))
+    del fields["num_heads"]
+    return fields
+
+
 @native_only
 @settings(max_examples=60)
 @given(
     sequences=st.lists(lengths_and_counts(200), min_size=1, max_size=6),
-    head_dim=st.sampled_from([1, 8, 16, 20, 32, 64, 80, 96, 128, 256]),
+    head_dim=st.sampled_from([1, 8, 16, 20, 32, 64, 80, 96, 128, 256, 576]),
     num_kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 2, 3, 4, 7, 16]),
     block_size=st.sampled_from([1, 4, 16, 64]),
@@ -147,35 +169,73 @@ def test_ragged_steps_equal_the_reference_and_see_no_other_block(
 
 
 @native_only
+@settings(max_examples=100)
+@given(
+    data=st.data(),
+    sequences=st.lists(lengths_and_counts(200), min_size=1, max_size=6),
+    head_dim=st.sampled_from([8, 20, 32, 64, 128, 256]),
+    num_kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 8, 16]),
+    block_size=st.sampled_from([1, 4, 16, 64]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    has_sinks=st.booleans(),
+    scales=st.none() | kv_scales,
+    seed=st.integers(0, 2**31),
+)
+def test_windows_chunks_soft_caps_and_sinks_equal_the_reference_and_see_no_other_block(
+    kernels: Native, data: st.DataObject, sequences: list[tuple[int, int]], **shape: Any
+) -> None:
+    Step(sequences, **shape, **drawn_kind(data, 210)).check(kernels)
+
+
+@native_only
+@pytest.mark.parametrize("limit", [{"window": 1024}, {"window": 1000}, {"chunk": 1024}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_contexts_of_limited_reach_equal_the_reference(
+    kernels: Native, dtype: torch.dtype, limit: dict[str, int]
+) -> None:
+    sequences = [(length, new) for length in (1023, 1025, 1540, 2060) for new in (1, 2, 16, 40)]
+    sequences += [(2100, 70)]
+    for has_sinks in (False, True):
+        shape = {"head_dim": 64, "num_kv_heads": 2, "group": 8, "dtype": dtype}
+        Step(sequences, has_sinks=has_sinks, **shape, **limit).check(kernels)  # type: ignore[arg-type]
+
+
+@native_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [32, 128])
+@pytest.mark.parametrize("scales", [None, KVScales(0.5, 3.0)], ids=["auto", "fp8"])
 def test_contexts_around_the_borders_of_parts_and_tiles_equal_the_reference(
-    kernels: Native, head_dim: int, dtype: torch.dtype
+    kernels: Native, scales: KVScales | None, head_dim: int, dtype: torch.dtype
 ) -> None:
     lengths = [511, 512, 513, 1024, 1025, 1600]
     sequences = [(length, new) for length in lengths for new in (1, 2, 15, 16, 17)]
     sequences += [(new, new) for new in (31, 32, 33, 64, 65, 128, 129)]
-    Step(sequences, head_dim=head_dim, num_kv_heads=2, group=4, dtype=dtype).check(kernels)
+    shape = {"head_dim": head_dim, "num_kv_heads": 2, "group": 4}
+    Step(sequences, dtype=dtype, scales=scales, **shape).check(kernels)
 
 
 @native_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(
+    data=st.data(),
     sequences=st.lists(lengths_and_counts(1200), min_size=2, max_size=5),
     head_dim=st.sampled_from([32, 80, 128]),
     group=st.sampled_from([1, 2, 4]),
+    has_sinks=st.booleans(),
+    scales=st.none() | kv_scales,
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=15)
+@settings(max_examples=20)
 def test_a_sequence_gets_the_same_bits_alone_and_in_any_batch_on_any_threads(
     kernels: Native,
     dtype: torch.dtype,
+    data: st.DataObject,
     sequences: list[tuple[int, int]],
-    head_dim: int,
-    group: int,
-    seed: int,
+    **shape: Any,
 ) -> None:
-    step = Step(sequences, head_dim=head_dim, num_kv_heads=2, group=group, dtype=dtype, seed=seed)
+    kind = drawn_kind(data, 1200)
+    step = Step(sequences, num_kv_heads=2, dtype=dtype, **shape, **kind)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -191,8 +251,12 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_any_batch_on_any_threads(
 
 
 @native_only
-def test_nan_reaches_the_sequence_that_has_it_and_no_other(kernels: Native) -> None:
-    step = Step([(40, 1), (40, 1), (600, 2)], head_dim=32, num_kv_heads=2, group=2)
+@pytest.mark.parametrize("scales", [None, KVScales()], ids=["auto", "fp8"])
+def test_nan_reaches_the_sequence_that_has_it_and_no_other(
+    kernels: Native, scales: KVScales | None
+) -> None:
+    sequences = [(40, 1), (40, 1), (600, 2)]
+    step = Step(sequences, head_dim=32, num_kv_heads=2, group=2, scales=scales)
     first, *others = step.attend(kernels, [0, 1, 2])
     step.k[1][-1, 1, 5] = math.nan
     poisoned = step.attend(kernels)
@@ -204,8 +268,11 @@ def test_nan_reaches_the_sequence_that_has_it_and_no_other(kernels: Native) -> N
 
 @native_only
 @pytest.mark.parametrize("factor", [0.0, 1e3, 1e18])
-def test_scores_of_any_size_weigh_values_within_their_range(kernels: Native, factor: float) -> None:
-    step = Step([(150, 1), (1100, 1), (150, 40)], head_dim=64, group=2)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_scores_of_any_size_weigh_values_within_their_range(
+    kernels: Native, softcap: float | None, factor: float
+) -> None:
+    step = Step([(150, 1), (1100, 1), (150, 40)], head_dim=64, group=2, softcap=softcap)
     step.q = [q * factor for q in step.q]
     for out, values in zip(step.attend(kernels), step.v, strict=True):
         assert out.isfinite().all()
@@ -217,19 +284,30 @@ def test_what_the_kernel_cannot_compute_is_refused(kernels: Native) -> None:
     step = Step([(4, 1)], head_dim=8, num_kv_heads=2, group=2)
     with pytest.raises(ValueError, match="5 heads over a cache"):
         PagedAttention(kernels, step.cache, num_heads=5, scale=1.0)
-    for dtype, head_dim in ((torch.float16, 8), (torch.float32, 264)):
-        cache = KVCache(
-            2,
-            num_layers=1,
-            block_size=4,
-            num_kv_heads=1,
-            head_dim=head_dim,
-            dtype=dtype,
-            device=torch.device("cpu"),
+    for dtype, head_dim in ((torch.float16, 8), (torch.float32, MAX_HEAD_DIM + 8)):
+        cache = paged_kv(
+            2, num_layers=1, block_size=4, num_kv_heads=1, head_dim=head_dim, dtype=dtype
         )
         assert not supports(cache)
         with pytest.raises(ValueError, match="are not supported"):
             PagedAttention(kernels, cache, num_heads=1, scale=1.0)
+    step.sinks = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"sinks are torch.float32 \(3,\)"):
+        step.attend(kernels)
+    step.sinks = None
     step.q = [q.bfloat16() for q in step.q]
     with pytest.raises(ValueError, match=r"heads are torch.bfloat16"):
         step.attend(kernels)
+
+
+@native_only
+def test_a_sink_takes_weight_and_gives_nothing(kernels: Native) -> None:
+    step = Step([(20, 1), (1600, 2)], head_dim=32, num_kv_heads=2, group=2, has_sinks=True)
+    assert step.sinks is not None
+    step.sinks[:] = torch.tensor([-math.inf, 1e4, -1e4, 0.0])
+    with_sinks = step.attend(kernels)
+    step.sinks = None
+    for out, plain in zip(with_sinks, step.attend(kernels), strict=True):
+        torch.testing.assert_close(out[:, [0, 2]], plain[:, [0, 2]], rtol=1e-6, atol=1e-6)
+        assert not out[:, 1].any()
+        assert (out[:, 3].abs() < plain[:, 3].abs()).all()

@@ -31,8 +31,8 @@ static int64_t num_tiles(const Sequence& sequence, const SequencePlan& plan) {
 }
 
 // How many heads share a task depends on the threads, which is allowed: it changes no result.
-static int64_t plan_attention(const Sequence* sequences, int64_t num_seqs, int64_t num_heads,
-                              int64_t num_kv_heads, int64_t head_dim, int threads,
+static int64_t plan_attention(const Sequence* sequences, int64_t num_seqs, Reach reach, int64_t num_heads,
+                              int64_t num_kv_heads, int64_t head_dim, bool is_fp8, int threads,
                               SequencePlan* plans, int64_t& scratch) {
   const int64_t group = num_heads / num_kv_heads;
   int64_t num_pieces = 0;
@@ -41,7 +41,8 @@ static int64_t plan_attention(const Sequence* sequences, int64_t num_seqs, int64
     SequencePlan& plan = plans[s];
     plan.tile_tokens = std::min(sequence.num_tokens, std::max<int64_t>(1, TILE_ROWS / group));
     const bool is_cut = sequence.num_tokens <= std::min(plan.tile_tokens, MAX_CUT_TOKENS);
-    plan.num_parts = is_cut ? ceil_div(sequence.num_keys, PART_KEYS) : 1;
+    const int64_t first_key = reach.first_key(sequence.num_keys - sequence.num_tokens);
+    plan.num_parts = is_cut ? ceil_div(sequence.num_keys - first_key, PART_KEYS) : 1;
     num_pieces += num_tiles(sequence, plan) * plan.num_parts;
   }
   const int64_t wanted_heads = num_pieces * num_kv_heads / (TASKS_PER_THREAD * threads);
@@ -60,7 +61,8 @@ static int64_t plan_attention(const Sequence* sequences, int64_t num_seqs, int64
   }
   plans[num_seqs] = {num_tasks, 0, 0, 0, num_partials};
   // A multiple of a cache line, so that threads share none.
-  scratch = padded(head_dim) * 2 * (BLOCK_KEYS + max_rows) + STATE_FLOATS * max_rows;
+  scratch = padded(head_dim) * 2 * (BLOCK_KEYS * (is_fp8 ? 2 : 1) + max_rows) +
+            STATE_FLOATS * max_rows;
   for (int64_t s = 0; s < num_seqs; ++s) plans[s].first_partial += scratch * threads;
   return scratch * threads + num_partials;
 }
@@ -77,7 +79,8 @@ static Task make_task(const AttentionStep& step, int64_t number) {
   rest /= head_groups;
   const int64_t part = rest % plan->num_parts, tile_start = rest / plan->num_parts * plan->tile_tokens;
   const int64_t tile_tokens = std::min(plan->tile_tokens, sequence.num_tokens - tile_start);
-  const int64_t end_key = sequence.num_keys - sequence.num_tokens + tile_start + tile_tokens;
+  const int64_t position = sequence.num_keys - sequence.num_tokens + tile_start;
+  const int64_t first_key = step.reach.first_key(position), end_key = position + tile_tokens;
   const bool is_part = plan->num_parts > 1;
   return {
       &sequence,
@@ -85,8 +88,8 @@ static Task make_task(const AttentionStep& step, int64_t number) {
       tile_tokens,
       first_head,
       std::min(plan->task_heads, step.num_kv_heads - first_head),
-      is_part ? part * PART_KEYS : 0,
-      is_part ? std::min(end_key, (part + 1) * PART_KEYS) : end_key,
+      first_key + part * PART_KEYS,
+      is_part ? std::min(end_key, first_key + (part + 1) * PART_KEYS) : end_key,
       is_part ? plan->first_partial + part * step.num_kv_heads * tile_tokens *
                                           (step.num_heads / step.num_kv_heads) *
                                           (padded(step.head_dim) + 2)

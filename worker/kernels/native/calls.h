@@ -3,11 +3,17 @@
 
 #include <cstdint>
 
+constexpr int INTERFACE = 3;  // of this file, as in native.py; raise both with every change
+
 struct BFloat16 {
   uint16_t bits;
 };
 
-constexpr int64_t MAX_HEAD_DIM = 256;
+struct Fp8 {
+  uint8_t bits;
+};
+
+constexpr int64_t MAX_HEAD_DIM = 576;
 
 // rows (num_rows, size) of x and out, `*_stride` elements apart; residual may be null.
 struct RmsNorm {
@@ -55,8 +61,20 @@ struct SequencePlan {
   int64_t first_task, tile_tokens, num_parts, task_heads, first_partial;
 };
 
-// One step, all layers.
+// Which earlier tokens a token attends to: the last `window`, itself included, or those of its own
+// chunk of `chunk` tokens, counted from the sequence's first; 0 is no limit.
+struct Reach {
+  int64_t window, chunk;
+
+  int64_t first_key(int64_t position) const {
+    if (window) return position < window ? 0 : position - window + 1;
+    return chunk ? position - position % chunk : 0;
+  }
+};
+
+// One step, all layers. Strides are in elements of the cache.
 struct AttentionStep {
+  Reach reach;
   int64_t num_seqs, num_tokens, num_heads, num_kv_heads, head_dim;
   int64_t block_size, block_stride, token_stride, table_stride;
   const int32_t* block_table;
@@ -65,24 +83,52 @@ struct AttentionStep {
   const SequencePlan* plans;  // num_seqs + 1; the last one's first_task is the number of tasks
   float* workspace;
   int64_t scratch_floats;  // of one thread
-  float scale;
+  float scale, softcap;    // what scores are multiplied by, and then limited to; 0 is no limit
   int threads;
+  int is_fp8;  // the cache holds Fp8, not what is computed in
 };
 
-// One layer: its keys and values in the cache's first block, and the step's vectors.
+// One layer: its keys and values in the cache's first block, and the step's vectors. sinks
+// (num_heads,): a score per head that takes part in the softmax and has no value; may be null.
+// key_scale, value_scale: what the cache holds, multiplied by these, is what was put in; 1 unless it
+// holds Fp8.
 struct AttentionLayer {
   void *keys, *values;
   const void *q, *k, *v;
   int64_t q_stride, k_stride, v_stride;
+  const float* sinks;
   void* out;
+  float key_scale, value_scale;
 };
 
-// x (num_rows, size), lines `stride` elements apart; out (num_rows,).
+// x (num_rows, size), lines `stride` elements apart; out, num_non_finite (num_rows,).
 struct Argmax {
   const float* x;
   int64_t* out;
+  int32_t* num_non_finite;
   int64_t num_rows, size, stride;
   int threads;
+};
+
+// x (num_rows, in_features), rows `x_stride` elements apart, both even; panels: see linear.h; bias
+// (out_features,) or null; out (num_rows, out_features). All bfloat16.
+struct Linear {
+  const void* x;
+  const void* panels;
+  const void* bias;
+  void* out;
+  int64_t num_rows, in_features, out_features, x_stride;
+  int threads;
+};
+
+// What a graph can call; step: which of a run's attention steps.
+enum Kernel : int32_t { RMS_NORM, SILU_AND_MUL, ROTARY, PAGED_ATTENTION, LINEAR };
+
+struct GraphCall {
+  Kernel kernel;
+  int32_t is_bfloat16;
+  const void* arguments;
+  int64_t step;
 };
 
 // The functions of one instruction set, each for float and for bfloat16, or for float alone.
@@ -92,4 +138,7 @@ struct Variant {
   void (*rotary[2])(const Rotary&);
   void (*paged_attention[2])(const AttentionStep&, const AttentionLayer&);
   void (*argmax[1])(const Argmax&);
+  void (*linear[2])(const Linear&);  // for bfloat16 alone, where the processor multiplies it
+  void (*run_graph)(const GraphCall*, int64_t num_calls, int64_t captured, int64_t tokens,
+                    const AttentionStep* const*, int threads);
 };

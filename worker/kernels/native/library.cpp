@@ -80,6 +80,10 @@ static bool is_supported(int variant) {
 extern "C" {
 #pragma GCC visibility push(default)
 
+// What native.py must have been written for: a library that was built before calls.h changed would
+// read other arguments than it is given.
+int longshore_interface() { return INTERFACE; }
+
 // The variant's functions, if the library has it and this processor can run it; else null.
 const Variant* longshore_variant(int variant) {
   const bool is_known = variant >= 0 && variant < int(sizeof VARIANTS / sizeof *VARIANTS);
@@ -88,11 +92,12 @@ const Variant* longshore_variant(int variant) {
 
 // Fills plans (num_seqs + 1). Returns the floats of workspace that the step needs, the scratch of
 // the threads (`scratch_floats` each) first.
-int64_t longshore_plan_attention(const Sequence* sequences, int64_t num_seqs, int64_t num_heads,
-                                 int64_t num_kv_heads, int64_t head_dim, int threads,
-                                 SequencePlan* plans, int64_t* scratch_floats) {
-  return plan_attention(sequences, num_seqs, num_heads, num_kv_heads, head_dim, threads, plans,
-                        *scratch_floats);
+int64_t longshore_plan_attention(const Sequence* sequences, int64_t num_seqs, int64_t window,
+                                 int64_t chunk, int64_t num_heads, int64_t num_kv_heads,
+                                 int64_t head_dim, int is_fp8, int threads, SequencePlan* plans,
+                                 int64_t* scratch_floats) {
+  return plan_attention(sequences, num_seqs, {window, chunk}, num_heads, num_kv_heads, head_dim,
+                        is_fp8, threads, plans, *scratch_floats);
 }
 
 #pragma GCC visibility pop

@@ -214,19 +214,41 @@ static inline void weigh_few(int64_t rows, const uint32_t* weights, const T* con
 struct RowState {
   Floats sums;
   float largest;
+  int64_t first_key;  // that it attends to
+};
+static_assert(sizeof(RowState) <= STATE_FLOATS * sizeof(float));
+
+constexpr float LOG2_E = 1.44269504f;
+
+// From products to scores in powers of two: e^x = 2^(x log2 e). limit: of scores; 0 is none.
+struct Scaling {
+  float scale, limit;
+
+  Scaling(const AttentionStep& step, const AttentionLayer& layer) {
+    scale = layer.key_scale * (step.softcap ? step.scale / step.softcap : step.scale * LOG2_E);
+    limit = step.softcap * LOG2_E;
+  }
+
+  Floats operator()(Floats products) const {
+    const Floats scaled = products * scale;
+    return limit ? hyperbolic_tangent(scaled) * limit : scaled;
+  }
 };
 
-// Scores of one row become weights; what was summed before is rescaled to the new largest score.
+// Products of one row with keys become weights, those with keys outside [first, end) 0; what was
+// summed before is rescaled to the new largest score.
 template <class T>
-static void fold_in(const float* scores, int64_t visible, int64_t columns, float scale,
-                    RowState& state, float* result, int64_t width, uint32_t* weights) {
+static void fold_in(const float* products, int64_t first, int64_t end, int64_t columns,
+                    const Scaling& scaling, RowState& state, float* result, int64_t width,
+                    uint32_t* weights) {
   Floats scaled[BLOCK_KEYS / LANES];
   Floats best = splat(-INFINITY);
   Ints lanes;
   for (int i = 0; i < LANES; ++i) lanes[i] = i;
   for (int64_t i = 0; i < columns; i += LANES) {
-    Floats values = load(scores + i) * scale;
-    if (i + LANES > visible) values = lanes < (int32_t)(visible - i) ? values : splat(-INFINITY);
+    Floats values = scaling(load(products + i));
+    if (i + LANES > end) values = lanes < (int32_t)(end - i) ? values : splat(-INFINITY);
+    if (i < first) values = lanes < (int32_t)(first - i) ? splat(-INFINITY) : values;
     scaled[i / LANES] = values;
     best = maximum(best, values);
   }
@@ -260,6 +282,7 @@ struct Scratch {
   uint32_t *keys, *values, *queries;
   float* results;
   RowState* states;
+  float *wide_keys, *wide_values;  // made of Fp8
 
   Scratch(int64_t width, int64_t num_rows, float* memory) {
     keys = (uint32_t*)memory;
@@ -267,6 +290,8 @@ struct Scratch {
     queries = values + width * BLOCK_KEYS;
     results = (float*)queries + num_rows * width;
     states = (RowState*)(results + num_rows * width);
+    wide_keys = (float*)states + num_rows * STATE_FLOATS;
+    wide_values = wide_keys + width * BLOCK_KEYS;
   }
 };
 
@@ -285,19 +310,68 @@ static void load_queries(const AttentionStep& step, const AttentionLayer& layer,
   }
 }
 
-// Where the vectors of BLOCK_KEYS keys lie; those from end_key on are given the place of the first.
-template <class T>
-static void find_keys(const AttentionStep& step, const AttentionLayer& layer,
-                      const Sequence& sequence, int64_t first_key, int64_t end_key, int64_t offset,
-                      const T** keys, const T** values) {
-  const int32_t* table = step.block_table + sequence.row * step.table_stride;
-  for (int64_t i = 0; i < BLOCK_KEYS; ++i) {
-    const int64_t position = first_key + i < end_key ? first_key + i : 0;
-    const int64_t place = table[position / step.block_size] * step.block_stride +
-                          position % step.block_size * step.token_stride + offset;
-    keys[i] = (const T*)layer.keys + place;
-    values[i] = (const T*)layer.values + place;
+// Where the vectors of BLOCK_KEYS keys of a task lie, from key `first` on; those beyond its last are
+// given the place of its first. The cache holds C.
+template <class C>
+static void find_keys(const AttentionStep& step, const AttentionLayer& layer, const Task& task,
+                      int64_t first, const C** keys, const C** values) {
+  const int32_t* table = step.block_table + task.sequence->row * step.table_stride;
+  const int64_t offset = task.first_head * step.head_dim;
+  const int64_t end = std::clamp<int64_t>(task.end_key - first, 0, BLOCK_KEYS);
+  int64_t entry = first / step.block_size, inside = first % step.block_size;
+  for (int64_t i = 0; i < end; ++entry, inside = 0) {
+    int64_t place = table[entry] * step.block_stride + inside * step.token_stride + offset;
+    for (; i < end && inside < step.block_size; ++i, ++inside, place += step.token_stride) {
+      keys[i] = (const C*)layer.keys + place;
+      values[i] = (const C*)layer.values + place;
+    }
   }
+  const int64_t place = table[task.first_key / step.block_size] * step.block_stride +
+                        task.first_key % step.block_size * step.token_stride + offset;
+  std::fill(keys + end, keys + BLOCK_KEYS, (const C*)layer.keys + place);
+  std::fill(values + end, values + BLOCK_KEYS, (const C*)layer.values + place);
+}
+
+// Vectors of one block of keys, as they are multiplied, and those that come after them.
+template <class T>
+struct Vectors {
+  const T *const *now, *const *next;
+
+  void read(const T* const* found, const T* const* then, int64_t, int64_t, float*) {
+    now = found;
+    next = then;
+  }
+
+  // Fp8 is made T in `memory`, for num_keys rounded up to LANES, and what follows is fetched.
+  void read(const Fp8* const* found, const Fp8* const* then, int64_t num_keys, int64_t size,
+            float* memory) {
+    for (int64_t i = 0; i < BLOCK_KEYS; ++i) {
+      T* place = (T*)memory + i * size;
+      places[i] = place;
+      if (i >= round_up(num_keys, LANES)) continue;
+      from_fp8(found[i], place, size);
+      for (int64_t byte = 0; byte < size; byte += 64) __builtin_prefetch(then[i] + byte);
+    }
+    now = next = places;
+  }
+
+ private:
+  const T* places[BLOCK_KEYS];
+};
+
+// A sink counts as the first score of the context's first part.
+static void start_rows(const AttentionStep& step, const AttentionLayer& layer, const Task& task,
+                       int64_t num_earlier, RowState* states) {
+  const int64_t group = step.num_heads / step.num_kv_heads;
+  const bool is_first = task.first_key == step.reach.first_key(num_earlier);
+  for (int64_t head = task.first_head; head < task.first_head + task.num_heads; ++head)
+    for (int64_t row = 0; row < task.tile_tokens * group; ++row, ++states) {
+      const int64_t first_key = step.reach.first_key(num_earlier + row / group);
+      if (is_first && layer.sinks)
+        *states = {Floats{1.0f}, layer.sinks[head * group + row % group] * LOG2_E, first_key};
+      else
+        *states = {Floats{}, -INFINITY, first_key};
+    }
 }
 
 // Of a whole context, what the model gets; of a part, what `merge` needs.
@@ -322,13 +396,13 @@ static void store_results(const AttentionStep& step, const AttentionLayer& layer
       const int64_t token = task.sequence->first_token + task.tile_start + row / group;
       T* out = (T*)layer.out +
                (token * step.num_heads + (task.first_head + head) * group + row % group) * size;
-      const float inverse = 1.0f / sum(state.sums);
+      const float inverse = layer.value_scale / sum(state.sums);
       for (int64_t i = 0; i < size; i += LANES)
         store_part(out + i, load(result + i) * inverse, size - i);
     }
 }
 
-template <class T>
+template <class T, class C>
 static void attend(const AttentionStep& step, const AttentionLayer& layer, const Task& task,
                    float* memory) {
   const int64_t group = step.num_heads / step.num_kv_heads, size = step.head_dim;
@@ -339,38 +413,38 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
     load_queries<T>(step, layer, task, task.first_head + head,
                     scratch.queries + head * num_rows * width);
   memset(scratch.results, 0, task.num_heads * num_rows * width * sizeof(float));
-  std::fill_n(scratch.states, task.num_heads * num_rows, RowState{Floats{}, -INFINITY});
-
   const Sequence& sequence = *task.sequence;
   const int64_t num_earlier = sequence.num_keys - sequence.num_tokens + task.tile_start;
+  start_rows(step, layer, task, num_earlier, scratch.states);
   const bool packs_values = num_rows > FEW_ROWS || size % LINE<T>;
   const bool packs_keys = packs_values || num_rows * 2 * LANES > size;
-  const float scale = step.scale * 1.44269504f;  // weights are powers of two: e^x = 2^(x log2 e)
-  const int64_t first_offset = task.first_head * size;
-  const T *keys[BLOCK_KEYS], *values[BLOCK_KEYS];
-  const T *next_keys[BLOCK_KEYS], *next_values[BLOCK_KEYS];
-  find_keys(step, layer, sequence, task.first_key, task.end_key, first_offset, next_keys,
-            next_values);
+  const Scaling scaling(step, layer);
+  const C *found_keys[BLOCK_KEYS], *found_values[BLOCK_KEYS];
+  const C *next_keys[BLOCK_KEYS], *next_values[BLOCK_KEYS];
+  Vectors<T> keys, values;
+  find_keys(step, layer, task, task.first_key, next_keys, next_values);
   for (int64_t first = task.first_key; first < task.end_key; first += BLOCK_KEYS) {
     const int64_t num_keys = std::min(BLOCK_KEYS, task.end_key - first);
     for (int64_t head = 0; head < task.num_heads; ++head) {
-      memcpy(keys, next_keys, sizeof keys);
-      memcpy(values, next_values, sizeof values);
+      memcpy(found_keys, next_keys, sizeof found_keys);
+      memcpy(found_values, next_values, sizeof found_values);
       if (head + 1 < task.num_heads)
         for (int64_t i = 0; i < num_keys; ++i) next_keys[i] += size, next_values[i] += size;
       else
-        find_keys(step, layer, sequence, first + BLOCK_KEYS, task.end_key, first_offset, next_keys,
-                  next_values);
-      if (packs_keys) pack_keys(keys, next_keys, num_keys, size, scratch.keys);
-      if (packs_values) pack_values(values, next_values, num_keys, size, width, scratch.values);
+        find_keys(step, layer, task, first + BLOCK_KEYS, next_keys, next_values);
+      keys.read(found_keys, next_keys, num_keys, size, scratch.wide_keys);
+      values.read(found_values, next_values, num_keys, size, scratch.wide_values);
+      if (packs_keys) pack_keys(keys.now, keys.next, num_keys, size, scratch.keys);
+      if (packs_values)
+        pack_values(values.now, values.next, num_keys, size, width, scratch.values);
       for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
         const int64_t rows = std::min(MAX_ROWS, num_rows - row);
         const auto visible = [&](int64_t r) {  // keys of this block up to the row's own token
           return std::min(num_keys, num_earlier + r / group + 1 - first);
         };
-        const int64_t most = visible(row + rows - 1);
-        if (most <= 0) continue;
-        const int64_t columns = round_up(most, LANES), place = head * num_rows + row;
+        const int64_t most = visible(row + rows - 1), place = head * num_rows + row;
+        if (most <= 0 || scratch.states[place].first_key >= first + most) continue;
+        const int64_t columns = round_up(most, LANES);
         alignas(64) float scores[MAX_ROWS * BLOCK_KEYS];
         alignas(64) uint32_t weights[MAX_ROWS * BLOCK_KEYS];
         const uint32_t* queries = scratch.queries + place * width;
@@ -380,17 +454,17 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
                            ceil_div(size, PACK<T>), columns, false);
         else
           for (int64_t r = 0; r < rows; ++r)
-            score_in_place(queries + r * width, keys, next_keys, columns, size,
+            score_in_place(queries + r * width, keys.now, keys.next, columns, size,
                            scores + r * BLOCK_KEYS);
         for (int64_t r = 0; r < rows; ++r)
-          fold_in<T>(scores + r * BLOCK_KEYS, visible(row + r), columns, scale,
-                     scratch.states[place + r], results + r * width, width,
-                     weights + r * BLOCK_KEYS);
+          fold_in<T>(scores + r * BLOCK_KEYS, scratch.states[place + r].first_key - first,
+                     visible(row + r), columns, scaling, scratch.states[place + r],
+                     results + r * width, width, weights + r * BLOCK_KEYS);
         if (packs_values)
           product<PACK<T>>(rows, weights, BLOCK_KEYS, scratch.values, width, results, width,
                            ceil_div(most, PACK<T>), width, true);
         else
-          weigh_few(rows, weights, values, next_values, most, size, results, width);
+          weigh_few(rows, weights, values.now, values.next, most, size, results, width);
       }
     }
   }
@@ -400,7 +474,7 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
 // The parts of one row of queries, in order of the context.
 template <class T>
 static void merge(const AttentionStep& step, const float* partial, int64_t part_stride,
-                  int64_t num_parts, T* out) {
+                  int64_t num_parts, float value_scale, T* out) {
   const int64_t width = padded(step.head_dim);
   float best = -INFINITY, total = 0.0f;
   for (int64_t part = 0; part < num_parts; ++part)
@@ -413,46 +487,63 @@ static void merge(const AttentionStep& step, const float* partial, int64_t part_
     for (int64_t i = 0; i < width; i += LANES) results[i / LANES] += load(from + i) * shrink;
   }
   for (int64_t i = 0; i < step.head_dim; i += LANES)
-    store_part(out + i, results[i / LANES] * (1.0f / total), step.head_dim - i);
+    store_part(out + i, results[i / LANES] * (value_scale / total), step.head_dim - i);
 }
 
-template <class T>
+template <class T, class C>
 static void write_cache(const AttentionStep& step, const AttentionLayer& layer, int64_t token) {
   const int64_t slot = step.slots[token];
   const int64_t place = slot / step.block_size * step.block_stride +
                         slot % step.block_size * step.token_stride;
-  const size_t size_bytes = step.num_kv_heads * step.head_dim * sizeof(T);
-  memcpy((T*)layer.keys + place, (const T*)layer.k + token * layer.k_stride, size_bytes);
-  memcpy((T*)layer.values + place, (const T*)layer.v + token * layer.v_stride, size_bytes);
+  const int64_t size = step.num_kv_heads * step.head_dim;
+  const T* k = (const T*)layer.k + token * layer.k_stride;
+  const T* v = (const T*)layer.v + token * layer.v_stride;
+  C *keys = (C*)layer.keys + place, *values = (C*)layer.values + place;
+  if constexpr (sizeof(C) == 1) {
+    to_fp8(k, keys, size, layer.key_scale);
+    to_fp8(v, values, size, layer.value_scale);
+  } else {
+    memcpy(keys, k, size * sizeof(T));
+    memcpy(values, v, size * sizeof(T));
+  }
+}
+
+template <class T, class C>
+static void attend_in_team(const AttentionStep& step, const AttentionLayer& layer) {
+  const int64_t width = padded(step.head_dim);
+  const int64_t group = step.num_heads / step.num_kv_heads;
+  const int64_t num_tasks = step.plans[step.num_seqs].first_task;
+#pragma omp for
+  for (int64_t token = 0; token < step.num_tokens; ++token) write_cache<T, C>(step, layer, token);
+  float* memory = step.workspace + omp_get_thread_num() * step.scratch_floats;
+#pragma omp for schedule(dynamic)
+  for (int64_t number = num_tasks - 1; number >= 0; --number)  // chunks, the longer tasks, first
+    attend<T, C>(step, layer, make_task(step, number), memory);
+#pragma omp for schedule(dynamic)
+  for (int64_t s = 0; s < step.num_seqs; ++s) {
+    const SequencePlan& plan = step.plans[s];
+    if (plan.num_parts == 1) continue;
+    const int64_t num_rows = step.sequences[s].num_tokens * group;
+    for (int64_t head = 0; head < step.num_kv_heads; ++head)
+      for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t token = step.sequences[s].first_token + row / group;
+        merge(step,
+              step.workspace + plan.first_partial + (head * num_rows + row) * (width + 2),
+              step.num_kv_heads * num_rows * (width + 2), plan.num_parts, layer.value_scale,
+              (T*)layer.out +
+                  (token * step.num_heads + head * group + row % group) * step.head_dim);
+      }
+  }
+}
+
+template <class T>
+static void paged_attention_in_team(const AttentionStep& step, const AttentionLayer& layer) {
+  if (step.is_fp8) return attend_in_team<T, Fp8>(step, layer);
+  attend_in_team<T, T>(step, layer);
 }
 
 template <class T>
 static void paged_attention(const AttentionStep& step, const AttentionLayer& layer) {
-  const int64_t width = padded(step.head_dim);
-  const int64_t group = step.num_heads / step.num_kv_heads;
-  const int64_t num_tasks = step.plans[step.num_seqs].first_task;
 #pragma omp parallel num_threads(step.threads)
-  {
-#pragma omp for
-    for (int64_t token = 0; token < step.num_tokens; ++token) write_cache<T>(step, layer, token);
-    float* memory = step.workspace + omp_get_thread_num() * step.scratch_floats;
-#pragma omp for schedule(dynamic)
-    for (int64_t number = num_tasks - 1; number >= 0; --number)  // chunks, the longer tasks, first
-      attend<T>(step, layer, make_task(step, number), memory);
-#pragma omp for schedule(dynamic)
-    for (int64_t s = 0; s < step.num_seqs; ++s) {
-      const SequencePlan& plan = step.plans[s];
-      if (plan.num_parts == 1) continue;
-      const int64_t num_rows = step.sequences[s].num_tokens * group;
-      for (int64_t head = 0; head < step.num_kv_heads; ++head)
-        for (int64_t row = 0; row < num_rows; ++row) {
-          const int64_t token = step.sequences[s].first_token + row / group;
-          merge(step,
-                step.workspace + plan.first_partial + (head * num_rows + row) * (width + 2),
-                step.num_kv_heads * num_rows * (width + 2), plan.num_parts,
-                (T*)layer.out +
-                    (token * step.num_heads + head * group + row % group) * step.head_dim);
-        }
-    }
-  }
+  paged_attention_in_team<T>(step, layer);
 }

@@ -22,11 +22,17 @@ static void rms_norm_row(const T* x, T* residual, const T* weight, T* out, int64
 }
 
 template <class T>
-static void rms_norm(const RmsNorm& call) {
+static void rms_norm_in_team(const RmsNorm& call) {
   const int64_t size = call.size;
-#pragma omp parallel for num_threads(call.threads) if (call.threads > 1)
+#pragma omp for
   for (int64_t row = 0; row < call.num_rows; ++row)
     rms_norm_row((const T*)call.x + row * call.x_stride,
                  call.residual ? (T*)call.residual + row * call.residual_stride : nullptr,
                  (const T*)call.weight, (T*)call.out + row * call.out_stride, size, call.eps);
+}
+
+template <class T>
+static void rms_norm(const RmsNorm& call) {
+#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
+  rms_norm_in_team<T>(call);
 }

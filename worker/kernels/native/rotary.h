@@ -14,8 +14,8 @@ static inline void turn_head(T* head, const float* cos, const float* sin, int64_
 }
 
 template <class T>
-static void rotary(const Rotary& call) {
-#pragma omp parallel for num_threads(call.threads) if (call.threads > 1)
+static void rotary_in_team(const Rotary& call) {
+#pragma omp for
   for (int64_t token = 0; token < call.num_tokens; ++token) {
     const float* cos = call.table + call.positions[token] * 2 * call.num_pairs;
     for (const Heads& heads : call.heads)
@@ -26,4 +26,10 @@ static void rotary(const Rotary& call) {
         turn_head(head, cos, cos + call.num_pairs, call.num_pairs);
       }
   }
+}
+
+template <class T>
+static void rotary(const Rotary& call) {
+#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
+  rotary_in_team<T>(call);
 }

@@ -1,9 +1,9 @@
 // silu(gate) * up, both halves of one line.
 
 template <class T>
-static void silu_and_mul(const SiluAndMul& call) {
+static void silu_and_mul_in_team(const SiluAndMul& call) {
   const int64_t size = call.size;
-#pragma omp parallel for num_threads(call.threads) if (call.threads > 1)
+#pragma omp for
   for (int64_t row = 0; row < call.num_rows; ++row) {
     const T* gate = (const T*)call.gate_up + row * call.stride;
     T* out = (T*)call.out + row * size;
@@ -15,4 +15,10 @@ static void silu_and_mul(const SiluAndMul& call) {
       store_part(out + i, silu * load_part(gate + size + i, size - i), size - i);
     }
   }
+}
+
+template <class T>
+static void silu_and_mul(const SiluAndMul& call) {
+#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
+  silu_and_mul_in_team<T>(call);
 }

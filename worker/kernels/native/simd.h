@@ -5,6 +5,7 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 static inline Floats splat(float value) { return value - Floats{}; }
 
@@ -49,6 +50,20 @@ static inline Floats load(const BFloat16* from) {
   return from_halves(bits);
 }
 
+// float8_e4m3fn: a sign, four bits of exponent, three of mantissa. The largest number is 448, the
+// smallest 2^-9; there is no infinity, and NaN is where all bits but the sign are ones.
+static inline Floats load(const Fp8* from) {
+  Bytes bytes;
+  memcpy(&bytes, from, sizeof bytes);
+  const Words bits = __builtin_convertvector(bytes, Words), size = bits & 0x7f;
+  // What has no leading one gets one that is taken away again.
+  const Floats normal = (Floats)((size << 20) + (120u << 23));
+  const Floats subnormal = (Floats)((size << 20) + (121u << 23)) - 0x1p-6f;
+  Floats values = size < 8 ? subnormal : normal;
+  values = size == 0x7f ? splat(NAN) : values;
+  return (Floats)((Words)values | (bits & 0x80) << 24);
+}
+
 static inline void store(uint32_t* to, Words words) { memcpy(to, &words, sizeof words); }
 
 static inline void store(float* to, Floats values) { memcpy(to, &values, sizeof values); }
@@ -56,6 +71,20 @@ static inline void store(float* to, Floats values) { memcpy(to, &values, sizeof 
 static inline void store(BFloat16* to, Floats values) {
   Halves bits = to_halves(values);
   memcpy(to, &bits, sizeof bits);
+}
+
+// To the nearest, ties to even. What is too large becomes 448; a NaN stays one.
+static inline void store(Fp8* to, Floats values) {
+  Floats size = (Floats)((Words)values & 0x7fffffff);
+  size = size > 448.0f ? splat(448.0f) : size;
+  const Words bits = (Words)size;
+  const Words normal = (bits + 0x7ffff + ((bits >> 20) & 1) - (120u << 23)) >> 20;
+  // The last bit of 2^14 is worth 2^-9.
+  const Words subnormal = (Words)(size + 16384.0f) - (Words)splat(16384.0f);
+  Words code = size < 0x1p-6f ? subnormal : normal;
+  code = size == size ? code : Words{} + 0x7f;
+  const Bytes bytes = __builtin_convertvector(code | (((Words)values >> 24) & 0x80), Bytes);
+  memcpy(to, &bytes, sizeof bytes);
 }
 
 // The first `count` lanes; the others are zero.
@@ -152,4 +181,15 @@ static inline Floats power_of_two(Floats x) {
   const Floats scale = (Floats)(((Ints)shifted - (Ints)splat(shifter) + 127) << 23);
   return x < -126.0f ? Floats{} : power * scale;
 #endif
+}
+
+// Where Lambert's continued fraction, seven levels of it, is less exact, the exponential is not.
+static inline Floats hyperbolic_tangent(Floats x) {
+  const Floats square = x * x;
+  const Floats near = x * (135135.0f + square * (17325.0f + square * (378.0f + square))) /
+                      (135135.0f + square * (62370.0f + square * (3150.0f + square * 28.0f)));
+  Floats size = x < 0.0f ? -x : x;
+  size = size > 20.0f ? splat(20.0f) : size;
+  const Floats far = 1.0f - 2.0f / (power_of_two(size * 2.88539008f) + 1.0f);  // 2 log2 e
+  return size < 2.0f ? near : (x < 0.0f ? -far : far);
 }

@@ -2,11 +2,15 @@
 
 #include "simd.h"
 
+#include "fp8.h"
+
 #include "argmax.h"
 #include "paged_attention.h"
 #include "rms_norm.h"
 #include "rotary.h"
 #include "silu_and_mul.h"
+#include "linear.h"
+#include "graph.h"
 
 static const Variant VARIANT = {
     {rms_norm<float>, rms_norm<BFloat16>},
@@ -14,6 +18,12 @@ static const Variant VARIANT = {
     {rotary<float>, rotary<BFloat16>},
     {paged_attention<float>, paged_attention<BFloat16>},
     {argmax},
+#if HAS_BF16_DOT
+    {nullptr, linear},
+#else
+    {},
+#endif
+    run_graph,
 };
 
 #undef LANES

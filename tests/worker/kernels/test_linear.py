@@ -1,0 +1,75 @@
+"""Products with packed matrices: right, and the same for a row whatever is beside it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshore.worker.kernels.linear import PackedMatrix, supports
+from tests.worker.kernels.variants import NATIVE, using
+
+BEST = "avx512bf16"
+
+pytestmark = pytest.mark.skipif(BEST not in NATIVE, reason="the processor has no such products")
+
+
+def bfloat16(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@given(
+    num_rows=st.integers(0, 30) | st.sampled_from([191, 193, 400]),
+    num_columns=st.integers(1, 40).map(lambda pairs: 2 * pairs),
+    num_outputs=st.integers(1, 100),
+    has_bias=st.booleans(),
+    num_threads=st.sampled_from([1, 3]),
+)
+def test_a_product_is_torchs_but_for_the_order_of_its_sums(
+    num_rows: int, num_columns: int, num_outputs: int, has_bias: bool, num_threads: int
+) -> None:
+    weight, x = bfloat16(num_outputs, num_columns, seed=1), bfloat16(num_rows, num_columns, seed=2)
+    bias = bfloat16(num_outputs, seed=3) if has_bias else None
+    with using(BEST, num_threads=num_threads):
+        y = PackedMatrix(weight).product(x, bias)
+    exact = torch.nn.functional.linear(
+        x.double(), weight.double(), None if bias is None else bias.double()
+    )
+    assert y.shape == (num_rows, num_outputs)
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=num_columns * 2**-20)
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+    weight, x = bfloat16(70, 96, seed=4), bfloat16(250, 96, seed=5)
+    with using(BEST, num_threads=2):
+        matrix = PackedMatrix(weight)
+        together = matrix.product(x)
+        for row in (0, 11, 12, 191, 249):
+            assert torch.equal(matrix.product(x[row : row + 1])[0], together[row])
+        assert torch.equal(matrix.product(x[3:17]), together[3:17])
+
+
+def test_rows_may_lie_apart_and_columns_too() -> None:
+    weight, wide = bfloat16(40, 16, seed=6), bfloat16(9, 51, seed=7)
+    with using(BEST):
+        matrix = PackedMatrix(weight)
+        for part in (wide[:, 2:18], wide[:, 3:19], wide[:, ::3][:, :16]):
+            assert torch.equal(matrix.product(part), matrix.product(part.clone()))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with using(BEST):
+        matrix = PackedMatrix(bfloat16(4, 6, seed=8))
+        for wrong in (bfloat16(2, 8, seed=9), torch.zeros(2, 6), bfloat16(6, seed=9)):
+            with pytest.raises(ValueError, match=r"needs torch.bfloat16 \(n, 6\)"):
+                matrix.product(wrong)
+        for wrong in (bfloat16(6, seed=9), torch.zeros(4)):
+            with pytest.raises(ValueError, match=r"needs torch.bfloat16 \(4,\)"):
+                matrix.product(bfloat16(2, 6, seed=8), wrong)
+
+
+def test_only_matrices_of_whole_pairs_in_bfloat16_are_packed() -> None:
+    with using("generic"):
+        assert not supports(bfloat16(4, 6, seed=1))
+    with using(BEST):
+        assert not supports(torch.zeros(4, 6))
+        assert not supports(bfloat16(4, 5, seed=1))

@@ -1,0 +1,51 @@
+"""All cached layers of a rank, whatever their group and kind, behind one interface."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from longshore.worker.attention.backend import AttentionBackend, AttentionStep
+from longshore.worker.attention.kind import CachedLayer, Kind
+from longshore.worker.attention.metadata import AttentionMetadata
+from longshore.worker.kv_cache import KVCache
+
+
+class GroupedAttention:
+    """A backend for each kind of each group."""
+
+    def __init__(self, cache: KVCache, layers: Sequence[CachedLayer]) -> None:
+        """layers: in the order in which the model numbers them; the cache has a place for each."""
+        places = {
+            name: (group, index)
+            for group, planned in enumerate(cache.groups)
+            for index, name in enumerate(planned.layer_names)
+        }
+        numbers: dict[tuple[int, Kind], int] = {}
+        self._backends: list[tuple[int, AttentionBackend]] = []  # with their groups
+        self._layers: list[tuple[int, int]] = []  # number of the backend, index in the group
+        for layer in layers:
+            group, index = places[layer.name]
+            number = numbers.setdefault((group, layer.kind), len(numbers))
+            if number == len(self._backends):
+                self._backends.append((group, layer.kind.make_backend(cache.view(group))))
+            self._layers.append((number, index))
+
+    def begin_step(self, metadata: Sequence[AttentionMetadata]) -> "GroupedStep":
+        """metadata: by group. Called once per step on the compute queue."""
+        steps = [backend.begin_step(metadata[group]) for group, backend in self._backends]
+        return GroupedStep(steps, self._layers)
+
+
+class GroupedStep:
+    """One step. What the model gets as its AttentionStep."""
+
+    def __init__(self, steps: Sequence[AttentionStep], layers: Sequence[tuple[int, int]]) -> None:
+        self._steps = steps
+        self._layers = layers
+        self.native_steps = [one for step in steps for one in step.native_steps]
+
+    def forward(self, layer: int, *inputs: Any, **parameters: Any) -> Tensor:
+        """layer: among the cached ones of this rank. See AttentionStep.forward."""
+        number, index = self._layers[layer]
+        return self._steps[number].forward(index, *inputs, **parameters)

@@ -1,0 +1,305 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024): one cached vector per token for all heads.
+
+A token's vector is a latent, from which the keys and values of every head are projected, and a
+rotary key that all heads share. The same attention can be computed in two ways:
+
+- absorbed: queries are projected into the space of the latents, and so are weighted sums out of it.
+  The heads are then queries of one KV head whose values are its keys, and nothing is projected per
+  cached token. It is the only way for a decode.
+- expanded: keys and values of all heads are made of the context's latents. A pair of tokens costs
+  less, so it pays for a chunk long enough to share the projections.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.attention.kind import PagedAttentionKind
+from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
+from longshore.worker.kv_cache import PagedKV, PagedLatents
+
+MAX_EXPANDED_ELEMENTS: Final = 1 << 25
+"""Of the memory for expanded keys and values: some heads of one context at a time."""
+
+EXPANDED_BLOCK_SIZE: Final = 64
+"""Tokens per block of that memory, in which a context lies in order."""
+
+LAYOUT_TOKENS: Final = 64
+"""Laying out the projections for expansion takes about as long as projecting so many tokens."""
+
+
+@dataclass(frozen=True)
+class LatentProjections:
+    """What leads from latents to one layer's keys and values, of this rank's heads.
+
+    keys:   (num_heads, nope_dim, latent_dim).
+    values: (num_heads, latent_dim, value_dim).
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class LatentAttentionKind:
+    """num_heads: this rank's query heads. Sizes in elements: latent_dim and rope_dim of a cached
+    vector, nope_dim and value_dim of a head's projections. scale: of the scores."""
+
+    num_heads: int
+    latent_dim: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    scale: float
+
+    def make_backend(self, view: PagedLatents) -> "PagedLatentAttention":
+        return PagedLatentAttention(view, self)
+
+    def expands(self, num_tokens: int, seq_len: int) -> bool:
+        """Whether the last `num_tokens` of a sequence of `seq_len` are computed with expanded keys
+        and values: where that is faster, by a count of products that is weighted as measured
+        (benchmarks/latent_attention.py), and there is memory for one head."""
+        num_pairs = num_tokens * (2 * seq_len - num_tokens + 1) // 2
+        projection = self.latent_dim * (self.nope_dim + self.value_dim)
+        absorbed = 2 * (self.latent_dim + self.rope_dim)
+        expanded = 3 * self.expanded_dim  # 2, but each key is read for one head, not for all
+        extra = (seq_len - num_tokens + LAYOUT_TOKENS) * projection
+        return extra < num_pairs * (absorbed - expanded) and self.heads_at_once(seq_len) > 0
+
+    def heads_at_once(self, seq_len: int) -> int:
+        """How many heads' keys and values of such a context are expanded together; it divides all
+        heads. 0: there is no memory for one."""
+        num_blocks = -(-seq_len // EXPANDED_BLOCK_SIZE)
+        elements = 2 * num_blocks * EXPANDED_BLOCK_SIZE * self.expanded_dim  # of a head
+        most = min(MAX_EXPANDED_ELEMENTS // elements, self.num_heads)
+        return next((n for n in range(most, 0, -1) if self.num_heads % n == 0), 0)
+
+    @property
+    def expanded_dim(self) -> int:
+        """Of expanded keys and of values, the shorter of which are padded."""
+        return max(self.nope_dim + self.rope_dim, self.value_dim)
+
+
+class PagedLatentAttention:
+    """Both ways of computing, over backends of ordinary attention: absorbed over the cache itself,
+    expanded over memory that is laid out as a cache."""
+
+    def __init__(self, view: PagedLatents, kind: LatentAttentionKind) -> None:
+        self._view = view
+        self._kind = kind
+        # One head whose keys and values lie in the same memory, written twice with the same.
+        planes = view.latents[:, :, None, :, None].expand(-1, -1, 2, -1, -1, -1)
+        absorbed = PagedAttentionKind(num_heads=kind.num_heads, scale=kind.scale)
+        self._absorbed = absorbed.make_backend(PagedKV(planes))
+        self._expanded: dict[int, _Expanded] = {}  # by the heads at once
+
+    def begin_step(self, metadata: AttentionMetadata) -> "LatentStep":
+        absorbed: list[PrefillChunk] = []
+        expanded: list[_ExpandedChunk] = []
+        num_absorbed = len(metadata.decode_rows)
+        spans = [slice(0, num_absorbed)] if num_absorbed else []
+        for chunk in metadata.prefill_chunks:
+            if self._kind.expands(chunk.num_tokens, chunk.seq_len):
+                memory = self._memory(self._kind.heads_at_once(chunk.seq_len))
+                expanded.append(_ExpandedChunk(self._view, memory, metadata, chunk))
+                continue
+            spans.append(_tokens(chunk))
+            absorbed.append(replace(chunk, first_token=num_absorbed))
+            num_absorbed += chunk.num_tokens
+        step: AttentionStep | None = None
+        if spans:  # the absorbed tokens are a step of their own
+            slots = _take(metadata.slot_mapping, spans)
+            step = self._absorbed.begin_step(
+                replace(metadata, slot_mapping=slots, prefill_chunks=absorbed)
+            )
+        return LatentStep(self._kind, step, spans, expanded)
+
+    def _memory(self, num_heads: int) -> "_Expanded":
+        if num_heads not in self._expanded:
+            self._expanded[num_heads] = _Expanded(self._kind, num_heads, self._buffer)
+        return self._expanded[num_heads]
+
+    @cached_property
+    def _buffer(self) -> Tensor:
+        """Of all expanded keys and values: one chunk at a time uses it."""
+        view = self._view
+        return torch.empty(MAX_EXPANDED_ELEMENTS, dtype=view.dtype, device=view.device)
+
+
+class LatentStep:
+    """One step, all layers."""
+
+    native_steps: tuple[bytes, ...] = ()
+
+    def __init__(
+        self,
+        kind: LatentAttentionKind,
+        absorbed: AttentionStep | None,
+        spans: Sequence[slice],
+        expanded: Sequence["_ExpandedChunk"],
+    ) -> None:
+        """spans: where the absorbed tokens are in the step. absorbed: None if there are none."""
+        self._kind = kind
+        self._absorbed = absorbed
+        self._spans = spans
+        self._expanded = expanded
+
+    def forward(
+        self,
+        layer: int,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        vectors: Tensor,
+        *,
+        projections: LatentProjections,
+    ) -> Tensor:
+        """See AttentionStep.forward.
+
+        q_nope:  (num_tokens, num_heads, nope_dim).
+        q_rope:  (num_tokens, num_heads, rope_dim), turned.
+        vectors: (num_tokens, latent_dim + rope_dim), the rotary part turned: what is cached.
+        Returns (num_tokens, num_heads * value_dim).
+        """
+        out = q_nope.new_empty(*q_nope.shape[:2], self._kind.value_dim)
+        for chunk in self._expanded:
+            chunk.write(layer, vectors)
+        if self._absorbed is not None:
+            latent_q = torch.bmm(_take(q_nope, self._spans).transpose(0, 1), projections.keys)
+            q = torch.cat((latent_q.transpose(0, 1), _take(q_rope, self._spans)), dim=-1)
+            own = _take(vectors, self._spans).unsqueeze(1)
+            sums = self._absorbed.forward(layer, q, own, own).view_as(q)
+            latent_sums = sums[..., : self._kind.latent_dim].transpose(0, 1)
+            values = torch.bmm(latent_sums, projections.values).transpose(0, 1)
+            sizes = [span.stop - span.start for span in self._spans]
+            for span, part in zip(self._spans, values.split(sizes), strict=True):
+                out[span] = part
+        for chunk in self._expanded:
+            out[chunk.tokens] = chunk.attend(layer, q_nope, q_rope, vectors, projections)
+        return out.flatten(1)
+
+
+class _Expanded:
+    """Memory for the keys and values of `num_heads` heads of one context, as a cache of one layer.
+
+    buffer:       (MAX_EXPANDED_ELEMENTS,).
+    keys, values: (num_tokens, num_heads, expanded_dim), both in it.
+    """
+
+    def __init__(self, kind: LatentAttentionKind, num_heads: int, buffer: Tensor) -> None:
+        self.kind = kind
+        block = (EXPANDED_BLOCK_SIZE, num_heads, kind.expanded_dim)
+        num_blocks = len(buffer) // (2 * math.prod(block))
+        planes = buffer[: 2 * num_blocks * math.prod(block)].view(2, num_blocks, *block)
+        self.keys, self.values = planes.flatten(1, 2)
+        self.heads = [
+            slice(first, first + num_heads) for first in range(0, kind.num_heads, num_heads)
+        ]
+        self._device = buffer.device
+        self._table = torch.arange(num_blocks, dtype=torch.int32, device=self._device).unsqueeze(0)
+        self._backend = PagedAttentionKind(num_heads=num_heads, scale=kind.scale).make_backend(
+            PagedKV(planes.transpose(0, 1).unsqueeze(1))
+        )
+
+    def begin_chunk(self, num_tokens: int, seq_len: int) -> AttentionStep:
+        """A step of this chunk alone."""
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        return self._backend.begin_step(
+            AttentionMetadata(
+                slot_mapping=torch.arange(seq_len - num_tokens, seq_len, device=self._device),
+                block_table=self._table,
+                decode_rows=none,
+                decode_lens=none,
+                decode_segments=(),
+                prefill_chunks=(PrefillChunk(0, 0, num_tokens, seq_len),),
+            )
+        )
+
+
+class _ExpandedChunk:
+    """A chunk for which keys and values are made of the latents of its sequence."""
+
+    def __init__(
+        self,
+        view: PagedLatents,
+        memory: _Expanded,
+        metadata: AttentionMetadata,
+        chunk: PrefillChunk,
+    ) -> None:
+        self._view = view
+        self._memory = memory
+        self.tokens = _tokens(chunk)
+        slots = metadata.slot_mapping[self.tokens]
+        block_ids = slots.div(view.block_size, rounding_mode="floor")
+        self._places = (block_ids, slots - block_ids * view.block_size)
+        self._num_earlier = chunk.seq_len - chunk.num_tokens
+        num_blocks = -(-self._num_earlier // view.block_size)
+        self._earlier_block_ids = metadata.block_table[chunk.row, :num_blocks].long()
+        self._step = memory.begin_chunk(chunk.num_tokens, chunk.seq_len)
+
+    def write(self, layer: int, vectors: Tensor) -> None:
+        """vectors: (num_tokens of the step, head_size)."""
+        self._view.latents[:, layer].index_put_(self._places, vectors[self.tokens])
+
+    def attend(
+        self,
+        layer: int,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        vectors: Tensor,
+        projections: LatentProjections,
+    ) -> Tensor:
+        """See LatentStep.forward. Returns (n, num_heads, value_dim), of this chunk."""
+        memory, tokens, kind = self._memory, self.tokens, self._memory.kind
+        earlier = self._earlier(layer)
+        parts = []
+        for heads in memory.heads:
+            to_keys = projections.keys[heads]
+            to_values = projections.values[heads].transpose(1, 2).contiguous()
+            keys, values = _expand(kind, earlier, to_keys, to_values)
+            memory.keys[: len(keys)] = keys
+            memory.values[: len(values)] = values
+            keys, values = _expand(kind, vectors[tokens], to_keys, to_values)
+            q = torch.cat((q_nope[tokens, heads], q_rope[tokens, heads]), dim=-1)
+            q = _pad(q, kind.expanded_dim)
+            parts.append(self._step.forward(0, q, keys, values).view_as(q)[..., : kind.value_dim])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _earlier(self, layer: int) -> Tensor:
+        """What is cached of the tokens before the chunk, (num_earlier, head_size)."""
+        blocks = self._view.latents[:, layer].index_select(0, self._earlier_block_ids)
+        return blocks.flatten(0, 1)[: self._num_earlier]
+
+
+def _expand(
+    kind: LatentAttentionKind, vectors: Tensor, to_keys: Tensor, to_values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(n, head_size) -> keys and values, (n, heads, expanded_dim) each.
+
+    to_keys: (heads, nope_dim, latent_dim); to_values: (heads, value_dim, latent_dim).
+    """
+    latents, rope = vectors.split((kind.latent_dim, kind.rope_dim), dim=-1)
+    nope = F.linear(latents, to_keys.flatten(0, 1)).unflatten(1, to_keys.shape[:2])
+    values = F.linear(latents, to_values.flatten(0, 1)).unflatten(1, to_values.shape[:2])
+    keys = torch.cat((nope, rope.unsqueeze(1).expand(-1, len(to_keys), -1)), dim=-1)
+    return _pad(keys, kind.expanded_dim), _pad(values, kind.expanded_dim)
+
+
+def _tokens(chunk: PrefillChunk) -> slice:
+    return slice(chunk.first_token, chunk.first_token + chunk.num_tokens)
+
+
+def _take(x: Tensor, spans: Sequence[slice]) -> Tensor:
+    """(num_tokens, ...) -> those of the spans, which are not none."""
+    return x[spans[0]] if len(spans) == 1 else torch.cat([x[span] for span in spans])
+
+
+def _pad(x: Tensor, size: int) -> Tensor:
+    """Zeros behind the last dimension."""
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))

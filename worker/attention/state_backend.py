@@ -1,0 +1,325 @@
+"""State space layers (Mamba 2) over paged states: a block holds the state behind a token.
+
+A layer keeps two tensors per block: the state of its heads, and the last inputs of its convolution.
+Of each sequence of a step, the state behind the last token before the step is read, and the one
+behind the step's last token written; of a head, all are read before any is written. The null block
+is zeros, which is the state before a sequence's first token.
+
+Single tokens take one step of the recurrence, all sequences at once. Longer chunks are computed as
+in "Transformers are SSMs" (Dao and Gu, 2024, section 6): cut into pieces, within which the layer is
+a masked product like attention, while a state carries what came before from piece to piece.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
+from longshore.worker.kv_cache import PagedStates
+
+PIECE_TOKENS: Final = 64
+"""Tokens of one piece of the chunked scan; the masked products are this wide."""
+
+SLAB_BYTES: Final = 1 << 20
+"""States that a CPU moves on at once in decode, in bytes: five passes over them hit its cache."""
+
+_Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MambaKind:
+    """A Mamba 2 layer (Dao and Gu, 2024). Sizes are of this rank's shard.
+
+    num_groups: heads of one group have the same input and output maps, B and C.
+    conv_width: tokens that the causal convolution sees, the newest included.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    conv_width: int
+
+    @property
+    def width(self) -> int:
+        """Elements of all heads of a token."""
+        return self.num_heads * self.head_dim
+
+    def make_backend(self, view: PagedStates) -> "StateBackend":
+        """view: of (num_heads, head_dim, state_size) float32 and (conv_width - 1, channels) in the
+        model's dtype per block and layer."""
+        return StateBackend(self, view)
+
+
+class StateBackend:
+    """Computes the layers of one group, in plain torch operations."""
+
+    def __init__(self, kind: MambaKind, view: PagedStates) -> None:
+        self.kind = kind
+        self.view = view
+
+    def begin_step(self, metadata: AttentionMetadata) -> "StateStep":
+        return StateStep(self.kind, self.view, metadata)
+
+
+class StateStep:
+    """One step, all layers of the group."""
+
+    native_steps: tuple[bytes, ...] = ()
+
+    def __init__(self, kind: MambaKind, view: PagedStates, metadata: AttentionMetadata) -> None:
+        self._kind = kind
+        self._states, self._conv_inputs = view.states
+        num_decodes = len(metadata.decode_rows)
+        # Longest first: the scan moves the states of those that have a next piece, which lead then.
+        chunks = sorted(metadata.prefill_chunks, key=lambda chunk: -chunk.num_tokens)
+        device = metadata.slot_mapping.device
+        firsts = np.array([*range(num_decodes), *(c.first_token for c in chunks)], np.int64)
+        counts = np.array([*[1] * num_decodes, *(c.num_tokens for c in chunks)], np.int64)
+        self._convolution = _Convolution(firsts, counts, kind.conv_width, device)
+        self._decodes, self._rest = slice(num_decodes), slice(num_decodes, None)
+        self._slabs = _slabs(kind, num_decodes, device)
+        self._scan: _ChunkedScan | None = None
+        if chunks:
+            firsts, counts = firsts[num_decodes:], counts[num_decodes:]
+            self._scan = _ChunkedScan(firsts - num_decodes, counts, device)
+        self._read, self._written = _blocks(metadata, chunks, view.block_size)
+
+    def forward(
+        self,
+        layer: int,
+        inputs: Tensor,
+        dt: Tensor,
+        *,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        decay: Tensor,
+        skip: Tensor,
+        dt_bias: Tensor,
+    ) -> Tensor:
+        """h' = exp(dt decay) h + dt x B^T per head, y = h' C + skip x, of every token.
+
+        layer:       among those of the group.
+        inputs:      (n, conv_channels): x, B and C before the convolution, side by side.
+        dt:          (n, num_heads), before bias and softplus.
+        conv_weight: (conv_width, conv_channels), oldest token first; conv_bias: (conv_channels,).
+        decay, skip, dt_bias: (num_heads,) float32; decay is below 0.
+        Returns (n, num_heads * head_dim) float32.
+        """
+        kind, states, kept_inputs = self._kind, self._states[:, layer], self._conv_inputs[:, layer]
+        kept = kept_inputs.index_select(0, self._read)
+        convolved, kept = self._convolution.run(inputs, kept, conv_weight, conv_bias)
+        kept_inputs.index_copy_(0, self._written, kept)
+
+        maps_width = kind.num_groups * kind.state_size
+        x, b, c = convolved.split([kind.width, maps_width, maps_width], dim=1)
+        x = x.unflatten(1, (kind.num_heads, kind.head_dim))
+        b = b.unflatten(1, (kind.num_groups, kind.state_size))
+        c = c.unflatten(1, (kind.num_groups, kind.state_size))
+        dt = F.softplus(dt.float() + dt_bias)
+        out = skip[:, None] * x
+        rest, decodes = self._rest, self._decodes
+        state = states.index_select(0, self._read[rest])
+        if self._scan is not None:
+            out[rest] += self._scan.run(state, x[rest], b[rest], c[rest], dt[rest], decay)
+        for heads, groups in self._slabs:
+            out[decodes, heads] += _advance(
+                states[:, heads],
+                self._read[decodes],
+                self._written[decodes],
+                x[decodes, heads],
+                b[decodes, groups],
+                c[decodes, groups],
+                dt[decodes, heads],
+                decay[heads],
+            )
+        states.index_copy_(0, self._written[rest], state)
+        return out.flatten(1)
+
+
+def _slabs(kind: MambaKind, num_seqs: int, device: torch.device) -> list[tuple[slice, slice]]:
+    """Heads, and the groups that they are of, whose states are moved on together: on a CPU so few
+    that those of all sequences stay in its cache from being read to being written."""
+    if num_seqs == 0:
+        return []
+    num_heads = kind.num_heads
+    if device.type == "cpu":
+        head_bytes = num_seqs * kind.head_dim * kind.state_size * torch.float32.itemsize
+        num_heads = min(num_heads, max(1, SLAB_BYTES // head_bytes))
+    per_group = kind.num_heads // kind.num_groups
+    if num_heads >= per_group:
+        step = num_heads // per_group
+        groups = [slice(g, min(g + step, kind.num_groups)) for g in range(0, kind.num_groups, step)]
+        return [(slice(g.start * per_group, g.stop * per_group), g) for g in groups]
+    return [
+        (slice(first, min(first + num_heads, (group + 1) * per_group)), slice(group, group + 1))
+        for group in range(kind.num_groups)
+        for first in range(group * per_group, (group + 1) * per_group, num_heads)
+    ]
+
+
+def _blocks(
+    metadata: AttentionMetadata, chunks: Sequence[PrefillChunk], block_size: int
+) -> tuple[Tensor, Tensor]:
+    """The blocks of the last token before the step, or the null block where there is none, and of
+    the step's last token: (num_seqs,) int64 each, decodes first."""
+    table, lens = metadata.block_table, metadata.decode_lens
+    lines = [(c.row, c.seq_len - c.num_tokens, c.seq_len) for c in chunks]
+    of_chunks = _upload(np.array(lines, np.int64).reshape(-1, 3), table.device)
+    of_decodes = torch.stack((metadata.decode_rows, lens - 1, lens), dim=1)
+    rows, starts, ends = torch.cat((of_decodes, of_chunks)).unbind(1)
+
+    def block_of(positions: Tensor) -> Tensor:
+        columns = positions.div(block_size, rounding_mode="floor")
+        return table[rows, columns].long()
+
+    return block_of((starts - 1).clamp_(min=0)) * (starts > 0), block_of(ends - 1)
+
+
+def _advance(
+    states: Tensor,
+    read: Tensor,
+    written: Tensor,
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    dt: Tensor,
+    decay: Tensor,
+) -> Tensor:
+    """One token of each sequence, from the states in the blocks `read` to those in `written`.
+
+    states: (num_blocks, num_heads, head_dim, state_size); x: (n, num_heads, head_dim); b, c:
+    (n, num_groups, state_size); dt: (n, num_heads). Returns h' C, like x.
+    """
+    state = states.index_select(0, read)
+    state.mul_((dt * decay).exp_()[:, :, None, None])
+    # Heads of a group lie side by side: they are the rows of one product with its B and C.
+    num_products, state_size = b.shape[0] * b.shape[1], b.shape[2]
+    rows = state.view(num_products, -1, state_size)
+    rows.addcmul_(
+        (dt.unsqueeze(2) * x).view(num_products, -1, 1), b.reshape(num_products, 1, state_size)
+    )
+    states.index_copy_(0, written, state)
+    return torch.bmm(c.reshape(num_products, 1, state_size), rows.mT).view(x.shape)
+
+
+class _Convolution:
+    """A causal convolution over sequences of any lengths, and silu.
+
+    Its taps read lines of one table: the inputs that each sequence has kept, oldest first, then
+    those of the step. firsts, counts: (num_seqs,) each sequence's first token, and how many.
+    """
+
+    def __init__(self, firsts: _Ints, counts: _Ints, width: int, device: torch.device) -> None:
+        num_seqs, num_kept = len(firsts), width - 1
+        first_step_line = num_seqs * num_kept
+
+        def lines(seqs: _Ints, offsets: _Ints) -> _Ints:
+            """Of the tokens `offsets` behind their sequence's first; those before were kept."""
+            kept = seqs * num_kept + num_kept + offsets
+            return np.where(offsets < 0, kept, first_step_line + firsts[seqs] + offsets)
+
+        seqs, offsets = _tokens(counts)
+        taps = np.empty((width, len(seqs)), np.int64)
+        for tap in range(width):
+            taps[tap, firsts[seqs] + offsets] = lines(seqs, offsets - num_kept + tap)
+        last = counts[:, None] + np.arange(-num_kept, 0)
+        self._taps = _upload(taps, device)
+        self._kept = _upload(lines(np.arange(num_seqs)[:, None], last).reshape(-1), device)
+
+    def run(
+        self, inputs: Tensor, kept: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """inputs: (n, channels); kept: (num_seqs, width - 1, channels).
+
+        Returns the result, (n, channels) float32, and what to keep now, like `kept`.
+        """
+        table = torch.cat((kept.flatten(0, 1), inputs))
+        out = torch.zeros(inputs.shape, dtype=torch.float32, device=inputs.device)
+        if bias is not None:
+            out += bias
+        for tap, of_tap in zip(self._taps, weight, strict=True):
+            out.addcmul_(table.index_select(0, tap).float(), of_tap.float())
+        return F.silu(out.to(inputs.dtype)).float(), table.index_select(0, self._kept).view_as(kept)
+
+
+class _ChunkedScan:
+    """The recurrence over chunks of several tokens, longest first.
+
+    Chunks are cut into pieces; first come the first pieces of all, then the second ones, and so on.
+    firsts, counts: (num_chunks,) each chunk's first token, and how many.
+    """
+
+    def __init__(self, firsts: _Ints, counts: _Ints, device: torch.device) -> None:
+        width = min(PIECE_TOKENS, int(counts[0]))
+        nths = np.arange(-(-int(counts[0]) // width))
+        self._num_active = [int(number) for number in (counts[:, None] > nths * width).sum(0)]
+        chunks = np.concatenate([np.arange(number) for number in self._num_active])
+        offsets = np.repeat(nths, self._num_active)[:, None] * width + np.arange(width)
+        is_token = offsets < counts[chunks, None]
+        # Padding repeats the chunk's own last token, so nothing of another sequence is computed on.
+        tokens = firsts[chunks, None] + np.minimum(offsets, counts[chunks, None] - 1)
+        places = np.empty(int(counts.sum()), np.int64)
+        places[tokens[is_token]] = np.flatnonzero(is_token)
+        self._tokens = _upload(tokens, device)
+        self._places = _upload(places, device)
+        self._is_padding = _upload(~is_token, device)
+        self._is_later = torch.ones(width, width, dtype=torch.bool, device=device).triu_(1)
+
+    def run(
+        self, state: Tensor, x: Tensor, b: Tensor, c: Tensor, dt: Tensor, decay: Tensor
+    ) -> Tensor:
+        """state: (num_chunks, num_heads, head_dim, state_size), moves on; the rest as in `_advance`
+        for every token. Returns h' C, like x."""
+        num_groups = b.shape[1]
+        dt = dt[self._tokens].masked_fill_(self._is_padding.unsqueeze(2), 0)  # moves no state
+        b, c = (maps[self._tokens].transpose(1, 2) for maps in (b, c))  # (pieces, group, token, N)
+        x = (x[self._tokens] * dt.unsqueeze(3)).permute(
+            0, 2, 3, 1
+        )  # (pieces, head, head_dim, token)
+        # Sums over a piece in float64: what counts are differences, near 0, of large numbers.
+        log = (dt.double() * decay).cumsum(1).transpose(1, 2)  # (pieces, head, token)
+        between = (log.unsqueeze(3) - log.unsqueeze(2)).float()
+        between = between.masked_fill_(self._is_later, float("-inf")).exp_()
+        scores = between.unflatten(1, (num_groups, -1)).mul_((c @ b.mT).unsqueeze(2)).flatten(1, 2)
+        y = x @ scores.mT  # (pieces, head, head_dim, token), of tokens of the same piece
+
+        at_end = x * (log[:, :, -1:] - log).float().exp_().unsqueeze(2)
+        added = at_end.unflatten(1, (num_groups, -1)).flatten(2, 3) @ b
+        before = self._carry(state, added.view(len(added), *state.shape[1:]), log[:, :, -1])
+        earlier = before.unflatten(1, (num_groups, -1)).flatten(2, 3) @ c.mT
+        y += earlier.view_as(y).mul_(log.float().exp_().unsqueeze(2))
+        return y.permute(0, 3, 1, 2).flatten(0, 1).index_select(0, self._places)
+
+    def _carry(self, state: Tensor, added: Tensor, log_decay: Tensor) -> Tensor:
+        """The state before each piece, like `added`, from what every piece adds to it and by how
+        much it decays; `state` becomes the one behind each chunk's last."""
+        before = torch.empty_like(added)
+        decay = log_decay.float().exp_()[:, :, None, None]
+        first = 0
+        for number in self._num_active:
+            pieces = slice(first, first + number)
+            before[pieces] = state[:number]
+            state[:number].mul_(decay[pieces]).add_(added[pieces])
+            first += number
+        return before
+
+
+def _tokens(counts: _Ints) -> tuple[_Ints, _Ints]:
+    """Each token's sequence, and its place in it, sequence after sequence."""
+    seqs = np.repeat(np.arange(len(counts)), counts)
+    return seqs, np.arange(len(seqs)) - np.repeat(counts.cumsum() - counts, counts)
+
+
+def _upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """To the device, without waiting for it."""
+    tensor = torch.from_numpy(values)
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,74 @@
+"""y = x W^T + b in bfloat16, from a matrix that was packed for it once."""
+
+import torch
+from torch import Tensor
+
+from longshore.worker.kernels.native import LINEAR, empty, native, num_threads
+
+PANEL = 32  # outputs that are computed at once, as in native/linear.h
+
+
+def supports(weight: Tensor) -> bool:
+    """Whether the kernel computes with such a matrix, and nothing here is faster: a processor with
+    tiles (AMX) is left to oneDNN."""
+    kernels = native()
+    return (
+        kernels is not None
+        and kernels.multiplies_bfloat16
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and weight.shape[1] % 2 == 0
+        and not torch.cpu._is_amx_tile_supported()
+    )
+
+
+class PackedMatrix:
+    """A copy of `weight`, (rows, columns), in panels of `PANEL` rows: (panels, columns / 2, PANEL,
+    2), the last one padded with zeros."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._num_rows, self._num_columns = weight.shape
+        num_panels = -(-self._num_rows // PANEL)
+        self._panels = torch.zeros(
+            (num_panels, self._num_columns // 2, PANEL, 2), dtype=weight.dtype
+        )
+        # Panel by panel, or packing a large matrix would take its memory once more.
+        for panel, rows in zip(self._panels, weight.split(PANEL), strict=True):
+            panel[:, : len(rows)] = rows.unflatten(1, (-1, 2)).transpose(0, 1)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x: (n, columns), bias: (rows,) -> x M^T + bias, (n, rows). Raises ValueError for what
+        does not fit."""
+        num_columns = self._num_columns
+        if x.dtype != torch.bfloat16 or x.shape[1:] != (num_columns,):
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)}, the matrix needs torch.bfloat16 "
+                f"(n, {num_columns})"
+            )
+        if bias is not None and (bias.dtype != x.dtype or bias.shape != (self._num_rows,)):
+            raise ValueError(
+                f"the bias is {bias.dtype} {tuple(bias.shape)}, the matrix needs torch.bfloat16 "
+                f"({self._num_rows},)"
+            )
+        if x.stride(1) != 1 or x.stride(0) % 2:
+            x = x.contiguous()
+        kernels = native()
+        assert kernels is not None, "a matrix was packed for kernels that are gone"
+        num_rows = len(x)
+        out = empty((num_rows, self._num_rows), x.dtype)
+        kernels.run(
+            "linear",
+            x.dtype,
+            LINEAR.pack(
+                x.data_ptr(),
+                self._panels.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                num_rows,
+                num_columns,
+                self._num_rows,
+                x.stride(0),
+                num_threads(self._panels.nbytes),
+            ),
+        )
+        return out

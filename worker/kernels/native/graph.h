@@ -1,0 +1,46 @@
+// A fixed sequence of calls, all on one team of threads: what a CUDA graph is to a GPU.
+//
+// The calls were recorded with `captured` tokens; `tokens` are computed. Each ends at a barrier of
+// its threads, so the next one sees what it wrote.
+
+template <class T>
+static void run_call(const GraphCall& call, int64_t captured, int64_t tokens,
+                     const AttentionStep* const* steps) {
+  const auto rows = [&](int64_t num_rows) { return num_rows / captured * tokens; };
+  switch (call.kernel) {
+    case RMS_NORM: {
+      RmsNorm one = *(const RmsNorm*)call.arguments;
+      one.num_rows = rows(one.num_rows);
+      return rms_norm_in_team<T>(one);
+    }
+    case SILU_AND_MUL: {
+      SiluAndMul one = *(const SiluAndMul*)call.arguments;
+      one.num_rows = rows(one.num_rows);
+      return silu_and_mul_in_team<T>(one);
+    }
+    case ROTARY: {
+      Rotary one = *(const Rotary*)call.arguments;
+      one.num_tokens = rows(one.num_tokens);
+      return rotary_in_team<T>(one);
+    }
+    case PAGED_ATTENTION:
+      return paged_attention_in_team<T>(*steps[call.step], *(const AttentionLayer*)call.arguments);
+    case LINEAR: {
+#if HAS_BF16_DOT
+      Linear one = *(const Linear*)call.arguments;
+      one.num_rows = rows(one.num_rows);
+      return linear_in_team(one);
+#endif
+    }
+  }
+}
+
+static void run_graph(const GraphCall* calls, int64_t num_calls, int64_t captured, int64_t tokens,
+                      const AttentionStep* const* steps, int threads) {
+#pragma omp parallel num_threads(threads)
+  for (int64_t i = 0; i < num_calls; ++i)
+    if (calls[i].is_bfloat16)
+      run_call<BFloat16>(calls[i], captured, tokens, steps);
+    else
+      run_call<float>(calls[i], captured, tokens, steps);
+}
