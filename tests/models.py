@@ -1,6 +1,7 @@
 """Tiny random checkpoints, made by transformers: small enough to compare every logit."""
 
 import importlib
+import itertools
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,17 +32,22 @@ def make_tiny_model(
     """
     import torch
 
-    transformers = importlib.import_module("transformers")
-    config = getattr(transformers, f"{family}Config")(**(SHAPE | overrides))
+    model_class = getattr(importlib.import_module("transformers"), f"{family}ForCausalLM")
+    config = model_class.config_class(**(SHAPE | overrides))
+    # Mixtures by plain products: the grouped one that transformers prefers has no float64.
+    config._experts_implementation = "eager"
     rng_state = torch.get_rng_state()
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
-    for name, parameter in model.named_parameters():
-        # transformers starts biases at zero and norms at one, which would hide what is mixed up.
+    model = model_class(config).eval().float()
+    for name, parameter in itertools.chain(model.named_parameters(), model.named_buffers()):
+        # transformers starts biases at zero and norms at one (some store them less one), which
+        # would hide what is mixed up.
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
-        elif name.endswith("norm.weight"):
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith(("norm.weight", "norm_f.weight", ".D")):
+            parameter.data += torch.empty_like(parameter).uniform_(-0.5, 0.5)
+        elif name.endswith(".A_log"):  # some states are to last, so that a lost one shows
+            torch.nn.init.uniform_(parameter, -6.0, 1.0)
     torch.set_rng_state(rng_state)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return model

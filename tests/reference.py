@@ -11,6 +11,9 @@ from typing import Any, Final
 TIE: Final = 1e-5
 MAX_TIED_SHARE: Final = 0.01
 
+CACHES: Final = ("past_key_values", "cache_params")
+"""What transformers calls what a model remembers, of attention and of states."""
+
 
 @dataclass(frozen=True)
 class ReferenceAnswer:
@@ -28,13 +31,16 @@ def greedy_reference(model: Any, prompt: Sequence[int], num_tokens: int) -> Refe
     token_ids: list[int] = []
     margins: list[float] = []
     with torch.inference_mode():
-        inputs, cache = torch.tensor([list(prompt)]), None
+        inputs, caches = torch.tensor([list(prompt)]), {}
         for _ in range(num_tokens):
-            output = model(inputs, past_key_values=cache, use_cache=True)
+            first = len(prompt) + len(token_ids) - inputs.shape[1]
+            positions = torch.arange(first, first + inputs.shape[1]).unsqueeze(0)  # some need them
+            output = model(inputs, position_ids=positions, use_cache=True, **caches)
             best = output.logits[0, -1].topk(2)
             token_ids.append(int(best.indices[0]))
             margins.append(float(best.values[0] - best.values[1]))
-            inputs, cache = best.indices[None, :1], output.past_key_values
+            inputs = best.indices[None, :1]
+            caches = {name: output[name] for name in CACHES if name in output}
     return ReferenceAnswer(token_ids, margins)
 
 

@@ -11,6 +11,7 @@ from longshore.worker.kernels.rms_norm import rms_norm
 from longshore.worker.kernels.rotary import rotary_
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.rms_norm import OffsetRMSNorm
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors, whole
 from longshore.worker.models.decoder_config import DecoderConfig
@@ -103,6 +104,30 @@ class HeadNormAttention(SelfAttention):
             **super().checkpoint_tensors(name),
             f"{name}.q_norm.weight": whole(self.q_norm),
             f"{name}.k_norm.weight": whole(self.k_norm),
+        }
+
+
+class OffsetHeadNormAttention(SelfAttention):
+    """The same with the norms of Gemma. q_norm, k_norm: over head_dim."""
+
+    def __init__(self, config: DecoderConfig, placement: Placement) -> None:
+        super().__init__(config, placement)
+        self.q_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps, placement)
+        self.k_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps, placement)
+
+    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        if q.dtype != torch.float32:
+            return super().prepare(self.q_norm(q), self.k_norm(k), rotation)
+        positions, table = rotation
+        norms = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight}
+        rotary_(q, k, positions, table, **norms, eps=self.q_norm.eps)
+        return q, k
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        return {
+            **super().checkpoint_tensors(name),
+            f"{name}.q_norm.weight": whole(self.q_norm.weight),
+            f"{name}.k_norm.weight": whole(self.k_norm.weight),
         }
 
 

@@ -1,14 +1,34 @@
 """A weight matrix, laid out for its product once it is loaded.
 
-On a CPU, oneDNN reads a matrix in tiles. Given one as it is stored, it rearranges it in every call,
-which for the few rows of a decode step costs as much as the product itself.
+On a CPU, products in bfloat16 read a matrix in tiles. Given one as it is stored, oneDNN rearranges
+it in every call, which for the few rows of a decode step costs as much as the product itself.
 """
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.kernels import linear
 from longshore.worker.layers.placement import Placement
+
+
+class _Packed(Protocol):
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+
+class _PackedForOneDNN:
+    """What is fastest where the processor multiplies tiles (AMX), or has no kernels of ours."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+            x, self._packed, bias, "none", [], ""
+        )
+        return y
 
 
 class Matrix:
@@ -18,9 +38,8 @@ class Matrix:
 
     def __init__(self, weight: Tensor, placement: Placement) -> None:
         self._stored: Tensor | None = weight
-        self._packed: Tensor | None = None
-        if _can_pack(weight):
-            placement.when_loaded(self._pack)
+        self._packed: _Packed | None = None
+        placement.when_loaded(self._pack)
 
     @property
     def stored(self) -> Tensor:
@@ -32,14 +51,20 @@ class Matrix:
         """x: (n, columns); bias: (rows,) -> x M^T + bias, (n, rows)."""
         if self._packed is None:
             return F.linear(x, self.stored, bias)
-        return torch.ops.mkldnn._linear_pointwise.default(x, self._packed, bias, "none", [], "")
+        return self._packed.product(x, bias)
 
     def _pack(self) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.stored)
+        weight = self.stored
+        if linear.supports(weight):
+            self._packed = linear.PackedMatrix(weight)
+        elif _is_for_onednn(weight):
+            self._packed = _PackedForOneDNN(weight)
+        else:
+            return
         self._stored = None
 
 
-def _can_pack(weight: Tensor) -> bool:
+def _is_for_onednn(weight: Tensor) -> bool:
     # Only bfloat16: products in float32 are MKL's, which are the faster ones there.
     return (
         weight.device.type == "cpu"

@@ -1,17 +1,37 @@
-"""The gated feed-forward layer of Llama: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+"""The gated feed-forward layer of Llama: down(silu(gate(x)) * up(x)) (Shazeer, 2020), or with
+another activation in place of silu."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.kernels.silu_and_mul import silu_and_mul
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors
-from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.models.decoder_config import Activation, DecoderConfig
 
 SPLIT_GATE_UP: Final = ("gate_proj", "up_proj")
+
+
+def gelu_and_mul(gate_up: Tensor, *, approximate: str = "none") -> Tensor:
+    """gelu (Hendrycks and Gimpel, 2016) where `silu_and_mul` has silu; the same shapes.
+
+    approximate: "none" or "tanh", as of torch.nn.functional.gelu.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=approximate).mul_(up)
+
+
+GATES: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
+    "silu": silu_and_mul,
+    "gelu": gelu_and_mul,
+    "gelu_tanh": partial(gelu_and_mul, approximate="tanh"),
+}
+"""From gates and what they let through, (n, 2 * size), to (n, size)."""
 
 
 class GatedMLP:
@@ -30,12 +50,13 @@ class GatedMLP:
         size, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         half = Columns(width, placement.parallel.share(width))
         self._gate_up_names = gate_up_names
+        self._gate = GATES[config.activation]
         self.gate_up = ColumnParallelLinear(size, (half, half), bias=bias, placement=placement)
         self.down = RowParallelLinear(width, size, bias=bias, placement=placement)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (n, hidden_size) -> the same shape."""
-        return self.down(silu_and_mul(self.gate_up(x)))
+        return self.down(self._gate(self.gate_up(x)))
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {

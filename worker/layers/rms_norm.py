@@ -1,5 +1,6 @@
 """Root mean square normalisation (Zhang and Sennrich, 2019), computed in float32."""
 
+import torch
 from torch import Tensor
 
 from longshore.worker.kernels.rms_norm import add_rms_norm, rms_norm
@@ -23,3 +24,27 @@ class RMSNorm:
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps), residual
+
+
+class OffsetRMSNorm(RMSNorm):
+    """The checkpoint has weights less one, as Gemma was trained.
+
+    Once loaded, `weight` is whole and float32, since no half precision holds the sums; the product
+    with it is rounded to the model's dtype only then.
+    """
+
+    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+        super().__init__(size, eps, placement)
+        placement.when_loaded(self._add_one)
+
+    def _add_one(self) -> None:
+        self.weight = self.weight.float() + 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x.float(), self.weight, self.eps).to(x.dtype)
+
+    def after_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is not None and x.dtype == torch.float32:
+            return super().after_add(x, residual)
+        total = x if residual is None else residual.add_(x)
+        return self(total), total

@@ -6,12 +6,15 @@ last the norm and the head; a head that is tied to the embedding is held by both
 
 import re
 from abc import ABC, abstractmethod
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.attention.kind import CachedLayer, Kind, PagedAttentionKind
+from longshore.worker.cache_plan import cache_name
+from longshore.worker.kv_scales import is_kv_scale
 from longshore.worker.layers.embedding import Embedding, OutputHead
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
@@ -51,8 +54,11 @@ class Decoder(ABC):
     """A model for causal language modelling. Uninitialised until `checkpoint_tensors` are filled.
 
     max_model_len: positions that are tabulated, in tokens.
+    norm_type:     of the norm before the head.
     Raises UnsupportedModel if the ranks cannot share the model evenly.
     """
+
+    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(
         self,
@@ -70,13 +76,15 @@ class Decoder(ABC):
         self.num_local_heads = config.num_heads // parallel.num_shards
         self.num_local_kv_heads = config.num_local_kv_heads(parallel.num_shards)
         self._layer_indices = parallel.layers(config.num_layers)
-        self._rotary_table = rotary_table(
-            config.rope,
-            rotary_dim=config.rotary_dim,
-            max_positions=max_model_len,
-            device=device,
-        )
-        self.layers = [self.make_layer(self._placement) for _ in self._layer_indices]
+        ropes = [config.rope_of(layer) for layer in self._layer_indices]
+        tables = {
+            rope: rotary_table(
+                rope, rotary_dim=config.rotary_dim, max_positions=max_model_len, device=device
+            )
+            for rope in dict.fromkeys(ropes)
+        }
+        self._rotary_tables = [tables[rope] for rope in ropes]
+        self.layers = [self.make_layer(self._placement, layer) for layer in self._layer_indices]
         first, last = parallel.is_first_stage, parallel.is_last_stage
         is_tied = config.tie_word_embeddings
         size = (config.vocab_size, config.hidden_size, self._placement)
@@ -84,12 +92,32 @@ class Decoder(ABC):
         self.norm: RMSNorm | None = None
         self.head: OutputHead | None = None
         if last:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, self._placement)
+            self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps, self._placement)
             self.head = OutputHead(*size, tied_to=self.embedding if is_tied else None)
 
     @abstractmethod
-    def make_layer(self, placement: Placement) -> DecoderLayer:
-        """One layer; `self.config` is set."""
+    def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
+        """One layer; `self.config` is set. layer: among those of the whole model, from 0."""
+
+    def attention_kind(self, layer: int) -> Kind:
+        """How a layer of the model, counted from its first, is computed. What it keeps says
+        `config.cache_spec`: a family with layers of several kinds overrides both."""
+        reach = self.config.reach_of(layer)
+        return PagedAttentionKind(
+            num_heads=self.num_local_heads,
+            scale=self.config.score_scale,
+            window=reach.window,
+            chunk=reach.chunk,
+            softcap=self.config.score_softcap,
+        )
+
+    def cached_layers(self) -> tuple[CachedLayer, ...]:
+        """This rank's layers that keep something, as `attention.forward` numbers them; by the names
+        of `config.cache_specs`."""
+        return tuple(
+            CachedLayer(cache_name(layer), self.attention_kind(layer))
+            for layer in self._layer_indices
+        )
 
     @property
     def num_local_layers(self) -> int:
@@ -103,11 +131,17 @@ class Decoder(ABC):
         positions: (n,) int64, below max_model_len.
         """
         x = self.embed(inputs) if self.parallel.is_first_stage else inputs
-        residual: Tensor | None = None
-        rotation = Rotation(positions, self._rotary_table)
-        for index, layer in enumerate(self.layers):
-            x, residual = layer(x, residual, index, rotation, attention)
+        x, residual = self.run_layers(x, positions, attention)
         return x if residual is None else residual.add_(x)
+
+    def run_layers(
+        self, x: Tensor, positions: Tensor, attention: AttentionStep
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layers alone: hidden states as a sum, see DecoderLayer. x is overwritten."""
+        residual: Tensor | None = None
+        for index, (layer, table) in enumerate(zip(self.layers, self._rotary_tables, strict=True)):
+            x, residual = layer(x, residual, index, Rotation(positions, table), attention)
+        return x, residual
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids: (n,) int32 -> (n, hidden_size)."""
@@ -120,8 +154,10 @@ class Decoder(ABC):
         assert self.norm is not None, "only the last stage has a head"
         assert self.head is not None
         logits = self.head(self.norm(hidden))
-        scale = self.config.logit_scale
-        return logits if scale == 1.0 else logits.mul_(scale)
+        scale, cap = self.config.logit_scale, self.config.logit_softcap
+        if scale != 1.0:
+            logits.mul_(scale)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def checkpoint_tensors(self) -> StoredTensors:
         """Where this rank's tensors of the checkpoint go; every one must be filled."""
@@ -142,11 +178,13 @@ class Decoder(ABC):
 
     def is_redundant(self, name: str) -> bool:
         """A tensor that the checkpoint may have without a place here: of another stage, or stored
-        by some writers although the model derives it (tables of angles, a tied output head)."""
+        by some writers although the model derives it (tables of angles, a tied output head), or of
+        use to the KV cache alone (its scales)."""
         layer = _LAYER.match(name)
         return (
             self.copy_of(name) is not None
             or name.endswith("rotary_emb.inv_freq")
+            or is_kv_scale(name)
             or (name in (EMBEDDINGS, NORM, HEAD) and self.parallel.num_stages > 1)
             or (layer is not None and self._is_elsewhere(int(layer[1])))
         )

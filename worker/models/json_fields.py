@@ -1,7 +1,7 @@
 """Typed reads from a checkpoint's config.json: a wrong value is refused with its key and file."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,6 +63,16 @@ class JsonFields:
         if not isinstance(value, dict):
             raise self.wrong(key, "an object")
         return JsonFields(value, f"{self.source}, {key}")
+
+    def with_defaults(
+        self, defaults: Mapping[str, object], *, nullable: Collection[str] = ()
+    ) -> "JsonFields":
+        """The same with what a family takes keys for that are absent or null.
+
+        nullable: keys whose null says something else than their absence.
+        """
+        given = {k: v for k, v in self.values.items() if v is not None or k in nullable}
+        return JsonFields({**defaults, **given}, self.source)
 
     def refuse_unless_neutral(self, key: str, neutral: object, why: str) -> None:
         """Raise UnsupportedModel when `key` asks for something that is not computed here."""

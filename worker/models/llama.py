@@ -1,5 +1,7 @@
 """Llama, and the families that differ from it in sizes and biases only: Mistral, Qwen2."""
 
+from typing import Protocol
+
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
@@ -13,6 +15,32 @@ from longshore.worker.models.decoder import Decoder, DecoderLayer
 from longshore.worker.models.decoder_config import DecoderConfig
 
 
+class Attention(Protocol):
+    """What a layer computes over the tokens of a sequence."""
+
+    def __call__(
+        self, x: Tensor, layer: int, rotation: Rotation, attention: AttentionStep
+    ) -> Tensor:
+        """x: (n, hidden_size) -> the same shape. layer: among those of this rank."""
+        ...
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        """name: of the module in the checkpoint."""
+        ...
+
+
+class FeedForward(Protocol):
+    """What a layer computes of each token by itself."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (n, hidden_size) -> the same shape."""
+        ...
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        """name: of the module in the checkpoint."""
+        ...
+
+
 class PreNormLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -21,14 +49,17 @@ class PreNormLayer:
         config: DecoderConfig,
         placement: Placement,
         *,
-        attention: SelfAttention,
-        mlp: GatedMLP,
+        attention: Attention,
+        mlp: FeedForward,
+        mlp_name: str = "mlp",
     ) -> None:
+        """mlp_name: what the checkpoint calls it."""
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(size, eps, placement)
         self.attention = attention
         self.post_attention_norm = RMSNorm(size, eps, placement)
         self.mlp = mlp
+        self._mlp_name = mlp_name
 
     def __call__(
         self,
@@ -48,14 +79,14 @@ class PreNormLayer:
             f"{name}.input_layernorm.weight": whole(self.input_norm.weight),
             f"{name}.post_attention_layernorm.weight": whole(self.post_attention_norm.weight),
             **self.attention.checkpoint_tensors(f"{name}.self_attn"),
-            **self.mlp.checkpoint_tensors(f"{name}.mlp"),
+            **self.mlp.checkpoint_tensors(f"{name}.{self._mlp_name}"),
         }
 
 
 class Llama(Decoder):
     """Norms before, rotary positions, grouped queries, a gated MLP."""
 
-    def make_layer(self, placement: Placement) -> DecoderLayer:
+    def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         config = self.config
         attention = SelfAttention(config, placement)
         return PreNormLayer(config, placement, attention=attention, mlp=GatedMLP(config, placement))

@@ -2,11 +2,7 @@
 
 from dataclasses import dataclass
 
-from longshore.worker.models.decoder_config import (
-    DecoderConfig,
-    read_dense_fields,
-    sliding_window,
-)
+from longshore.worker.models.decoder_config import DecoderConfig, read_dense_fields
 from longshore.worker.models.json_fields import JsonFields
 
 
@@ -19,9 +15,12 @@ class LlamaConfig(DecoderConfig):
 
     @classmethod
     def read(cls, fields: JsonFields) -> "LlamaConfig":
+        fields.refuse_unless_neutral(
+            "sliding_window", None, "sliding windows are not part of this family"
+        )
         attention_bias = fields.boolean("attention_bias", False)
         return cls(
-            **read_dense_fields(fields, window=sliding_window(fields)),
+            **read_dense_fields(fields),
             qkv_bias=attention_bias,
             out_bias=attention_bias,
             mlp_bias=fields.boolean("mlp_bias", False),

@@ -1,9 +1,11 @@
-"""Mistral (Jiang et al., 2023) without its sliding window: computed as a Llama."""
+"""Mistral (Jiang et al., 2023): a Llama whose layers all have a sliding window, or none."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from longshore.worker.models.decoder_config import (
+    FULL,
+    SLIDING,
     DecoderConfig,
     read_dense_fields,
     sliding_window,
@@ -24,4 +26,19 @@ class MistralConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: JsonFields) -> "MistralConfig":
         window = sliding_window(fields, DEFAULT_WINDOW)
-        return cls(**read_dense_fields(fields, max_position_embeddings=131_072, window=window))
+        return cls(
+            **read_dense_fields(
+                fields, max_position_embeddings=131_072, **same_window(fields, window)
+            )
+        )
+
+
+def same_window(fields: JsonFields, window: int | None) -> dict[str, Any]:
+    """For `read_dense_fields`: all layers have this window, in tokens, or all have none."""
+    layer_type = FULL if window is None else SLIDING
+    fields.refuse_unless_neutral(
+        "layer_types",
+        [layer_type] * fields.integer("num_hidden_layers"),
+        "layers of this family are all alike",
+    )
+    return {"window": window, "layer_type": lambda _: layer_type}

@@ -45,5 +45,5 @@ class PostNormLayer:
 
 
 class Olmo2(Decoder):
-    def make_layer(self, placement: Placement) -> DecoderLayer:
+    def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         return PostNormLayer(self.config, placement)

@@ -8,7 +8,7 @@ from longshore.worker.models.llama import PreNormLayer
 
 
 class Phi3(Decoder):
-    def make_layer(self, placement: Placement) -> DecoderLayer:
+    def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         config = self.config
         attention = SelfAttention(config, placement, qkv_names=("qkv_proj",))
         mlp = GatedMLP(config, placement, gate_up_names=("gate_up_proj",))

@@ -9,6 +9,7 @@ from longshore.worker.models.decoder_config import (
     sliding_window,
 )
 from longshore.worker.models.json_fields import JsonFields
+from longshore.worker.models.mistral_config import same_window
 
 ROPE_ALIASES: Final = {"su": "longrope", "yarn": "longrope"}
 """What the first checkpoints of this family called its scaling."""
@@ -16,7 +17,7 @@ ROPE_ALIASES: Final = {"su": "longrope", "yarn": "longrope"}
 
 @dataclass(frozen=True, kw_only=True)
 class Phi3Config(DecoderConfig):
-    """No biases; positions may turn a part of each head."""
+    """No biases; positions may turn a part of each head; all layers have a window or none has."""
 
     model_type = "phi3"
     model = "longshore.worker.models.phi3:Phi3"
@@ -28,7 +29,7 @@ class Phi3Config(DecoderConfig):
                 fields,
                 rms_norm_eps=1e-5,
                 max_position_embeddings=4096,
-                window=sliding_window(fields),
+                **same_window(fields, sliding_window(fields)),
                 has_partial_rotary=True,
                 rope_aliases=ROPE_ALIASES,
             )

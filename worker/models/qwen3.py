@@ -8,7 +8,7 @@ from longshore.worker.models.llama import PreNormLayer
 
 
 class Qwen3(Decoder):
-    def make_layer(self, placement: Placement) -> DecoderLayer:
+    def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         config = self.config
         attention = HeadNormAttention(config, placement)
         return PreNormLayer(config, placement, attention=attention, mlp=GatedMLP(config, placement))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from longshore.worker.models.decoder_config import DecoderConfig, read_dense_fields
 from longshore.worker.models.json_fields import JsonFields
-from longshore.worker.models.qwen2_config import qwen_window
+from longshore.worker.models.qwen2_config import later_windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,6 @@ class Qwen3Config(DecoderConfig):
     def read(cls, fields: JsonFields) -> "Qwen3Config":
         bias = fields.boolean("attention_bias", False)
         shape = read_dense_fields(
-            fields, max_position_embeddings=32_768, head_dim=128, window=qwen_window(fields)
+            fields, max_position_embeddings=32_768, head_dim=128, **later_windows(fields)
         )
         return cls(**shape, qkv_bias=bias, out_bias=bias)

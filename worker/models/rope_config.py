@@ -136,14 +136,16 @@ def read_rope_config(
     max_position_embeddings: int,
     rotary_dim: int,
     aliases: Mapping[str, str] | None = None,
+    default_theta: float = DEFAULT_THETA,
 ) -> RopeConfig:
     """The rope of a config.json. Raises UnsupportedModel for a kind or key that is not computed.
 
-    rotary_dim: elements of a head that are turned.
-    aliases:    what a family calls a kind, and the kind.
+    rotary_dim:    elements of a head that are turned.
+    aliases:       what a family calls a kind, and the kind.
+    default_theta: the family's base where the file says nothing.
     """
     rope = config.table("rope_scaling") or config.table("rope_parameters")
-    theta = config.real("rope_theta", DEFAULT_THETA, minimum=1.0)
+    theta = config.real("rope_theta", default_theta, minimum=1.0)
     if rope is None:
         return DefaultRope(theta)
     theta = rope.real("rope_theta", theta, minimum=1.0)

@@ -1,5 +1,6 @@
 """The shapes in which each family is checked against transformers."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -18,12 +19,39 @@ LLAMA3: Final = {
     "original_max_position_embeddings": 64,
     "rope_theta": 500_000.0,
 }
+GEMMA3_ROPES: Final = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 LONGROPE: Final = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.3, 1.7],
     "long_factor": [1.0, 2.0, 3.0, 5.0],
     "rope_theta": 10_000.0,
     "partial_rotary_factor": 0.5,
+}
+
+LATENT: Final = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+MAMBA: Final = {"num_heads": 8, "head_dim": 16, "state_size": 16}
+HYBRID: Final = {"mamba_n_heads": 8, "mamba_d_state": 16}
+GRANITE: Final = {
+    "num_local_experts": 0,
+    "shared_intermediate_size": 80,
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.5,
 }
 
 
@@ -58,7 +86,16 @@ CASES: Final = (
     Case("Mistral", "Mistral", {"sliding_window": None, "head_dim": 24}),
     Case("Mistral, linear", "Mistral", {"sliding_window": None, "rope_parameters": {
         "rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}),
+    Case("Qwen2, later layers windowed", "Qwen2", {
+        "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    Case("Qwen3, alternating", "Qwen3", {
+        "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 17,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    Case("Mistral, windowed", "Mistral", {"sliding_window": 24}),
+    Case("Mistral, a window of one block, one KV head", "Mistral", {
+        "sliding_window": 16, "num_key_value_heads": 1}),
     Case("Phi-3", "Phi3", {"num_key_value_heads": 4}),
+    Case("Phi-3, windowed", "Phi3", {"sliding_window": 33}),
     Case("Phi-3, partial rotary", "Phi3", {"rope_parameters": {
         "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}}),
     # transformers chooses by each request's length: long and short ones must not meet here.
@@ -68,7 +105,86 @@ CASES: Final = (
     Case("Phi-3, short factors", "Phi3",
          {"rope_parameters": dict(LONGROPE), "original_max_position_embeddings": 64},
          max_model_len=64, prompt_lengths=(37, 1, 50, 16)),
+    Case("Gemma 2", "Gemma2", {
+        "num_hidden_layers": 4, "sliding_window": 24, "head_dim": 24, "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 12.0,
+        "initializer_range": 0.1}),
+    Case("Gemma 2, uncapped, biased, untied", "Gemma2", {
+        "sliding_window": 16, "head_dim": 16, "attention_bias": True, "num_key_value_heads": 1,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "tie_word_embeddings": False, "initializer_range": 0.1}),
+    Case("Gemma 3", "Gemma3", {
+        "num_hidden_layers": 7, "sliding_window": 24, "head_dim": 24, "query_pre_attn_scalar": 20,
+        "rope_parameters": copy.deepcopy(GEMMA3_ROPES), "initializer_range": 0.1}),
+    Case("Gemma 3, another pattern, capped, untied", "Gemma3", {
+        "num_hidden_layers": 3, "sliding_window": 17, "head_dim": 16, "num_key_value_heads": 1,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "final_logit_softcapping": 12.0, "hidden_activation": "gelu",
+        "tie_word_embeddings": False, "initializer_range": 0.1}),
     Case("OLMo 2", "Olmo2", {}),
     Case("OLMo 2, biased, tied", "Olmo2", {"attention_bias": True, "num_key_value_heads": 1,
                                            "tie_word_embeddings": True}),
+    Case("Mixtral", "Mixtral", {}),
+    Case("Mixtral, one of three experts, tied", "Mixtral", {
+        "num_local_experts": 3, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    Case("Qwen3-MoE", "Qwen3Moe", {"moe_intermediate_size": 32, "num_local_experts": 8,
+                                   "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    Case("Qwen3-MoE, dense and sparse", "Qwen3Moe", {
+        "moe_intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 2,
+        "decoder_sparse_step": 2, "attention_bias": True, "head_dim": 24}),
+    Case("Qwen3-MoE, named dense layer", "Qwen3Moe", {
+        "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "mlp_only_layers": [1]}),
+    Case("Mixtral, window", "Mixtral", {"sliding_window": 24}),
+    Case("GPT-OSS", "GptOss", {
+        "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20,
+        "swiglu_limit": 1.5}),
+    Case("GPT-OSS, unbiased, short rope", "GptOss", {
+        "head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40,
+        "attention_bias": False, "tie_word_embeddings": True, "rope_parameters": {
+            **YARN, "truncate": False, "rope_theta": 150_000.0}}),
+    Case("Llama 4", "Llama4", {
+        "head_dim": 16, "intermediate_size_mlp": 80, "num_local_experts": 4,
+        "attention_chunk_size": 24, "no_rope_layer_interval": 2, "floor_scale": 16,
+        "rope_parameters": dict(LLAMA3)}),
+    Case("Llama 4, dense and sparse", "Llama4", {
+        "head_dim": 24, "intermediate_size_mlp": 80, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "attention_chunk_size": 32, "no_rope_layers": [0, 1],
+        "use_qk_norm": False, "attn_temperature_tuning": False, "interleave_moe_layer_step": 2,
+        "attention_bias": True}),
+    Case("DeepSeek-V2", "DeepseekV2", {**LATENT, "q_lora_rank": None}),
+    Case("DeepSeek-V2, groups, biased", "DeepseekV2", {
+        **LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 1.5, "first_k_dense_replace": 0, "attention_bias": True,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),
+    Case("DeepSeek-V2, biased latents alone", "DeepseekV2", {
+        **LATENT, "q_lora_rank": None, "attention_bias": True, "first_k_dense_replace": 2,
+        "n_shared_experts": 1}),
+    Case("DeepSeek-V3", "DeepseekV3", {
+        **LATENT, "n_group": 4, "topk_group": 2,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}),
+    Case("DeepSeek-V3, rotary halves, tied", "DeepseekV3", {
+        **LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False, "q_lora_rank": None,
+        "first_k_dense_replace": 0, "norm_topk_prob": False, "tie_word_embeddings": True}),
+    Case("Mamba 2", "Mamba2", {**MAMBA, "n_groups": 2}),
+    Case("Mamba 2, one group, biased, tied", "Mamba2", {
+        **MAMBA, "n_groups": 1, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3,
+        "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    Case("Mamba 2, narrow residual", "Mamba2", {
+        **MAMBA, "n_groups": 8, "residual_in_fp32": False, "num_hidden_layers": 3}),
+    Case("Bamba", "Bamba", {**HYBRID, "mamba_n_groups": 2, "attn_layer_indices": [1]}),
+    Case("Bamba, four layers, one group, biased", "Bamba", {
+        **HYBRID, "num_hidden_layers": 4, "attn_layer_indices": [0, 2], "num_key_value_heads": 1,
+        "mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True}),
+    Case("Granite 4 hybrid", "GraniteMoeHybrid", {
+        **HYBRID, **GRANITE, "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_groups": 2}),
+    Case("Granite 4 hybrid, mixture", "GraniteMoeHybrid", {
+        **HYBRID, **GRANITE, "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_groups": 2, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    Case("Granite 4 hybrid, turned, tied", "GraniteMoeHybrid", {
+        **HYBRID, **GRANITE, "num_hidden_layers": 3, "position_embedding_type": "rope",
+        "mamba_d_state": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_key_value_heads": 1, "tie_word_embeddings": True}),
 )  # fmt: skip

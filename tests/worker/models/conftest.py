@@ -13,6 +13,7 @@ from tests.reference import ReferenceAnswer, greedy_reference
 from tests.worker.models.cases import Case
 
 NUM_TOKENS = 12
+NUM_COMMON = 32
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], 
             # Smaller weights than elsewhere: float32 noise stays well below the tolerances.
             settings = {"initializer_range": 0.2, **case.settings}
             reference = make_tiny_model(case.family, path, **settings)
-            # The third prompt begins like the first, by two blocks.
+            # The third prompt begins like the first.
             prompts = [prompt_of(length, seed) for seed, length in enumerate(case.prompt_lengths)]
-            prompts[2][:32] = prompts[0][:32]
+            prompts[2][:NUM_COMMON] = prompts[0][:NUM_COMMON]
             answers = [greedy_reference(reference, prompt, NUM_TOKENS) for prompt in prompts]
             made[case.name] = Checkpoint(case, path, reference, prompts, answers)
         return made[case.name]

@@ -1,13 +1,14 @@
-"""One of two tensor parallel ranks over gloo: `python gloo_rank.py STORE SHARD JOBS ANSWERS`.
+"""One of two tensor parallel ranks over gloo: `python gloo_rank.py STORE SHARD`.
 
-JOBS is a JSON list of [model folder, max_model_len, prompts, num_tokens]; what each prompt is
-answered is written to ANSWERS, as JSON.
+Each line of its input is a JSON object: a model's `path`, its `max_model_len`, `prompts` and
+`num_tokens`. What each prompt is answered is a line of its output, as JSON. It ends with its input.
 """
 
 import json
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from tests.worker.models.paged_model import PagedModel, greedy
 NUM_SHARDS = 2
 
 
-def main(store_path: str, shard: int, jobs: Path, answers: Path) -> None:
+def main(store_path: str, shard: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, NUM_SHARDS)
     timeout = timedelta(seconds=60)
@@ -29,13 +30,15 @@ def main(store_path: str, shard: int, jobs: Path, answers: Path) -> None:
         shard_group=dist.group.WORLD,
         all_ranks=dist.group.WORLD,
     )
-    found = []
-    for path, max_model_len, prompts, num_tokens in json.loads(jobs.read_text()):
-        model = PagedModel(Path(path), max_model_len=max_model_len, parallel=parallel)
-        found.append([greedy([model], prompt, num_tokens) for prompt in prompts])
-    answers.write_text(json.dumps(found))
+    for line in sys.stdin:
+        print(json.dumps(answers(json.loads(line), parallel)), flush=True)
     dist.destroy_process_group()
 
 
+def answers(job: dict[str, Any], parallel: Parallel) -> list[list[int]]:
+    model = PagedModel(Path(job["path"]), max_model_len=job["max_model_len"], parallel=parallel)
+    return [greedy([model], prompt, job["num_tokens"]) for prompt in job["prompts"]]
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,28 +1,26 @@
 """A rank's model over a paged cache of its own, without a runner."""
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from longshore.worker.attention.torch_backend import TorchAttention
-from longshore.worker.kv_cache import KVCache
+from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.worker.cache_plan import CacheSizes, groups_of_rank, plan_groups
+from longshore.worker.device import dtype_name
 from longshore.worker.loader import load_weights
 from longshore.worker.models.families import read_model_config
 from longshore.worker.models.registry import MODELS
 from longshore.worker.parallel import ALONE, Parallel
-from longshore.worker.step_batch import StepBatch
-from tests.worker.forward import metadata
+from tests.worker.forward import PagedSequence
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 
 
-class PagedModel:
-    """One sequence at a time, on shuffled blocks."""
+class PagedModel(PagedSequence):
+    """The part of a model that one rank has; one sequence at a time."""
 
     def __init__(
         self,
@@ -33,37 +31,29 @@ class PagedModel:
         parallel: Parallel = ALONE,
     ) -> None:
         config = read_model_config(path)
-        self.model = MODELS[type(config)](
+        model = MODELS[type(config)](
             config, max_model_len=max_model_len, dtype=dtype, device=CPU, parallel=parallel
         )
-        load_weights(self.model, path, show_progress=False)
-        num_blocks = max_model_len // BLOCK_SIZE
-        cache = KVCache(
-            num_blocks + 1,
-            num_layers=self.model.num_local_layers,
-            block_size=BLOCK_SIZE,
-            num_kv_heads=self.model.num_local_kv_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-            device=CPU,
+        load_weights(model, path, show_progress=False)
+        sizes = CacheSizes(
+            block_size=BLOCK_SIZE, dtype_bytes=dtype.itemsize, num_shards=parallel.num_shards
         )
-        self._attention = TorchAttention(cache, num_heads=self.model.num_local_heads)
-        block_ids = list(range(1, num_blocks + 1))
-        random.Random(0).shuffle(block_ids)
-        self._table = np.array([block_ids], np.int32)
-
-    def forward(self, inputs: Tensor, start: int) -> Tensor:
-        """Positions from `start` on: token ids, or the hidden states of the stage before."""
-        count = len(inputs)
-        rows, starts, counts = np.zeros(1, np.int64), np.array([start]), np.array([count])
-        batch = StepBatch(rows, starts, counts, num_decodes=int(count == 1))
-        step = self._attention.begin_step(metadata(batch, self._table, BLOCK_SIZE))
-        with torch.inference_mode():
-            return self.model.forward(inputs, torch.from_numpy(batch.positions()), step)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        with torch.inference_mode():
-            return self.model.logits(hidden)
+        names = {layer.name for layer in model.cached_layers()}
+        groups = groups_of_rank(
+            plan_groups(
+                config.cache_specs(sizes),
+                max_model_len=max_model_len,
+                max_num_batched_tokens=max_model_len,
+            ),
+            names,
+        )
+        num_blocks = len(groups) * -(-max_model_len // BLOCK_SIZE) + 1
+        super().__init__(
+            model,
+            KVCacheConfig(num_blocks, groups, dtype_name(dtype)),
+            max_model_len=max_model_len,
+            dtype=dtype,
+        )
 
 
 def forward_logits(

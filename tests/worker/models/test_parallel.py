@@ -2,10 +2,7 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +11,11 @@ import torch
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.models.families import read_model_config
 from longshore.worker.parallel import Parallel
-from tests.conftest import ROOT
 from tests.models import make_tiny_llama, make_tiny_model
 from tests.reference import assert_greedy_equal
 from tests.worker.models.cases import CASES, Case
 from tests.worker.models.conftest import NUM_TOKENS, Checkpoint
+from tests.worker.models.gloo_pair import GlooPair
 from tests.worker.models.paged_model import PagedModel, forward_logits, greedy
 from tests.worker.models.thread_ranks import on_every_rank
 
@@ -26,53 +23,19 @@ CheckpointOf = Callable[[Case], Checkpoint]
 
 
 @pytest.fixture(scope="session")
-def gloo_answers(
-    checkpoint_of: CheckpointOf, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, list[list[int]]]]:
-    """Greedy answers to all cases of two processes that share every model, by rank."""
-    folder = tmp_path_factory.mktemp("gloo")
-    checkpoints = [checkpoint_of(case) for case in CASES]
-    jobs = [(str(c.path), c.case.max_model_len, c.prompts, NUM_TOKENS) for c in checkpoints]
-    (folder / "jobs").write_text(json.dumps(jobs))
-    rank = Path(__file__).with_name("gloo_rank.py")
-    environment = os.environ | {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    # fmt: off
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-P", str(rank), str(folder / "store"), str(shard),
-             str(folder / "jobs"), str(folder / f"answers-{shard}")],
-            env=environment, stderr=subprocess.PIPE, text=True,
-        )
-        for shard in range(2)
-    ]
-    # fmt: on
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=100)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    names = [case.name for case in CASES]
-    return [
-        dict(zip(names, json.loads((folder / f"answers-{shard}").read_text()), strict=True))
-        for shard in range(2)
-    ]
+def gloo_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooPair]:
+    pair = GlooPair(lambda: tmp_path_factory.mktemp("gloo"))
+    yield pair
+    pair.close()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_processes_give_the_tokens_of_transformers(
-    case: Case,
-    gloo_answers: list[dict[str, list[list[int]]]],
-    checkpoint_of: CheckpointOf,
+    case: Case, gloo_pair: GlooPair, checkpoint_of: CheckpointOf
 ) -> None:
-    for answers in gloo_answers:
-        assert_greedy_equal(answers[case.name], checkpoint_of(case).answers)
+    checkpoint = checkpoint_of(case)
+    for answers in gloo_pair.answers(checkpoint):
+        assert_greedy_equal(answers, checkpoint.answers)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -88,7 +51,9 @@ def test_two_pipeline_stages_give_the_tokens_of_transformers(
         )
         for stage in range(2)
     ]
-    assert [stage.model.num_local_layers for stage in stages] == [1, 1]
+    counts = [stage.model.num_local_layers for stage in stages]
+    assert min(counts) > 0
+    assert sum(counts) == checkpoint.reference.config.num_hidden_layers
     answers = [greedy(stages, prompt, NUM_TOKENS) for prompt in checkpoint.prompts]
     assert_greedy_equal(answers, checkpoint.answers)
 
@@ -118,12 +83,36 @@ def test_logits_of_every_shard_equal_those_of_transformers(
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
 
 
-COPIED = ("norm.weight", "k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
+HELD_BY_ALL = (
+    "norm.weight",
+    "norm_f.weight",
+    ".gate.weight",
+    ".router.weight",
+    ".router.layer.weight",
+    ".router.bias",
+    "correction_bias",
+    "q_a_proj.weight",
+    "q_a_proj.bias",
+    "kv_a_proj_with_mqa.weight",
+    "kv_a_proj_with_mqa.bias",
+)
+COPIED = (
+    *HELD_BY_ALL,
+    "k_proj.weight",
+    "k_proj.bias",
+    "v_proj.weight",
+    "v_proj.bias",
+    "in_proj.weight",
+    "in_proj.bias",
+    "conv1d.weight",
+    "conv1d.bias",
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_shard_holds_its_part_of_every_matrix(case: Case, checkpoint_of: CheckpointOf) -> None:
-    """Norms are held by all, and a KV head by as many shards as read it; nothing else twice."""
+    """Norms, routers and what leads to latents are held by all, and a KV head (or
+    the maps of a group of Mamba heads) by as many shards as read it; nothing else twice."""
     checkpoint = checkpoint_of(case)
 
     def sizes(places: list[Parallel]) -> dict[str, int]:
@@ -139,7 +128,7 @@ def test_a_shard_holds_its_part_of_every_matrix(case: Case, checkpoint_of: Check
     shards = on_every_rank(2, 1, sizes)
     for name, size in alone.items():
         has_copies = case.settings.get("num_key_value_heads") == 1
-        if not name.endswith(COPIED if has_copies else "norm.weight"):
+        if not name.endswith(COPIED if has_copies else HELD_BY_ALL):
             assert sum(shard[name] for shard in shards) == size, name
 
 

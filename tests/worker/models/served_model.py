@@ -1,0 +1,145 @@
+"""A loaded model with the real scheduler, without processes: requests in, tokens out."""
+
+import copy
+import math
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from longshore.protocol.arrays import int32_array
+from longshore.protocol.client import AddRequest, FinishedRequest
+from longshore.protocol.kv_cache_spec import KVCacheDtype, max_blocks, num_reserved_blocks
+from longshore.protocol.results import ModelRunnerOutput, WorkerReport
+from longshore.protocol.sampling import SamplingParams
+from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.scheduler import Scheduler
+from longshore.worker.compute_queue import Completion
+from longshore.worker.config import WorkerConfig
+from longshore.worker.worker import Worker
+
+CLIENT = 0
+
+
+class ServedModel:
+    """Greedy answers of `num_tokens` tokens; a context manager.
+
+    worker:        its groups say what was planned.
+    tokens, ended: by request.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_tokens: int,
+        max_model_len: int = 256,
+        max_num_batched_tokens: int = 256,
+        num_blocks: int | None = 200,
+        max_steps_in_flight: int = 2,
+        enable_prefix_caching: bool = True,
+        kv_cache_dtype: KVCacheDtype = "auto",
+    ) -> None:
+        """num_blocks: None takes the fewest that the longest request may need."""
+        config = WorkerConfig(
+            model=str(path),
+            num_blocks=num_blocks or 10_000,
+            max_num_seqs=16,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            kv_cache_dtype=kv_cache_dtype,
+            show_progress=False,
+        )
+        scheduling = SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_steps_in_flight=max_steps_in_flight,
+        )
+        cache = CacheConfig(
+            enable_prefix_caching=enable_prefix_caching,
+            watermark=0.0,
+            preempt_threshold=1.0,
+            admit_threshold=1.0,
+        )
+        self.worker = Worker(config)
+        kv_cache = self.worker.kv_cache
+        if num_blocks is None:
+            needed = max_blocks(kv_cache.groups, max_model_len, scheduling.max_tokens_in_flight)
+            num_blocks = needed + num_reserved_blocks(kv_cache.groups)
+        self._runner = self.worker.start(num_blocks=num_blocks)
+        self.scheduler = Scheduler(
+            scheduling,
+            cache,
+            kv_cache=msgspec.structs.replace(kv_cache, num_blocks=num_blocks),
+            hash_seed=b"seed",
+            vocab_size=self.worker.model_config.vocab_size,
+            verify_plan=True,
+        )
+        self.num_tokens = num_tokens
+        self.tokens: list[list[int]] = []
+        self.ended: dict[int, FinishedRequest] = {}
+        self._in_flight: deque[tuple[Completion, list[WorkerReport]]] = deque()
+
+    def __enter__(self) -> "ServedModel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.close()
+
+    @property
+    def border(self) -> int:
+        """Prefixes are found up to multiples of so many tokens."""
+        return math.lcm(*(group.spec.block_size for group in self.worker.kv_cache.groups))
+
+    def answers(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Of these prompts, served together."""
+        first = len(self.tokens)
+        for prompt in prompts:
+            self.add(prompt)
+        while self.step():
+            pass
+        self.scheduler.check()
+        return self.tokens[first:]
+
+    def add(self, prompt: Sequence[int]) -> None:
+        handle = len(self.tokens)
+        self.tokens.append([])
+        request = AddRequest(
+            request_id=f"request-{handle}",
+            handle=handle,
+            prompt_token_ids=int32_array(list(prompt)),
+            sampling=SamplingParams(temperature=0.0, max_tokens=self.num_tokens, ignore_eos=True),
+        )
+        self.scheduler.add_request(request, client=CLIENT, now=0.0)
+
+    def step(self) -> bool:
+        """Plan what can be planned, and take one answer. False if nothing is left to do."""
+        while (plan := self.scheduler.schedule(0.0)) is not None:
+            reports: list[WorkerReport] = []
+            completion = self._runner.submit(copy.deepcopy(plan), reports.append)
+            assert completion is not None
+            self._in_flight.append((completion, reports))
+        if not self._in_flight:
+            assert not self.scheduler.has_unfinished_requests()
+            return False
+        completion, reports = self._in_flight.popleft()
+        completion.wait()
+        (report,) = reports
+        assert isinstance(report, ModelRunnerOutput), report
+        self.scheduler.update_from_output(report, 0.0)
+        for _, outputs in self.scheduler.take_outputs():
+            new_tokens = zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True)
+            for handle, token in new_tokens:
+                self.tokens[handle].append(token)
+            self.ended |= {finished.handle: finished for finished in outputs.finished}
+        return True
+
+    def poison_free_blocks(self) -> None:
+        """What nobody holds becomes no number; whoever reads it ends in a wrong answer. Only while
+        nothing is cached and no step is in flight."""
+        pool = self.scheduler.kv_cache._pool
+        free = np.array(pool.free_block_ids(), np.int64)
+        self._runner._device_state.cache.buffer[free] = 0xFF

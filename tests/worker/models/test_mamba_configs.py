@@ -1,0 +1,141 @@
+"""Settings of Mamba layers: what a config.json may say of them, and what is refused by name."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longshore.protocol.kv_cache_spec import FullAttentionSpec, MambaSpec
+from longshore.worker.cache_plan import CacheSizes
+from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.models.families import read_model_config
+
+COMMON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4}
+MAMBA2 = {**COMMON, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16}
+HYBRID = {
+    **COMMON,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+}
+FIELDS = {"Mamba2": MAMBA2, "Bamba": HYBRID, "GraniteMoeHybrid": HYBRID}
+
+
+def read(folder: Path, family: str, **settings: Any) -> Any:
+    config = {"architectures": [f"{family}ForCausalLM"], **FIELDS[family], **settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_model_config(folder)
+
+
+def test_a_state_is_float32_and_the_convolution_keeps_the_models_dtype(tmp_path: Path) -> None:
+    config = read(tmp_path, "Mamba2", conv_kernel=3)
+    spec = config.cache_spec(0, CacheSizes(block_size=32, dtype_bytes=2))
+    channels = 8 * 16 + 2 * 2 * 16
+    assert spec == MambaSpec(
+        block_size=32,
+        shapes=((8, 16, 16), (2, channels)),
+        dtype_bytes=(4, 2),
+        padded_size_bytes=4 * 8 * 16 * 16 + 2 * 2 * channels,
+    )
+
+
+def test_what_a_layer_keeps_ends_where_the_next_state_can_begin(tmp_path: Path) -> None:
+    config = read(tmp_path, "Mamba2", hidden_size=9, num_heads=3, head_dim=3, n_groups=3,
+                  state_size=1, conv_kernel=2)  # fmt: skip
+    spec = config.cache_spec(0, CacheSizes(block_size=16, dtype_bytes=2))
+    assert spec.state_size_bytes == 4 * 3 * 3 + 2 * (9 + 6) == 66
+    assert spec.page_size_bytes == 68
+
+
+def test_shards_cut_heads_and_groups_or_copy_a_group(tmp_path: Path) -> None:
+    config = read(tmp_path, "Mamba2")
+    shapes = {
+        num_shards: config.cache_spec(
+            0, CacheSizes(block_size=16, dtype_bytes=4, num_shards=num_shards)
+        ).shapes
+        for num_shards in (1, 2, 4)
+    }
+    assert shapes[1] == ((8, 16, 16), (3, 128 + 64))
+    assert shapes[2] == ((4, 16, 16), (3, 64 + 32))
+    assert shapes[4] == ((2, 16, 16), (3, 32 + 32)), "two groups on four shards"
+
+
+@pytest.mark.parametrize(("num_shards", "num_groups"), [(3, 2), (16, 2), (4, 6), (2, 3)])
+def test_what_cannot_be_cut_is_refused_by_name(
+    tmp_path: Path, num_shards: int, num_groups: int
+) -> None:
+    config = read(tmp_path, "Mamba2", num_heads=12 if num_groups % 3 == 0 else 8,
+                  n_groups=num_groups)  # fmt: skip
+    with pytest.raises(UnsupportedModel, match=rf"size={num_shards} .* in {num_groups} groups"):
+        config.check_split(num_shards=num_shards)
+
+
+@pytest.mark.parametrize("unlimited", [None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]])
+@pytest.mark.parametrize("family", FIELDS)
+def test_a_limit_that_limits_nothing_is_none(family: str, unlimited: Any, tmp_path: Path) -> None:
+    assert read(tmp_path, family, time_step_limit=unlimited) == read(tmp_path, family)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "named"),
+    [
+        ("Mamba2", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        ("Bamba", {"time_step_limit": [0.001, math.inf]}, "time_step_limit"),
+        ("Mamba2", {"hidden_act": "gelu"}, "hidden_act"),
+        ("Bamba", {"hidden_act": "gelu"}, "hidden_act"),
+        ("Mamba2", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("Mamba2", {"dtype": "float64"}, "dtype"),
+        ("GraniteMoeHybrid", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(
+    family: str, settings: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        read(tmp_path, family, **settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "named"),
+    [
+        ("Mamba2", {"n_groups": 3}, "n_groups=3"),
+        ("Mamba2", {"conv_kernel": 1}, "conv_kernel=1"),
+        ("Bamba", {"mamba_n_groups": 3}, "mamba_n_groups=3"),
+        ("Bamba", {"mamba_d_head": 8}, "mamba_d_head=8"),
+        ("Bamba", {"attn_layer_indices": [4]}, "attn_layer_indices"),
+        ("Bamba", {"attn_layer_indices": 1}, "attn_layer_indices"),
+        ("GraniteMoeHybrid", {"layer_types": ["mamba"]}, "layer_types"),
+        ("GraniteMoeHybrid", {"layer_types": ["mamba"] * 3 + ["conv"]}, "layer_types"),
+        ("GraniteMoeHybrid", {"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(
+    family: str, settings: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BrokenCheckpoint, match=named):
+        read(tmp_path, family, **settings)
+
+
+def test_layers_are_of_the_kind_that_the_file_says(tmp_path: Path) -> None:
+    sizes = CacheSizes(block_size=16, dtype_bytes=4)
+
+    def kinds(config: Any) -> list[type]:
+        return [type(spec) for spec in config.cache_specs(sizes).values()]
+
+    wanted = [MambaSpec, FullAttentionSpec, MambaSpec, MambaSpec]
+    assert kinds(read(tmp_path, "Bamba", attn_layer_indices=[1])) == wanted
+    for mamba, attention in (("mamba", "attention"), ("linear_attention", "full_attention")):
+        types = [mamba, attention, mamba, mamba]
+        assert kinds(read(tmp_path, "GraniteMoeHybrid", layer_types=types)) == wanted
+    old = read(tmp_path, "GraniteMoeHybrid", layers_block_type=["mamba"] * 3 + ["attention"])
+    assert kinds(old) == [MambaSpec] * 3 + [FullAttentionSpec]
+
+
+def test_a_state_knows_no_longest_request(tmp_path: Path) -> None:
+    config = read(tmp_path, "Mamba2")
+    assert config.max_position_embeddings == 2048
+    assert config.max_supported_len == 1 << 24

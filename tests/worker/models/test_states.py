@@ -1,0 +1,69 @@
+"""Models with states under the real scheduler: snapshots, and the memory of long prompts."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longshore.protocol.kv_cache_spec import MambaSpec
+from tests.models import make_tiny_model
+from tests.reference import assert_greedy_equal, greedy_reference
+from tests.worker.models.cases import CASES, Case
+from tests.worker.models.conftest import Checkpoint, prompt_of
+from tests.worker.models.served_model import ServedModel
+
+CheckpointOf = Callable[[Case], Checkpoint]
+NUM_TOKENS = 8
+WITH_STATES = [
+    next(case for case in CASES if case.family == family)
+    for family in ("Mamba2", "Bamba", "GraniteMoeHybrid")
+]
+
+
+@pytest.mark.req("SCH-24")
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_a_prefix_is_found_up_to_the_last_chunk_that_ended_within_it(
+    case: Case, checkpoint_of: CheckpointOf
+) -> None:
+    """Chunks are cut at borders of blocks, and leave a state there that others go on from."""
+    checkpoint = checkpoint_of(case)
+    first, budget = prompt_of(200, seed=5), 70
+    shared = [10, 31, 63, 64, 65, 127, 128, 140, 191, 193]
+    prompts = [first[:count] + prompt_of(12, seed=count) for count in shared]
+    with ServedModel(
+        checkpoint.path, num_tokens=NUM_TOKENS, max_num_batched_tokens=budget
+    ) as served:
+        chunk = budget // served.border * served.border
+        answers = served.answers([first])
+        for prompt in prompts:
+            answers += served.answers([prompt])
+        found = [served.ended[request].num_cached_tokens for request in range(1, len(prompts) + 1)]
+    ends = [
+        *range(chunk, 200, chunk),
+        192,
+    ]  # the last chunk is a whole number of blocks, and a rest
+    wanted = [max((end for end in ends if end <= count), default=0) for count in shared]
+    assert found == wanted
+    references = [greedy_reference(checkpoint.reference, p, NUM_TOKENS) for p in [first, *prompts]]
+    assert_greedy_equal(answers, references)
+
+
+@pytest.mark.req("STM-10")
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_states_of_long_prompts_take_a_few_blocks(tmp_path: Path, max_steps_in_flight: int) -> None:
+    """There is room for the longest request that `max_blocks` promises, and for no more."""
+    model = make_tiny_model("Mamba2", tmp_path, **WITH_STATES[0].settings, initializer_range=0.2)
+    prompts = [prompt_of(length, seed=length) for length in (1000, 17, 990)]
+    with ServedModel(
+        tmp_path,
+        num_tokens=NUM_TOKENS,
+        max_model_len=1024,
+        max_num_batched_tokens=100,
+        num_blocks=None,
+        max_steps_in_flight=max_steps_in_flight,
+    ) as served:
+        (group,) = served.worker.kv_cache.groups
+        assert isinstance(group.spec, MambaSpec)
+        assert served.scheduler.kv_cache.num_blocks <= 1 + 3, "one is the null block"
+        answers = served.answers(prompts)
+    assert_greedy_equal(answers, [greedy_reference(model, p, NUM_TOKENS) for p in prompts])

@@ -1,0 +1,163 @@
+"""The Mamba 2 layer (Dao and Gu, 2024) around its recurrence: projections, gate and norm.
+
+One product gives a token's gate, its heads' inputs x, their maps B and C, and the time steps. A
+convolution over x, B and C and the recurrence keep states and are the attention step's. Heads are
+cut among the shards, and the groups that share B and C with them: where there are fewer groups than
+shards, several shards compute the same one.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.attention.state_backend import MambaKind
+from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
+from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.rotary import Rotation
+from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
+from longshore.worker.models.mamba2_config import MambaShape
+from longshore.worker.parallel import Parallel
+
+
+def mamba_kind(shape: MambaShape, num_shards: int) -> MambaKind:
+    """What a shard's layers keep and compute."""
+    own = shape.shard(num_shards)
+    return MambaKind(
+        num_heads=own.num_heads,
+        head_dim=own.head_dim,
+        num_groups=own.num_groups,
+        state_size=own.state_size,
+        conv_width=own.conv_width,
+    )
+
+
+class Mamba2Mixer:
+    """Stands where attention does in a decoder's layer.
+
+    conv_weight: (conv_width, local channels) float32, oldest token first; conv_bias: (channels,).
+    decay, skip, dt_bias: (local heads,) float32. A decay is stored as log(-decay).
+    """
+
+    def __init__(
+        self, shape: MambaShape, hidden_size: int, eps: float, placement: Placement
+    ) -> None:
+        self._shape = shape
+        parallel = placement.parallel
+        groups = _local_groups(parallel, shape.num_groups)
+        self._heads = Columns(shape.num_heads, parallel.share(shape.num_heads))
+        width = Columns(shape.width, parallel.share(shape.width, shape.head_dim))
+        state_size = shape.state_size
+        maps = Columns(
+            shape.num_groups * state_size,
+            slice(groups.start * state_size, groups.stop * state_size),
+        )
+        self._convolved = (width, maps, maps)
+        columns = (width, *self._convolved, self._heads)
+        self.project = ColumnParallelLinear(
+            hidden_size, columns, bias=shape.proj_bias, placement=placement
+        )
+        num_channels = sum(column.num_local for column in self._convolved)
+        self._widths = (width.num_local, num_channels, self._heads.num_local)
+        self.conv_weight = _float32(placement, shape.conv_width, num_channels)
+        self.conv_bias = _float32(placement, num_channels) if shape.conv_bias else None
+        self.decay, self.skip, self.dt_bias = (
+            _float32(placement, self._heads.num_local) for _ in range(3)
+        )
+        self.norm = GatedGroupNorm(shape, groups, width, eps, placement)
+        self.out = RowParallelLinear(
+            shape.width, hidden_size, bias=shape.proj_bias, placement=placement
+        )
+        placement.when_loaded(self._take_exponential)
+
+    def __call__(
+        self, x: Tensor, layer: int, rotation: Rotation, attention: AttentionStep
+    ) -> Tensor:
+        """x: (n, hidden_size) -> the same shape. layer: among those of this rank; a state knows no
+        positions, so there is nothing to turn."""
+        gate, convolved, dt = self.project(x).split(self._widths, dim=1)
+        y = attention.forward(
+            layer,
+            convolved,
+            dt,
+            conv_weight=self.conv_weight,
+            conv_bias=self.conv_bias,
+            decay=self.decay,
+            skip=self.skip,
+            dt_bias=self.dt_bias,
+        )
+        return self.out(self.norm(y, gate))
+
+    def _take_exponential(self) -> None:
+        self.decay.exp_().neg_()
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        tensors = {
+            **self.project.checkpoint_tensors([f"{name}.in_proj"]),
+            **self.out.checkpoint_tensors(f"{name}.out_proj"),
+            f"{name}.conv1d.weight": self._stored_channels(self.conv_weight.T.unsqueeze(1)),
+            f"{name}.norm.weight": self.norm.stored(),
+        }
+        if self.conv_bias is not None:
+            tensors[f"{name}.conv1d.bias"] = self._stored_channels(self.conv_bias)
+        for key, place in (("A_log", self.decay), ("D", self.skip), ("dt_bias", self.dt_bias)):
+            part = (place, (self._heads.local,))
+            tensors[f"{name}.{key}"] = StoredTensor((self._heads.size,), (part,))
+        return tensors
+
+    def _stored_channels(self, local: Tensor) -> StoredTensor:
+        """local: (local channels, ...), a view of what takes them."""
+        parts, first = [], 0
+        places = local.split([column.num_local for column in self._convolved])
+        for column, place in zip(self._convolved, places, strict=True):
+            parts.append((place, (slice(first + column.local.start, first + column.local.stop),)))
+            first += column.size
+        return StoredTensor((first, *local.shape[1:]), parts)
+
+
+class GatedGroupNorm:
+    """Root mean square normalisation of x * silu(gate), over the heads of each group, in float32.
+
+    weight: (local width,) float32.
+    """
+
+    def __init__(
+        self, shape: MambaShape, groups: slice, width: Columns, eps: float, placement: Placement
+    ) -> None:
+        self._parallel = placement.parallel
+        self._groups, self._num_groups = groups, shape.num_groups
+        self._group_width = shape.width // shape.num_groups
+        self._width = width
+        self._eps = eps
+        self.weight = _float32(placement, width.num_local)
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x: (n, local width) float32, is overwritten; gate: (n, local width) -> gate's dtype."""
+        x = x.mul_(F.silu(gate.float())).unflatten(1, (self._groups.stop - self._groups.start, -1))
+        squares = x.square().sum(2)
+        if self._parallel.num_shards > self._num_groups:
+            squares = self._sum_over_shards(squares)
+        x.mul_(squares.div_(self._group_width).add_(self._eps).rsqrt_().unsqueeze(2))
+        return x.flatten(1).mul_(self.weight).to(gate.dtype)
+
+    def _sum_over_shards(self, squares: Tensor) -> Tensor:
+        """squares: (n, 1), of this shard's part of its group."""
+        of_all = squares.new_zeros(len(squares), self._num_groups)
+        of_all[:, self._groups] = squares
+        return self._parallel.all_reduce(of_all)[:, self._groups]
+
+    def stored(self) -> StoredTensor:
+        return StoredTensor((self._width.size,), ((self.weight, (self._width.local,)),))
+
+
+def _local_groups(parallel: Parallel, num_groups: int) -> slice:
+    """The groups of this shard's heads."""
+    if num_groups >= parallel.num_shards:
+        return parallel.share(num_groups)
+    group = parallel.shard * num_groups // parallel.num_shards
+    return slice(group, group + 1)
+
+
+def _float32(placement: Placement, *shape: int) -> Tensor:
+    """Memory for small weights that a sum over many tokens depends on."""
+    return torch.empty(shape, dtype=torch.float32, device=placement.device)

@@ -1,0 +1,211 @@
+"""Mixtures of experts: of many gated feed-forward layers each token is computed by a few, which a
+router chooses for it (Shazeer et al., 2017; `worker/layers/moe_router.py`).
+
+Rows are sorted by expert, so that each matrix is one product with all its tokens, whichever these
+are. Tensor parallel ranks cut the width of every expert, so all have equal work and sum up once.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longshore.worker.kernels.silu_and_mul import silu_and_mul
+from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
+from longshore.worker.layers.moe_matrices import ExpertMatrices
+from longshore.worker.layers.moe_router import Routed, Router, Routing
+from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
+
+
+@dataclass(frozen=True)
+class SplitExperts:
+    """The checkpoint has every matrix apart: `experts.7.gate_proj.weight`."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """The checkpoint has two tensors, of all experts, ready for x @ W: `experts.gate_up_proj`
+    (num_experts, hidden_size, 2 * width) and `experts.down_proj` (num_experts, width, hidden_size).
+
+    is_interleaved: gate and up alternate; otherwise all gates come first. They stay in this order,
+                    and what combines them must know.
+    """
+
+    is_interleaved: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertForm:
+    """What a family's experts are like.
+
+    gate:          (n, 2 * width) -> (n, width), what is between their two products.
+    weighs_inputs: a token's weights multiply what goes into its experts, not what comes out.
+    """
+
+    stored: SplitExperts | StackedExperts
+    gate: Callable[[Tensor], Tensor] = silu_and_mul
+    bias: bool = False
+    weighs_inputs: bool = False
+
+
+class Experts:
+    """Gated feed-forward layers, of each of which this rank has a part of the width.
+
+    gate_up: (2 * local width, hidden_size) of each; gate_up_bias: (num_experts, 2 * local width).
+    down:    (hidden_size, local width) of each; down_bias: (num_experts, hidden_size), shard 0's.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        width: int,
+        form: ExpertForm,
+        placement: Placement,
+    ) -> None:
+        self._size, self._width, self._form = hidden_size, width, form
+        self._share = placement.parallel.share(width)
+        self._ids = torch.arange(num_experts, device=placement.device)
+        num_local = self._share.stop - self._share.start
+        self.gate_up = ExpertMatrices(num_experts, 2 * num_local, hidden_size, placement)
+        self.down = ExpertMatrices(num_experts, hidden_size, num_local, placement)
+        self.gate_up_bias = placement.empty(num_experts, 2 * num_local) if form.bias else None
+        adds_bias = form.bias and placement.parallel.shard == 0
+        self.down_bias = placement.empty(num_experts, hidden_size) if adds_bias else None
+
+    def __call__(self, x: Tensor, routed: Routed) -> Tensor:
+        """x: (n, hidden_size) -> the same shape, this shard's part of the sum."""
+        num_tokens, top_k = routed.experts.shape
+        experts, order = routed.experts.view(-1).sort(stable=True)
+        ends = torch.searchsorted(experts, self._ids, right=True, out_int32=True)
+        rows = x.index_select(0, order.div(top_k, rounding_mode="floor"))
+        weights = routed.weights.to(x.dtype)
+        if self._form.weighs_inputs:
+            rows.mul_(weights.view(-1, 1).index_select(0, order))
+        hidden = self.gate_up.product(rows, ends)
+        if self.gate_up_bias is not None:
+            hidden.add_(self.gate_up_bias.index_select(0, experts))
+        out = self.down.product(self._form.gate(hidden), ends)
+        if self.down_bias is not None:
+            out.add_(self.down_bias.index_select(0, experts))
+        by_token = torch.empty_like(out).index_copy_(0, order, out).view(num_tokens, top_k, -1)
+        if self._form.weighs_inputs:
+            return by_token.sum(1)
+        return torch.bmm(weights.unsqueeze(1), by_token).squeeze(1)
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        """name: of the module, as `model.layers.0.mlp.experts`."""
+        match self._form.stored:
+            case SplitExperts() as names:
+                return dict(self._split(name, names))
+            case StackedExperts(is_interleaved=True):
+                return self._stacked(name, [slice(2 * self._share.start, 2 * self._share.stop)])
+            case StackedExperts():
+                first, last = self._share.start, self._share.stop
+                return self._stacked(
+                    name, [self._share, slice(self._width + first, self._width + last)]
+                )
+
+    def _split(self, name: str, names: SplitExperts) -> Iterator[tuple[str, StoredTensor]]:
+        assert not self._form.bias, "no family stores biases so"
+        into, back = (self._width, self._size), (self._size, self._width)
+        for expert in range(len(self._ids)):
+            gate, up = self.gate_up.stored(expert).chunk(2)
+            down = (self.down.stored(expert), (slice(None), self._share))
+            module = f"{name}.{expert}"
+            yield f"{module}.{names.gate}.weight", StoredTensor(into, ((gate, (self._share,)),))
+            yield f"{module}.{names.up}.weight", StoredTensor(into, ((up, (self._share,)),))
+            yield f"{module}.{names.down}.weight", StoredTensor(back, (down,))
+
+    def _stacked(self, name: str, columns: list[slice]) -> StoredTensors:
+        """columns: where in the stored width the parts of our `gate_up` are, in order."""
+        num_experts, size, width = len(self._ids), self._size, self._width
+        into, back = [], []
+        for expert in range(num_experts):
+            this = slice(expert, expert + 1)
+            places = self.gate_up.stored(expert).t().unsqueeze(0).chunk(len(columns), dim=2)
+            into += [(p, (this, slice(None), c)) for p, c in zip(places, columns, strict=True)]
+            back.append((self.down.stored(expert).t().unsqueeze(0), (this, self._share)))
+        tensors = {
+            f"{name}.gate_up_proj": StoredTensor((num_experts, size, 2 * width), into),
+            f"{name}.down_proj": StoredTensor((num_experts, width, size), back),
+        }
+        if self.gate_up_bias is not None:
+            places = self.gate_up_bias.chunk(len(columns), dim=1)
+            parts = [(p, (slice(None), c)) for p, c in zip(places, columns, strict=True)]
+            tensors[f"{name}.gate_up_proj_bias"] = StoredTensor((num_experts, 2 * width), parts)
+            rest = () if self.down_bias is None else ((self.down_bias, (slice(None),)),)
+            tensors[f"{name}.down_proj_bias"] = StoredTensor((num_experts, size), rest)
+        return tensors
+
+
+class SharedExpert:
+    """A gated feed-forward layer that computes every token."""
+
+    def __init__(self, hidden_size: int, width: int, placement: Placement) -> None:
+        half = Columns(width, placement.parallel.share(width))
+        self.gate_up = ColumnParallelLinear(
+            hidden_size, (half, half), bias=False, placement=placement
+        )
+        self.down = RowParallelLinear(width, hidden_size, bias=False, placement=placement)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (n, hidden_size) -> the same shape, this shard's part of the sum."""
+        return self.down.weight.product(silu_and_mul(self.gate_up(x)))
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        return {
+            **self.gate_up.checkpoint_tensors([f"{name}.gate_proj", f"{name}.up_proj"]),
+            **self.down.checkpoint_tensors(f"{name}.down_proj"),
+        }
+
+
+class MixtureOfExperts:
+    """In place of a layer's MLP.
+
+    width:        of one expert.
+    router_name:  what the checkpoint calls the router.
+    shared_width: of the expert that computes every token; 0 if there is none.
+    shared_name:  what the checkpoint calls that one.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        width: int,
+        routing: Routing,
+        form: ExpertForm,
+        placement: Placement,
+        *,
+        router_name: str = "gate",
+        shared_width: int = 0,
+        shared_name: str = "shared_experts",
+    ) -> None:
+        self._parallel = placement.parallel
+        self._router_name, self._shared_name = router_name, shared_name
+        self.router = Router(hidden_size, routing, placement)
+        self.experts = Experts(routing.num_experts, hidden_size, width, form, placement)
+        self.shared = SharedExpert(hidden_size, shared_width, placement) if shared_width else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (n, hidden_size) -> the same shape."""
+        out = self.experts(x, self.router(x))
+        if self.shared is not None:
+            out.add_(self.shared(x))
+        return self._parallel.all_reduce(out)
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        """name: of the layer's MLP, as `model.layers.0.mlp`."""
+        tensors = {
+            **self.router.checkpoint_tensors(f"{name}.{self._router_name}"),
+            **self.experts.checkpoint_tensors(f"{name}.experts"),
+        }
+        if self.shared is not None:
+            tensors |= self.shared.checkpoint_tensors(f"{name}.{self._shared_name}")
+        return tensors

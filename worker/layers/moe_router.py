@@ -1,0 +1,120 @@
+"""Which experts compute a token, and how much each counts.
+
+`Router(hidden_size, Routing(...), placement)(x)` gives `Routed(weights, experts)`, both (n, top_k).
+How is said by `Routing`:
+
+- Mixtral (Jiang et al., 2024), Qwen3: softmax over all experts, the best `top_k`, their weights
+  renormalised or not. GPT-OSS: the same with a bias on the scores.
+- Llama 4: the sigmoid of each chosen score.
+- DeepSeek-V2 (2024): softmax; only experts of the best groups can be chosen, and a group is as
+  good as its best expert; weights are scaled.
+- DeepSeek-V3 (2024): sigmoid; a learned correction takes part in choosing but not in the weights,
+  and a group is as good as its best two.
+
+Scores are float32 whatever the model's dtype: a rounded score may choose another expert.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.stored_tensor import StoredTensors, whole
+
+
+class Routed(NamedTuple):
+    """weights: (n, top_k) float32; experts: (n, top_k) int64, no expert twice in a row."""
+
+    weights: Tensor
+    experts: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How scores choose experts.
+
+    scoring:        turns scores into weights, over all experts.
+    renormalise:    the chosen weights sum to 1 (before `scale`).
+    scale:          multiplies the weights.
+    num_groups:     experts come in so many groups of equal size, in order; 1 has no groups.
+    top_k_groups:   only experts of the best so many groups can be chosen.
+    has_bias:       a bias on the scores.
+    has_correction: a bias on what is chosen by, which the weights do not contain.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_k_groups: int = 1
+    has_bias: bool = False
+    has_correction: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for numbers of experts or groups that cannot be chosen."""
+        if self.num_experts % self.num_groups or not 1 <= self.top_k_groups <= self.num_groups:
+            raise ValueError(
+                f"top {self.top_k_groups} of {self.num_groups} groups cannot be chosen among "
+                f"{self.num_experts} experts: groups must divide the experts, and be enough"
+            )
+        num_eligible = self.num_experts // self.num_groups * self.top_k_groups
+        if not 1 <= self.top_k <= num_eligible:
+            raise ValueError(
+                f"top {self.top_k} of {num_eligible} eligible experts cannot be chosen"
+            )
+        if self.has_correction and self.num_experts == self.num_groups > 1:
+            raise ValueError("a corrected group is as good as its best two; groups have one expert")
+
+    def choose(self, scores: Tensor, correction: Tensor | None = None) -> Routed:
+        """scores: (n, num_experts) float32, as the gate gives them; correction: (num_experts,)."""
+        weights = scores.softmax(-1) if self.scoring == "softmax" else scores.sigmoid()
+        eligible = weights if correction is None else weights + correction
+        if self.top_k_groups < self.num_groups:
+            eligible = self._of_best_groups(eligible, 1 if correction is None else 2)
+        experts = eligible.topk(self.top_k, dim=-1).indices
+        weights = weights.gather(1, experts)
+        if self.renormalise:
+            weights /= weights.sum(-1, keepdim=True) + 1e-20
+        return Routed(weights if self.scale == 1.0 else weights.mul_(self.scale), experts)
+
+    def _of_best_groups(self, eligible: Tensor, num_best: int) -> Tensor:
+        """-inf outside the groups whose best `num_best` experts sum to the most."""
+        grouped = eligible.view(len(eligible), self.num_groups, -1)
+        quality = grouped.topk(num_best, dim=-1).values.sum(-1)
+        best = quality.topk(self.top_k_groups, dim=-1).indices
+        excluded = torch.ones_like(quality, dtype=torch.bool).scatter_(1, best, False)
+        return grouped.masked_fill(excluded.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+class Router:
+    """Held whole by every shard: all must choose the same experts, and do, from the same bits.
+
+    weight: (num_experts, hidden_size); bias, correction: (num_experts,) or None; all float32.
+    """
+
+    def __init__(self, hidden_size: int, routing: Routing, placement: Placement) -> None:
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=placement.device)
+
+        self.routing = routing
+        self.weight = empty(routing.num_experts, hidden_size)
+        self.bias = empty(routing.num_experts) if routing.has_bias else None
+        self.correction = empty(routing.num_experts) if routing.has_correction else None
+
+    def __call__(self, x: Tensor) -> Routed:
+        """x: (n, hidden_size), the model's dtype."""
+        return self.routing.choose(F.linear(x.float(), self.weight, self.bias), self.correction)
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        """name: of the gate, as `model.layers.0.mlp.gate`."""
+        tensors = {f"{name}.weight": whole(self.weight)}
+        if self.bias is not None:
+            tensors[f"{name}.bias"] = whole(self.bias)
+        if self.correction is not None:
+            tensors[f"{name}.e_score_correction_bias"] = whole(self.correction)
+        return tensors

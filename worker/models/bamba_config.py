@@ -1,0 +1,64 @@
+"""Bamba (IBM, Princeton, CMU and UIUC, 2024), and what hybrids of Mamba 2 and attention share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from longshore.protocol.kv_cache_spec import KVCacheSpec
+from longshore.worker.cache_plan import CacheSizes
+from longshore.worker.models.decoder_config import DecoderConfig, read_dense_fields
+from longshore.worker.models.json_fields import JsonFields
+from longshore.worker.models.mamba2_config import MambaShape, read_hybrid_mamba
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(DecoderConfig):
+    """attention_layers: numbers of the layers that attend; all others are Mamba layers."""
+
+    mamba: MambaShape
+    attention_layers: frozenset[int]
+
+    def cache_spec(self, layer: int, sizes: CacheSizes) -> KVCacheSpec:
+        if layer in self.attention_layers:
+            return super().cache_spec(layer, sizes)
+        return self.mamba.spec(sizes)
+
+    def check_split(self, *, num_shards: int, num_stages: int = 1) -> None:
+        self.mamba.check_split(num_shards)
+        super().check_split(num_shards=num_shards, num_stages=num_stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BambaConfig(HybridConfig):
+    """Half of every attention head is turned by its position, unless the file says otherwise."""
+
+    model_type = "bamba"
+    model = "longshore.worker.models.bamba:Bamba"
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "BambaConfig":
+        bias = fields.boolean("attention_bias", False)
+        values: dict[str, Any] = {"partial_rotary_factor": 0.5, **fields.values}
+        shape = read_dense_fields(
+            JsonFields(values, fields.source),
+            rms_norm_eps=1e-5,
+            max_position_embeddings=262_144,
+            has_partial_rotary=True,
+        )
+        return cls(
+            **shape,
+            qkv_bias=bias,
+            out_bias=bias,
+            mlp_bias=fields.boolean("mlp_bias", False),
+            mamba=read_hybrid_mamba(fields),
+            attention_layers=_attention_layers(fields),
+        )
+
+
+def _attention_layers(fields: JsonFields) -> frozenset[int]:
+    key = "attn_layer_indices"
+    layers, num_layers = fields.values.get(key) or [], fields.integer("num_hidden_layers")
+    if not isinstance(layers, list) or not all(
+        type(layer) is int and 0 <= layer < num_layers for layer in layers
+    ):
+        raise fields.wrong(key, f"a list of numbers below num_hidden_layers={num_layers}")
+    return frozenset(layers)

@@ -1,0 +1,126 @@
+"""Gemma 3 (Gemma Team, 2025), text: five layers with a window, then one without, and so on; the two
+kinds turn positions at different speeds."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from longshore.worker.models.decoder_config import (
+    FULL,
+    SLIDING,
+    DecoderConfig,
+    read_dense_fields,
+    read_layer_types,
+    read_rotary_dim,
+    sliding_window,
+)
+from longshore.worker.models.gemma2_config import (
+    ACTIVATIONS,
+    NULLABLE,
+    refuse_bidirectional,
+    score_scale,
+    softcap,
+)
+from longshore.worker.models.gemma2_config import DEFAULTS as GEMMA2_DEFAULTS
+from longshore.worker.models.json_fields import JsonFields
+from longshore.worker.models.rope_config import RopeConfig, read_rope_config
+
+DEFAULTS: Final = {
+    **GEMMA2_DEFAULTS,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+}
+OF_ALL_PARTS: Final = ("dtype", "torch_dtype", "quantization_config", "compression_config")
+"""Said once where a checkpoint has several parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(DecoderConfig):
+    """rope: of the layers without a window; local_rope: of those with one."""
+
+    model_type = "gemma3_text"
+    model = "longshore.worker.models.gemma3:Gemma3"
+
+    local_rope: RopeConfig
+    is_local: tuple[bool, ...]
+
+    @property
+    def max_supported_len(self) -> int:
+        """Files of this family give the stretched length."""
+        return self.max_position_embeddings
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        return self.local_rope if self.is_local[layer] else self.rope
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "Gemma3Config":
+        fields = fields.with_defaults(DEFAULTS, nullable=NULLABLE)
+        refuse_bidirectional(fields)
+        bias = fields.boolean("attention_bias", False)
+        period = fields.integer("sliding_window_pattern")
+
+        def layer_type(layer: int) -> str:
+            return SLIDING if (layer + 1) % period else FULL
+
+        shape = read_dense_fields(
+            _with_rope(fields, FULL, "rope_theta"),
+            window=sliding_window(fields),
+            layer_type=layer_type,
+            activations=ACTIVATIONS,
+            activation_key="hidden_activation",
+            computed=("final_logit_softcapping",),
+        )
+        local = _with_rope(fields, SLIDING, "rope_local_base_freq")
+        return cls(
+            **shape,
+            qkv_bias=bias,
+            out_bias=bias,
+            score_scale=score_scale(fields),
+            logit_softcap=softcap(fields, "final_logit_softcapping"),
+            local_rope=read_rope_config(
+                local,
+                max_position_embeddings=shape["max_position_embeddings"],
+                rotary_dim=read_rotary_dim(local, shape["head_dim"]),
+            ),
+            is_local=tuple(kind == SLIDING for kind in read_layer_types(fields, layer_type)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3ImagesConfig(Gemma3Config):
+    """Of a checkpoint that takes images too: its text part, which is all that is computed."""
+
+    model_type = "gemma3"
+    model = "longshore.worker.models.gemma3:Gemma3Images"
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "Gemma3Config":
+        text = fields.table("text_config")
+        values = {} if text is None else text.values
+        shared = {key: value for key, value in fields.values.items() if key in OF_ALL_PARTS}
+        return super().read(JsonFields({**shared, **values}, f"{fields.source}, text_config"))
+
+
+def _with_rope(fields: JsonFields, layer_type: str, theta_key: str) -> JsonFields:
+    """The file with the rope of one type of layers where other families have the only one.
+
+    theta_key: has its base where transformers 4 wrote the file, whose scaling is that of the layers
+    without a window.
+    """
+    scaling = fields.table("rope_scaling")
+    ropes = fields.table("rope_parameters")
+    if ropes is not None and ropes.values.keys() & {FULL, SLIDING}:
+        scaling = ropes.table(layer_type)
+    elif layer_type == SLIDING:
+        scaling = None
+    else:
+        scaling = scaling or ropes
+    rope: dict[str, Any] = {"rope_theta": fields.values[theta_key]}
+    if scaling is not None:
+        rope |= {key: value for key, value in scaling.values.items() if value is not None}
+    own = {"rope_theta": None, "rope_scaling": None, "rope_parameters": rope}
+    return JsonFields({**fields.values, **own}, f"{fields.source}, {layer_type}")

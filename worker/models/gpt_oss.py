@@ -1,0 +1,76 @@
+"""GPT-OSS: a Llama whose heads may attend to nothing, with a mixture of experts for the MLP."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.layers.attention import SelfAttention
+from longshore.worker.layers.moe import ExpertForm, MixtureOfExperts, StackedExperts
+from longshore.worker.layers.moe_router import Routing
+from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.rotary import Rotation
+from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
+from longshore.worker.models.decoder import Decoder, DecoderLayer
+from longshore.worker.models.gpt_oss_config import GptOssConfig
+from longshore.worker.models.llama import PreNormLayer
+
+
+class SinkAttention(SelfAttention):
+    """Each head has a learned logit that takes part in its softmax and stands for no token (Xiao et
+    al., 2023).
+
+    sinks: (local heads,) float32.
+    """
+
+    def __init__(self, config: GptOssConfig, placement: Placement) -> None:
+        super().__init__(config, placement)
+        self._num_heads = config.num_heads
+        self._share = placement.parallel.share(config.num_heads)
+        num_local = self._share.stop - self._share.start
+        self.sinks = torch.empty(num_local, dtype=torch.float32, device=placement.device)
+
+    def __call__(
+        self, x: Tensor, layer: int, rotation: Rotation, attention: AttentionStep
+    ) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
+        q, k = self.prepare(q, k, rotation)
+        return self.out(attention.forward(layer, q, k, v, sinks=self.sinks))
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        sinks = StoredTensor((self._num_heads,), ((self.sinks, (self._share,)),))
+        return {**super().checkpoint_tensors(name), f"{name}.sinks": sinks}
+
+
+def clamped_swiglu(both: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """both: (n, 2 * size), gates and what they let through in turn -> (n, size)."""
+    gate = both[:, 0::2].clamp(max=limit)
+    up = both[:, 1::2].clamp(-limit, limit)
+    return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1))
+
+
+class GptOss(Decoder):
+    config: GptOssConfig
+
+    def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
+        config = self.config
+        form = ExpertForm(
+            stored=StackedExperts(is_interleaved=True),
+            gate=partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit),
+            bias=True,
+        )
+        routing = Routing(
+            num_experts=config.num_experts, top_k=config.top_k, renormalise=True, has_bias=True
+        )
+        mixture = MixtureOfExperts(
+            config.hidden_size,
+            config.intermediate_size,
+            routing,
+            form,
+            placement,
+            router_name="router",
+        )
+        return PreNormLayer(
+            config, placement, attention=SinkAttention(config, placement), mlp=mixture
+        )

@@ -1,0 +1,66 @@
+"""GPT-OSS (OpenAI, 2025): sinks, a window in every second layer, a mixture of experts in all."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from longshore.worker.models.decoder_config import (
+    FULL,
+    SLIDING,
+    DecoderConfig,
+    read_dense_fields,
+    sliding_window,
+)
+from longshore.worker.models.json_fields import JsonFields
+from longshore.worker.models.mixtral_config import read_top_k
+
+DEFAULT_ROPE: Final = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(DecoderConfig):
+    """top_k: experts that compute a token. intermediate_size is that of one expert.
+
+    swiglu_alpha: of the experts' gates, gate * sigmoid(alpha * gate).
+    swiglu_limit: what enters a gate is at most this, and what it lets through within it.
+    """
+
+    model_type = "gpt_oss"
+    model = "longshore.worker.models.gpt_oss:GptOss"
+
+    num_experts: int
+    top_k: int
+    swiglu_alpha: float
+    swiglu_limit: float
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "GptOssConfig":
+        if not fields.values.keys() & {"rope_scaling", "rope_parameters"}:
+            fields = fields.with_defaults({"rope_scaling": DEFAULT_ROPE})
+        num_experts = fields.integer("num_local_experts", 128)
+        bias = fields.boolean("attention_bias", True)
+        shape = read_dense_fields(
+            fields,
+            rms_norm_eps=1e-5,
+            max_position_embeddings=131_072,
+            head_dim=64,
+            window=sliding_window(fields, 128),
+            layer_type=lambda layer: FULL if layer % 2 else SLIDING,
+            rope_theta=150_000.0,
+            computed=("num_local_experts",),
+        )
+        return cls(
+            **shape,
+            qkv_bias=bias,
+            out_bias=bias,
+            num_experts=num_experts,
+            top_k=read_top_k(fields, 4, num_experts),
+            swiglu_alpha=fields.real("swiglu_alpha", 1.702),
+            swiglu_limit=fields.real("swiglu_limit", 7.0),
+        )

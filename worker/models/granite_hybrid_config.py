@@ -1,0 +1,102 @@
+"""Granite 4 hybrid (IBM, 2025): Mamba 2 and attention, with a multiplier at every turn."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from longshore.worker.errors import UnsupportedModel
+from longshore.worker.models.bamba_config import HybridConfig
+from longshore.worker.models.decoder_config import read_dense_fields
+from longshore.worker.models.json_fields import JsonFields
+from longshore.worker.models.mamba2_config import read_hybrid_mamba
+
+_COMPUTED: Final = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "num_local_experts",
+    "layer_types",
+)
+_LAYER_TYPES: Final = {
+    "mamba": False,
+    "linear_attention": False,
+    "attention": True,
+    "full_attention": True,
+}
+"""Whether a layer of this type attends, in the spelling of versions 4 and 5 of transformers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteHybridConfig(HybridConfig):
+    """The layer that computes every token has `intermediate_size`.
+
+    has_rope:    attention turns its heads; otherwise the Mamba layers alone know the order.
+    num_experts: beside that layer, of which a token takes `top_k`; 0 has none.
+    """
+
+    model_type = "granitemoehybrid"
+    model = "longshore.worker.models.granite_hybrid:GraniteHybrid"
+
+    has_rope: bool
+    num_experts: int
+    top_k: int
+    expert_width: int
+    embedding_multiplier: float
+    residual_multiplier: float
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "GraniteHybridConfig":
+        num_experts = fields.integer("num_local_experts", 8, minimum=0)
+        top_k = fields.integer("num_experts_per_tok", 2)
+        if num_experts and top_k > num_experts:
+            raise fields.wrong("num_experts_per_tok", f"at most num_local_experts={num_experts}")
+        bias = fields.boolean("attention_bias", False)
+        shape = read_dense_fields(fields, computed=_COMPUTED)
+        expert_width = shape["intermediate_size"]
+        shape |= {
+            "intermediate_size": fields.integer("shared_intermediate_size", 1024),
+            "score_scale": fields.real("attention_multiplier", 1.0),
+            "logit_scale": 1 / fields.real("logits_scaling", 1.0, minimum=1e-6),
+        }
+        return cls(
+            **shape,
+            qkv_bias=bias,
+            out_bias=bias,
+            mamba=read_hybrid_mamba(fields),
+            attention_layers=_attention_layers(fields),
+            num_experts=num_experts,
+            top_k=top_k,
+            expert_width=expert_width,
+            has_rope=_has_rope(fields),
+            embedding_multiplier=fields.real("embedding_multiplier", 1.0),
+            residual_multiplier=fields.real("residual_multiplier", 1.0),
+        )
+
+    def cut_sizes(self) -> dict[str, int]:
+        sizes = super().cut_sizes() | {"shared_intermediate_size": self.intermediate_size}
+        return sizes | {"intermediate_size": self.expert_width if self.num_experts else 0}
+
+
+def _has_rope(fields: JsonFields) -> bool:
+    key = "position_embedding_type"
+    kind = fields.text(key, "nope")
+    if kind not in ("nope", "rope"):
+        raise UnsupportedModel(
+            f"{fields.source}: {key}={kind!r}; this family has rope or none. Use another one."
+        )
+    return kind == "rope"
+
+
+def _attention_layers(fields: JsonFields) -> frozenset[int]:
+    num_layers = fields.integer("num_hidden_layers")
+    key = "layer_types" if fields.values.get("layer_types") is not None else "layers_block_type"
+    types = fields.values.get(key)
+    if types is None:
+        return frozenset()
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or not set(map(str, types)) <= _LAYER_TYPES.keys()
+    ):
+        raise fields.wrong(key, f"a list of {num_layers} of {', '.join(_LAYER_TYPES)}")
+    return frozenset(layer for layer, name in enumerate(types) if _LAYER_TYPES[name])

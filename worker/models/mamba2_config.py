@@ -1,0 +1,195 @@
+"""Mamba 2 (Dao and Gu, 2024): state space layers alone, without attention and without positions."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final
+
+from longshore.protocol.kv_cache_spec import KVCacheSpec, MambaSpec
+from longshore.worker.cache_plan import CacheSizes
+from longshore.worker.errors import UnsupportedModel
+from longshore.worker.models.decoder_config import (
+    DecoderConfig,
+    checkpoint_dtype,
+    refuse_uncomputed,
+)
+from longshore.worker.models.json_fields import JsonFields
+from longshore.worker.models.rope_config import DEFAULT_THETA, DefaultRope
+
+STATE_BYTES: Final = 4
+"""Of an element of a state: float32, whatever the model's dtype. Rounding would add up."""
+
+DEFAULT_MAX_LEN: Final = 2048
+"""Tokens of a request unless told otherwise: no file says what a state has been trained for."""
+
+DEFAULT_BLOCK_SIZE: Final = 256
+"""Tokens per state that is kept: states do not shrink with their blocks, so small ones would fill
+the pool with snapshots of one request."""
+
+MAX_LEN: Final = 1 << 24
+"""Tokens of a request at most; states know no positions, but block tables have columns."""
+
+_NO_LIMITS: Final = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+"""`time_step_limit` as versions 4 and 5 of transformers write it when it limits nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaShape:
+    """The sizes of a Mamba 2 layer, of a model or of one shard.
+
+    num_groups: heads of one group have the same B and C.
+    conv_width: tokens that the causal convolution sees, the newest included.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    conv_width: int
+    conv_bias: bool
+    proj_bias: bool
+
+    @property
+    def width(self) -> int:
+        """Elements of all heads of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """The convolution runs over the heads' inputs, B and C."""
+        return self.width + 2 * self.num_groups * self.state_size
+
+    def shard(self, num_shards: int) -> "MambaShape":
+        """What each of `num_shards` ranks computes: where there are fewer groups than ranks, copies
+        of one on several."""
+        return replace(
+            self,
+            num_heads=self.num_heads // num_shards,
+            num_groups=max(1, self.num_groups // num_shards),
+        )
+
+    def check_split(self, num_shards: int) -> None:
+        """Raise UnsupportedModel unless heads and groups can be cut among `num_shards` ranks."""
+        if self.num_heads % num_shards or (
+            self.num_groups % num_shards and num_shards % self.num_groups
+        ):
+            raise UnsupportedModel(
+                f"tensor_parallel_size={num_shards} cannot cut the Mamba layers' {self.num_heads} "
+                f"heads in {self.num_groups} groups into equal parts. Use a size that divides the "
+                "heads, and divides the groups or is a multiple of them."
+            )
+
+    def spec(self, sizes: CacheSizes) -> MambaSpec:
+        """What a rank keeps of one layer: the state, and the convolution's last inputs."""
+        own = self.shard(sizes.num_shards)
+        shapes = (
+            (own.num_heads, own.head_dim, own.state_size),
+            (own.conv_width - 1, own.conv_channels),
+        )
+        dtype_bytes = (STATE_BYTES, sizes.dtype_bytes)
+        size = sum(math.prod(shape) * n for shape, n in zip(shapes, dtype_bytes, strict=True))
+        return MambaSpec(
+            block_size=sizes.block_size,
+            shapes=shapes,
+            dtype_bytes=dtype_bytes,
+            padded_size_bytes=-(-size // STATE_BYTES) * STATE_BYTES,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Config(DecoderConfig):
+    """Heads and their size stand for those of attention.
+
+    has_wide_residual: the residual stream is float32 in a model of another dtype.
+    """
+
+    model_type = "mamba2"
+    model = "longshore.worker.models.mamba2:Mamba2"
+    default_block_size = DEFAULT_BLOCK_SIZE
+
+    mamba: MambaShape
+    has_wide_residual: bool
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "Mamba2Config":
+        refuse_uncomputed(fields)
+        hidden_size = fields.integer("hidden_size")
+        mamba = MambaShape(
+            num_heads=fields.integer("num_heads", 128),
+            head_dim=fields.integer("head_dim", 64),
+            num_groups=fields.integer("n_groups", 8),
+            state_size=fields.integer("state_size", 128),
+            conv_width=fields.integer("conv_kernel", 4, minimum=2),
+            conv_bias=fields.boolean("use_conv_bias", True),
+            proj_bias=fields.boolean("use_bias", False),
+        )
+        check_mamba(fields, mamba)
+        return cls(
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=mamba.width,
+            num_layers=fields.integer("num_hidden_layers"),
+            num_heads=mamba.num_heads,
+            num_kv_heads=mamba.num_heads,
+            head_dim=mamba.head_dim,
+            rotary_dim=0,
+            rms_norm_eps=fields.real("layer_norm_epsilon", 1e-5),
+            rope=DefaultRope(DEFAULT_THETA),
+            max_position_embeddings=fields.integer("max_position_embeddings", DEFAULT_MAX_LEN),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+            dtype=checkpoint_dtype(fields),
+            mamba=mamba,
+            has_wide_residual=fields.boolean("residual_in_fp32", True),
+        )
+
+    @property
+    def max_supported_len(self) -> int:
+        return MAX_LEN
+
+    @property
+    def default_max_len(self) -> int:
+        return self.max_position_embeddings
+
+    def cache_spec(self, layer: int, sizes: CacheSizes) -> KVCacheSpec:
+        return self.mamba.spec(sizes)
+
+    def check_split(self, *, num_shards: int, num_stages: int = 1) -> None:
+        self.mamba.check_split(num_shards)
+        super().check_split(num_shards=num_shards, num_stages=num_stages)
+
+
+def read_hybrid_mamba(fields: JsonFields) -> MambaShape:
+    """The Mamba layers of a hybrid, whose keys begin with `mamba_`."""
+    num_heads = fields.integer("mamba_n_heads", 128)
+    width = fields.integer("mamba_expand", 2) * fields.integer("hidden_size")
+    is_derived = fields.values.get("mamba_d_head") in (None, "auto")
+    mamba = MambaShape(
+        num_heads=num_heads,
+        head_dim=width // num_heads if is_derived else fields.integer("mamba_d_head"),
+        num_groups=fields.integer("mamba_n_groups", 1),
+        state_size=fields.integer("mamba_d_state", 256),
+        conv_width=fields.integer("mamba_d_conv", 4, minimum=2),
+        conv_bias=fields.boolean("mamba_conv_bias", True),
+        proj_bias=fields.boolean("mamba_proj_bias", False),
+    )
+    if mamba.width != width:
+        raise fields.wrong("mamba_d_head", f"mamba_expand * hidden_size / {num_heads} heads")
+    check_mamba(fields, mamba)
+    return mamba
+
+
+def check_mamba(fields: JsonFields, mamba: MambaShape) -> None:
+    """Raise BrokenCheckpoint or UnsupportedModel for Mamba layers that cannot be computed."""
+    if mamba.num_heads % mamba.num_groups:
+        key = "n_groups" if "n_groups" in fields.values else "mamba_n_groups"
+        raise fields.wrong(key, f"a divisor of the {mamba.num_heads} heads")
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(
+            f"{fields.source}: hidden_act={activation!r}; Mamba layers are computed with silu only."
+        )
+    limit = fields.values.get("time_step_limit")
+    if limit is not None and limit not in _NO_LIMITS:
+        raise UnsupportedModel(
+            f"{fields.source}: time_step_limit={limit!r}; time steps are not limited here. Use a "
+            "checkpoint without it."
+        )

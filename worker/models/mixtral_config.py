@@ -1,0 +1,43 @@
+"""Mixtral (Jiang et al., 2024): a Mistral whose MLP is a mixture of experts in every layer."""
+
+from dataclasses import dataclass
+
+from longshore.worker.models.decoder_config import (
+    DecoderConfig,
+    read_dense_fields,
+    sliding_window,
+)
+from longshore.worker.models.json_fields import JsonFields
+from longshore.worker.models.mistral_config import same_window
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtralConfig(DecoderConfig):
+    """top_k: experts that compute a token. intermediate_size is that of one expert."""
+
+    model_type = "mixtral"
+    model = "longshore.worker.models.mixtral:Mixtral"
+
+    num_experts: int
+    top_k: int
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "MixtralConfig":
+        num_experts = fields.integer("num_local_experts", 8)
+        shape = read_dense_fields(
+            fields,
+            rms_norm_eps=1e-5,
+            max_position_embeddings=131_072,
+            **same_window(fields, sliding_window(fields)),
+            rope_theta=1e6,
+            computed=("num_local_experts",),
+        )
+        return cls(**shape, num_experts=num_experts, top_k=read_top_k(fields, 2, num_experts))
+
+
+def read_top_k(fields: JsonFields, default: int, num_experts: int) -> int:
+    """`num_experts_per_tok`; raises BrokenCheckpoint if there are not so many."""
+    top_k = fields.integer("num_experts_per_tok", default)
+    if top_k > num_experts:
+        raise fields.wrong("num_experts_per_tok", f"at most the number of experts, {num_experts}")
+    return top_k
