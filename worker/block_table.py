@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longshore.protocol.errors import PlanMismatch
 from longshore.worker.compute_queue import Completion
-from longshore.worker.slot_mapping import slot_mapping
+from longshore.worker.slot_mapping import slot_mapping, slots_at
 from longshore.worker.staging import StagingRing
 
 IntArray = npt.NDArray[np.integer]
@@ -182,6 +182,8 @@ class MultiGroupBlockTable:
 
     def __init__(self, tables: Sequence[BlockTable]) -> None:
         self.tables = tuple(tables)
+        self.block_sizes = tuple(table.block_size for table in tables)
+        self.device_tables = tuple(table.device_table for table in tables)
 
     def append_rows(self, group: int, rows: IntArray, block_ids: IntArray) -> None:
         """Appended blocks arrive group by group. Raises PlanMismatch for a group not here."""
@@ -223,7 +225,11 @@ class MultiGroupBlockTable:
         self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> list[npt.NDArray[np.int64]]:
         """Per group, where the KV of each token goes."""
-        return [table.slots(rows, positions) for table in self.tables]
+        places = {size: np.divmod(positions, size) for size in set(self.block_sizes)}
+        return [
+            slots_at(table.host, rows, places[table.block_size], table.block_size)
+            for table in self.tables
+        ]
 
     def commit(self) -> list[TableUpload]:
         """The uploads of the groups that changed."""

@@ -8,6 +8,7 @@ import msgspec
 from longshore.protocol.channel import Endpoint
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
+from longshore.protocol.kv_cache_spec import KVCacheDtype
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -15,7 +16,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model:               folder with config.json and safetensors files, as Hugging Face writes it.
     device:              "cpu", "cuda" or "cuda:N".
-    dtype:               of weights and KV; "auto" is the checkpoint's own.
+    dtype:               that the model computes in; "auto" is the checkpoint's own.
+    kv_cache_dtype:      of keys and values; "auto" is that of the model.
     block_size:          tokens per KV block.
     num_blocks:          size of the KV cache including the null block; None measures memory.
     kv_cache_bytes:      size of the KV cache when num_blocks is None.
@@ -35,6 +37,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str
     device: str = "cpu"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
@@ -109,10 +112,12 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker as a process of its own: `python -m longshore.worker` reads this as JSON.
 
-    identity:    what this rank must agree on with its scheduler; sizes and dtype come from it.
+    identity:    what this rank must agree on with its scheduler; sizes and dtypes come from it.
     endpoint:    the scheduler's, for this rank; the worker connects.
     ranks:       of the engine.
     threads:     of CPU kernels; None shares the physical cores out among the ranks.
+    startup_timeout_s: how long this rank waits for others, and for its scheduler, until all of them
+                 are warm.
     lifeline_fd: inherited descriptor that ties the process to its supervisor.
     runtime_dir: removed when the supervisor is gone.
     """
@@ -129,6 +134,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     eos_token_ids: tuple[int, ...] = ()
     cpu_kernels: Literal["auto", "torch"] = "auto"
     threads: int | None = None
+    startup_timeout_s: float = 600.0
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: str = "info"
@@ -152,6 +158,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 "model": self.model,
                 "device": self.device,
                 "dtype": identity.dtype,
+                "kv_cache_dtype": identity.kv_cache_dtype,
                 "block_size": identity.block_size,
                 "num_blocks": self.num_blocks,
                 "kv_cache_bytes": self.kv_cache_bytes,

@@ -4,39 +4,46 @@ Runs on the compute queue, where the operations of a step are in order with thos
 around it. Nothing here waits for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from longshore.worker.attention.backend import AttentionBackend
+from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
 from longshore.worker.block_table import TableUpload
 from longshore.worker.fed_back import FedBackTokens
+from longshore.worker.kernels.argmax import argmax
 from longshore.worker.kv_cache import KVCache
+from longshore.worker.model_forward import ModelForward
 from longshore.worker.models.decoder import Decoder
 from longshore.worker.parallel import Parallel
-from longshore.worker.sampler import count_non_finite, sample
+from longshore.worker.sampler import sample
 from longshore.worker.sampling_extras import DeviceExtras
 from longshore.worker.stage_link import StageLink
 from longshore.worker.step_inputs import StepInputs
 from longshore.worker.token_table import TokenTable
+
+Preparation: TypeAlias = Callable[[Tensor, Tensor, AttentionStep], None]
 
 
 @dataclass(frozen=True)
 class DeviceState:
     """What lives on the device from start to end; only the compute queue touches the tensors.
 
-    block_table: (max_num_seqs, max_blocks) int32.
+    block_tables: per group, (max_num_seqs, max_blocks) int32.
     link:        to the other pipeline stages; None if there are none.
     """
 
     model: Decoder
+    forward: ModelForward
     cache: KVCache
-    attention: AttentionBackend
+    attention: GroupedAttention
     tokens: TokenTable
-    block_table: Tensor
+    block_tables: Sequence[Tensor]
     parallel: Parallel
     link: StageLink | None
 
@@ -45,18 +52,23 @@ class DeviceState:
 class DeviceStep:
     """One step, ready to run.
 
+    segments: of the decodes, per group.
+    copied_of_group: how many of the step's block copies each group has.
     started:  (row, token ids on the host) of rows that were added.
     uploads:  changes of the block tables.
     fed_back: tokens that another rank sampled in an earlier step and this one computes.
+    prepare:  gets what the model gets, before it is computed; for warming up.
     """
 
     state: DeviceState
     inputs: StepInputs
-    segments: Sequence[DecodeSegment]
+    segments: Sequence[Sequence[DecodeSegment]]
     chunks: Sequence[PrefillChunk]
+    copied_of_group: Sequence[int]
     uploads: Sequence[TableUpload]
     started: Sequence[tuple[int, Tensor]]
     fed_back: FedBackTokens | None
+    prepare: Preparation | None = None
 
     def run(self) -> None:
         """Compute, sample, and start copying the answer into the step's staging set."""
@@ -67,10 +79,11 @@ class DeviceStep:
             self.fed_back.write(state.tokens)
         for upload in self.uploads:
             upload.run()
-        ints, reals = inputs.to_device(state.cache.buffer.device)
+        ints, reals = inputs.to_device(state.cache.device)
         copied_blocks = ints[inputs.copied_blocks]
         if len(copied_blocks):
-            state.cache.copy_blocks(*copied_blocks.view(3, -1))
+            sources, targets, num_tokens = copied_blocks.view(3, -1)
+            state.cache.copy_blocks(sources, targets, num_tokens, self.copied_of_group)
         cleared_blocks = ints[inputs.cleared_blocks]
         if len(cleared_blocks):
             state.cache.clear(cleared_blocks)
@@ -79,15 +92,21 @@ class DeviceStep:
 
     def _compute(self, ints: Tensor, reals: Tensor) -> None:
         state, inputs = self.state, self.inputs
+        decode_rows, decode_lens = ints[inputs.decode_rows], ints[inputs.decode_lens]
         attention = state.attention.begin_step(
-            AttentionMetadata(
-                slot_mapping=ints[inputs.slots],
-                block_table=state.block_table,
-                decode_rows=ints[inputs.decode_rows],
-                decode_lens=ints[inputs.decode_lens],
-                decode_segments=self.segments,
-                prefill_chunks=self.chunks,
-            )
+            [
+                AttentionMetadata(
+                    slot_mapping=ints[slots],
+                    block_table=table,
+                    decode_rows=decode_rows,
+                    decode_lens=decode_lens,
+                    decode_segments=segments,
+                    prefill_chunks=self.chunks,
+                )
+                for slots, table, segments in zip(
+                    inputs.slots, state.block_tables, self.segments, strict=True
+                )
+            ]
         )
         positions = ints[inputs.positions]
         if state.parallel.is_first_stage:
@@ -95,7 +114,9 @@ class DeviceStep:
         else:
             assert state.link is not None
             model_inputs = state.link.receive(len(positions))
-        hidden = state.model.forward(model_inputs, positions, attention)
+        if self.prepare is not None:
+            self.prepare(model_inputs, positions, attention)
+        hidden = state.forward(model_inputs, positions, attention)
         if state.parallel.is_last_stage:
             self._finish(hidden, ints, reals)
         else:
@@ -123,11 +144,13 @@ class DeviceStep:
     ) -> Tensor:
         """(num_sampled,) int32, on the device; to the host they are on their way."""
         state, inputs = self.state, self.inputs
-        non_finite = count_non_finite(logits)  # before tokens are forbidden by infinities
+        best: Tensor | None
+        best, non_finite = argmax(logits)  # before tokens are forbidden by infinities
         raw = None
         if extras is not None:
             logits = logits.contiguous()  # a head in shards may leave columns behind its vocabulary
             raw = extras.edit(logits, state.tokens)
+            best = None
             if extras.edits is not None:  # a row that may sample nothing has no token to give
                 non_finite += logits.amax(dim=-1).isneginf()
         whole, cut = inputs.whole_draws, inputs.cut_draws
@@ -135,6 +158,7 @@ class DeviceStep:
             logits,
             None if whole is None else whole.on_device(ints, reals),
             None if cut is None else cut.on_device(ints, reals),
+            best=best,
         )
         inputs.receive(sampled, non_finite)
         if extras is not None:

@@ -1,28 +1,36 @@
-"""The KV cache of one rank: one buffer, allocated once, in which a block is contiguous.
+"""The KV cache of one rank: one buffer of bytes, allocated once, in which a block is contiguous.
 
-`buffer` is (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim). A block's bytes lie
-together over all layers, so a transfer moves a block with one copy: it starts at
-`block_id * block_size_bytes`. Paged as in PagedAttention (Kwon et al., 2023, section 4).
+Any block can serve any group of layers: each group sees the same blocks through a view of its own,
+which takes the first bytes of a block and leaves the rest, if its layers need less than the largest
+group's. A transfer moves a block with one copy: it starts at `block_id * block_size_bytes`. Paged
+as in PagedAttention (Kwon et al., 2023, section 4).
 """
 
 import logging
 import math
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from longshore.protocol.kv_cache_spec import (
+    FP8_E4M3,
     NULL_BLOCK,
-    FullAttentionSpec,
+    CustomSpec,
     KVCacheConfig,
     KVCacheGroup,
-    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    max_blocks,
+    num_reserved_blocks,
 )
-from longshore.worker.device import available_bytes, dtype_name
-from longshore.worker.errors import KVCacheTooSmall
+from longshore.worker.cache_plan import block_bytes
+from longshore.worker.device import available_bytes
+from longshore.worker.errors import KVCacheTooSmall, UnsupportedModel
+from longshore.worker.fp8 import FP8, Fp8Layers, KVScales
 
 logger = logging.getLogger(__name__)
 
@@ -34,64 +42,239 @@ MAX_DEFAULT_CPU_BYTES: Final = 4 << 30
 """What a CPU rank takes at most without being asked to."""
 
 _ALIGNMENT_BYTES: Final = 64  # of torch's own CPU memory
+_STATE_DTYPES: Final = {4: torch.float32, 8: torch.float64}
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKV:
+    """Keys and values of a group's layers.
+
+    planes: (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim). From block to block it
+            may be further than the layers need, so the first two dimensions cannot be made one.
+    fp8:    what else is to know if `planes` are in fp8.
+    """
+
+    planes: Tensor
+    fp8: Fp8Layers | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return self.planes.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return self.planes.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.planes.shape[3]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.planes.shape[4]
+
+    @property
+    def head_dim(self) -> int:
+        return self.planes.shape[5]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That attention takes and gives."""
+        return self.planes.dtype if self.fp8 is None else self.fp8.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.planes.device
+
+    def zero_behind(self, num_tokens: Tensor) -> None:
+        """Block i keeps its first `num_tokens[i]` tokens; (num_blocks,) int64."""
+        is_behind = _positions(self.block_size, num_tokens) >= num_tokens[:, None]
+        planes = self.planes.view(torch.uint8) if self.planes.dtype == FP8 else self.planes
+        planes.masked_fill_(is_behind[:, None, None, :, None, None], 0)
+
+
+@dataclass(frozen=True, eq=False)
+class PagedLatents:
+    """Latent vectors of a group's layers.
+
+    latents: (num_blocks, num_layers, block_size, head_size); blocks may be further apart.
+    """
+
+    latents: Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        return self.latents.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return self.latents.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.latents.shape[2]
+
+    @property
+    def head_size(self) -> int:
+        return self.latents.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.latents.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.latents.device
+
+    def zero_behind(self, num_tokens: Tensor) -> None:
+        """Block i keeps its first `num_tokens[i]` tokens; (num_blocks,) int64."""
+        is_behind = _positions(self.block_size, num_tokens) >= num_tokens[:, None]
+        self.latents.masked_fill_(is_behind[:, None, :, None], 0)
+
+
+@dataclass(frozen=True, eq=False)
+class PagedStates:
+    """States of a group's layers.
+
+    states:     per tensor of the spec's `shapes` (num_blocks, num_layers, *shape), any stride apart
+                but contiguous within a layer's state.
+    block_size: tokens that a block stands for.
+    """
+
+    states: tuple[Tensor, ...]
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.states[0].shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return self.states[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.states[0].device
+
+    def zero_behind(self, num_tokens: Tensor) -> None:
+        """A state has no tokens of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class PagedBytes:
+    """What layers of a kind from another package keep.
+
+    pages: (num_blocks, num_layers, page_size_bytes) uint8; blocks may be further apart.
+    """
+
+    pages: Tensor
+    block_size: int
+
+    def zero_behind(self, num_tokens: Tensor) -> None:
+        """Nothing is known of what a page holds."""
+
+
+BlockView: TypeAlias = PagedKV | PagedLatents | PagedStates | PagedBytes
 
 
 class KVCache:
-    """Keys and values of every layer. Blocks start as zeros; the null block stays so."""
+    """Blocks start as zeros; the null block stays so.
+
+    groups: their layers are those of this rank, of which a pipeline stage may have none.
+    dtype:  that the model computes in, and keeps, unless `config.dtype` is fp8_e4m3.
+    scales: of layers in fp8; those of others are 1.
+    buffer: (num_blocks, block_size_bytes) uint8.
+    """
 
     def __init__(
         self,
-        num_blocks: int,
+        config: KVCacheConfig,
         *,
-        num_layers: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: Mapping[str, KVScales] | None = None,
     ) -> None:
-        self.num_blocks = num_blocks
-        self.num_layers = num_layers
-        self.block_size = block_size
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.buffer = _zeros(
-            (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim), dtype, device
-        )
+        self.num_blocks = config.num_blocks
+        self.groups = config.groups
+        self.dtype = dtype
+        self.device = device
+        self._stored_dtype = FP8 if config.dtype == FP8_E4M3 else dtype
+        self._scales = scales or {}
+        self.block_size_bytes = block_bytes(config.groups)
+        self.buffer = _zeros((self.num_blocks, self.block_size_bytes), device)
+        self._words = self.buffer.view(torch.int64)
+        assert NULL_BLOCK == 0
 
-    @property
-    def block_size_bytes(self) -> int:
-        """Bytes from one block to the next."""
-        return self.buffer.stride(0) * self.buffer.element_size()
-
-    def token_vectors(self) -> Tensor:
-        """(num_blocks * num_layers * 2 * block_size, num_kv_heads * head_dim): a view with one line
-        per token, layer, and key or value."""
-        return self.buffer.view(-1, self.num_kv_heads * self.head_dim)
-
-    def block_vectors(self) -> Tensor:
-        """(num_blocks * num_layers * 2, block_size * num_kv_heads * head_dim): a view with one line
-        per block, layer, and keys or values."""
-        return self.buffer.view(self.num_blocks * self.num_layers * 2, -1)
+    def view(self, group: int) -> BlockView:
+        """How a group sees the blocks; it must have layers here."""
+        planned = self.groups[group]
+        view = view_blocks(self.buffer, planned, self._stored_dtype)
+        if isinstance(view, PagedKV) and self._stored_dtype == FP8:
+            scales = tuple(self._scales.get(name, KVScales()) for name in planned.layer_names)
+            return replace(view, fp8=Fp8Layers(self.dtype, scales))
+        return view
 
     def clear(self, block_ids: Tensor) -> None:
         """Zero whole blocks. block_ids: (n,) int64, on the cache's device."""
-        self.buffer.index_fill_(0, block_ids, 0)
+        self._words.index_fill_(0, block_ids, 0)
 
-    def copy_blocks(self, source_ids: Tensor, target_ids: Tensor, num_tokens: Tensor) -> None:
-        """The first `num_tokens[i]` tokens of block `source_ids[i]`, keys and values of all layers,
-        into `target_ids[i]`, and zeros behind them: what the source's owner writes there meanwhile
-        must not be read, not even masked. All are read before any is written. (n,) int64 each, on
-        the cache's device; targets are all different."""
-        blocks = self.buffer.index_select(0, source_ids)
-        positions = torch.arange(self.block_size, device=blocks.device)
-        is_behind = positions >= num_tokens[:, None]
-        blocks.masked_fill_(is_behind[:, None, None, :, None, None], 0)
-        self.buffer.index_copy_(0, target_ids, blocks)
+    def copy_blocks(
+        self,
+        source_ids: Tensor,
+        target_ids: Tensor,
+        num_tokens: Tensor,
+        num_of_group: Sequence[int],
+    ) -> None:
+        """The first `num_tokens[i]` tokens of block `source_ids[i]`, all layers, into
+        `target_ids[i]`, and zeros behind them: what the source's owner writes there meanwhile must
+        not be read, not even masked. A state is copied whole. All are read before any is written.
+
+        (n,) int64 each, on the cache's device, group by group; targets are all different.
+        num_of_group: how many of them each group has.
+        """
+        blocks = self._words.index_select(0, source_ids)
+        parts = zip(
+            self.groups,
+            blocks.view(torch.uint8).split(list(num_of_group)),
+            num_tokens.split(list(num_of_group)),
+            strict=True,
+        )
+        for group, copied, counts in parts:
+            if len(counts) and group.layer_names:
+                view_blocks(copied, group, self._stored_dtype).zero_behind(counts)
+        self._words.index_copy_(0, target_ids, blocks)
+
+
+def view_blocks(buffer: Tensor, group: KVCacheGroup, dtype: torch.dtype) -> BlockView:
+    """buffer: (n, block bytes) uint8, contiguous. dtype: of elements as large as its own; others
+    (a state's) are float32 or float64."""
+    num_layers, spec = len(group.layer_names), group.spec
+    pages = buffer[:, : group.block_size_bytes].unflatten(1, (num_layers, spec.page_size_bytes))
+    if isinstance(spec, CustomSpec):
+        return PagedBytes(pages, spec.block_size)
+    if isinstance(spec, MambaSpec):
+        states, first = [], 0
+        for shape, size in zip(spec.shapes, spec.dtype_bytes, strict=True):
+            element = dtype if size == dtype.itemsize else _STATE_DTYPES[size]
+            end = first + math.prod(shape) * size
+            states.append(pages[:, :, first:end].view(element).unflatten(2, shape))
+            first = end
+        return PagedStates(tuple(states), spec.block_size)
+    assert spec.dtype_bytes == dtype.itemsize
+    elements = pages.view(dtype)
+    if isinstance(spec, MLAAttentionSpec):
+        return PagedLatents(elements.unflatten(2, (spec.block_size, spec.head_size)))
+    if spec.head_size_v not in (None, spec.head_size):
+        raise UnsupportedModel(
+            f"keys of {spec.head_size} and values of {spec.head_size_v} elements: this worker "
+            "keeps both in vectors of one size"
+        )
+    shape = (2, spec.block_size, spec.num_kv_heads, spec.head_size)
+    return PagedKV(elements.unflatten(2, shape))
 
 
 def measure_num_blocks(
-    group: KVCacheGroup,
+    groups: Sequence[KVCacheGroup],
     *,
     device: torch.device,
     kv_cache_bytes: int | None,
@@ -106,87 +289,48 @@ def measure_num_blocks(
                        GPU has no better use for its memory than to remember prefixes.
     Call it when the weights are loaded: what they take is no longer available.
     """
+    block_size_bytes = block_bytes(groups)
     if kv_cache_bytes is not None:
-        return kv_cache_bytes // group.block_size_bytes
+        return kv_cache_bytes // block_size_bytes
     left_bytes = available_bytes(device) // num_ranks_on_device
     logger.info("%.2f GiB of memory are left on %s for this rank", left_bytes / 2**30, device)
     if memory_fraction is not None:
-        return int(left_bytes * memory_fraction) // group.block_size_bytes
+        return int(left_bytes * memory_fraction) // block_size_bytes
     default_bytes = int(left_bytes * DEFAULT_MEMORY_FRACTION[device.type])
     if device.type != "cpu":
-        return default_bytes // group.block_size_bytes
+        return default_bytes // block_size_bytes
     default_bytes = min(default_bytes, MAX_DEFAULT_CPU_BYTES)
-    return min(default_bytes // group.block_size_bytes, max_useful_blocks)
+    return min(default_bytes // block_size_bytes, max_useful_blocks)
 
 
-def check_holds_one_request(num_blocks: int, spec: KVCacheSpec, max_model_len: int) -> None:
+def check_holds_one_request(
+    num_blocks: int,
+    groups: Sequence[KVCacheGroup],
+    max_model_len: int,
+    max_num_batched_tokens: int | None = None,
+) -> None:
     """Raise KVCacheTooSmall unless an empty cache can hold one request of `max_model_len` tokens.
 
     Otherwise such a request would be admitted and could never finish, whatever gave way to it.
     """
-    needed = spec.max_blocks(max_model_len) + 1  # the null block holds nothing
+    needed = max_blocks(groups, max_model_len, max_num_batched_tokens) + num_reserved_blocks(groups)
     if num_blocks < needed:
-        longest = max(0, num_blocks - 1) * spec.block_size
         raise KVCacheTooSmall(
-            f"num_blocks={num_blocks} of {spec.block_size} tokens hold at most {longest} tokens, "
-            f"but max_model_len={max_model_len} needs {needed} blocks (one is the null block). "
-            "Give the cache more memory or lower max_model_len."
+            f"num_blocks={num_blocks} are too few: max_model_len={max_model_len} needs {needed} "
+            "blocks (one is the null block). Give the cache more memory or lower max_model_len."
         )
 
 
-def attention_group(
-    *,
-    layers: Iterable[int],
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-) -> KVCacheGroup:
-    """The one group of a model whose layers all have full attention.
-
-    layers:       numbers of those that this rank computes.
-    num_kv_heads: of this rank's shard.
-    """
-    spec = FullAttentionSpec(
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_size=head_dim,
-        dtype_bytes=dtype.itemsize,
-    )
-    names = tuple(f"model.layers.{layer}.self_attn" for layer in layers)
-    return KVCacheGroup(layer_names=names, spec=spec)
+def _positions(block_size: int, like: Tensor) -> Tensor:
+    return torch.arange(block_size, device=like.device)
 
 
-def cache_config(group: KVCacheGroup, num_blocks: int, dtype: torch.dtype) -> KVCacheConfig:
-    """What this rank tells the scheduler about its cache."""
-    return KVCacheConfig(num_blocks=num_blocks, groups=(group,), dtype=dtype_name(dtype))
-
-
-def allocate(config: KVCacheConfig, *, dtype: torch.dtype, device: torch.device) -> KVCache:
-    """The buffer that `config` describes. Called once, at start."""
-    (group,) = config.groups
-    spec = group.spec
-    assert isinstance(spec, FullAttentionSpec), "no other layers are computed here"
-    cache = KVCache(
-        config.num_blocks,
-        num_layers=len(group.layer_names),
-        block_size=spec.block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_size,
-        dtype=dtype,
-        device=device,
-    )
-    assert cache.block_size_bytes == group.block_size_bytes
-    assert NULL_BLOCK == 0
-    return cache
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
     """On a CPU the system provides each page, as zeros, when it is first touched: gigabytes of
     cache do not delay the start."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    size_bytes = math.prod(shape) * dtype.itemsize
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    size_bytes = math.prod(shape)
     memory = np.zeros(size_bytes + _ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT_BYTES
-    return torch.from_numpy(memory[start : start + size_bytes]).view(dtype).view(shape)
+    return torch.from_numpy(memory[start : start + size_bytes]).view(shape)

@@ -87,7 +87,7 @@ def _fill(model: LoadableModel, model_dir: Path, show_progress: bool | None) -> 
     num_bytes = 0
     with bar:
         for path, names in files.items():
-            with _open_safetensors(path) as file:
+            with open_safetensors(path) as file:
                 for name in sorted(names & places.keys()):
                     num_bytes += _copy_tensor(path, file, name, places[name])
                     bar.update()
@@ -133,7 +133,8 @@ def find_tensors(model_dir: Path) -> dict[Path, set[str]]:
 
 
 @contextmanager
-def _open_safetensors(path: Path) -> Iterator[safe_open]:
+def open_safetensors(path: Path) -> Iterator[safe_open]:
+    """Raises BrokenCheckpoint, also for what goes wrong while it is read."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
@@ -144,7 +145,7 @@ def _open_safetensors(path: Path) -> Iterator[safe_open]:
 
 
 def _tensor_names(path: Path) -> set[str]:
-    with _open_safetensors(path) as file:
+    with open_safetensors(path) as file:
         return set(file.keys())
 
 
@@ -191,7 +192,7 @@ def _check_copies(
             original = model.copy_of(name)
             if original not in places:
                 continue
-            with _open_safetensors(path) as file:
+            with open_safetensors(path) as file:
                 if not _is_copy(file, name, places[original]):
                     raise UnsupportedModel(
                         f"{path}: {name} differs from {original}, but config.json ties the two, so "

@@ -15,20 +15,21 @@ import numpy as np
 from torch import Tensor
 
 from longshore.protocol.errors import EngineDead, PlanMismatch
-from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, MambaSpec
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput, WorkerFailed, WorkerReport
-from longshore.worker.attention.backend import AttentionBackend
+from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.segments import decode_segments
 from longshore.worker.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.compute_queue import Completion, ComputeQueue
-from longshore.worker.device_step import DeviceState, DeviceStep
+from longshore.worker.device_step import DeviceState, DeviceStep, Preparation
 from longshore.worker.errors import RankLost
 from longshore.worker.fed_back import FedBackTokens, fed_back_tokens
 from longshore.worker.kv_cache import KVCache
+from longshore.worker.model_forward import GRAPH_TOKENS, ModelForward
 from longshore.worker.models.decoder import Decoder
 from longshore.worker.parallel import ALONE, Parallel
-from longshore.worker.row_state import RowState
+from longshore.worker.row_state import NO_COPIES, BlockCopies, RowState
 from longshore.worker.stage_link import StageLink
 from longshore.worker.step_batch import Int64s, StepBatch, blocks_to_clear, make_batch
 from longshore.worker.step_inputs import StepInputs, StepInputsBuilder
@@ -46,7 +47,7 @@ class ModelRunner:
         self,
         model: Decoder,
         cache: KVCache,
-        attention: AttentionBackend,
+        attention: GroupedAttention,
         queue: ComputeQueue,
         *,
         max_num_seqs: int,
@@ -58,19 +59,28 @@ class ModelRunner:
     ) -> None:
         """parallel: this rank's place; one rank samples, and only its answers have tokens.
         eos_token_ids: forbidden to a request until it has its min_tokens."""
-        device = cache.buffer.device
+        device = cache.device
         self._queue = queue
         self._epoch = epoch
         self._parallel = parallel
-        self._block_size = cache.block_size
         self._pin_memory = device.type == "cuda"
-        table = BlockTable(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=cache.block_size,
-            device=device,
+        self._tables = MultiGroupBlockTable(
+            [
+                BlockTable(
+                    max_num_seqs=max_num_seqs,
+                    max_model_len=max_model_len,
+                    block_size=group.spec.block_size,
+                    device=device,
+                )
+                for group in cache.groups
+            ]
         )
-        self._tables = MultiGroupBlockTable([table])
+        # States are written whole, so nothing an earlier owner left is read.
+        self._cleared_tables = [
+            table
+            for table, group in zip(self._tables.tables, cache.groups, strict=True)
+            if not isinstance(group.spec, MambaSpec)
+        ]
         self._rows = RowState(
             tables=self._tables,
             max_num_seqs=max_num_seqs,
@@ -85,16 +95,24 @@ class ModelRunner:
         link = None
         if parallel.num_stages > 1:
             hidden_size = model.config.hidden_size
-            dtype = cache.buffer.dtype
-            link = StageLink(parallel, hidden_size=hidden_size, dtype=dtype, device=device)
+            link = StageLink(parallel, hidden_size=hidden_size, dtype=cache.dtype, device=device)
+        self._max_step_tokens = min(max_num_batched_tokens, max_model_len)
         self._device_state = DeviceState(
-            model, cache, attention, tokens, table.device_table, parallel, link
+            model,
+            ModelForward(model),
+            cache,
+            attention,
+            tokens,
+            self._tables.device_tables,
+            parallel,
+            link,
         )
         self._inputs = StepInputsBuilder(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             token_width=tokens.width,
             num_blocks=cache.num_blocks,
+            num_groups=len(cache.groups),
             vocab_size=model.config.vocab_size,
             pin_memory=self._pin_memory,
         )
@@ -114,7 +132,7 @@ class ModelRunner:
             return None
         num_scheduled = self._rows.apply(plan)
         table = self._rows.rows
-        batch = make_batch(num_scheduled, table.num_computed, self._block_size)
+        batch = make_batch(num_scheduled, table.num_computed, min(self._tables.block_sizes))
         sampled_rows = np.flatnonzero(table.samples(num_scheduled))
         started = [
             (start.row, known_token_ids(start, pin_memory=self._pin_memory)) for start in plan.added
@@ -124,9 +142,7 @@ class ModelRunner:
             sampled_rows=sampled_rows,
             sampled_positions=table.num_computed[sampled_rows],
             fed_back=self._fed_back(plan, num_scheduled),
-            copied_blocks=np.concatenate(
-                (plan.copy_source_ids, plan.copy_target_ids, plan.copy_num_tokens), dtype=np.int64
-            ),
+            copies=self._rows.copies(plan),
             zero_block_ids=plan.zero_block_ids.astype(np.int64),
             started=started,
             on_answer=lambda inputs, completion: on_report(
@@ -180,18 +196,37 @@ class ModelRunner:
         if 2 * half <= num_prefill_tokens:
             batches.append(StepBatch(row_zero, half, half, num_decodes=0))
         for batch in batches:
-            completion = self._launch(
-                batch, sampled_rows=np.sort(batch.rows), sampled_positions=batch.ends
-            )
-            completion.wait()
-            if isinstance(completion.error, RankLost):
-                raise completion.error
-            if completion.error is not None:
-                raise EngineDead(
-                    f"the model cannot be computed on this device: {completion.error}"
-                ) from completion.error
+            self._warm_up(batch)
         cache = self._device_state.cache
+        if cache.device.type == "cpu":
+            self._prepare_graph()
         self._queue.submit(cache.buffer[NULL_BLOCK].zero_).wait()
+
+    def _prepare_graph(self) -> None:
+        forward = self._device_state.forward
+        sizes = [size for size in GRAPH_TOKENS if size <= self._max_step_tokens]
+        if not sizes or not forward.is_capturable:
+            return
+        for size in sizes:
+            self._warm_up(_first_tokens(size), forward.capture)
+        if forward.has_graph or self._parallel.num_stages > 1:  # stages step together
+            # In the null block alone, this many tokens have slots of their own.
+            num_verified = min(*self._tables.block_sizes, sizes[0])
+            self._warm_up(_first_tokens(num_verified), forward.verify)
+            for size in sizes:
+                self._warm_up(_first_tokens(size), forward.time)
+
+    def _warm_up(self, batch: StepBatch, prepare: Preparation | None = None) -> None:
+        completion = self._launch(
+            batch, sampled_rows=np.sort(batch.rows), sampled_positions=batch.ends, prepare=prepare
+        )
+        completion.wait()
+        if isinstance(completion.error, RankLost):
+            raise completion.error
+        if completion.error is not None:
+            raise EngineDead(
+                f"the model cannot be computed on this device: {completion.error}"
+            ) from completion.error
 
     def close(self) -> None:
         """Wait until the next pipeline stage has what this one computed. No plan may follow."""
@@ -206,32 +241,38 @@ class ModelRunner:
         sampled_rows: Int64s,
         sampled_positions: Int64s,
         fed_back: FedBackTokens | None = None,
-        copied_blocks: Int64s = NO_BLOCKS,
+        copies: BlockCopies = NO_COPIES,
         zero_block_ids: Int64s = NO_BLOCKS,
         started: Sequence[tuple[int, Tensor]] = (),
+        prepare: Preparation | None = None,
         on_answer: Callable[[StepInputs, Completion], None] | None = None,
     ) -> Completion:
-        (table,) = self._tables.tables
-        (slots,) = self._tables.slots(batch.token_rows(), batch.positions())
-        begun = blocks_to_clear(batch, table.host, self._block_size)
+        tables = self._tables
+        begun = [blocks_to_clear(batch, t.host, t.block_size) for t in self._cleared_tables]
         inputs = self._inputs.build(
             batch,
-            slots=slots,
+            slots=tables.slots(batch.token_rows(), batch.positions()),
             sampled_rows=sampled_rows,
             sampled_positions=sampled_positions,
-            copied_blocks=copied_blocks,
-            cleared_blocks=np.concatenate((zero_block_ids, begun)),
+            copied_blocks=copies.blocks,
+            cleared_blocks=np.concatenate((zero_block_ids, *begun)),
             sampling=self._rows.sampling,
         )
-        uploads = self._tables.commit()
+        uploads = tables.commit()
+        segments = {
+            size: decode_segments(batch.decode_blocks(size), size)
+            for size in set(tables.block_sizes)
+        }
         step = DeviceStep(
             state=self._device_state,
             inputs=inputs,
-            segments=decode_segments(batch.decode_blocks(self._block_size), self._block_size),
+            segments=[segments[size] for size in tables.block_sizes],
             chunks=batch.prefill_chunks(),
+            copied_of_group=copies.num_of_group,
             uploads=uploads,
             started=started,
             fed_back=fed_back,
+            prepare=prepare,
         )
         on_done = None if on_answer is None else partial(on_answer, inputs)
         completion = self._queue.submit(step.run, on_done)
@@ -259,3 +300,8 @@ class ModelRunner:
             num_nans=answer.num_nans,
             compute_s=completion.elapsed_s,
         )
+
+
+def _first_tokens(count: int) -> StepBatch:
+    """The beginning of a prompt in the first row."""
+    return StepBatch(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([count]), num_decodes=0)

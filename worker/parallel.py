@@ -8,6 +8,7 @@ queue, so every rank makes them in the same order. The last stage's shard 0 samp
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -104,6 +105,11 @@ class Parallel:
             dist.recv(out, self.rank - self.num_shards, group=self.all_ranks)
         return out
 
+    def wait_at_most(self, timeout_s: float) -> None:
+        """How long this rank waits for another one in every exchange from now on."""
+        for group in {self.shard_group, self.all_ranks} - {None}:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
     def meet(self, device: torch.device) -> None:
         """Wait until every rank of the engine has come here."""
         if self.all_ranks is not None:
@@ -118,7 +124,7 @@ class Parallel:
             reason = str(error).partition("] ")[2].partition(". ")[0] or str(error)
             raise RankLost(
                 f"rank {self.rank} has lost the other ranks of its engine ({reason}): one has "
-                "ended, or did not come within rank_timeout_s"
+                "ended, or did not come within rank_timeout_s (startup_timeout_s in the warm-up)"
             ) from error
 
     def share(self, size: int, multiple: int = 1) -> slice:

@@ -24,21 +24,24 @@ BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
 
 @contextlib.contextmanager
 def joined_ranks(
-    layout: RankLayout, rank: int, device: torch.device, *, meeting_timeout_s: float
+    layout: RankLayout, rank: int, device: torch.device, *, startup_timeout_s: float
 ) -> Iterator[Parallel]:
     """This rank's place, with its groups, until the block is left.
 
+    It waits for the others `startup_timeout_s` in each exchange, too, until
+    `Parallel.wait_at_most` says that what makes one of them slow is over: loading, compiling.
+
     One that is left in an orderly way waits for the others to do the same: who hangs up first may
     cut off what is still on its way. A process can do this once. Raises EngineDead if not all ranks
-    come within `meeting_timeout_s`.
+    come within `startup_timeout_s`.
     """
     if layout.num_ranks == 1:
         yield ALONE
         return
     assert layout.rendezvous is not None
     store = dist.FileStore(layout.rendezvous, layout.num_ranks)  # type: ignore[attr-defined]  # torch
-    _meet(store, layout.num_ranks, meeting_timeout_s)
-    timeout = timedelta(seconds=layout.timeout_s)
+    _meet(store, layout.num_ranks, startup_timeout_s)
+    timeout = timedelta(seconds=startup_timeout_s)
     try:
         dist.init_process_group(
             BACKENDS[device.type],

@@ -5,6 +5,7 @@ cannot carry out to the letter raises PlanMismatch; the engine then needs a new 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
@@ -25,6 +26,20 @@ _NOT_CARRIED_OUT: Final = {
     "connector_metadata": "KV connectors",
     "has_structured_output": "structured output",
 }
+
+
+@dataclass(frozen=True)
+class BlockCopies:
+    """blocks:       ids of blocks to copy from, then to copy to, then the tokens to copy of each;
+                  each of the three group by group.
+    num_of_group: copies of each group.
+    """
+
+    blocks: npt.NDArray[np.int64]
+    num_of_group: Sequence[int]
+
+
+NO_COPIES: Final = BlockCopies(np.empty(0, np.int64), ())
 
 
 class RowState:
@@ -80,6 +95,32 @@ class RowState:
         self._check_step(plan, num_scheduled)
         return num_scheduled
 
+    def copies(self, plan: SchedulerOutput) -> BlockCopies:
+        """The block copies of the plan applied last. It does not name their groups: a copy is made
+        for a row that it starts, and its target is among that row's blocks."""
+        if not len(plan.copy_source_ids):
+            return NO_COPIES
+        columns = np.stack((plan.copy_source_ids, plan.copy_target_ids, plan.copy_num_tokens))
+        if len(self.tables.tables) == 1:
+            return BlockCopies(columns.astype(np.int64).ravel(), (columns.shape[1],))
+        in_group = [
+            np.isin(plan.copy_target_ids, list(chain(*(s.block_ids[group] for s in plan.added))))
+            for group in range(len(self.tables.tables))
+        ]
+        if not (np.sum(in_group, axis=0) == 1).all():
+            raise PlanMismatch(
+                f"step {plan.step} copies to blocks {plan.copy_target_ids.tolist()}; each must be "
+                "in the table of a row that the step starts, of one KV cache group"
+            )
+        for table, is_in in zip(self.tables.tables, in_group, strict=True):
+            self._check_range("copied token", plan.copy_num_tokens[is_in], table.block_size + 1)
+        return BlockCopies(
+            np.concatenate(
+                [columns[:, is_in] for is_in in in_group], axis=1, dtype=np.int64
+            ).ravel(),
+            [int(is_in.sum()) for is_in in in_group],
+        )
+
     def _start_row(self, start: RowStart) -> None:
         row = start.row
         if start.num_known_tokens > self._max_model_len:
@@ -126,7 +167,7 @@ class RowState:
         self._check_block_ids(targets)
         max_tokens = max(table.block_size for table in self.tables.tables)
         self._check_range("copied token", counts, max_tokens + 1)
-        if len(targets) > self.rows.max_num_seqs:
+        if len(targets) > self.rows.max_num_seqs * len(self.tables.tables):
             raise PlanMismatch(
                 f"step {plan.step} copies {len(targets)} blocks for {self.rows.max_num_seqs} rows"
             )

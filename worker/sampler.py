@@ -59,16 +59,19 @@ class Draws:
         )
 
 
-def sample(logits: Tensor, whole: Draws | None, cut: Draws | None) -> Tensor:
+def sample(
+    logits: Tensor, whole: Draws | None, cut: Draws | None, *, best: Tensor | None = None
+) -> Tensor:
     """logits: (n, vocab_size) float32 -> (n,) int32 token ids.
 
     whole: rows with top_k = 0 and top_p = 1; they need no sort.
     cut:   rows drawn from their most likely tokens.
     All others are greedy: the lowest id among the largest logits.
+    best:  those ids, (n,), where they are known; overwritten.
 
-    A row with logits that are not finite gets a valid id that means nothing (`count_non_finite`).
+    A row with logits that are not finite gets a valid id that means nothing.
     """
-    token_ids = argmax(logits)
+    token_ids = argmax(logits)[0] if best is None else best
     for draws, draw in ((whole, _draw_from_all), (cut, _draw_from_best)):
         if draws is None:
             continue
@@ -78,14 +81,6 @@ def sample(logits: Tensor, whole: Draws | None, cut: Draws | None) -> Tensor:
             drawn = draw(logits.index_select(0, part.rows), part)
             token_ids.index_copy_(0, part.rows, drawn)
     return token_ids.int()
-
-
-def count_non_finite(logits: Tensor) -> Tensor:
-    """logits: (n, vocab_size) -> (n,) int32, how many of a row are NaN or infinite."""
-    # A sum is one pass over memory, counting is many; on a CPU its result is there to be looked at.
-    if logits.device.type == "cpu" and logits.sum(dim=-1).isfinite().all():
-        return torch.zeros(len(logits), dtype=torch.int32)
-    return logits.isfinite().logical_not_().sum(dim=-1, dtype=torch.int32)
 
 
 def _draw_from_all(logits: Tensor, draws: Draws) -> Tensor:

@@ -25,6 +25,7 @@ from longshore.protocol.handshake import (
 from longshore.protocol.lifeline import Lifeline, Progress, Ready
 from longshore.protocol.plan import Shutdown
 from longshore.protocol.results import WorkerFailed
+from longshore.worker.cache_plan import block_bytes
 from longshore.worker.config import WorkerProcessConfig
 from longshore.worker.device import num_physical_cores, open_device
 from longshore.worker.engine import WorkerEngine
@@ -34,9 +35,6 @@ from longshore.worker.rank_groups import joined_ranks
 from longshore.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
-
-HANDSHAKE_TIMEOUT_S: Final = 600.0
-"""Other ranks may load their weights for this long before the scheduler can welcome anybody."""
 
 NO_EPOCH: Final = 0
 """Epoch of a worker that nobody has welcomed yet."""
@@ -72,7 +70,7 @@ def _serve(
                 lifeline.report(Progress(f"meeting the other {config.ranks.num_ranks - 1} ranks"))
             parallel = stack.enter_context(
                 joined_ranks(
-                    config.ranks, config.rank, device, meeting_timeout_s=HANDSHAKE_TIMEOUT_S
+                    config.ranks, config.rank, device, startup_timeout_s=config.startup_timeout_s
                 )
             )
         _load_and_run(config, parallel, lifeline, channel)
@@ -89,14 +87,15 @@ def _load_and_run(
     with _telling_the_scheduler(channel, config.rank, NO_EPOCH):
         worker = Worker(config.worker, parallel)
     with worker:
-        welcome = _shake_hands(config, worker, channel)
+        welcome = _shake_hands(config, worker, lifeline, channel)
         if welcome is None:
             return
         lifeline.report(Progress("warming up"))
         with _telling_the_scheduler(channel, config.rank, welcome.epoch):
             runner = worker.start(epoch=welcome.epoch, num_blocks=welcome.num_blocks)
+            parallel.wait_at_most(config.ranks.timeout_s)
         channel.send(WorkerReady(config.rank))
-        lifeline.report(Ready(_details(config, welcome)))
+        lifeline.report(Ready(_details(config, worker, welcome)))
         # What exists now lives as long as the process; the collector need not visit it.
         gc.collect()
         gc.freeze()
@@ -131,7 +130,10 @@ def _telling_the_scheduler(
 
 
 def _shake_hands(
-    config: WorkerProcessConfig, worker: Worker, channel: Channel[FromWorker, ToWorker]
+    config: WorkerProcessConfig,
+    worker: Worker,
+    lifeline: Lifeline,
+    channel: Channel[FromWorker, ToWorker],
 ) -> Welcome | None:
     """None: the engine is shut down before it began. Raises HandshakeRefused or EngineDead."""
     # The fingerprint is of the folder this rank has loaded, wherever the configuration came from.
@@ -139,14 +141,15 @@ def _shake_hands(
         config.identity, model_fingerprint=model_fingerprint(Path(config.model))
     )
     channel.send(WorkerHello(config.rank, identity, worker.kv_cache))
-    answer = channel.receive(HANDSHAKE_TIMEOUT_S)
+    lifeline.report(Progress("loaded; waiting for the scheduler's welcome"))
+    answer = channel.receive(config.startup_timeout_s)
     match answer:
         case Welcome():
             return answer
         case None:
             raise EngineDead(
-                f"the scheduler did not answer within {HANDSHAKE_TIMEOUT_S:.0f} s; "
-                "is it running, and do all ranks come up?"
+                f"the scheduler did not answer within {config.startup_timeout_s:g} s; is it "
+                "running, and do all ranks come up? If they need longer, raise --startup-timeout-s."
             )
         case Shutdown():
             return None
@@ -156,10 +159,11 @@ def _shake_hands(
             raise HandshakeRefused(f"the scheduler began with {type(answer).__name__}")
 
 
-def _details(config: WorkerProcessConfig, welcome: Welcome) -> dict[str, str]:
+def _details(config: WorkerProcessConfig, worker: Worker, welcome: Welcome) -> dict[str, str]:
     return {
         "device": config.device,
         "dtype": config.identity.dtype,
         "threads": str(torch.get_num_threads()),
         "num_blocks": str(welcome.num_blocks),
+        "block_bytes": str(block_bytes(worker.kv_cache.groups)),
     }

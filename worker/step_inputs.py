@@ -1,5 +1,6 @@
 """The numbers of one step, packed on the host: two copies bring all of them to the device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,11 +74,13 @@ class StepInputs:
     """One step's numbers in a staging set, and where each of them is.
 
     token_index:  flat indices into the token table of the ids to embed.
-    positions, slots: of each token.
+    positions:    of each token.
+    slots:        of each token, per group.
     decode_rows, decode_lens: see AttentionMetadata.
     last_tokens:  indices, in the step, of the tokens that are sampled from; by ascending row.
     destinations: flat indices into the token table where the sampled ids go.
-    copied_blocks: ids of blocks to copy from, then to copy to, then the tokens to copy of each.
+    copied_blocks: ids of blocks to copy from, then to copy to, then the tokens to copy of each,
+                   each group by group.
     cleared_blocks: ids of blocks to zero behind that, before anything is written.
     sampled_rows: (num_sampled,) on the host.
     extras: None if no row asks for more than a token.
@@ -88,7 +91,7 @@ class StepInputs:
     num_reals: int
     token_index: slice
     positions: slice
-    slots: slice
+    slots: tuple[slice, ...]
     decode_rows: slice
     decode_lens: slice
     last_tokens: slice
@@ -141,6 +144,7 @@ class StepInputsBuilder:
         max_num_batched_tokens: int,
         token_width: int,
         num_blocks: int,
+        num_groups: int,
         vocab_size: int,
         pin_memory: bool,
     ) -> None:
@@ -148,10 +152,11 @@ class StepInputsBuilder:
         self._pin_memory = pin_memory
         self._max_num_seqs = max_num_seqs
         self._token_width = token_width
-        # Per token: index, position, slot. Per row: decode row and length, last token, destination,
-        # cleared block, rows and top_k of the draws, and a copied block with target and number of
-        # tokens. A plan may clear every block besides.
-        num_ints = 3 * max_num_batched_tokens + 10 * max_num_seqs + num_blocks
+        # Per token: index, position, slots. Per row: decode row and length, last token,
+        # destination, rows and top_k of the draws, and per group a cleared block, and a copied one
+        # with target and number of tokens. A plan may clear every block besides.
+        num_ints = (2 + num_groups) * max_num_batched_tokens + num_blocks
+        num_ints += (6 + 4 * num_groups) * max_num_seqs
         self._ring = StagingRing(
             {
                 "ints": ((num_ints,), torch.int64),
@@ -166,14 +171,15 @@ class StepInputsBuilder:
         self,
         batch: StepBatch,
         *,
-        slots: Int64s,
+        slots: Sequence[Int64s],
         sampled_rows: Int64s,
         sampled_positions: Int64s,
         copied_blocks: Int64s,
         cleared_blocks: Int64s,
         sampling: SamplingColumns,
     ) -> StepInputs:
-        """sampled_rows, sampled_positions: (n,) ascending rows, and the position each token takes.
+        """slots: per group. copied_blocks, cleared_blocks: see StepInputs.
+        sampled_rows, sampled_positions: (n,) ascending rows, and the position each token takes.
 
         The caller must guard the inputs' staging set with the operation that reads it.
         """
@@ -187,7 +193,7 @@ class StepInputsBuilder:
             staging=staging,
             token_index=ints.put(batch.token_rows() * self._token_width + positions),
             positions=ints.put(positions),
-            slots=ints.put(slots),
+            slots=tuple(ints.put(of_group) for of_group in slots),
             decode_rows=ints.put(batch.rows[: batch.num_decodes]),
             decode_lens=ints.put(batch.ends[: batch.num_decodes]),
             last_tokens=ints.put(batch.last_tokens[seq_of_row[sampled_rows]]),

@@ -11,9 +11,24 @@ from typing import Final
 
 import torch
 
-from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.protocol.kv_cache_spec import (
+    DEFAULT_STEPS_IN_FLIGHT,
+    FP8_E4M3,
+    KVCacheConfig,
+    KVCacheGroup,
+    max_blocks,
+    num_reserved_blocks,
+)
 from longshore.worker import kv_cache
-from longshore.worker.attention.choice import make_attention
+from longshore.worker.attention.grouped import GroupedAttention
+from longshore.worker.cache_plan import (
+    CacheSizes,
+    check_kv_cache_dtype,
+    element_bytes,
+    groups_of_rank,
+    plan_groups,
+)
+from longshore.worker.cache_report import report_on
 from longshore.worker.compute_queue import ComputeQueue, open_compute_queue
 from longshore.worker.config import WorkerConfig
 from longshore.worker.device import (
@@ -24,7 +39,9 @@ from longshore.worker.device import (
     wait_for_device,
 )
 from longshore.worker.errors import UnsupportedModel
+from longshore.worker.fp8 import KVScales
 from longshore.worker.kernels import native
+from longshore.worker.kv_scales import read_kv_scales
 from longshore.worker.loader import load_weights
 from longshore.worker.model_runner import ModelRunner
 from longshore.worker.models.decoder_config import DecoderConfig
@@ -42,7 +59,8 @@ CPU_WARM_UP_DECODES: Final = 4
 class Worker:
     """Weights on a device. Closing it ends its thread; it can be used as a context manager.
 
-    kv_cache: what this rank would allocate; `start` may be told to take fewer blocks.
+    kv_cache:  what this rank would allocate; `start` may be told to take fewer blocks.
+    kv_scales: of its layers, if they are kept in fp8.
     """
 
     def __init__(self, config: WorkerConfig, parallel: Parallel = ALONE) -> None:
@@ -58,6 +76,13 @@ class Worker:
         model_config = read_model_config(model_dir)
         self.model_config = model_config
         self._dtype = resolve_dtype(config.dtype, model_config.dtype)
+        sizes = CacheSizes(
+            block_size=config.block_size,
+            dtype_bytes=element_bytes(config.kv_cache_dtype, self._dtype.itemsize),
+            num_shards=parallel.num_shards,
+        )
+        self._cache_specs = model_config.cache_specs(sizes)
+        check_kv_cache_dtype(config.kv_cache_dtype, self._cache_specs.values())
         self.max_model_len = _max_model_len(config, model_config)
         with fits_in_memory("The model", self._device):
             self.model = MODELS[type(model_config)](
@@ -69,6 +94,10 @@ class Worker:
             )
         load_weights(self.model, model_dir, show_progress=config.show_progress)
         self.kv_cache = self._plan_cache()
+        self.kv_scales: dict[str, KVScales] = {}
+        if config.kv_cache_dtype == FP8_E4M3:
+            layers = [layer.name for layer in self.model.cached_layers()]
+            self.kv_scales = read_kv_scales(model_dir, layers)
         self._queue: ComputeQueue | None = None
         self._runner: ModelRunner | None = None
 
@@ -89,16 +118,14 @@ class Worker:
         assert self._queue is None, "a worker starts once"
         agreed = self.kv_cache
         if num_blocks is not None:
-            (group,) = agreed.groups
-            kv_cache.check_holds_one_request(num_blocks, group.spec, self.max_model_len)
-            agreed = kv_cache.cache_config(group, num_blocks, self._dtype)
+            agreed = self._cache_of(agreed.groups, num_blocks)
         with fits_in_memory(f"A KV cache of {agreed.num_blocks} blocks", self._device):
-            cache = kv_cache.allocate(agreed, dtype=self._dtype, device=self._device)
+            cache = self.make_cache(agreed)
         self._queue = queue or open_compute_queue(self._device)
         runner = self._runner = ModelRunner(
             self.model,
             cache,
-            make_attention(cache, num_heads=self.model.num_local_heads),
+            GroupedAttention(cache, self.model.cached_layers()),
             self._queue,
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
@@ -110,14 +137,21 @@ class Worker:
         wait_for_device(self._device)  # the queue's stream does not wait for what was prepared here
         self._warm_up(runner)
         logger.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB in %s on %s",
+            "KV cache: %d blocks of %d bytes, %.2f GiB in %s on %s",
             cache.num_blocks,
-            cache.block_size,
+            cache.block_size_bytes,
             cache.num_blocks * cache.block_size_bytes / 2**30,
-            dtype_name(self._dtype),
+            agreed.dtype,
             self._device,
         )
+        self._log_plan(agreed)
         return runner
+
+    def make_cache(self, config: KVCacheConfig) -> kv_cache.KVCache:
+        """A cache of this rank's layers, for its model and device."""
+        return kv_cache.KVCache(
+            config, dtype=self._dtype, device=self._device, scales=self.kv_scales
+        )
 
     def close(self) -> None:
         """Finish what was submitted and end the compute thread. May be called twice."""
@@ -139,25 +173,63 @@ class Worker:
     ) -> None:
         self.close()
 
+    @property
+    def _longest_request(self) -> tuple[int, int, int]:
+        """Its tokens, those in flight, and the steps in flight: one for each stage, or two."""
+        num_steps = max(self._parallel.num_stages, DEFAULT_STEPS_IN_FLIGHT)
+        return self.max_model_len, num_steps * self._config.max_num_batched_tokens, num_steps
+
     def _plan_cache(self) -> KVCacheConfig:
-        model_config, config = self.model_config, self._config
-        group = kv_cache.attention_group(
-            layers=self._parallel.layers(model_config.num_layers),
-            block_size=config.block_size,
-            num_kv_heads=self.model.num_local_kv_heads,
-            head_dim=model_config.head_dim,
-            dtype=self._dtype,
+        config = self._config
+        # Of the whole model, so that all stages have the same groups.
+        groups = groups_of_rank(
+            plan_groups(
+                self._cache_specs,
+                max_model_len=self.max_model_len,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+            ),
+            {layer.name for layer in self.model.cached_layers()},
         )
+        longest = max_blocks(groups, *self._longest_request)
         num_blocks = config.num_blocks or kv_cache.measure_num_blocks(
-            group,
+            groups,
             device=self._device,
             kv_cache_bytes=config.kv_cache_bytes,
             memory_fraction=config.kv_memory_fraction,
             num_ranks_on_device=config.num_ranks_on_device,
-            max_useful_blocks=config.max_num_seqs * group.spec.max_blocks(self.max_model_len) + 1,
+            max_useful_blocks=config.max_num_seqs * longest + num_reserved_blocks(groups),
         )
-        kv_cache.check_holds_one_request(num_blocks, group.spec, self.max_model_len)
-        return kv_cache.cache_config(group, num_blocks, self._dtype)
+        return self._cache_of(groups, num_blocks)
+
+    def _cache_of(self, groups: tuple[KVCacheGroup, ...], num_blocks: int) -> KVCacheConfig:
+        """Raises KVCacheTooSmall."""
+        kv_cache.check_holds_one_request(
+            num_blocks, groups, self.max_model_len, self._config.max_num_batched_tokens
+        )
+        kept = self._config.kv_cache_dtype
+        dtype = dtype_name(self._dtype) if kept == "auto" else kept
+        return KVCacheConfig(num_blocks=num_blocks, groups=groups, dtype=dtype)
+
+    def _log_plan(self, config: KVCacheConfig) -> None:
+        max_model_len, num_tokens, num_steps = self._longest_request
+        report = report_on(
+            config.groups,
+            config.num_blocks,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=num_tokens,
+            num_steps=num_steps,
+        )
+        for index, group in enumerate(report.groups):
+            logger.info(
+                "group %d: %s, %d layers of %d bytes, %d tokens per block, %.1f %% padding",
+                index,
+                group.kind,
+                group.num_layers,
+                group.layer_bytes,
+                group.block_tokens,
+                100 * group.padding_bytes / report.block_bytes,
+            )
+        logger.info("%.2f requests of %d tokens fit", report.max_concurrency, report.max_model_len)
 
     def _warm_up(self, runner: ModelRunner) -> None:
         config = self._config

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from longshore.worker.compute_queue import Completion, ComputeQueue
-from longshore.worker.kv_cache import KVCache
 from longshore.worker.model_runner import ModelRunner
+from tests.worker.caches import attention_cache
 
 NUM_BLOCKS = 400
 BLOCK_SIZE = 4
@@ -74,14 +74,13 @@ def as_numpy(table: Tensor) -> npt.NDArray[np.float32]:
 def bigram_runner(
     table: Tensor, *, queue: ComputeQueue | None = None, eos_token_ids: tuple[int, ...] = ()
 ) -> ModelRunner:
-    cache = KVCache(
+    cache = attention_cache(
         NUM_BLOCKS,
         num_layers=1,
         block_size=BLOCK_SIZE,
         num_kv_heads=1,
         head_dim=1,
-        dtype=torch.float32,
-        device=table.device,
+        device=str(table.device),
     )
     return ModelRunner(
         cast(Any, BigramModel(table)),

@@ -1,41 +1,87 @@
 """Runs a loaded model over a paged cache without a runner: what tests of models compare."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from longshore.worker import kv_cache
+from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.worker.attention.grouped import GroupedAttention, GroupedStep
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.segments import decode_segments
-from longshore.worker.attention.torch_backend import TorchAttention
+from longshore.worker.fp8 import KVScales
+from longshore.worker.kv_cache import KVCache
+from longshore.worker.models.decoder import Decoder
 from longshore.worker.slot_mapping import slot_mapping
 from longshore.worker.step_batch import StepBatch
 from longshore.worker.worker import Worker
 
 
+class PagedSequence:
+    """One sequence at a time on a model's cache, every group on shuffled blocks of its own."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: KVCacheConfig,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        scales: Mapping[str, KVScales] | None = None,
+    ) -> None:
+        self.model = model
+        self._groups = config.groups
+        cache = KVCache(config, dtype=dtype, device=torch.device("cpu"), scales=scales)
+        self._attention = GroupedAttention(cache, model.cached_layers())
+        block_ids = list(range(1, cache.num_blocks))
+        random.Random(0).shuffle(block_ids)
+        self._tables = [
+            np.array(
+                [[block_ids.pop() for _ in range(0, max_model_len, group.spec.block_size)]]
+            ).astype(np.int32)
+            for group in config.groups
+        ]
+
+    def begin_step(self, start: int, count: int) -> tuple[Tensor, GroupedStep]:
+        """The positions of `count` tokens from `start` on, and their step."""
+        rows, starts, counts = np.zeros(1, np.int64), np.array([start]), np.array([count])
+        batch = StepBatch(rows, starts, counts, num_decodes=int(count == 1))
+        step = self._attention.begin_step(
+            [
+                metadata(batch, table, group.spec.block_size)
+                for table, group in zip(self._tables, self._groups, strict=True)
+            ]
+        )
+        return torch.from_numpy(batch.positions()), step
+
+    def forward(self, inputs: Tensor, start: int) -> Tensor:
+        """Positions from `start` on: token ids, or the hidden states of the stage before."""
+        positions, step = self.begin_step(start, len(inputs))
+        with torch.inference_mode():
+            return self.model.forward(inputs, positions, step)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self.model.logits(hidden)
+
+
 def paged_logits(worker: Worker, token_ids: Sequence[int], chunks: Sequence[int]) -> Tensor:
     """(num_tokens, vocab_size): one sequence, computed in chunks on shuffled blocks."""
     assert sum(chunks) == len(token_ids)
-    (group,) = worker.kv_cache.groups
     dtype = worker.model.embedding.weight.dtype
-    cache = kv_cache.allocate(worker.kv_cache, dtype=dtype, device=torch.device("cpu"))
-    block_ids = list(range(1, cache.num_blocks))
-    random.Random(0).shuffle(block_ids)
-    table = np.zeros((1, group.spec.max_blocks(worker.max_model_len)), np.int32)
-    table[0] = block_ids[: table.shape[1]]
-    attention = TorchAttention(cache, num_heads=worker.model_config.num_heads)
-    rows, start, logits = np.zeros(1, np.int64), 0, []
+    sequence = PagedSequence(
+        worker.model,
+        worker.kv_cache,
+        max_model_len=worker.max_model_len,
+        dtype=dtype,
+        scales=worker.kv_scales,
+    )
+    start, logits = 0, []
     for count in chunks:
-        batch = StepBatch(rows, np.array([start]), np.array([count]), num_decodes=int(count == 1))
-        positions = batch.positions()
-        step = attention.begin_step(metadata(batch, table, cache.block_size))
-        with torch.inference_mode():
-            ids = torch.tensor(token_ids[start : start + count], dtype=torch.int32)
-            hidden = worker.model.forward(ids, torch.from_numpy(positions), step)
-            logits.append(worker.model.logits(hidden))
+        ids = torch.tensor(token_ids[start : start + count], dtype=torch.int32)
+        logits.append(sequence.logits(sequence.forward(ids, start)))
         start += count
     return torch.cat(logits)
 

@@ -4,6 +4,7 @@ CASE is a function of this file; what it returns is printed.
 """
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from longshore.worker.stage_link import StageLink
 
 CPU = torch.device("cpu")
 NUM_STEPS = 50
+PATIENCE_S = 0.5
 
 
 def place(parallel: Parallel) -> list[int]:
@@ -57,10 +59,26 @@ def lose(parallel: Parallel) -> str:
     return "nothing was noticed"
 
 
+def compile_slowly(parallel: Parallel) -> str:
+    """Rank 0 comes later than `PATIENCE_S`: to the first exchange, and never to the second."""
+    started = time.monotonic()
+    while parallel.rank == 0 and time.monotonic() - started < 3 * PATIENCE_S:
+        torch.ones(64, 64).mm(torch.ones(64, 64))
+    parallel.meet(CPU)
+    parallel.wait_at_most(PATIENCE_S)
+    if parallel.rank == 0:
+        return "late"
+    try:
+        parallel.all_reduce(torch.zeros(4))
+    except EngineDead as error:
+        return str(error)
+    return "nothing was noticed"
+
+
 def main(rank: str, layout_file: str, case: str) -> None:
     torch.set_num_threads(1)
     layout = msgspec.json.decode(Path(layout_file).read_bytes(), type=RankLayout)
-    with joined_ranks(layout, int(rank), CPU, meeting_timeout_s=60) as parallel:
+    with joined_ranks(layout, int(rank), CPU, startup_timeout_s=60) as parallel:
         result: Any = globals()[case](parallel)
     print(msgspec.json.encode(result).decode())
 

@@ -48,7 +48,7 @@ def load(folder: Path) -> Worker:
 
 
 UNSUPPORTED_CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+    ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
     ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
     ({"hidden_act": "gelu"}, "gelu"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),

@@ -549,7 +549,7 @@ def test_blocks_that_the_scheduler_has_taken_back_are_not_compared(open_runner: 
 
 def test_blocks_named_in_the_plan_are_zeroed_before_the_step(open_runner: OpenRunner) -> None:
     runner, plans = open_runner(), planner()
-    cache = runner._device_state.cache.buffer
+    cache = runner._device_state.cache.view(0).planes
     cache[1:] = 7.0
     plan = msgspec.structs.replace(valid_plan(plans), zero_block_ids=int32_array([plans.free[0]]))
     runner.execute(plan)
@@ -564,7 +564,7 @@ def test_a_fork_goes_on_from_a_copy_that_is_made_before_anything_is_computed(
     """The parent writes on in the block in the very step that copies it, and what it wrote in it
     before without an answer may be no number."""
     runner, plans = open_runner(), planner()
-    cache = runner._device_state.cache.buffer
+    cache = runner._device_state.cache.view(0).planes
     prompt = prompt_of(38, 0)
     parent = Outputs(plans)
     parent.add(runner.execute(plans.plan({0: 38}, added=[Entry(0, prompt)])))

@@ -15,18 +15,20 @@ from longshore.worker.config import RankLayout
 from longshore.worker.parallel import ALONE
 from longshore.worker.rank_groups import joined_ranks
 from tests.conftest import ROOT
-from tests.worker.rank_process import NUM_STEPS
+from tests.worker.rank_process import NUM_STEPS, PATIENCE_S
 
 TIMEOUT_S = 60
 
 
-def run_ranks(case: str, num_shards: int, num_stages: int, directory: Path) -> list[Any]:
+def run_ranks(
+    case: str, num_shards: int, num_stages: int, directory: Path, timeout_s: float = 20
+) -> list[Any]:
     """What each rank returned."""
     layout = RankLayout(
         tensor_parallel_size=num_shards,
         pipeline_parallel_size=num_stages,
         rendezvous=str(directory / "rendezvous"),
-        timeout_s=20,
+        timeout_s=timeout_s,
     )
     layout_file = directory / "layout.json"
     layout_file.write_bytes(msgspec.json.encode(layout))
@@ -72,15 +74,21 @@ def test_a_rank_that_leaves_is_an_error_with_a_name_for_the_other(tmp_path: Path
     assert noticed.startswith("RankLost: rank 1 has lost the other ranks of its engine (")
 
 
+def test_a_rank_may_be_slow_while_they_start_and_not_afterwards(tmp_path: Path) -> None:
+    late, noticed = run_ranks("compile_slowly", 2, 1, tmp_path, timeout_s=PATIENCE_S)
+    assert late == "late"
+    assert "imed out" in noticed
+
+
 def test_a_rank_whose_peers_do_not_come_says_how_many_did(tmp_path: Path) -> None:
     layout = RankLayout(tensor_parallel_size=3, rendezvous=str(tmp_path / "rendezvous"))
-    alone = joined_ranks(layout, 0, torch.device("cpu"), meeting_timeout_s=0.1)
+    alone = joined_ranks(layout, 0, torch.device("cpu"), startup_timeout_s=0.1)
     with pytest.raises(EngineDead, match="only 1 of 3 ranks have come"), alone:
         pass
 
 
 def test_one_rank_exchanges_with_nobody() -> None:
-    with joined_ranks(RankLayout(), 0, torch.device("cpu"), meeting_timeout_s=0) as parallel:
+    with joined_ranks(RankLayout(), 0, torch.device("cpu"), startup_timeout_s=0) as parallel:
         assert parallel is ALONE
     tensor = torch.arange(4.0)
     for same in (parallel.all_reduce(tensor), parallel.all_gather(tensor)):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.worker import sampler
-from longshore.worker.sampler import Draws, count_non_finite, sample
+from longshore.worker.sampler import Draws, sample
 from longshore.worker.uniform import uniform
 
 
@@ -230,15 +230,10 @@ def test_drawing_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("settings_", [{}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_are_counted_and_do_not_crash(
-    bad: float, settings_: dict[str, float]
-) -> None:
+def test_logits_that_are_not_finite_do_not_crash(bad: float, settings_: dict[str, float]) -> None:
     logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(5))
     clean = draw(logits, even_numbers(3), **settings_)  # type: ignore[arg-type]
     logits[1, 2:4] = bad
-    assert count_non_finite(logits).tolist() == [0, 2, 0]
-    assert count_non_finite(logits[:1]).tolist() == [0]
-    assert count_non_finite(torch.full((2, 9), 3e38)).tolist() == [0, 0]  # whose sum is infinite
     tokens = draw(logits, even_numbers(3), **settings_)  # type: ignore[arg-type]
     assert (tokens[0], tokens[2]) == (clean[0], clean[2])
     assert 0 <= tokens[1] < 8

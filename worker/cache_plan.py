@@ -1,0 +1,234 @@
+"""How the layers of a model share one pool of blocks: which of them form a group, and what it
+costs. Loads no tensor library, so that a plan can be made without the weights.
+
+All groups take blocks from one pool, so a block has the bytes that the largest group needs, and
+what a smaller one leaves of them is padding. Little is left where layers of one kind are dealt out
+to several groups that need about the same: 20 layers with a window and 4 without make 5 groups and
+1, of 4 layers each. Where one layer needs more than another, the other's blocks hold more tokens.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from longshore.protocol.kv_cache_spec import (
+    FP8_E4M3,
+    ChunkedLocalAttentionSpec,
+    CustomSpec,
+    FullAttentionSpec,
+    KVCacheDtype,
+    KVCacheGroup,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from longshore.worker.errors import UnsupportedModel
+
+BLOCK_ALIGNMENT_BYTES: Final = 8
+"""Every element in a block lies at a multiple of its own size."""
+
+MAX_GROUPS: Final = 8
+"""Each group costs a step a little, whatever its number of layers; kinds may be more than that."""
+
+TOLERANCE: Final = 1.05
+"""Of the plans that need at most so many times the least memory, the one with the smallest blocks
+(prefixes are found up to their borders) is taken, and of those the one with the fewest groups."""
+
+
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of an element of what models compute in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSizes:
+    """What a rank keeps of a layer depends on these, beside the model.
+
+    block_size:  tokens per block; a plan may give some groups a multiple of it.
+    dtype_bytes: of an element of keys, values and latents: `element_bytes`.
+    num_shards:  tensor parallel ranks.
+    """
+
+    block_size: int
+    dtype_bytes: int
+    num_shards: int = 1
+
+
+def element_bytes(kv_cache_dtype: KVCacheDtype, dtype_bytes: int) -> int:
+    """dtype_bytes: of an element of what the model computes in."""
+    return 1 if kv_cache_dtype == FP8_E4M3 else dtype_bytes
+
+
+def check_kv_cache_dtype(kv_cache_dtype: KVCacheDtype, specs: Iterable[KVCacheSpec]) -> None:
+    """Raise UnsupportedModel if a model with such layers cannot be kept in that dtype."""
+    if kv_cache_dtype != FP8_E4M3:
+        return
+    known = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+    for spec in specs:
+        if not isinstance(spec, known):
+            raise UnsupportedModel(
+                f"kv_cache_dtype={kv_cache_dtype!r} is for keys and values only, but this model "
+                f"has layers of {type(spec).__name__} (latents, states or a kind of its own), "
+                "which are kept as they are computed. Use kv_cache_dtype='auto'."
+            )
+
+
+def cache_name(layer: int) -> str:
+    """What is kept of a layer of the model, if that is one thing."""
+    return f"model.layers.{layer}"
+
+
+def plan_groups(
+    specs: Mapping[str, KVCacheSpec], *, max_model_len: int, max_num_batched_tokens: int
+) -> tuple[KVCacheGroup, ...]:
+    """The groups in which a request of `max_model_len` tokens needs little memory.
+
+    specs: of every layer of the model that keeps something, by name, in order.
+
+    Layers are dealt out in turn, so that a pipeline stage has its part of every group.
+    """
+    names: list[tuple[KVCacheSpec, list[str]]] = []  # a custom spec cannot be hashed
+    for name, spec in specs.items():
+        layers = next((layers for known, layers in names if known == spec), None)
+        if layers is None:
+            names.append((spec, [name]))
+        else:
+            layers.append(name)
+    kinds = [_Kind(spec, len(layers)) for spec, layers in names]
+    plans = [
+        plan
+        for size_bytes in sorted(set(_block_sizes(kinds)))
+        if (plan := _fit(kinds, size_bytes, max_model_len, max_num_batched_tokens))
+    ]
+    limit = TOLERANCE * min(plan.cost for plan in plans)
+    best = min((p for p in plans if p.cost <= limit), key=lambda p: (p.block_tokens, p.num_groups))
+    return tuple(
+        KVCacheGroup(tuple(layers[first :: part.num_groups]), part.spec)
+        for part, (_, layers) in zip(best.parts, names, strict=True)
+        for first in range(part.num_groups)
+    )
+
+
+@dataclass(frozen=True)
+class _Kind:
+    spec: KVCacheSpec
+    num_layers: int
+
+    @property
+    def is_scalable(self) -> bool:
+        """A block of more tokens is as many times as large."""
+        return not isinstance(self.spec, (MambaSpec, CustomSpec))
+
+    def group_bytes(self, num_groups: int) -> int:
+        """Of a block of the largest of so many groups."""
+        return -(-self.num_layers // num_groups) * self.spec.page_size_bytes
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A kind's share of a plan. spec: with the tokens that a block holds there."""
+
+    spec: KVCacheSpec
+    num_groups: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """cost: bytes that the longest request holds."""
+
+    parts: tuple[_Part, ...]
+    cost: int
+
+    @property
+    def num_groups(self) -> int:
+        return sum(part.num_groups for part in self.parts)
+
+    @property
+    def block_tokens(self) -> int:
+        return max(part.spec.block_size for part in self.parts)
+
+
+def _block_sizes(kinds: Sequence[_Kind]) -> Iterator[int]:
+    """Bytes of a block that fit a group of one kind exactly."""
+    for kind in kinds:
+        for num_groups in range(1, min(kind.num_layers, MAX_GROUPS) + 1):
+            times = 1
+            while times <= _max_times(kind, kinds):
+                yield kind.group_bytes(num_groups) * times
+                times *= 2
+
+
+def _max_times(kind: _Kind, kinds: Sequence[_Kind]) -> int:
+    """How many times the tokens a block may hold: as its layers are smaller than the largest."""
+    if not kind.is_scalable:
+        return 1
+    largest = max(each.spec.page_size_bytes for each in kinds)
+    return -(-largest // kind.spec.page_size_bytes)
+
+
+def _fit(
+    kinds: Sequence[_Kind], size_bytes: int, max_model_len: int, max_num_batched_tokens: int
+) -> _Plan | None:
+    """The plan for blocks of `size_bytes` that needs the least memory; None if a kind does not fit,
+    or only in too many groups."""
+
+    def cost(part: _Part) -> int:
+        num_blocks = part.spec.max_blocks(max_model_len, max_num_batched_tokens)
+        return num_blocks * part.num_groups * size_bytes
+
+    def times(kind: _Kind, room: int) -> int:
+        """How many times the tokens a block holds if `room` of the smallest blocks fit. Powers of
+        two, so that borders meet; beside states, which have no borders of their own, any number."""
+        if not kind.is_scalable:
+            return 1
+        if has_states:
+            return min(room, -(-max_model_len // kind.spec.block_size))
+        return 1 << (min(room, _max_times(kind, kinds)).bit_length() - 1)
+
+    has_states = any(isinstance(kind.spec, MambaSpec) for kind in kinds)
+    parts = []
+    for kind in kinds:
+        fitting = [
+            _Part(_scaled(kind.spec, times(kind, room)), num_groups)
+            for num_groups in range(1, min(kind.num_layers, MAX_GROUPS) + 1)
+            if (room := size_bytes // kind.group_bytes(num_groups))
+        ]
+        if not fitting:
+            return None
+        parts.append(min(fitting, key=lambda part: (cost(part), part.num_groups)))
+    if has_states:
+        # One block size for all: a border that every group has is a state's border too.
+        scalable = [part for part, kind in zip(parts, kinds, strict=True) if kind.is_scalable]
+        block_size = min((part.spec.block_size for part in scalable), default=None)
+        if block_size is not None:
+            parts = [_Part(_sized(part.spec, block_size), part.num_groups) for part in parts]
+    plan = _Plan(tuple(parts), sum(map(cost, parts)))
+    return plan if plan.num_groups <= max(MAX_GROUPS, len(kinds)) else None
+
+
+def _scaled(spec: KVCacheSpec, times: int) -> KVCacheSpec:
+    return _sized(spec, spec.block_size * times)
+
+
+def _sized(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
+    """A custom spec is another package's."""
+    if isinstance(spec, CustomSpec):
+        return spec
+    return msgspec.structs.replace(spec, block_size=block_size)
+
+
+def groups_of_rank(
+    groups: Sequence[KVCacheGroup], names: Collection[str]
+) -> tuple[KVCacheGroup, ...]:
+    """The same groups with none but these layers: those of a pipeline stage."""
+    return tuple(
+        KVCacheGroup(tuple(name for name in group.layer_names if name in names), group.spec)
+        for group in groups
+    )
+
+
+def block_bytes(groups: Sequence[KVCacheGroup]) -> int:
+    """Bytes from one block of the pool to the next."""
+    largest = max(group.block_size_bytes for group in groups)
+    return -(-largest // BLOCK_ALIGNMENT_BYTES) * BLOCK_ALIGNMENT_BYTES

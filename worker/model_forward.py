@@ -1,0 +1,182 @@
+"""A model's layers, step by step: as a captured graph of kernel calls where that is faster.
+
+On a CPU, a step of few tokens is hundreds of microseconds of arithmetic in dozens of calls, and the
+interpreter between them costs more than they do.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.kernels.graph import Graph, NotCapturable, capture
+from longshore.worker.kernels.native import native
+from longshore.worker.models.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+GRAPH_TOKENS: Final = (256, 64, 16)
+"""Sizes of steps for which a graph is tried, the largest first."""
+
+LONG_STEP_S: Final = 0.05
+"""A step that takes as long has nothing to gain from a graph."""
+
+NUM_TIMINGS: Final = 3
+
+
+def least_seconds(function: Callable[[], object], num_runs: int) -> float:
+    """Of several runs: whatever else the machine does makes them longer."""
+    best = float("inf")
+    for _ in range(num_runs):
+        started = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+class ModelForward:
+    """What computes the hidden states of a step. Everything happens on the compute queue.
+
+    seconds: runs a function so many times and says how long it takes.
+    is_capturable: whether it is worth trying; the same on all ranks of a model.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        seconds: Callable[[Callable[[], object], int], float] = least_seconds,
+    ) -> None:
+        self._model = model
+        self._seconds = seconds
+        self._layers: _LayerGraph | None = None
+        self._max_graph_tokens = 0
+        self._computes_more = False
+        self.is_capturable = (
+            native() is not None
+            and model.parallel.num_shards == 1
+            and type(model).forward is Decoder.forward  # replays do what that does
+        )
+
+    def __call__(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
+        """See Decoder.forward."""
+        if self._layers is not None and len(positions) <= self._max_graph_tokens:
+            return self._layers.replay(inputs, positions, attention)
+        return self._model.forward(inputs, positions, attention)
+
+    @property
+    def has_graph(self) -> bool:
+        return self._layers is not None
+
+    @property
+    def max_graph_tokens(self) -> int:
+        """Steps of up to so many tokens replay a graph; 0: none does."""
+        return self._max_graph_tokens
+
+    def capture(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> None:
+        """Make a graph for steps of up to as many tokens as this one has, unless such a step takes
+        long or the model computes anything that cannot be captured."""
+        if self._layers is not None or self._computes_more:
+            return
+        made: list[_LayerGraph] = []
+
+        def make() -> None:
+            made.append(_LayerGraph(self._model, inputs, positions, attention))
+
+        try:
+            if self._seconds(make, 1) <= LONG_STEP_S:
+                self._layers = made[0]
+        except NotCapturable as reason:
+            logger.info("no graph for steps of few tokens: %s", reason)
+            self._computes_more = True
+
+    def verify(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> None:
+        """Give the graph up unless it computes, bit by bit, what its kernels do one by one.
+
+        The step: other inputs than the captured ones, and no two tokens in one slot of the cache.
+        """
+        if self._layers is not None and not self._layers.is_right(inputs, positions, attention):
+            logger.warning("the graph for steps of few tokens is wrong and not used")
+            self._layers = None
+
+    def time(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> None:
+        """Use the graph for steps of up to as many tokens as this one has, if it is faster."""
+        layers = self._layers
+        if layers is None or len(positions) > layers.max_tokens or self._max_graph_tokens:
+            return
+        plain = self._seconds(
+            lambda: self._model.forward(inputs, positions, attention), NUM_TIMINGS
+        )
+        graph = self._seconds(lambda: layers.replay(inputs, positions, attention), NUM_TIMINGS)
+        if graph < plain:
+            self._max_graph_tokens = len(positions)
+            logger.info(
+                "steps of up to %d tokens replay a graph of %d calls: %.2f ms instead of %.2f",
+                len(positions),
+                layers.num_calls,
+                graph * 1e3,
+                plain * 1e3,
+            )
+
+
+class _LayerGraph:
+    """The layers of a model, captured, with what goes in and what comes out of them."""
+
+    def __init__(
+        self, model: Decoder, inputs: Tensor, positions: Tensor, attention: AttentionStep
+    ) -> None:
+        kernels = native()
+        assert kernels is not None
+        self._kernels = kernels
+        self._model = model
+        self.max_tokens = len(positions)
+        self._positions = positions.clone()
+        hidden = model.embed(inputs) if model.parallel.is_first_stage else inputs
+        self._hidden = hidden.clone()
+        (self._x, self._residual), self._graph = self._capture(self.max_tokens, attention)
+
+    @property
+    def num_calls(self) -> int:
+        return self._graph.num_calls
+
+    def replay(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
+        num_tokens = self._take(inputs, positions)
+        self._graph.replay(num_tokens, attention.native_steps)
+        return _sum(self._x[:num_tokens], self._residual, num_tokens)
+
+    def is_right(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> bool:
+        num_tokens = self._take(inputs, positions)
+        try:
+            (x, residual), _ = self._capture(num_tokens, attention)
+        except NotCapturable:
+            return False
+        expected = _sum(x, residual, num_tokens)
+        return torch.equal(self.replay(inputs, positions, attention), expected)
+
+    def _take(self, inputs: Tensor, positions: Tensor) -> int:
+        num_tokens = len(positions)
+        model = self._model
+        hidden = model.embed(inputs) if model.parallel.is_first_stage else inputs
+        self._hidden[:num_tokens].copy_(hidden)
+        self._positions[:num_tokens].copy_(positions)
+        return num_tokens
+
+    def _capture(
+        self, num_tokens: int, attention: AttentionStep
+    ) -> tuple[tuple[Tensor, Tensor | None], Graph]:
+        x, positions = self._hidden[:num_tokens], self._positions[:num_tokens]
+        return capture(
+            self._kernels,
+            lambda: self._model.run_layers(x, positions, attention),
+            num_tokens,
+            attention.native_steps,
+        )
+
+
+def _sum(x: Tensor, residual: Tensor | None, num_tokens: int) -> Tensor:
+    """A copy: the next replay writes to the same place."""
+    return x.clone() if residual is None else x + residual[:num_tokens]
