@@ -13,7 +13,7 @@ import longshore
 from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
 from longshore.deploy.demo import DEMO_MODEL_DIR
 from longshore.deploy.logs import OWN, set_up_logging
-from longshore.deploy.options import DoctorOptions, ServeOptions
+from longshore.deploy.options import CachePlanOptions, DoctorOptions, ServeOptions
 from longshore.protocol.errors import ConfigError, LongshoreError
 
 logger = logging.getLogger(__name__)
@@ -46,11 +46,19 @@ def serve(
 def doctor(
     *,
     options: Annotated[DoctorOptions, Parameter(name="*")] = DoctorOptions(),  # noqa: B008  # frozen
+    plan: Annotated[CachePlanOptions, Parameter(name="*")] = CachePlanOptions(),  # noqa: B008  # frozen
 ) -> None:
-    """Ask a running engine what it does, and what each waiting request waits for.
+    """Ask a running engine what it does, and what each waiting request waits for; or, with --plan,
+    print what the KV cache of a model will hold.
 
     Exit status 0: healthy; 1: requests wait and nothing advances; 2: it cannot be reached.
     """
+    if plan.plan is not None:
+        from longshore.deploy.cache_plan import print_plan
+
+        print_plan(plan, as_json=options.json)
+        return
+
     from longshore.deploy.doctor import examine
 
     sys.exit(examine(options))

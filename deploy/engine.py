@@ -1,6 +1,7 @@
 """From a user's settings to the configuration of an engine's processes."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,9 +13,12 @@ from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.protocol.channel import Endpoint
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity, hash_seed_digest, model_fingerprint
+from longshore.protocol.kv_cache_spec import KVCacheSpec, max_blocks, num_reserved_blocks
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 from longshore.scheduler.policy import load_policy
+from longshore.worker.cache_plan import DTYPE_BYTES, CacheSizes, element_bytes, plan_groups
 from longshore.worker.config import RankLayout, WorkerConfig, WorkerProcessConfig
+from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
 
 HASH_SEED_BYTES: Final = 32
@@ -43,14 +47,15 @@ class EnginePlan:
 def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     """Derive every component's settings. Raises ConfigError for settings that contradict."""
     _check_policy(options.scheduling_policy)
-    read_model_config(model.path).check_split(
+    config = read_model_config(model.path)
+    config.check_split(
         num_shards=options.tensor_parallel_size, num_stages=options.pipeline_parallel_size
     )
     parse_options(options.kv_connector_config)
     device = options.resolve_device()
     hash_seed = secrets.token_bytes(HASH_SEED_BYTES)
     cache = CacheConfig(
-        block_size=options.block_size,
+        block_size=options.block_size or config.default_block_size,
         num_blocks=options.num_blocks,
         enable_prefix_caching=options.enable_prefix_caching,
         hash_block_size=options.hash_block_size,
@@ -58,8 +63,14 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         preempt_threshold=options.preempt_threshold,
         admit_threshold=options.admit_threshold,
     )
+    dtype = model.resolve_dtype(options.dtype, device)
+    sizes = CacheSizes(
+        block_size=cache.block_size,
+        dtype_bytes=element_bytes(options.kv_cache_dtype, DTYPE_BYTES[dtype]),
+        num_shards=options.tensor_parallel_size,
+    )
     scheduler = SchedulerConfig(
-        max_model_len=_max_model_len(options, model),
+        max_model_len=_max_model_len(options, model, config, sizes),
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_scheduled_tokens=options.max_num_scheduled_tokens,
@@ -75,11 +86,12 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     )
     identity = EngineIdentity(
         model_fingerprint=model_fingerprint(model.path),
-        dtype=model.resolve_dtype(options.dtype, device),
+        dtype=dtype,
         block_size=cache.block_size,
         max_model_len=scheduler.max_model_len,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        kv_cache_dtype=options.kv_cache_dtype,
         hash_seed_digest=hash_seed_digest(hash_seed),
     )
     return EnginePlan(options, model, device, identity, scheduler, cache, hash_seed)
@@ -163,21 +175,41 @@ def _worker_process(
         kv_memory_fraction=plan.options.kv_memory_fraction,
         eos_token_ids=plan.model.eos_token_ids,
         threads=plan.options.threads,
+        startup_timeout_s=plan.options.startup_timeout_s,
         cpu_kernels=plan.options.cpu_kernels,
         log_level=plan.options.log_level,
     )
 
 
-def _max_model_len(options: EngineOptions, model: ModelFolder) -> int:
+def _max_model_len(
+    options: EngineOptions, model: ModelFolder, config: DecoderConfig, sizes: CacheSizes
+) -> int:
     """As asked for; else what the model was made for, cut to what the blocks asked for hold."""
     if options.max_model_len is None:
         if options.num_blocks is None:
-            return model.max_model_len
-        usable_tokens = (options.num_blocks - 1) * options.block_size  # without the null block
-        return max(min(model.max_model_len, usable_tokens), 1)
+            return config.default_max_len
+        specs = config.cache_specs(sizes)
+        longest, too_long = 1, config.default_max_len + 1
+        while too_long - longest > 1:
+            length = (longest + too_long) // 2
+            if _num_blocks_needed(options, specs, length) <= options.num_blocks:
+                longest = length
+            else:
+                too_long = length
+        return longest
     if options.max_model_len > model.max_model_len:
         raise ConfigError(
             f"max_model_len={options.max_model_len}, but {model.name} was made for "
             f"{model.max_model_len} tokens (max_position_embeddings in its config.json)"
         )
     return options.max_model_len
+
+
+def _num_blocks_needed(
+    options: EngineOptions, specs: Mapping[str, KVCacheSpec], max_model_len: int
+) -> int:
+    """Of a pool that can hold a request of so many tokens."""
+    num_tokens, num_steps = options.max_num_batched_tokens, options.max_steps_in_flight
+    groups = plan_groups(specs, max_model_len=max_model_len, max_num_batched_tokens=num_tokens)
+    in_flight = num_steps * (options.max_num_scheduled_tokens or num_tokens)
+    return max_blocks(groups, max_model_len, in_flight, num_steps) + num_reserved_blocks(groups)

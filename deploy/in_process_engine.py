@@ -109,6 +109,7 @@ class InProcessEngine:
         if not self._outputs:
             if self._num_in_flight:
                 self._has_reports.wait()
+                self._check_alive()
             with interrupts_deferred():
                 try:
                     self._advance()
@@ -147,5 +148,8 @@ class InProcessEngine:
             raise self._failure
 
     def close(self) -> None:
-        """Finish the steps in flight and release the model. May be called twice."""
+        """Finish the steps in flight and release the model. May be called twice. Who waits in
+        `receive` on another thread, or comes after, gets EngineDead."""
+        self._failure = self._failure or EngineDead("the engine has been closed")
         self._worker.close()
+        self._has_reports.set()

@@ -124,6 +124,7 @@ class LLM:
         return {
             "device": self._plan.device,
             "dtype": self._plan.identity.dtype,
+            "kv_cache_dtype": self._plan.identity.kv_cache_dtype,
             "scheduler": msgspec.to_builtins(self._plan.scheduler),
             "cache": {
                 **msgspec.to_builtins(self._plan.cache),
@@ -382,7 +383,7 @@ class LLM:
 def _as_ids(values: Sequence[int], index: int) -> list[int]:
     """Python's integers or numpy's, in a list or an array."""
     try:
-        return [operator.index(value) for value in values]
+        return list(map(operator.index, values))
     except TypeError as error:
         raise ValueError(f"prompts[{index}]: a token id is a whole number: {error}") from error
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.kv_cache_spec import KVCacheDtype
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
@@ -38,10 +39,13 @@ class EngineOptions:
         rank_timeout_s: How long a worker waits for another one in a step before it gives up.
         dtype: Of weights and KV cache. auto is what the checkpoint is stored in (float16 becomes
             float32 on a CPU).
+        kv_cache_dtype: Of keys and values in the cache. auto is dtype; fp8_e4m3 takes a byte per
+            number, so that more tokens fit, and rounds them to four significant bits.
         num_blocks: Blocks in the KV cache, the null block included. Default: what memory holds.
         kv_memory_fraction: Share of the memory left after loading that the KV cache takes, when
             the number of blocks is not given.
-        block_size: Tokens per block, a power of two.
+        block_size: Tokens per block, a power of two. Default: 16; 256 for models that keep states
+            alone.
         hash_block_size: Tokens per name in the prefix cache, a divisor of block_size. Default:
             block_size.
         max_num_seqs: Requests that run at the same time.
@@ -87,9 +91,10 @@ class EngineOptions:
     pipeline_parallel_size: int = 1
     rank_timeout_s: float = 120.0
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     num_blocks: int | None = None
     kv_memory_fraction: float | None = None
-    block_size: int = 16
+    block_size: int | None = None
     hash_block_size: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -121,6 +126,7 @@ class EngineOptions:
             raise ConfigError(f"device={self.device!r} is unknown; use auto, cpu, cuda or cuda:N")
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
+            ("kv_cache_dtype", get_args(KVCacheDtype)),
             ("load_failure_policy", ("recompute", "fail")),
             ("log_level", get_args(LogLevel)),
         ):
@@ -233,6 +239,48 @@ class DoctorOptions:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} must be above 0 and at most {MAX_TIMEOUT_S}"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachePlanOptions:
+    """What the KV cache of a model will hold.
+
+    Attributes:
+        plan: Plan the KV cache of this model (a folder or an id on a model hub) instead of asking
+            an engine: its groups, what they cost, and how many tokens fit.
+        block_size: Tokens per block, a power of two. Default: the same as when serving.
+        max_model_len: Tokens of the longest request. Default: what the model was made for.
+        max_num_batched_tokens: Tokens of one step at most.
+        max_steps_in_flight: Plans that may be unanswered.
+        kv_cache_bytes: Size of the cache of one rank.
+        tensor_parallel_size: Ranks among which every layer is cut.
+        dtype: Of weights and KV.
+        kv_cache_dtype: Of keys and values. With fp8_e4m3 the tokens that fit are compared with
+            those that fit in dtype.
+        device: "auto" dtype is float32 on a CPU for a checkpoint in float16.
+    """
+
+    plan: str | None = None
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 2048
+    max_steps_in_flight: int = 2
+    kv_cache_bytes: int = 4 << 30
+    tensor_parallel_size: int = 1
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
+    device: Literal["cpu", "cuda"] = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "block_size",
+            "max_model_len",
+            "max_num_batched_tokens",
+            "max_steps_in_flight",
+            "kv_cache_bytes",
+            "tensor_parallel_size",
+        ):
+            check_at_least(name, getattr(self, name), 1)
 
 
 def check_range(name: str, value: int | None, least: int, most: int) -> None:

@@ -12,6 +12,7 @@ from longshore.protocol.errors import ConfigError
 # sockaddr_un holds 107 characters and a final zero.
 MAX_SOCKET_PATH_BYTES: Final = 107
 _DEATH_NOTE: Final = "death.txt"
+_PROGRESS_NOTE: Final = "progress.txt"
 
 
 class RuntimeDir:
@@ -32,8 +33,15 @@ class RuntimeDir:
 
     def note_death(self, reason: str) -> None:
         """Before the processes are stopped because one has died: let the others tell why."""
+        self._note(_DEATH_NOTE, reason)
+
+    def note_progress(self, doing: str) -> None:
+        """While the deployment starts: let the gateway tell what it is waited for."""
+        self._note(_PROGRESS_NOTE, doing)
+
+    def _note(self, name: str, text: str) -> None:
         with contextlib.suppress(OSError):  # a disk may be full, or somebody has cleaned up
-            (self.path / _DEATH_NOTE).write_text(reason, encoding="utf-8")
+            (self.path / name).write_text(text, encoding="utf-8")
 
     def remove(self) -> None:
         """Delete it and everything inside; nothing happens if it is gone already."""
@@ -42,9 +50,19 @@ class RuntimeDir:
 
 def read_death_note(runtime_dir: Path | None) -> str | None:
     """Why the supervisor stops the deployment whose directory this is; None if it has not said."""
+    return _read_note(runtime_dir, _DEATH_NOTE)
+
+
+def read_progress_note(runtime_dir: Path | None) -> str | None:
+    """What the processes that are not ready are doing, in the supervisor's words; None if it has
+    not said."""
+    return _read_note(runtime_dir, _PROGRESS_NOTE)
+
+
+def _read_note(runtime_dir: Path | None, name: str) -> str | None:
     if runtime_dir is None:
         return None
     try:
-        return (runtime_dir / _DEATH_NOTE).read_text(encoding="utf-8")
+        return (runtime_dir / name).read_text(encoding="utf-8") or None  # it may just be written
     except OSError:
         return None

@@ -3,7 +3,7 @@
 import logging
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from longshore.deploy.engine import NO_BLAS_THREADS, EnginePlan, engine_processes, plan_engine
 from longshore.deploy.gateway.config import GatewayConfig
@@ -35,6 +35,7 @@ def serve(
         Supervisor(RuntimeDir(), sys.stderr) as supervisor,
     ):
         url = _url(listener)
+        logger.info("starting at %s; its /ready tells how far that is", url)
         specs, clients = engine_processes(plan, supervisor.runtime_dir)
         specs.append(_gateway(plan, options, clients, listener))
         try:
@@ -45,7 +46,7 @@ def serve(
             logger.info("stopped before it was ready")
             return
         listener.close()  # the gateway alone holds the port now, and gives it up when it drains
-        announce(_ready_line(url, options.served_model_name or model.name, ready["gateway"]))
+        announce(ready_line(url, options.served_model_name or model.name, ready))
         death = supervisor.wait_for_death(stop_signal=stop_signal)
         if death is not None:
             supervisor.stop_now(death)
@@ -109,11 +110,28 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _ready_line(url: str, model_name: str, gateway: Ready) -> str:
-    num_blocks = int(gateway.details["num_blocks"])
-    block_size = int(gateway.details["block_size"])
+def ready_line(url: str, model_name: str, ready: Mapping[str, Ready]) -> str:
+    """Where to ask, and what fits. ready: the processes' reports, by name."""
+    cache, max_model_len = ready["scheduler"].details, ready["gateway"].details["max_model_len"]
+    num_blocks, num_tokens = int(cache["num_blocks"]), int(cache["kv_cache_tokens"])
+    block_bytes = [
+        int(report.details["block_bytes"])
+        for name, report in ready.items()
+        if name.startswith("worker ")
+    ]
     return (
-        f"ready at {url} (model {model_name}, {num_blocks:,} blocks of {block_size} tokens: "
-        f"{(num_blocks - 1) * block_size:,} tokens fit, "
-        f"{int(gateway.details['max_model_len']):,} per request)"
+        f"ready at {url} (model {model_name}, "
+        f"{num_blocks:,} blocks of {cache['block_sizes']} tokens: {num_tokens:,} tokens fit, "
+        f"{int(max_model_len):,} per request; "
+        f"KV cache: {_kv_cache_size(num_blocks, block_bytes)})"
     )
+
+
+def _kv_cache_size(num_blocks: int, block_bytes: Sequence[int]) -> str:
+    """block_bytes: of each worker. They differ between stages with unlike numbers of layers."""
+    if len(set(block_bytes)) > 1:
+        each = " + ".join(f"{size:,}" for size in block_bytes)
+        return f"{num_blocks:,} x ({each}) = {num_blocks * sum(block_bytes):,} bytes, by worker"
+    size = block_bytes[0]
+    where = f" on each of {len(block_bytes)} workers" if len(block_bytes) > 1 else ""
+    return f"{num_blocks:,} x {size:,} = {num_blocks * size:,} bytes{where}"

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # How long a process may take to end once it has been asked to, when nothing is left to drain.
 STOP_TIMEOUT_S: Final = 4.0
+# A start that takes longer says this often what it waits for.
+REMIND_EVERY_S: Final = 10.0
 # A failure in one process makes others fail; those that come this soon after are looked at
 # together, to name the one that started it.
 FAILURE_WINDOW_S: Final = 0.3
@@ -68,8 +70,10 @@ class Supervisor:
         *,
         timeout_s: float,
         stop_signal: StopSignal | None = None,
+        remind_every_s: float = REMIND_EVERY_S,
     ) -> dict[str, Ready]:
-        """Start all, in order, and wait until each is ready; returns their reports by name.
+        """Start all, in order, and wait until each is ready; returns their reports by name. What
+        they are doing meanwhile is logged when it changes, and every `remind_every_s`.
 
         Raises StartFailed if one gives up or dies, or after `timeout_s`, and StopRequested if the
         signal is set; every process has been stopped then and the runtime directory is gone.
@@ -77,22 +81,29 @@ class Supervisor:
         try:
             for spec in specs:
                 self.processes.append(ManagedProcess(spec, self.runtime_dir.path, self._relay))
-            self._wait_until_ready(time.monotonic() + timeout_s, stop_signal)
+            self._wait_until_ready(timeout_s, stop_signal, remind_every_s)
         except BaseException:
             self.stop_now()
             raise
         return {process.name: process.ready or Ready() for process in self.processes}
 
-    def _wait_until_ready(self, deadline_s: float, stop_signal: StopSignal | None) -> None:
-        while not all(process.ready for process in self.processes):
-            remaining_s = deadline_s - time.monotonic()
-            if remaining_s <= 0:
-                late = [process for process in self.processes if process.ready is None]
-                doing = ", ".join(f"{process.name} ({process.doing})" for process in late)
+    def _wait_until_ready(
+        self, timeout_s: float, stop_signal: StopSignal | None, remind_every_s: float
+    ) -> None:
+        begin_s = time.monotonic()
+        remind_at_s = remind_every_s
+        while late := [process for process in self.processes if process.ready is None]:
+            doing = ", ".join(f"{process.name} ({process.doing})" for process in late)
+            self.runtime_dir.note_progress(doing)
+            elapsed_s = time.monotonic() - begin_s
+            if elapsed_s >= timeout_s:
                 raise StartFailed(
                     f"not ready in time: {doing}. Give it more with --startup-timeout-s."
                 )
-            self._wait_for_reports(remaining_s, stop_signal)
+            if elapsed_s >= remind_at_s:
+                logger.info("still starting after %.0f s: %s", elapsed_s, doing)
+                remind_at_s = elapsed_s + remind_every_s
+            self._wait_for_reports(min(timeout_s, remind_at_s) - elapsed_s, stop_signal)
             if stop_signal is not None and stop_signal.is_set():
                 raise StopRequested
             if any(process.failed or process.lifeline_closed for process in self.processes):
@@ -199,7 +210,8 @@ class Supervisor:
             if time.monotonic() >= deadline_s or (stop_signal and stop_signal.is_set()):
                 return False
             for other in needed:
-                if other.poll() is not None:
+                is_told = other.told_by == process.name  # and may have come to its end first
+                if other.poll() is not None and not (is_told and other.poll() == 0):
                     logger.error(
                         "%s has died (%s) while %s was finishing; its answers are lost",
                         other.name,

@@ -31,7 +31,7 @@ from longshore.deploy.gateway.openai_responses import Model
 from longshore.deploy.gateway.prompts import PromptReader
 from longshore.deploy.gateway.tokenizer import load_tokenizer
 from longshore.deploy.logs import set_up_logging
-from longshore.deploy.runtime_dir import read_death_note
+from longshore.deploy.runtime_dir import read_death_note, read_progress_note
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.handshake import ClientHello, EngineReady
 from longshore.protocol.lifeline import Failed, Lifeline, Progress, Ready, stop_signals
@@ -88,14 +88,14 @@ class GatewayProcess:
         self._gateway = Gateway(
             model, self._not_ready_reason, report_timeout_s=config.report_timeout_s
         )
-        runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
+        self._runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
         hello = ClientHello(name="gateway", model_fingerprint=config.model_fingerprint)
         self._client = EngineClient(
             config.engine,
             hello,
             seed=config.seed,
             on_stats=self._gateway.metrics.observe_scheduler,
-            why_stopped=partial(read_death_note, runtime_dir),
+            why_stopped=partial(read_death_note, self._runtime_dir),
         )
         self._server = _Server(
             uvicorn.Config(
@@ -166,7 +166,8 @@ class GatewayProcess:
         if self._client.death is not None:
             return str(self._client.death)
         if not self._gateway.is_serving:
-            return "the engine is still starting"
+            doing = read_progress_note(self._runtime_dir)
+            return "the engine is still starting" + (f": {doing}" if doing else "")
         return "draining" if self._server.should_exit else None
 
     def close(self) -> None:

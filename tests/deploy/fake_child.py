@@ -8,9 +8,11 @@ behaviour: serve     report ready, then wait to be told to stop and exit 0
            hang      never report anything
            socket    like serve, with a socket file in the runtime directory
            tell      like serve, and tells those who wait
-           wait      report ready, exit 0 when told by another child
+           outlive   like tell, and ends when they have
+           wait      like serve, and exit 0 when told by another child
 """
 
+import os
 import signal
 import socket
 import sys
@@ -36,11 +38,14 @@ def main(config_file: str) -> int:
     config = msgspec.json.decode(Path(config_file).read_bytes(), type=FakeChildConfig)
     assert config.runtime_dir is not None
     told = Path(config.runtime_dir) / TOLD
+    waiting = Path(config.runtime_dir) / f"waits.{os.getpid()}"
 
     def exit_well(number: int, frame: FrameType | None) -> None:
         print("told to stop", flush=True)
-        if config.behaviour == "tell":
+        if config.behaviour in ("tell", "outlive"):
             told.touch()
+        while config.behaviour == "outlive" and any(map(_is_there, told.parent.glob("waits.*"))):
+            time.sleep(0.02)
         sys.exit(0)
 
     signal.signal(STOP_SIGNAL, signal.SIG_IGN if config.behaviour == "deaf" else exit_well)
@@ -61,6 +66,8 @@ def main(config_file: str) -> int:
             if config.behaviour == "socket":
                 listener = socket.socket(socket.AF_UNIX)
                 listener.bind(f"{config.runtime_dir}/child.sock")
+            if config.behaviour == "wait":
+                waiting.touch()
             lifeline.report(Ready({"answer": "42"}))
     if config.behaviour == "wait":
         while not told.exists():
@@ -69,6 +76,15 @@ def main(config_file: str) -> int:
         return 0
     while True:
         time.sleep(60)
+
+
+def _is_there(waiting: Path) -> bool:
+    """Until its parent has taken note of its end."""
+    try:
+        os.kill(int(waiting.suffix[1:]), 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

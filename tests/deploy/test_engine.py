@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from longshore.deploy.cache_plan import plan as plan_cache
 from longshore.deploy.engine import EnginePlan, engine_processes, plan_engine, worker_config
 from longshore.deploy.model_folder import read_model_folder
-from longshore.deploy.options import EngineOptions, ServeOptions, engine_options
+from longshore.deploy.options import CachePlanOptions, EngineOptions, ServeOptions, engine_options
 from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.protocol.errors import ConfigError
 from longshore.scheduler.config import SchedulerProcessConfig
@@ -129,7 +130,7 @@ def test_every_rank_is_a_process_that_knows_its_place(model_dir: Path) -> None:
     (model_dir / "config.json").write_text(json.dumps(CONFIG | sizes))
     runtime_dir = RuntimeDir()
     try:
-        engine = plan(model_dir, rank_timeout_s=7.0, **LAYOUT)
+        engine = plan(model_dir, rank_timeout_s=7.0, startup_timeout_s=3600.0, **LAYOUT)
         (*workers, scheduler), _ = engine_processes(engine, runtime_dir)
     finally:
         runtime_dir.remove()
@@ -140,6 +141,7 @@ def test_every_rank_is_a_process_that_knows_its_place(model_dir: Path) -> None:
     (layout,) = {config.ranks for config in configs}
     assert (layout.tensor_parallel_size, layout.pipeline_parallel_size) == (2, 3)
     assert (layout.sampling_rank, layout.timeout_s) == (4, 7.0)
+    assert {config.startup_timeout_s for config in configs} == {3600.0}
     assert Path(layout.rendezvous).parent == runtime_dir.path
     config: Any = scheduler.config
     assert config.workers == tuple(config.endpoint for config in configs)
@@ -258,3 +260,58 @@ def test_runtime_directory_too_deep_for_a_socket_is_refused(
     with pytest.raises(ConfigError, match="TMPDIR"):
         runtime_dir.endpoint("clients")
     runtime_dir.remove()
+
+
+# What the layers of a model keep
+
+WINDOWS = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 40,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+STATES = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "num_heads": 2,
+    "head_dim": 16,
+    "n_groups": 1,
+    "state_size": 8,
+    "max_position_embeddings": 4096,
+}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return folder
+
+
+def test_a_request_may_be_as_long_as_all_groups_of_the_pool_hold(tmp_path: Path) -> None:
+    """160 tokens: 10 blocks in the group without a window, one more in each of the two with one."""
+    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
+    for num_blocks, longest in ((33, 160), (34, 160), (35, 160), (36, 176), (1000, 512)):
+        engine = plan(write(tmp_path, **WINDOWS), num_blocks=num_blocks, **settings)
+        assert engine.identity.max_model_len == longest
+
+
+def test_a_few_states_are_enough_for_a_request_of_any_length(tmp_path: Path) -> None:
+    for settings in ({}, {"num_blocks": 4}):
+        assert plan(write(tmp_path, **STATES), **settings).identity.max_model_len == 4096
+    longer = plan(write(tmp_path, **STATES), num_blocks=4, max_model_len=100_000)
+    assert longer.identity.max_model_len == 100_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "block_size"),
+    [({}, {}, 16), (STATES, {}, 256), (STATES, {"block_size": 32}, 32)],
+    ids=["attention", "states", "as asked for"],
+)
+def test_blocks_are_as_large_as_the_model_likes_them_unless_asked_for(
+    changes: dict[str, Any], settings: dict[str, int], block_size: int, tmp_path: Path
+) -> None:
+    engine = plan(write(tmp_path, **changes), **settings)
+    assert engine.identity.block_size == engine.cache.block_size == block_size
+    planned = plan_cache(CachePlanOptions(plan=str(tmp_path), **settings))
+    assert [group.block_tokens for group in planned.cache.groups] == [block_size]

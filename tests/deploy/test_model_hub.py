@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from longshore.deploy.demo import DEMO_MODEL_DIR
 from longshore.deploy.model_hub import model_name, resolve_model
 from longshore.protocol.errors import ConfigError
 
@@ -24,10 +26,14 @@ FILES = {
 
 
 class Hub:
-    """Serves one repository, `own/er`. `close` may be called twice."""
+    """Serves one repository, `own/er`. `close` may be called twice.
+
+    num_requests: how often it was asked for anything.
+    """
 
     def __init__(self) -> None:
         hub = self
+        self.num_requests = 0
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -45,6 +51,7 @@ class Hub:
         self.thread.start()
 
     def answer(self, request: BaseHTTPRequestHandler, *, body: bool) -> None:
+        self.num_requests += 1
         path = request.path.partition("?")[0]
         if path.startswith("/api/models/own/er/tree/"):
             tree = [
@@ -93,6 +100,13 @@ def resolve(model: str, *, endpoint: str, cache: Path) -> subprocess.CompletedPr
         "try: print(resolve_model(sys.argv[1]))\n"
         "except ConfigError as error: sys.exit(str(error))"
     )
+    return run(program, model, endpoint=endpoint, cache=cache)
+
+
+def run(
+    program: str, model: str, *, endpoint: str, cache: Path, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """In an interpreter whose model hub is `endpoint`."""
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     environment |= {
         "HF_ENDPOINT": endpoint,
@@ -104,6 +118,7 @@ def resolve(model: str, *, endpoint: str, cache: Path) -> subprocess.CompletedPr
     return subprocess.run(
         [sys.executable, "-c", program, model],
         env=environment,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=60,
@@ -139,22 +154,39 @@ def test_without_a_hub_and_without_an_earlier_download_the_error_says_so(tmp_pat
     assert "the model hub cannot be reached" in result.stderr
 
 
-def test_a_local_folder_is_taken_as_it_is_and_imports_no_client(tmp_path: Path) -> None:
-    folder = tmp_path / "own" / "er"
-    folder.mkdir(parents=True)
-    program = (
-        "import sys; from longshore.deploy.model_hub import resolve_model\n"
-        "print(resolve_model('own/er')); assert 'huggingface_hub' not in sys.modules"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.stdout.strip() == "own/er", result.stderr
+WITHOUT_NETWORK = """
+import sys
+
+def forbid(event, arguments):
+    if event in ("socket.getaddrinfo", "socket.gethostbyname"):
+        sys.exit(f"{event}{arguments}")
+    if event in ("socket.connect", "socket.bind", "socket.sendto"):
+        if isinstance(arguments[1], tuple):  # a path is of this machine
+            sys.exit(f"{event} {arguments[1]}")
+
+sys.addaudithook(forbid)
+from longshore import LLM, SamplingParams
+
+with LLM(sys.argv[1], in_process=True, num_blocks=300, threads=1) as llm:
+    (output,) = llm.generate("C417", SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
+print(len(output.token_ids), "huggingface_hub" in sys.modules)
+"""
+
+
+def test_a_local_folder_is_loaded_and_computed_without_a_network_though_a_hub_has_its_name(
+    hub: Hub, tmp_path: Path
+) -> None:
+    shutil.copytree(DEMO_MODEL_DIR, tmp_path / "own" / "er")
+    result = run(WITHOUT_NETWORK, "own/er", endpoint=hub.url, cache=tmp_path, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "2 False\n"), result.stderr
+    assert hub.num_requests == 0
+
+
+def test_the_same_program_is_stopped_where_it_would_ask_the_hub(hub: Hub, tmp_path: Path) -> None:
+    result = run(WITHOUT_NETWORK, "own/er", endpoint=hub.url, cache=tmp_path, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "socket." in result.stderr
+    assert hub.num_requests == 0
 
 
 def test_requests_call_a_model_by_its_id_or_by_the_name_of_its_folder(tmp_path: Path) -> None:

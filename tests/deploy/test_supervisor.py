@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from longshore.deploy.process import ProcessSpec
-from longshore.deploy.runtime_dir import RuntimeDir
+from longshore.deploy.runtime_dir import RuntimeDir, read_progress_note
 from longshore.deploy.stop_signals import StopSignals
 from longshore.deploy.supervisor import StartFailed, StopRequested, Supervisor
 from longshore.protocol.lifeline import STOP_SIGNAL
@@ -89,11 +90,12 @@ def test_reason_of_the_first_failure_is_the_error_not_what_follows_from_it(
         supervisor.start(specs, timeout_s=20)
 
 
+@pytest.mark.parametrize("teller", ["tell", "outlive"])
 def test_children_that_another_tells_to_end_are_not_told_by_the_supervisor(
-    supervisor: Supervisor, output: io.StringIO
+    supervisor: Supervisor, output: io.StringIO, teller: str
 ) -> None:
     told = [spec(f"worker {rank}", "wait", told_by="scheduler") for rank in range(2)]
-    supervisor.start([*told, spec("scheduler", "tell")], timeout_s=20)
+    supervisor.start([*told, spec("scheduler", teller)], timeout_s=20)
     assert supervisor.stop(drain_timeout_s=5)
     assert nothing_is_left(supervisor)
     assert output.getvalue().count("told to stop") == 1
@@ -115,10 +117,38 @@ def test_child_that_dies_at_start_without_a_word_is_named(supervisor: Supervisor
         supervisor.start([spec("worker 0", "die")], timeout_s=20)
 
 
-def test_child_that_is_never_ready_is_named_with_what_it_does(supervisor: Supervisor) -> None:
+def test_child_that_is_never_ready_is_named_with_what_it_does(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     with pytest.raises(StartFailed, match=r"worker 0 \(thinking\)"):
-        supervisor.start([spec("worker 0", "hang")], timeout_s=1.5)
+        supervisor.start([spec("worker 0", "hang")], timeout_s=2, remind_every_s=0.5)
     assert nothing_is_left(supervisor)
+    assert "worker 0: thinking" in caplog.messages
+    reminders = [message for message in caplog.messages if "still starting after" in message]
+    assert reminders
+    assert reminders[-1].endswith("s: worker 0 (thinking)")
+
+
+def test_what_is_waited_for_can_be_read_until_all_are_ready(supervisor: Supervisor) -> None:
+    runtime_dir = supervisor.runtime_dir.path
+    assert read_progress_note(runtime_dir) is None
+    with StopSignals() as stop_signal:
+        starting = threading.Thread(target=_stop_once_thinking, args=(runtime_dir,))
+        starting.start()
+        with pytest.raises(StopRequested):
+            supervisor.start(
+                [spec("worker 0", "serve"), spec("worker 1", "hang")],
+                timeout_s=20,
+                stop_signal=stop_signal,
+            )
+        starting.join()
+    assert read_progress_note(runtime_dir) is None
+
+
+def _stop_once_thinking(runtime_dir: Path) -> None:
+    wait_until(lambda: read_progress_note(runtime_dir) == "worker 1 (thinking)")
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_killed_child_is_named_although_others_fail_after_it(supervisor: Supervisor) -> None:

@@ -45,8 +45,8 @@ def start_deployment(tiny_model: tuple[Path, Any], tmp_path: Path) -> Iterator[S
     """`start_deployment(*flags)` starts one of its own; nothing of it survives the test."""
     started = []
 
-    def start(*arguments: str, model_dir: Path | None = None, port: int = 0) -> Deployment:
-        own = Deployment(model_dir or tiny_model[0], tmp_path, *arguments, port=port)
+    def start(*arguments: str, model_dir: Path | None = None, **settings: Any) -> Deployment:
+        own = Deployment(model_dir or tiny_model[0], tmp_path, *arguments, **settings)
         started.append(own)
         return own
 

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +13,7 @@ import psutil
 
 READY_TIMEOUT_S: Final = 60.0
 # Smallest that serves: quick to start, and the tests share the machine.
-SETTINGS: Final = ["--num-blocks", "600", "--max-num-seqs", "32", "--threads", "1"]
+SETTINGS: Final = ["--max-num-seqs", "32", "--threads", "1"]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -27,20 +27,32 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 class Deployment:
     """`longshore serve MODEL` on a free port, with a temporary directory of its own.
 
+    num_blocks:  None leaves it to the memory.
+    environment: variables beside the inherited ones.
     output:  everything it has printed.
     members: its processes by name: supervisor, gateway, scheduler, worker-0 and so on.
     """
 
-    def __init__(self, model_dir: Path, tmp_dir: Path, *arguments: str, port: int = 0) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        tmp_dir: Path,
+        *arguments: str,
+        port: int = 0,
+        num_blocks: int | None = 600,
+        environment: Mapping[str, str] = {},
+    ) -> None:
         self.tmp_dir = tmp_dir
         self._output_file = tmp_dir / "output.txt"
         command = [sys.executable, "-m", "longshore.deploy", "serve", str(model_dir)]
+        if num_blocks is not None:
+            command += ["--num-blocks", str(num_blocks)]
         with self._output_file.open("wb") as output:
             self.process = psutil.Popen(
                 [*command, "--port", str(port), *SETTINGS, *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "TMPDIR": str(tmp_dir)},
+                env={**os.environ, "TMPDIR": str(tmp_dir), **environment},
             )
         self.members: dict[str, psutil.Process] = {}
         self.url = ""

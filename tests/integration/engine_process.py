@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,7 +52,12 @@ class EngineProcess:
     """The process, its lifeline, and the sockets of its workers and of clients."""
 
     def __init__(
-        self, *, epoch: int = 1, cache: CacheConfig | None = None, num_workers: int = 1
+        self,
+        *,
+        epoch: int = 1,
+        cache: CacheConfig | None = None,
+        num_workers: int = 1,
+        num_shards: int = 1,
     ) -> None:
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="longshore-test-"))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -72,7 +77,7 @@ class EngineProcess:
             cache=cache or CacheConfig(),
             identity=IDENTITY,
             workers=endpoints,
-            sampling_rank=num_workers - 1,
+            sampling_rank=num_workers - num_shards,
             clients=self._clients,
             hash_seed="00" * 32,
             vocab_size=VOCAB_SIZE,
@@ -118,15 +123,25 @@ class EngineProcess:
         identity: EngineIdentity = IDENTITY,
         num_blocks: int = 1000,
         num_kv_heads: int = 1,
-        layers: tuple[str, ...] = ("layer",),
+        block_size: int = 16,
+        groups: Sequence[Sequence[str]] | None = None,
+        dtype: str = "float32",
         says_rank: int | None = None,
     ) -> None:
-        """A rank has loaded its part; `says_rank` is what it takes itself for."""
+        """A rank has loaded its part; `says_rank` is what it takes
+        itself for.
+
+        groups: the layers of each; None is one with one layer.
+        """
         spec = FullAttentionSpec(
-            block_size=16, num_kv_heads=num_kv_heads, head_size=4, dtype_bytes=4
+            block_size=block_size, num_kv_heads=num_kv_heads, head_size=4, dtype_bytes=4
         )
         kv_cache = KVCacheConfig(
-            num_blocks=num_blocks, groups=(KVCacheGroup(layers, spec),), dtype="float32"
+            num_blocks=num_blocks,
+            groups=tuple(
+                KVCacheGroup(tuple(layers), spec) for layers in groups or [[f"layer {rank}"]]
+            ),
+            dtype=dtype,
         )
         self.channels[rank].send(
             WorkerHello(rank if says_rank is None else says_rank, identity, kv_cache)

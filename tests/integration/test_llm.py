@@ -143,6 +143,25 @@ def test_dying_engine_raises_and_leaves_nothing(tiny_model: tuple[Path, Any]) ->
         llm.generate("x", progress=False)
 
 
+def test_closing_ends_what_another_thread_generates(tiny_model: tuple[Path, Any]) -> None:
+    llm = LLM(tiny_model[0], threads=1, num_blocks=600, in_process=True)
+    ended: list[BaseException] = []
+
+    def generate() -> None:
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        try:
+            llm.generate([{"prompt_token_ids": [5] * 40}] * 500, params, progress=False)
+        except EngineDead as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=generate, daemon=True)
+    thread.start()
+    wait_until(lambda: llm._num_requests > 0)
+    llm.close()
+    thread.join(timeout=60)
+    assert len(ended) == 1
+
+
 def test_checkpoint_that_cannot_be_served_is_a_named_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         LLM(tmp_path)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from longshore import LLM, SamplingParams
+from longshore.deploy import supervisor
 from longshore.deploy.engine import engine_processes, plan_engine
 from longshore.deploy.llm_outputs import RequestOutput
 from longshore.deploy.model_folder import read_model_folder
@@ -86,6 +87,13 @@ def llm(request: pytest.FixtureRequest, checkpoint: tuple[Path, Any]) -> Iterato
         yield made
 
 
+@pytest.fixture(scope="module")
+def one_rank(checkpoint: tuple[Path, Any]) -> Iterator[LLM]:
+    """In chunks, unlike the others."""
+    with make_llm(checkpoint[0], in_process=True, max_num_batched_tokens=40) as made:
+        yield made
+
+
 @pytest.mark.req("FEA-07")
 def test_ragged_batch_and_prefix_hits_equal_the_reference(
     llm: LLM, prompts: list[list[int]], references: list[ReferenceAnswer]
@@ -107,7 +115,7 @@ def test_a_request_alone_equals_the_reference(
 
 
 def test_sampled_tokens_are_those_of_one_rank(
-    llm: LLM, checkpoint: tuple[Path, Any], prompts: list[list[int]]
+    llm: LLM, one_rank: LLM, prompts: list[list[int]]
 ) -> None:
     params = [
         SamplingParams(
@@ -120,8 +128,7 @@ def test_sampled_tokens_are_those_of_one_rank(
         )
         for index in range(len(prompts))
     ]
-    with make_llm(checkpoint[0], in_process=True) as alone:
-        wanted = [output.token_ids for output in generate(alone, prompts, params)]
+    wanted = [output.token_ids for output in generate(one_rank, prompts, params)]
     assert [output.token_ids for output in generate(llm, prompts, params)] == wanted
 
 
@@ -151,19 +158,12 @@ def test_chunks_and_preemptions_change_no_token(
     assert_greedy_equal([output.token_ids for output in outputs], references)
 
 
-@pytest.mark.parametrize("layout", TWO_RANKS)
-def test_logprobs_are_those_of_one_rank(
-    layout: dict[str, Any], checkpoint: tuple[Path, Any], prompts: list[list[int]]
-) -> None:
+def test_logprobs_are_those_of_one_rank(llm: LLM, one_rank: LLM, prompts: list[list[int]]) -> None:
     params = SamplingParams(
         temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=1, ignore_eos=True
     )
-
-    def scored(**settings: Any) -> list[RequestOutput]:
-        with make_llm(checkpoint[0], max_num_batched_tokens=40, **settings) as llm:
-            return generate(llm, prompts[:6], params)
-
-    for ours, alone in zip(scored(**layout), scored(), strict=True):
+    scored = [generate(each, prompts[:6], params) for each in (llm, one_rank)]
+    for ours, alone in zip(*scored, strict=True):
         assert ours.token_ids == alone.token_ids
         for field in ("logprobs", "prompt_logprobs"):
             _assert_close(getattr(ours, field), getattr(alone, field))
@@ -181,6 +181,12 @@ def _assert_close(ours: Any, alone: Any) -> None:
 
 
 # Starting and ending
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that hangs does not end when asked to, and is killed soon."""
+    monkeypatch.setattr(supervisor, "STOP_TIMEOUT_S", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +248,7 @@ def test_a_killed_rank_is_named_and_takes_all_others_along(
     ],
 )
 def test_a_rank_that_hangs_ends_the_engine_within_the_timeout_with_a_reason(
-    checkpoint: tuple[Path, Any], layout: dict[str, Any]
+    checkpoint: tuple[Path, Any], layout: dict[str, Any], impatient: None
 ) -> None:
     before = psutil.Process().children()
     with make_llm(checkpoint[0], rank_timeout_s=2.0, **layout) as llm:
@@ -257,7 +263,7 @@ def test_a_rank_that_hangs_ends_the_engine_within_the_timeout_with_a_reason(
 
 @pytest.mark.parametrize("layout", TWO_RANKS)
 def test_a_sampling_or_last_rank_that_hangs_is_noticed_although_nobody_waits_for_it(
-    checkpoint: tuple[Path, Any], layout: dict[str, Any]
+    checkpoint: tuple[Path, Any], layout: dict[str, Any], impatient: None
 ) -> None:
     before = psutil.Process().children()
     with make_llm(checkpoint[0], rank_timeout_s=1.0, **layout) as llm:
@@ -275,16 +281,16 @@ def test_a_rank_that_cannot_load_is_the_reason_that_none_starts(
 ) -> None:
     output = io.StringIO()
     options = engine_options(
-        {"num_blocks": 400, "device": "cpu", "threads": 1, "log_level": "warning", **BOTH}
+        {"num_blocks": 400, "device": "cpu", "threads": 1, "log_level": "warning", **TENSOR_2}
     )
     plan = plan_engine(options, read_model_folder(checkpoint[0]))
-    with Supervisor(RuntimeDir(), output) as supervisor:
-        specs, _ = engine_processes(plan, supervisor.runtime_dir)
-        config = msgspec.structs.replace(specs[2].config, model=str(tmp_path / "nowhere"))
-        specs[2] = msgspec.structs.replace(specs[2], config=config)
-        with pytest.raises(StartFailed, match=r"^worker 2: .*nowhere.*config\.json does not exist"):
-            supervisor.start(specs, timeout_s=60)
-        assert not supervisor.runtime_dir.path.exists()
+    with Supervisor(RuntimeDir(), output) as starting:
+        specs, _ = engine_processes(plan, starting.runtime_dir)
+        config = msgspec.structs.replace(specs[1].config, model=str(tmp_path / "nowhere"))
+        specs[1] = msgspec.structs.replace(specs[1], config=config)
+        with pytest.raises(StartFailed, match=r"^worker 1: .*nowhere.*config\.json does not exist"):
+            starting.start(specs, timeout_s=60)
+        assert not starting.runtime_dir.path.exists()
 
 
 def test_stop_while_ranks_wait_for_each_other_is_no_error(

@@ -48,15 +48,30 @@ def test_nobody_is_welcome_before_all_have_come_and_the_smallest_cache_counts(
     engine: EngineProcess,
 ) -> None:
     assert engine.next_report() == Progress("waiting for 2 workers to load the model")
-    engine.say_hello(1, num_blocks=700, layers=("c",))
+    engine.say_hello(1, num_blocks=700, groups=["c"])
     assert engine.channels[1].receive(0.3) is None
-    engine.say_hello(0, num_blocks=900, layers=("a", "b"))
+    engine.say_hello(0, num_blocks=900, groups=["ab"])
     for channel in engine.channels:
         assert channel.receive(TIMEOUT_S) == Welcome(epoch=1, num_blocks=700)
     assert engine.next_report() == Progress("waiting for 2 workers to warm up")
     for rank, channel in enumerate(engine.channels):
         channel.send(WorkerReady(rank))
-    assert engine.next_report() == Ready({"num_blocks": "700", "kv_cache_tokens": "11184"})
+    assert engine.next_report() == Ready(
+        {"num_blocks": "700", "block_sizes": "16", "kv_cache_tokens": "11184"}
+    )
+
+
+def test_tokens_that_fit_are_those_of_whole_requests_in_all_groups(engine: EngineProcess) -> None:
+    """Of 999 blocks a request of 2,048 tokens holds 128 in each of the two groups."""
+    for rank in (0, 1):
+        engine.say_hello(rank, groups=[[f"{rank}.a"], [f"{rank}.b"]])
+    for rank, channel in enumerate(engine.channels):
+        assert isinstance(channel.receive(TIMEOUT_S), Welcome)
+        channel.send(WorkerReady(rank))
+    while isinstance(report := engine.next_report(), Progress):
+        pass
+    assert isinstance(report, Ready)
+    assert report.details["kv_cache_tokens"] == str(999 * 2048 // 256)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +82,33 @@ def test_nobody_is_welcome_before_all_have_come_and_the_smallest_cache_counts(
             {"identity": msgspec.structs.replace(IDENTITY, dtype="bfloat16")},
             ("worker 1", "bfloat16", "float32"),
         ),
+        (
+            {"identity": msgspec.structs.replace(IDENTITY, model_fingerprint="another")},
+            ("worker 1", "model_fingerprint='another'"),
+        ),
+        (
+            {"identity": msgspec.structs.replace(IDENTITY, hash_seed_digest="another")},
+            ("worker 1", "hash_seed_digest='another'"),
+        ),
+        ({"dtype": "fp8_e4m3"}, ("worker 1", "dtype fp8_e4m3", "float32")),
+        ({"block_size": 32}, ("worker 1", "block_size=32", "block_size=16")),
+        ({"groups": [["a"], ["b"]]}, ("worker 1 has KV cache groups",)),
+        ({"groups": [["layer 0"]]}, ("workers 0 and 1 both keep KV of layer 0",)),
+        ({"groups": [["a", "a"]]}, ("both keep KV of a", "or one keeps it twice")),
         ({"says_rank": 0}, ("rank 0 came to the endpoint of rank 1",)),
     ],
-    ids=["layout", "identity", "rank"],
+    ids=[
+        "shape",
+        "identity",
+        "model",
+        "seed",
+        "dtype",
+        "block size",
+        "groups",
+        "a layer of another stage",
+        "a layer twice",
+        "rank",
+    ],
 )
 def test_a_rank_that_does_not_fit_is_refused_and_so_is_the_other(
     engine: EngineProcess, differs: dict[str, object], words: tuple[str, ...]
@@ -82,6 +121,31 @@ def test_a_rank_that_does_not_fit_is_refused_and_so_is_the_other(
     reason = reason_of_failure(engine)
     assert reason == refusals[0].reason
     assert all(word in reason for word in words)
+
+
+@pytest.mark.parametrize("groups", [[["b", "a"]], [["a"]]], ids=["in another order", "fewer"])
+def test_a_shard_with_other_layers_than_the_first_of_its_stage_is_refused(
+    groups: list[list[str]],
+) -> None:
+    with running_engine(num_workers=2, num_shards=2) as engine:
+        engine.say_hello(0, groups=[["a", "b"]])
+        engine.say_hello(1, groups=groups)
+        reason = reason_of_failure(engine)
+    assert "worker 1 has layers" in reason
+    assert "worker 0 has [('a', 'b')]" in reason
+
+
+def test_a_group_may_have_blocks_of_a_multiple_of_the_schedulers(engine: EngineProcess) -> None:
+    for rank in (0, 1):
+        engine.say_hello(rank, block_size=48)
+    assert engine.channels[0].receive(TIMEOUT_S) == Welcome(epoch=1, num_blocks=1000)
+
+
+def test_a_group_with_blocks_of_another_size_is_refused(engine: EngineProcess) -> None:
+    for rank in (0, 1):
+        engine.say_hello(rank, block_size=24)
+    assert isinstance(engine.channels[0].receive(TIMEOUT_S), Refused)
+    assert "blocks of 24 tokens, the scheduler of 16" in reason_of_failure(engine)
 
 
 @pytest.mark.parametrize("came", [(), (0,), (0, 1)], ids=["alone", "loading", "warming up"])

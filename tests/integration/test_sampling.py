@@ -228,6 +228,19 @@ def test_a_prompt_can_be_scored_by_echo(
     assert "".join(choice.logprobs.tokens).startswith(prompt)
 
 
+def test_prompt_log_probabilities_come_beside_the_answer(
+    client: openai.OpenAI, model: str, tiny_model: tuple[Path, Any]
+) -> None:
+    prompt = LONG_PROMPT["prompt_token_ids"]
+    (choice,) = client.completions.create(
+        model=model, prompt=prompt, max_tokens=1, extra_body={"prompt_logprobs": 1}
+    ).choices
+    first, *told = choice.prompt_logprobs  # type: ignore[attr-defined]
+    assert first is None
+    values = [entry[str(token)]["logprob"] for entry, token in zip(told, prompt[1:], strict=True)]
+    assert values == pytest.approx(reference_logprobs(tiny_model, prompt), abs=1e-4)
+
+
 def test_the_client_s_settings_change_the_answer(client: openai.OpenAI, model: str) -> None:
     def answer(**settings: Any) -> Any:
         settings = {"max_tokens": 6, "temperature": 0, "extra_body": {}} | settings

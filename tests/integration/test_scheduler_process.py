@@ -37,7 +37,9 @@ def test_engine_reports_progress_then_ready_with_its_blocks(engine: EngineProces
     assert engine.start_worker(num_blocks=500) == Welcome(epoch=1, num_blocks=500)
     assert engine.next_report() == Progress("waiting for the worker to warm up")
     engine.worker.send(WorkerReady(0))
-    assert engine.next_report() == Ready({"num_blocks": "500", "kv_cache_tokens": "7984"})
+    assert engine.next_report() == Ready(
+        {"num_blocks": "500", "block_sizes": "16", "kv_cache_tokens": "7984"}
+    )
     loaded = {path.path for path in psutil.Process(engine.process.pid).memory_maps()}
     assert not [path for path in loaded if "torch" in path or "cuda" in path]
 

@@ -1,0 +1,179 @@
+"""`longshore doctor --plan MODEL`: what the KV cache of a model will hold, before it is loaded.
+
+Reads config.json and the headers of the weight files; loads neither weights nor a tensor library.
+"""
+
+import json
+import math
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from longshore.deploy.model_folder import read_model_folder
+from longshore.deploy.options import CachePlanOptions
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.kv_cache_spec import KVCacheDtype
+from longshore.scheduler.config import CacheConfig
+from longshore.worker.cache_plan import (
+    DTYPE_BYTES,
+    CacheSizes,
+    block_bytes,
+    check_kv_cache_dtype,
+    element_bytes,
+    plan_groups,
+)
+from longshore.worker.cache_report import CacheReport, report_on
+from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.models.families import read_model_config
+
+
+class PlanReport(msgspec.Struct, frozen=True):
+    """One rank, of a pipeline of one stage.
+
+    weight_bytes: its part of the weights; what all shards hold copies of is small.
+    auto_tokens:  that would fit if keys and values were kept in `dtype`.
+    """
+
+    model: str
+    dtype: str
+    kv_cache_dtype: KVCacheDtype
+    tensor_parallel_size: int
+    weight_bytes: int
+    cache: CacheReport
+    auto_tokens: int
+
+
+def print_plan(options: CachePlanOptions, *, as_json: bool) -> None:
+    """Raises ConfigError for a model or settings that cannot be served."""
+    report = plan(options)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    for table in tables(report):
+        console.print(table)
+
+
+def plan(options: CachePlanOptions) -> PlanReport:
+    """See print_plan."""
+    assert options.plan is not None
+    folder = read_model_folder(options.plan)
+    config = read_model_config(folder.path)
+    CacheConfig(block_size=options.block_size or config.default_block_size)
+    config.check_split(num_shards=options.tensor_parallel_size)
+    max_model_len = options.max_model_len or config.default_max_len
+    if max_model_len > folder.max_model_len:
+        raise ConfigError(
+            f"max_model_len={max_model_len}, but {folder.name} was made for "
+            f"{folder.max_model_len} tokens"
+        )
+    dtype = folder.resolve_dtype(options.dtype, options.device)
+    kept = options.kv_cache_dtype
+    cache, in_dtype = (
+        _cache(options, config, name, DTYPE_BYTES[dtype], max_model_len) for name in (kept, "auto")
+    )
+    num_elements = sum(map(num_stored_elements, sorted(folder.path.glob("*.safetensors"))))
+    return PlanReport(
+        model=folder.name,
+        dtype=dtype,
+        kv_cache_dtype=kept,
+        tensor_parallel_size=options.tensor_parallel_size,
+        weight_bytes=num_elements * DTYPE_BYTES[dtype] // options.tensor_parallel_size,
+        cache=cache,
+        auto_tokens=in_dtype.num_tokens,
+    )
+
+
+def _cache(
+    options: CachePlanOptions,
+    config: DecoderConfig,
+    kv_cache_dtype: KVCacheDtype,
+    dtype_bytes: int,
+    max_model_len: int,
+) -> CacheReport:
+    """dtype_bytes: of an element of what the model computes in."""
+    sizes = CacheSizes(
+        block_size=options.block_size or config.default_block_size,
+        dtype_bytes=element_bytes(kv_cache_dtype, dtype_bytes),
+        num_shards=options.tensor_parallel_size,
+    )
+    specs = config.cache_specs(sizes)
+    check_kv_cache_dtype(kv_cache_dtype, specs.values())
+    groups = plan_groups(
+        specs, max_model_len=max_model_len, max_num_batched_tokens=options.max_num_batched_tokens
+    )
+    return report_on(
+        groups,
+        options.kv_cache_bytes // block_bytes(groups),
+        max_model_len=max_model_len,
+        max_num_batched_tokens=options.max_steps_in_flight * options.max_num_batched_tokens,
+        num_steps=options.max_steps_in_flight,
+    )
+
+
+def num_stored_elements(path: Path) -> int:
+    """Of all tensors in a safetensors file, by its header. Raises ConfigError if it has none."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+        return sum(
+            math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
+        )
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise ConfigError(f"{path} is no safetensors file: {error}") from error
+
+
+def tables(report: PlanReport) -> list[Table]:
+    """The groups, and what they amount to."""
+    cache = report.cache
+    groups = Table(title=f"KV cache groups of {report.model}, per rank", title_justify="left")
+    for column in ("kind", "groups", "layers", "tokens", "bytes/layer", "padding", "blocks"):
+        groups.add_column(column, justify="left" if column == "kind" else "right")
+    groups.caption = "layers of a group; tokens and padding of a block; blocks of a request at most"
+    for group, count in Counter(cache.groups).items():
+        groups.add_row(
+            group.kind,
+            f"{count:,}",
+            f"{group.num_layers:,}",
+            f"{group.block_tokens:,}",
+            f"{group.layer_bytes:,}",
+            f"{group.padding_bytes / cache.block_bytes:.1%}",
+            f"{group.max_blocks:,}",
+        )
+    shards = f" of {report.tensor_parallel_size}" if report.tensor_parallel_size > 1 else ""
+    request_blocks = sum(group.max_blocks for group in cache.groups)
+    totals = Table(title="Memory", show_header=False, title_justify="left")
+    for name, value in (
+        (f"weights in {report.dtype}, one shard{shards}", f"{_gib(report.weight_bytes)}"),
+        (
+            "KV cache",
+            f"{_gib(cache.size_bytes)}: {cache.num_blocks:,} blocks of {cache.block_bytes:,} "
+            f"bytes, {cache.num_reserved_blocks:,} of them set aside",
+        ),
+        (
+            f"a request of {cache.max_model_len:,} tokens",
+            f"{_gib(request_blocks * cache.block_bytes)}: {request_blocks:,} blocks, "
+            f"{cache.padding_share:.1%} of it padding",
+        ),
+        ("such requests that fit", f"{cache.max_concurrency:.2f}"),
+        ("tokens that fit", f"{cache.num_tokens:,}"),
+    ):
+        totals.add_row(name, value)
+    if report.kv_cache_dtype != "auto":
+        gain = f" ({cache.num_tokens / report.auto_tokens:.2f} times)" if report.auto_tokens else ""
+        totals.add_row(
+            f"tokens gained by {report.kv_cache_dtype}",
+            f"{cache.num_tokens - report.auto_tokens:,}{gain}; {report.auto_tokens:,} fit in "
+            f"{report.dtype}",
+        )
+    return [groups, totals]
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:,.3f} GiB"

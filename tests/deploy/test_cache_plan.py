@@ -1,0 +1,146 @@
+"""`longshore doctor --plan`: what it says is what a worker then allocates."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longshore.deploy.cache_plan import num_stored_elements, plan, print_plan
+from longshore.deploy.options import CachePlanOptions
+from longshore.protocol.errors import ConfigError
+from longshore.worker.config import WorkerConfig
+from longshore.worker.worker import Worker
+from tests.models import make_tiny_model
+from tests.worker.models.cases import LATENT
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Four layers with a window of 40, and two without."""
+    path = tmp_path_factory.mktemp("gemma3")
+    return path, make_tiny_model(
+        "Gemma3",
+        path,
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        sliding_window=40,
+        head_dim=16,
+    )
+
+
+def options_for(path: Path, **settings: Any) -> CachePlanOptions:
+    settings = {"max_num_batched_tokens": 64, "kv_cache_bytes": 1_000_000, **settings}
+    return CachePlanOptions(plan=str(path), **settings)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_worker_allocates_what_was_planned(windowed: tuple[Path, Any], dtype: str) -> None:
+    path, model = windowed
+    report = plan(options_for(path, dtype=dtype))
+    config = WorkerConfig(
+        model=str(path),
+        dtype=dtype,
+        kv_cache_bytes=1_000_000,
+        max_num_batched_tokens=64,
+        show_progress=False,
+    )
+    with Worker(config) as worker:
+        groups = worker.kv_cache.groups
+        assert worker.kv_cache.num_blocks == report.cache.num_blocks
+        assert [(len(g.layer_names), g.spec.block_size) for g in groups] == [
+            (g.num_layers, g.block_tokens) for g in report.cache.groups
+        ]
+        element_bytes = worker.kv_cache.groups[0].spec.dtype_bytes
+    assert report.weight_bytes == element_bytes * model.num_parameters()
+    assert report.cache.block_bytes == 2 * 2 * 16 * 2 * 16 * element_bytes
+    kinds = [group.kind for group in report.cache.groups]
+    assert kinds == ["sliding window of 40"] * 2 + ["full attention"]
+    assert report.cache.max_model_len == 256
+    assert [g.max_blocks for g in report.cache.groups] == [12, 12, 16]  # ceil((39 + 128) / 16) + 1
+
+
+def test_shards_have_their_part_and_a_longer_request_leaves_room_for_fewer(
+    windowed: tuple[Path, Any],
+) -> None:
+    whole = plan(options_for(windowed[0]))
+    half = plan(options_for(windowed[0], tensor_parallel_size=2))
+    assert half.cache.block_bytes * 2 == whole.cache.block_bytes
+    assert half.weight_bytes * 2 == whole.weight_bytes
+    short = plan(options_for(windowed[0], max_model_len=64))
+    assert short.cache.max_concurrency > whole.cache.max_concurrency
+    assert whole.cache.num_tokens == (whole.cache.num_blocks - 1) * 256 // 40
+
+
+def test_the_plan_is_printed_as_tables_and_as_json(
+    windowed: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_plan(options_for(windowed[0]), as_json=False)
+    shown = capsys.readouterr().out
+    assert "full attention" in shown
+    assert "such requests that fit" in shown
+    print_plan(options_for(windowed[0]), as_json=True)
+    assert json.loads(capsys.readouterr().out)["cache"]["groups"][2]["kind"] == "full attention"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_makes_room_for_as_many_times_the_tokens_as_its_numbers_are_smaller(
+    windowed: tuple[Path, Any], dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = windowed
+    settings = {"dtype": dtype, "kv_cache_bytes": 1 << 24}
+    auto = plan(options_for(path, **settings)).cache
+    report = plan(options_for(path, **settings, kv_cache_dtype="fp8_e4m3"))
+    times = {"float32": 4, "bfloat16": 2}[dtype]
+    assert report.cache.block_bytes * times == auto.block_bytes
+    assert report.cache.num_blocks == auto.num_blocks * times
+    assert report.auto_tokens == auto.num_tokens
+    assert report.cache.num_tokens == pytest.approx(times * auto.num_tokens, rel=1e-2)
+    print_plan(options_for(path, **settings, kv_cache_dtype="fp8_e4m3"), as_json=False)
+    shown = capsys.readouterr().out
+    assert "tokens gained by fp8_e4m3" in shown
+    assert f"{auto.num_tokens:,} fit in {dtype}" in shown
+    config = WorkerConfig(
+        model=str(path),
+        dtype=dtype,  # type: ignore[arg-type]
+        kv_cache_dtype="fp8_e4m3",
+        kv_cache_bytes=1 << 24,
+        max_num_batched_tokens=64,
+        show_progress=False,
+    )
+    with Worker(config) as worker:
+        assert worker.kv_cache.num_blocks == report.cache.num_blocks
+        assert worker.kv_cache.dtype == "fp8_e4m3"
+
+
+def test_a_model_that_fp8_cannot_keep_has_no_plan_in_fp8(tmp_path: Path) -> None:
+    make_tiny_model("DeepseekV2", tmp_path, **LATENT)
+    assert plan(options_for(tmp_path)).cache.num_tokens
+    with pytest.raises(ConfigError, match="MLAAttentionSpec"):
+        plan(options_for(tmp_path, kv_cache_dtype="fp8_e4m3"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"max_model_len": 257}, "was made for 256 tokens"),
+        ({"block_size": 12}, "not a power of two"),
+        ({"tensor_parallel_size": 3}, "cannot cut"),
+    ],
+)
+def test_what_could_not_be_served_cannot_be_planned(
+    windowed: tuple[Path, Any], settings: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        plan(options_for(windowed[0], **settings))
+    with pytest.raises(ConfigError, match="kv_cache_bytes=0"):
+        options_for(windowed[0], kv_cache_bytes=0)
+
+
+@pytest.mark.parametrize("content", [b"", b"short", struct.pack("<Q", 3) + b"{x}"])
+def test_a_damaged_weight_file_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is no safetensors file"):
+        num_stored_elements(path)
