@@ -1,7 +1,8 @@
 """Attention of one step on the CPU: the compiled kernel beside torch over gathered blocks, and
-beside the time that reading the keys and values from memory takes.
+beside the time that reading the keys and values from memory takes. `limited` are layers
+with windows, chunks, soft caps and sinks: what a window costs depends on no token before it.
 
-    python benchmarks/attention.py [--json F] [--repeats N] [--threads N]
+    python benchmarks/attention.py [--json F] [--repeats N] [--threads N] [--only KIND]
 
 Both sides get the same cache, queries and block table, and take turns; the least time of a step's
 attention, over all layers and divided by them, counts. `bound` is the bytes of keys and values over
@@ -19,13 +20,16 @@ import report
 import torch
 from torch import Tensor
 
+from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from longshore.worker.attention.backend import AttentionBackend
+from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.native_backend import NativeAttention
+from longshore.worker.attention.reach import Reach
 from longshore.worker.attention.segments import decode_segments
 from longshore.worker.attention.torch_backend import TorchAttention
 from longshore.worker.kernels.native import native
-from longshore.worker.kv_cache import KVCache
+from longshore.worker.kv_cache import KVCache, PagedKV
 from longshore.worker.slot_mapping import slot_mapping
 from longshore.worker.step_batch import make_batch
 
@@ -51,27 +55,46 @@ PREFILLS = [  # sequences, tokens before, new tokens
 ]
 
 
-class Case:
-    """Sequences of `earlier` computed tokens each that compute `new` more."""
+LIMITED = [  # sequences, tokens before, new tokens, what is not plain about the layer
+    *[(1, context - 1, 1, {"window": 1024}) for context in (1024, 2048, 16384, 65536)],
+    *[(8, context - 1, 1, {"window": 1024}) for context in (1024, 2048, 16384, 65536)],
+    *[(1, context - 512, 512, {"window": 1024}) for context in (2048, 16384, 65536)],
+    (1, 65535, 1, {"chunk": 8192}),
+    (1, 16384 - 512, 512, {"chunk": 8192}),
+    *[(8, 2047, 1, more) for more in ({}, {"softcap": 50.0}, {"sinks": True})],
+    *[(1, 1024, 1024, more) for more in ({}, {"softcap": 50.0}, {"sinks": True})],
+]
 
-    def __init__(self, shape: str, batch: int, earlier: int, new: int) -> None:
+
+class Case:
+    """Sequences of `earlier` computed tokens each that compute `new` more.
+
+    The cache holds what the new tokens attend to, which is all that a group of limited reach keeps.
+    """
+
+    def __init__(
+        self, shape: str, batch: int, earlier: int, new: int, *, sinks: bool = False, **kind: Any
+    ) -> None:
         heads, kv_heads, head_dim, layers = SHAPES[shape]
-        length = earlier + new
-        blocks = -(-length // BLOCK_SIZE)
-        self.cache = KVCache(
-            batch * blocks + 1,
-            num_layers=layers,
-            block_size=BLOCK_SIZE,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=torch.bfloat16,
-            device=torch.device("cpu"),
+        self.kind = PagedAttentionKind(num_heads=heads, **kind)
+        reach = Reach(window=self.kind.window, chunk=self.kind.chunk)
+        length, first = earlier + new, max(0, reach.first_key(earlier))
+        first_block, end_block = first // BLOCK_SIZE, -(-length // BLOCK_SIZE)
+        num_blocks = batch * (end_block - first_block)
+        spec = FullAttentionSpec(
+            block_size=BLOCK_SIZE, num_kv_heads=kv_heads, head_size=head_dim, dtype_bytes=2
         )
-        for block in self.cache.buffer:
+        group = KVCacheGroup(tuple(str(layer) for layer in range(layers)), spec)
+        config = KVCacheConfig(num_blocks + 1, (group,), "bfloat16")
+        view = KVCache(config, dtype=torch.bfloat16, device=torch.device("cpu")).view(0)
+        assert isinstance(view, PagedKV)
+        self.cache = view
+        for block in self.cache.planes[1:]:
             block.normal_()
-        ids = list(range(1, batch * blocks + 1))
+        ids = list(range(1, num_blocks + 1))
         random.Random(0).shuffle(ids)
-        table = np.array(ids, np.int32).reshape(batch, blocks)
+        table = np.zeros((batch, end_block), np.int32)
+        table[:, first_block:] = np.array(ids).reshape(batch, -1)
         step = make_batch(np.full(batch, new), np.full(batch, length), BLOCK_SIZE)
         slots = slot_mapping(table, step.token_rows(), step.positions(), BLOCK_SIZE)
         self.metadata = AttentionMetadata(
@@ -84,14 +107,17 @@ class Case:
         )
         qkv = torch.randn(batch * new, heads + 2 * kv_heads, head_dim).bfloat16()
         self.qkv = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        self.sinks = torch.randn(heads) if sinks else None
         self.num_layers = layers
-        self.kv_bytes = batch * length * 2 * kv_heads * head_dim * 2
-        self.flops = 4 * heads * head_dim * batch * sum(range(earlier + 1, length + 1))
+        self.kv_bytes = batch * (length - first) * 2 * kv_heads * head_dim * 2
+        positions = np.arange(earlier, length)
+        seen = positions + 1 - np.maximum(0, [reach.first_key(int(p)) for p in positions])
+        self.flops = 4 * heads * head_dim * batch * int(seen.sum())
 
     def attend(self, backend: AttentionBackend) -> Tensor:
         step = backend.begin_step(self.metadata)
         for layer in range(self.num_layers):
-            out = step.forward(layer, *self.qkv)
+            out = step.forward(layer, *self.qkv, sinks=self.sinks)
         return out
 
 
@@ -99,7 +125,9 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=7, help="%(default)s")
     parser.add_argument("--threads", type=int, help="default: torch's")
-    parser.add_argument("--only", choices=["decode", "prefill"], help="measure these alone")
+    parser.add_argument(
+        "--only", choices=["decode", "prefill", "limited"], help="measure these alone"
+    )
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -107,21 +135,25 @@ def main() -> None:
     if kernels is None:
         raise SystemExit("the CPU kernels are not built: pip install -e . with a C++ compiler")
     bandwidth = read_bandwidth()
-    cases = [("decode", batch, context - 1, 1) for batch, context in DECODES]
-    cases += [("prefill", *prefill) for prefill in PREFILLS]
+    plain: dict[str, Any] = {}
+    cases = [("decode", batch, context - 1, 1, plain) for batch, context in DECODES]
+    cases += [("prefill", *prefill, plain) for prefill in PREFILLS]
+    cases += [("limited", *limited) for limited in LIMITED]
     rows = []
     with torch.inference_mode():
-        for shape, (heads, *_) in SHAPES.items():
-            for kind, batch, earlier, new in cases:
+        for shape in SHAPES:
+            for kind, batch, earlier, new, more in cases:
                 if arguments.only not in (None, kind):
                     continue
-                case = Case(shape, batch, earlier, new)
+                case = Case(shape, batch, earlier, new, **more)
                 sides = {
-                    "kernel": NativeAttention(kernels, case.cache, num_heads=heads),
-                    "torch": TorchAttention(case.cache, num_heads=heads),
+                    "kernel": NativeAttention(kernels, case.cache, case.kind),
+                    "torch": TorchAttention(case.cache, case.kind),
                 }
+                named = ", ".join(f"{name} {value}" for name, value in more.items())
                 rows.append(
                     {"shape": shape, "kind": kind, "batch": batch, "earlier": earlier, "new": new}
+                    | {"layer": named or "plain"}
                     | compare(case, sides, arguments.repeats, bandwidth)
                 )
     report.write(

@@ -1,13 +1,17 @@
 """Output tokens per second on a CPU, beside vLLM's CPU build and transformers' `generate`.
 
-    python benchmarks/end_to_end.py [--cases i ii iii ragged] [--curves] [--rounds 3] [--json F]
+    python benchmarks/end_to_end.py [--cases i ii iii ragged gemma3 mixtral] [--curves]
+                                    [--rounds 3] [--json F]
 
 Cases: `i` 64 prompts of 256 tokens, 128 out, tiny model; `ii` 8 x 512, 64 out, a model of 0.6 B;
 `iii` 32 prompts that share 1,024 tokens and have 64 of their own, 16 out, tiny; `ragged` 64 prompts
-of 16 to 512 tokens, 16 to 256 out, tiny. Random weights, bf16, greedy, end ids ignored, two
-threads; all sides with the same allocator and OpenMP runtime (`--preload`). Every system is loaded
-before the clock starts, gets the same prompts, new ones in each round, and takes turns with the
-others. `ratio` is output tokens/s to vLLM's in the same kind of process, or to transformers'.
+of 16 to 512 tokens, 16 to 256 out, tiny; `gemma3` and `mixtral` the same load, on tiny models of
+these families (six layers, five of them with a window of 128 tokens; eight experts, two per token).
+Random weights, bf16, greedy, end ids ignored, two threads; all sides with the same allocator and
+OpenMP runtime (`--preload`). Every system is loaded before the clock starts, gets the same prompts,
+new ones in each round, and takes turns with the others. A system that cannot load a case's model is
+left out of the case, which is said loudly. `ratios` are output tokens/s to those of transformers
+and of vLLM in the same kind of process, round by round.
 
 `--curves`: tokens/s from 1 to 256 requests, the time of a decode step over the length of the
 context, and the time to a first token, cold and when the prompt's prefix is cached.
@@ -16,6 +20,7 @@ context, and the time to a first token, cold and when the prompt's prefix is cac
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,8 +34,13 @@ Job: TypeAlias = dict[str, list[Any]]
 
 BASE = Path(os.environ.get("PEER_DIR") or Path.home() / ".cache" / "longshore-peers")
 TINY, BIG = BASE / "tiny-rand", BASE / "qwen3-0.6b-rand"
-FIRST_ID, VOCAB_SIZE = 3, 4096  # ids that both models have
+GEMMA3, MIXTRAL = BASE / "gemma3-tiny-rand", BASE / "mixtral-tiny-rand"
+FIRST_ID, VOCAB_SIZE = 3, 4096  # ids that all models have
 MAX_MODEL_LEN = 4096
+SETTLE_S = 0.5
+"""Between two turns: the threads of an OpenMP runtime spin for 0.2 s behind their last work, on
+cores that the next system needs."""
+
 PRELOAD = (
     BASE / "cpu/lib/libiomp5.so",
     Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"),
@@ -60,47 +70,58 @@ CASES = {
     "ii": Case(BIG, 8, (512, 512), (64, 64)),
     "iii": Case(TINY, 32, (64, 64), (16, 16), shared=1024),
     "ragged": Case(TINY, 64, (16, 512), (16, 256)),
+    "gemma3": Case(GEMMA3, 64, (16, 512), (16, 256)),
+    "mixtral": Case(MIXTRAL, 64, (16, 512), (16, 256)),
 }
 
 
 @dataclass(frozen=True)
 class System:
-    """One side of a comparison; `compared_to` names another of SYSTEMS."""
+    """One side of a comparison; `compared_to` names others of SYSTEMS."""
 
     python: Path
     script: str
     arguments: tuple[str, ...] = ()
-    compared_to: str | None = None
+    compared_to: tuple[str, ...] = ()
 
 
 SYSTEMS = {
     "vllm": System(BASE / "cpu/bin/python", "generate_vllm.py"),
     "vllm_processes": System(BASE / "cpu/bin/python", "generate_vllm.py", ("--processes",)),
     "transformers": System(BASE / "hf/bin/python", "generate_transformers.py"),
-    "longshore": System(Path(sys.executable), "generate_longshore.py", (), "vllm"),
+    "longshore": System(
+        Path(sys.executable), "generate_longshore.py", (), ("vllm", "transformers")
+    ),
     "longshore_processes": System(
-        Path(sys.executable), "generate_longshore.py", ("--processes",), "vllm_processes"
+        Path(sys.executable),
+        "generate_longshore.py",
+        ("--processes",),
+        ("vllm_processes", "transformers"),
     ),
 }
 
 
 class Systems:
-    """All systems that are installed, with one model."""
+    """All systems that are installed and can load one model."""
 
     def __init__(self, model: Path, names: Sequence[str], preload: str, stack: ExitStack) -> None:
         self.peers: dict[str, report.Peer] = {}
         for name in names:
             system = SYSTEMS[name]
-            peer = stack.enter_context(
-                report.peer(
-                    system.python,
-                    system.script,
-                    str(model),
-                    str(MAX_MODEL_LEN),
-                    *system.arguments,
-                    environment={"LD_PRELOAD": preload},
+            try:
+                peer = stack.enter_context(
+                    report.peer(
+                        system.python,
+                        system.script,
+                        str(model),
+                        str(MAX_MODEL_LEN),
+                        *system.arguments,
+                        environment={"LD_PRELOAD": preload},
+                    )
                 )
-            )
+            except RuntimeError as error:
+                print(f"*** {name} CANNOT LOAD {model}: {error}", file=sys.stderr)
+                continue
             if peer is not None:
                 self.peers[name] = peer
 
@@ -110,6 +131,7 @@ class Systems:
         for turn in range(rounds + 1):
             job = make_job(turn)
             for name, peer in self.peers.items():
+                time.sleep(SETTLE_S)
                 wall_s = peer.measure(**job)["wall_s"]
                 if turn:
                     walls[name].append(wall_s)
@@ -140,7 +162,7 @@ def measure_case(name: str, options: argparse.Namespace) -> list[dict[str, Any]]
             "case": name,
             "system": system,
             "output_tokens_per_s": float(np.median(rates[system])),
-            "ratio": _ratio(rates, system),
+            "ratios": _ratios(rates, system),
             "wall_s": float(np.median(walls[system])),
             "walls_s": walls[system],
             "about": [about[system]],
@@ -149,12 +171,13 @@ def measure_case(name: str, options: argparse.Namespace) -> list[dict[str, Any]]
     ]
 
 
-def _ratio(rates: dict[str, list[float]], system: str) -> float | None:
-    other = SYSTEMS[system].compared_to
-    if other not in rates:
-        return None
-    # Round by round, since both sides of a round saw the same machine.
-    return float(np.median(np.array(rates[system]) / np.array(rates[other])))
+def _ratios(rates: dict[str, list[float]], system: str) -> dict[str, float]:
+    """By other system; round by round, since both sides of a round saw the same machine."""
+    return {
+        other: float(np.median(np.array(rates[system]) / np.array(rates[other])))
+        for other in SYSTEMS[system].compared_to
+        if other in rates
+    }
 
 
 def measure_curves(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -191,6 +214,7 @@ def measure_curves(options: argparse.Namespace) -> list[dict[str, Any]]:
             cold, warm = {}, {}
             for name, peer in systems.peers.items():
                 colds, warms = [], []
+                time.sleep(SETTLE_S)
                 for _ in range(max(5, options.rounds)):
                     job = {"prompts": [random_ids(generator, length)], "output_lens": [1]}
                     colds.append(peer.measure(**job)["wall_s"] * 1e3)

@@ -1,10 +1,12 @@
 """What a step costs when requests come and go, ours and vLLM's.
 
-    python benchmarks/mixed_load.py [--running 64 256 1024] [--json F]
+    python benchmarks/mixed_load.py [--running 64 256 1024] [--groups 1 2 4] [--kinds windows]
+                                    [--json F]
 
 `churn`: in each step a tenth of the running requests ends and as many are admitted. `pressure`: the
 pool is too small for all, so they preempt one another (`preempted`, per step, on both sides). The
 requests are those of `peers/workload.py`, made before anything is timed; both sides take turns.
+Groups of the KV cache and `growth` (of `total_us`) as in `scheduler_step.py`.
 
 `intake_us` is what taking in one request costs: our `add_request(AddRequest)`; vLLM's
 `Request(...)`, which hashes the prompt (we do that at admission), and `add_request`. `total_us` is
@@ -16,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import report
-from scheduler_step import measure_ours, steps_us, undisturbed
+from scheduler_step import add_groups, growth, steps_us, take_turns
 
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, float]:
@@ -37,50 +39,57 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def compare(
-    peer: report.Peer | None, load: str, running: int, mode: str, *, steps: int
-) -> dict[str, Any]:
-    """One row: ours, theirs, ours."""
+    peer: report.Peer | None,
+    load: str,
+    running: int,
+    mode: str,
+    *,
+    steps: int,
+    groups: list[int],
+    kinds: str,
+) -> list[dict[str, Any]]:
+    """A row for each number of groups."""
+    rows: list[dict[str, Any]] = []
     # Long enough that the pool has been handed out once and the ends are spread evenly.
-    job: dict[str, Any] = {
-        "work": load,
-        "running": running,
-        "mode": mode,
-        "steps": steps,
-        "warm_up": 150,
-    }
-    turns = [undisturbed(measure_ours, **job)]
-    theirs = peer and undisturbed(peer.measure, **job)
-    turns.append(undisturbed(measure_ours, **job))
-    ours = summary(turns)
-    row = {
-        "load": load,
-        "running": running,
-        "mode": mode,
-        **ours,
-        "total_us_each": [summary([turn])["total_us"] for turn in turns],
-        "plan_bytes": turns[0]["plan_bytes"],
-        "ratio": None,
-        "median_ratio": None,
-        "peer": None,
-    }
-    if theirs:
-        row["peer"] = summary([theirs])
-        row["ratio"] = row["peer"]["total_us"] / ours["total_us"]
-        row["median_ratio"] = row["peer"]["median_us"] / ours["median_us"]
-    return row
+    job = {"work": load, "running": running, "mode": mode, "steps": steps, "warm_up": 150}
+    for count, turns, theirs in take_turns(peer, groups, kinds, **job):
+        ours = summary(turns)
+        row = {
+            "load": load,
+            "running": running,
+            "mode": mode,
+            "groups": count,
+            "kinds": kinds,
+            **ours,
+            "total_us_each": [summary([turn])["total_us"] for turn in turns],
+            "plan_bytes": turns[0]["plan_bytes"],
+            "growth": growth(ours, rows[0] if rows else ours, "total_us"),
+            "ratio": None,
+            "median_ratio": None,
+            "peer": None,
+        }
+        if theirs:
+            row["peer"] = summary([theirs])
+            row["ratio"] = row["peer"]["total_us"] / ours["total_us"]
+            row["median_ratio"] = row["peer"]["median_us"] / ours["median_us"]
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
     arguments = report.parser(__doc__, peer="core")
     arguments.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024])
     arguments.add_argument("--steps", type=int, default=300, help="of each turn")
+    add_groups(arguments)
     options = arguments.parse_args()
+    groups = {"groups": sorted(options.groups), "kinds": options.kinds}
     with report.peer(options.peer_python, "vllm_steps.py") as peer:
         rows = [
-            compare(peer, load, running, mode, steps=options.steps)
+            row
             for load in ("churn", "pressure")
             for running in options.running
             for mode in ("sync", "async")
+            for row in compare(peer, load, running, mode, steps=options.steps, **groups)
         ]
     report.write(options.json, rows, peer=peer and peer.about)
 

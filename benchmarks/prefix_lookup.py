@@ -1,13 +1,14 @@
 """What a prompt that is cached whole costs before anything runs, and what it costs in vLLM.
 
-    python benchmarks/prefix_lookup.py [--tokens 512 4096 32768] [--groups 1] [--json F]
+    python benchmarks/prefix_lookup.py [--tokens 512 4096 32768] [--groups 1 2 4]
+                                       [--kinds windows] [--json F]
 
 Apart: `hash` (the request is made and its blocks are named), `lookup`, `allocate` (after the hit,
 with one new block) and `free`. `chain` is the bare hash chain over the same bytes, the least that
 `hash` can be. The peer's `hash` is the same thing, with its sha256 and its xxhash over pickled
-tuples; its other figures are measured with sha256, which they do not depend on. Medians in µs. Of
-several KV cache groups the first has full attention, the others sliding windows of 256 tokens; the
-peer always has one group.
+tuples; its other figures are measured with sha256, which they do not depend on. Medians in µs.
+Groups of the KV cache as in `scheduler_step.py`; `growth` is of all four parts together and of each
+but `hash`, which is the same for any groups. The numbers of groups take turns, request by request.
 """
 
 import gc
@@ -15,7 +16,7 @@ import hashlib
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -24,18 +25,19 @@ import numpy as np
 import report
 import xxhash
 from peers import workload
-from scheduler_step import kv_cache_of
+from scheduler_step import add_groups, growth, kv_cache_of
 
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.client import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.block_hash import BlockHasher
 from longshore.scheduler.config import CacheConfig
-from longshore.scheduler.kv_cache_manager import ComputedBlocks, KVCacheManager
+from longshore.scheduler.kv_cache_manager import KVCacheManager
 from longshore.scheduler.request import Request
 
 Algorithm = Literal["sha256", "xxh3-128"]
 BLOCK_SIZE = workload.BLOCK_SIZE
+MAX_NUM_SEQS = 8
 PARTS = ("hash", "lookup", "allocate", "free")
 PEER_HASH = {"sha256": "hash_sha256_us", "xxh3-128": "hash_xxhash_us"}
 PEER_PROGRAM = """
@@ -45,10 +47,11 @@ import bench_vllm_core as bench
 results = {}
 with tempfile.TemporaryDirectory() as folder:
     pathlib.Path(folder, "config.json").write_text(json.dumps(bench.LLAMA_2L))
-    for num_tokens in map(int, sys.argv[2:]):
+    for job in sys.argv[2:]:
+        num_tokens, num_groups = map(int, job.split("x"))
         result = {}
-        bench.part_b(folder, result, ntok=num_tokens)
-        results[num_tokens] = result["b"]
+        bench.part_b(folder, result, ntok=num_tokens, groups=num_groups)
+        results[job] = result["b"]
 print(json.dumps(results))
 """
 
@@ -74,61 +77,109 @@ def bare_chain(token_ids: Int32Array, algorithm: Algorithm) -> None:
             name = xxhash.xxh3_128_digest(name + packed[start : start + width])
 
 
-def measure(num_tokens: int, algorithm: Algorithm, repeats: int, groups: int = 1) -> dict[str, Any]:
-    """Our medians for a prompt of `num_tokens` cached tokens and one more."""
-    rng = np.random.default_rng(1)
-    token_ids = rng.integers(3, 32_000, num_tokens + 1).astype(np.int32)
-    manager = KVCacheManager(
-        CacheConfig(block_size=BLOCK_SIZE, hash_algorithm=algorithm),
-        kv_cache_of(groups, groups * 3 * num_tokens // BLOCK_SIZE),
-        max_num_seqs=8,
-        max_model_len=num_tokens + BLOCK_SIZE,
-        hash_seed=b"benchmark",
-    )
-    first = request_of(token_ids)
-    assert manager.start(0, manager.demand(manager.get_computed_blocks(first), num_tokens + 1))
-    manager.name_blocks(0, first, token_ids, num_tokens + 1)
-    manager.free(0)
-    samples: dict[str, list[float]] = {part: [] for part in (*PARTS, "chain")}
-    gc.collect()
-    gc.freeze()
+class Cache:
+    """A KV cache of so many groups in which a prompt is cached, and what looking it up has cost:
+    `samples_us` by part."""
 
-    def timed(part: str, call: Callable[[], Any]) -> Any:
-        started = time.perf_counter_ns()
-        result = call()
-        samples[part].append((time.perf_counter_ns() - started) / 1e3)
-        return result
+    def __init__(
+        self, token_ids: Int32Array, algorithm: Algorithm, groups: int, kinds: str
+    ) -> None:
+        self.num_tokens = len(token_ids)
+        self._prompt = token_ids
+        self._manager = KVCacheManager(
+            CacheConfig(block_size=BLOCK_SIZE, hash_algorithm=algorithm),
+            kv_cache_of(groups, groups * 3 * self.num_tokens // BLOCK_SIZE, kinds),
+            max_num_seqs=MAX_NUM_SEQS,
+            max_model_len=self.num_tokens + BLOCK_SIZE,
+            hash_seed=b"benchmark",
+        )
+        self._hasher = BlockHasher(BLOCK_SIZE, b"benchmark", algorithm)
+        self._step = 1
+        self.samples_us: dict[str, list[float]] = {part: [] for part in PARTS}
+        request, num_cached = request_of(token_ids), self.num_tokens - 1
+        computed = self._manager.get_computed_blocks(request)
+        # Up to the border first: a state is kept where a step ends.
+        assert self._manager.start(0, self._manager.demand(computed, num_cached))
+        self._manager.name_blocks(0, request, token_ids, num_cached)
+        assert self._manager.grow_row(0, self.num_tokens) is not None
+        self._manager.free(0)
 
-    hasher = BlockHasher(BLOCK_SIZE, b"benchmark", algorithm)
+    def look_up(self) -> None:
+        """One request with this prompt comes and goes."""
+        manager = self._manager
+        nothing_new = np.zeros(MAX_NUM_SEQS, np.int64)
+        manager.forget(*3 * [nothing_new], step=self._step, answered_step=self._step - 1)
+        request = self._timed("hash", self._named_request)
+        computed = self._timed("lookup", lambda: manager.get_computed_blocks(request))
+        assert computed.num_tokens == self.num_tokens - 1
+        assert self._timed(
+            "allocate", lambda: manager.start(0, manager.demand(computed, self.num_tokens))
+        )
+        self._timed("free", lambda: manager.free(0, self._step))
+        self._step += 1
 
-    def named_request() -> Request:
-        request = request_of(token_ids)
-        hasher.extend(request.block_names, request.token_ids)
+    def check(self) -> None:
+        """Raise LongshoreError unless all blocks are accounted for."""
+        self._manager.check()
+
+    def _named_request(self) -> Request:
+        request = request_of(self._prompt)
+        self._hasher.extend(request.block_names, request.token_ids)
         return request
 
-    def allocate(computed: ComputedBlocks) -> None:
-        assert manager.start(0, manager.demand(computed, num_tokens + 1))
+    def _timed(self, part: str, call: Callable[[], Any]) -> Any:
+        result, us = timed(call)
+        self.samples_us[part].append(us)
+        return result
 
-    for step in range(1, repeats + 1):
-        timed("chain", lambda: bare_chain(token_ids, algorithm))
-        request = timed("hash", named_request)
-        computed = timed("lookup", lambda request=request: manager.get_computed_blocks(request))
-        assert computed.num_tokens == num_tokens
-        timed("allocate", lambda hits=computed: allocate(hits))
-        timed("free", lambda step=step: manager.free(0, step))
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """The result and the microseconds that it took."""
+    started = time.perf_counter_ns()
+    result = call()
+    return result, (time.perf_counter_ns() - started) / 1e3
+
+
+def measure(
+    num_tokens: int, algorithm: Algorithm, repeats: int, groups: Sequence[int], kinds: str
+) -> list[dict[str, Any]]:
+    """Our medians for a prompt of `num_tokens` cached tokens and one more, by number of groups."""
+    rng = np.random.default_rng(1)
+    token_ids = rng.integers(3, 32_000, num_tokens + 1).astype(np.int32)
+    caches = [Cache(token_ids, algorithm, count, kinds) for count in groups]
+    chain_us: list[float] = []
+    gc.collect()
+    gc.freeze()
+    for _ in range(repeats):
+        chain_us.append(timed(lambda: bare_chain(token_ids, algorithm))[1])
+        for cache in caches:
+            cache.look_up()
     gc.unfreeze()
-    manager.check()
-    return {f"{part}_us": float(np.median(values)) for part, values in samples.items()}
+    rows: list[dict[str, Any]] = []
+    for count, cache in zip(groups, caches, strict=True):
+        cache.check()
+        row: dict[str, Any] = {
+            f"{part}_us": float(np.median(us)) for part, us in cache.samples_us.items()
+        }
+        row |= {"all_us": sum(row.values()), "chain_us": float(np.median(chain_us))}
+        fewest = rows[0] if rows else row
+        row["hash_over_chain"] = row["hash_us"] / row["chain_us"]
+        row["growth"] = growth(row, fewest, "all_us", "lookup_us", "allocate_us", "free_us")
+        rows.append({"groups": count, **row})
+    return rows
 
 
-def measure_peer(python: Path, sizes: list[int]) -> dict[int, dict[str, float]] | None:
-    """vLLM's medians by number of tokens; None, said loudly, where it is not installed."""
+def measure_peer(
+    python: Path, sizes: Iterable[tuple[int, int]]
+) -> dict[tuple[int, int], dict[str, float]] | None:
+    """vLLM's medians by numbers of tokens and groups; None, said loudly, if it is not installed."""
     if not python.exists():
         print(f"*** NO PEER: {python} does not exist; install it with benchmarks/peers/setup.sh")
         return None
-    command = [str(python), "-c", PEER_PROGRAM, str(report.PEERS), *map(str, sizes)]
+    jobs = {f"{num_tokens}x{groups}": (num_tokens, groups) for num_tokens, groups in sizes}
+    command = [str(python), "-c", PEER_PROGRAM, str(report.PEERS), *jobs]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {int(size): row for size, row in json.loads(printed.splitlines()[-1]).items()}
+    return {jobs[job]: row for job, row in json.loads(printed.splitlines()[-1]).items()}
 
 
 def beside(ours: dict[str, Any], peer: dict[str, float], algorithm: Algorithm) -> dict[str, Any]:
@@ -142,7 +193,7 @@ def beside(ours: dict[str, Any], peer: dict[str, float], algorithm: Algorithm) -
     blocks = ("lookup_us", "allocate_us", "free_us")
     return {
         "peer": theirs,
-        "ratio_all": sum(theirs.values()) / sum(ours[name] for name in theirs),
+        "ratio_all": sum(theirs.values()) / ours["all_us"],
         "ratio_blocks": sum(theirs[name] for name in blocks) / sum(ours[name] for name in blocks),
     }
 
@@ -151,27 +202,21 @@ def main() -> None:
     arguments = report.parser(__doc__, peer="core")
     arguments.add_argument("--tokens", type=int, nargs="+", default=[512, 4096, 32_768])
     arguments.add_argument("--repeats", type=int, default=100)
-    arguments.add_argument("--groups", type=int, nargs="+", default=[1], help="KV cache groups")
+    add_groups(arguments)
     options = arguments.parse_args()
-    peers = measure_peer(options.peer_python, options.tokens)
+    groups, kinds = sorted(options.groups), options.kinds
+    peers = None
+    if kinds == "windows":
+        peers = measure_peer(options.peer_python, product(options.tokens, groups))
     rows = []
     algorithms: tuple[Algorithm, ...] = ("sha256", "xxh3-128")
-    for num_tokens in options.tokens:
-        for algorithm, groups in product(algorithms, options.groups):
-            ours = measure(num_tokens, algorithm, options.repeats, groups)
+    for num_tokens, algorithm in product(options.tokens, algorithms):
+        for ours in measure(num_tokens, algorithm, options.repeats, groups, kinds):
             compared = {"peer": None}
             if peers is not None:
-                compared = beside(ours, peers[num_tokens], algorithm)
-            rows.append(
-                {
-                    "tokens": num_tokens,
-                    "algorithm": algorithm,
-                    "groups": groups,
-                    **ours,
-                    "hash_over_chain": ours["hash_us"] / ours["chain_us"],
-                    **compared,
-                }
-            )
+                compared = beside(ours, peers[num_tokens, ours["groups"]], algorithm)
+            about = {"tokens": num_tokens, "algorithm": algorithm, "kinds": kinds}
+            rows.append({**about, **ours, **compared})
     report.write(options.json, rows)
 
 

@@ -22,6 +22,7 @@ import transformers as hf
 from torch import Tensor
 
 from longshore.protocol.arrays import int32_array
+from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from longshore.protocol.plan import RowStart, SchedulerOutput, digest_changes
 from longshore.protocol.sampling import SamplingParams
 from longshore.worker.compute_queue import open_compute_queue
@@ -89,15 +90,9 @@ class Ours:
         num_rows = len(logits)
         device = torch.device("cpu")
         blocks = num_rows * (MAX_MODEL_LEN // BLOCK_SIZE)
-        cache = KVCache(
-            blocks + 1,
-            num_layers=1,
-            block_size=BLOCK_SIZE,
-            num_kv_heads=1,
-            head_dim=1,
-            dtype=torch.float32,
-            device=device,
-        )
+        spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype_bytes=4)
+        config = KVCacheConfig(blocks + 1, (KVCacheGroup(("layer",), spec),), "float32")
+        cache = KVCache(config, dtype=torch.float32, device=device)
         self._queue = open_compute_queue(device)
         self._runner = ModelRunner(
             cast(Any, GivenLogits(logits)),

@@ -1,23 +1,28 @@
 """What one step costs the scheduler in a steady decode, by the number of running requests, and what
 it costs vLLM's.
 
-    python benchmarks/scheduler_step.py [--running 1 64 256 1024 4096] [--groups 1] [--json F]
+    python benchmarks/scheduler_step.py [--running 1 64 256 1024 4096] [--groups 1 2 4]
+                                        [--kinds windows] [--json F]
 
 Our step is: plan, encode the plan, apply the answer to it, encode the message to the gateway.
-Theirs is `schedule()` and `update_from_output()` alone. The two take turns: ours, theirs, ours;
-`step_us_each` has the medians of our two turns. A turn that was disturbed is measured again, a few
-times at most; `cpu_share` is the least share of the wall time for which a turn had its core.
+Theirs is `schedule()` and `update_from_output()` alone. The two take turns: ours, theirs, ours,
+each with every number of groups; `step_us_each` has the medians of our two turns. A turn that was
+disturbed is measured again, a few times at most; `cpu_share` is the least share of the wall time
+for which a turn had its core.
 
 Prompts of 512 to 543 tokens, so that block borders are crossed evenly; prefix caching on, blocks
 named with sha256. `async` keeps two plans unanswered, `sync` one. Of several KV cache groups the
-first has full attention, the others sliding windows of 256 tokens; the peer always has one group.
+first has full attention, the others, by `--kinds`, sliding windows of 256 tokens (`windows`), or
+such a window, a state, and chunks of 256 tokens (`mixed`; the peer has no states here and sits that
+out). `growth` is how many times the median and the mean with the fewest groups a row's own are.
 """
 
+import argparse
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -28,13 +33,17 @@ from longshore.protocol.client import AddRequest
 from longshore.protocol.codec import Encoder, Frame
 from longshore.protocol.handshake import ToClient, ToWorker
 from longshore.protocol.kv_cache_spec import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
+    KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler
@@ -44,6 +53,19 @@ QUIET_SHARE = 0.97  # of the wall time on a core; a turn with less is measured a
 MAX_TRIES = 4
 MIN_ROW_STEPS = 4000  # running requests x steps of a turn: short steps need more of them
 
+# All have the same bytes per block.
+SIZES = {"num_kv_heads": 8, "head_size": 128, "dtype_bytes": 2}
+FULL = FullAttentionSpec(workload.BLOCK_SIZE, **SIZES)
+WINDOW = SlidingWindowSpec(workload.BLOCK_SIZE, **SIZES, sliding_window=workload.WINDOW)
+CHUNKS = ChunkedLocalAttentionSpec(
+    workload.BLOCK_SIZE, **SIZES, attention_chunk_size=workload.WINDOW
+)
+STATE = MambaSpec(workload.BLOCK_SIZE, shapes=((FULL.page_size_bytes // 4,),), dtype_bytes=(4,))
+KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
+    "windows": (WINDOW,),
+    "mixed": (WINDOW, STATE, CHUNKS),
+}
+
 
 def num_sampled(plan: SchedulerOutput) -> int:
     """Tokens that answer a plan which leaves no prompt half computed: a row that the plan does not
@@ -52,15 +74,11 @@ def num_sampled(plan: SchedulerOutput) -> int:
     return plan.num_scheduled_tokens - int(listed.sum()) + int(np.count_nonzero(listed))
 
 
-def kv_cache_of(num_groups: int, num_blocks: int) -> KVCacheConfig:
-    """One group of full attention; beyond it, sliding windows."""
-    sizes = {"num_kv_heads": 8, "head_size": 128, "dtype_bytes": 2}
-    full = FullAttentionSpec(workload.BLOCK_SIZE, **sizes)
-    window = SlidingWindowSpec(workload.BLOCK_SIZE, **sizes, sliding_window=256)
-    groups = tuple(
-        KVCacheGroup((f"layer.{index}",), window if index else full) for index in range(num_groups)
-    )
-    return KVCacheConfig(num_blocks, groups, "bfloat16")
+def kv_cache_of(num_groups: int, num_blocks: int, kinds: str = "windows") -> KVCacheConfig:
+    """One group of full attention; beyond it, those of KINDS."""
+    specs = islice(cycle(KINDS[kinds]), num_groups - 1)
+    groups = [KVCacheGroup((f"layer.{index}",), spec) for index, spec in enumerate((FULL, *specs))]
+    return KVCacheConfig(num_blocks, tuple(groups), "bfloat16")
 
 
 class Load:
@@ -68,8 +86,11 @@ class Load:
     collected in microseconds: `intake_us`, `plan_us`, `apply_us`; and the frames of plans in bytes.
     """
 
-    def __init__(self, work: workload.Workload, *, mode: str, groups: int = 1) -> None:
+    def __init__(
+        self, work: workload.Workload, *, mode: str, groups: int = 1, kinds: str = "windows"
+    ) -> None:
         num_running = len(work.first)
+        kv_cache = kv_cache_of(groups, groups * work.num_blocks, kinds)
         num_prompt_tokens = sum(len(arrival.prompt) for arrival in work.first)
         arrivals = (*work.first, *work.later)
         self.scheduler = Scheduler(
@@ -80,13 +101,17 @@ class Load:
                 max_steps_in_flight=2 if mode == "async" else 1,
             ),
             CacheConfig(block_size=workload.BLOCK_SIZE),
-            kv_cache=kv_cache_of(groups, groups * work.num_blocks),
+            kv_cache=kv_cache,
             hash_seed=b"benchmark",
             vocab_size=workload.VOCAB_SIZE,
         )
         self._plans: Encoder[ToWorker] = Encoder()
         self._messages: Encoder[ToClient] = Encoder()
         self._unanswered: deque[SchedulerOutput] = deque()
+        self._num_samples: deque[int] = deque()  # of each unanswered plan
+        # Prompts are cut at block borders where a group keeps states: some rows sample nothing.
+        cuts_prompts = STATE in [group.spec for group in kv_cache.groups]
+        self._follower = PlanFollower(RowTable(num_running), epoch=1) if cuts_prompts else None
         self._tokens = np.random.default_rng(1).integers(
             3, workload.VOCAB_SIZE, 2 * num_running, np.int32
         )
@@ -107,9 +132,16 @@ class Load:
     def _later(self, messages: list[AddRequest]) -> Iterator[AddRequest]:
         return iter(messages)
 
+    def _num_sampled(self, plan: SchedulerOutput) -> int:
+        if self._follower is None:
+            return num_sampled(plan)
+        num_scheduled = self._follower.apply(plan)
+        return int(np.count_nonzero(self._follower.rows.samples(num_scheduled)))
+
     def _answer(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """To the oldest plan; once."""
         first = plan.step % (len(self._tokens) // 2)
-        tokens = self._tokens[first : first + num_sampled(plan)]
+        tokens = self._tokens[first : first + self._num_samples.popleft()]
         return ModelRunnerOutput(epoch=1, step=plan.step, sampled_tokens=tokens)
 
     def forget_samples(self) -> None:
@@ -126,12 +158,14 @@ class Load:
             scheduler.add_request(request, client=CLIENT, now=0.0)
         queued = time.perf_counter_ns()
         frames: list[Frame] = []
+        num_known = len(unanswered)
         while (plan := scheduler.schedule(0.0)) is not None:
             frames = self._plans.encode(plan)
             unanswered.append(plan)
         planned = time.perf_counter_ns()
         self.plan_bytes.append(sum(map(len, frames)))
         self.num_preempted += len(unanswered[-1].preempted_rows) if frames else 0
+        self._num_samples += map(self._num_sampled, islice(unanswered, num_known, None))
         output = self._answer(unanswered.popleft())
         answering = time.perf_counter_ns()
         scheduler.update_from_output(output, 0.0)
@@ -148,12 +182,20 @@ class Load:
 
 
 def measure_ours(
-    work: str, *, running: int, mode: str, steps: int, warm_up: int, groups: int = 1
+    work: str,
+    *,
+    running: int,
+    mode: str,
+    steps: int,
+    warm_up: int,
+    groups: int = 1,
+    kinds: str = "windows",
 ) -> dict[str, Any]:
     """Samples in the form in which `peers/vllm_steps.py` gives its own, and the plans' bytes.
     `cpu_share` well below 1 means that others used the machine, and the samples are worth little.
     """
-    load = Load(workload.make(work, running, steps + warm_up), mode=mode, groups=groups)
+    requests = workload.make(work, running, steps + warm_up)
+    load = Load(requests, mode=mode, groups=groups, kinds=kinds)
     for _ in range(warm_up):
         load.step()
     load.forget_samples()
@@ -190,52 +232,80 @@ def undisturbed(measure: Callable[..., dict[str, Any]], **job: Any) -> dict[str,
     return max(turns, key=lambda turn: float(turn["cpu_share"]))
 
 
+def take_turns(
+    peer: report.Peer | None, groups: Sequence[int], kinds: str, **job: Any
+) -> Iterator[tuple[int, list[dict[str, Any]], dict[str, Any] | None]]:
+    """Each number of groups with our two turns and theirs; between ours, one of every other."""
+    before = [undisturbed(measure_ours, **job, groups=count, kinds=kinds) for count in groups]
+    theirs: list[dict[str, Any] | None] = [None for _ in groups]
+    if peer is not None and kinds == "windows":
+        theirs = [undisturbed(peer.measure, **job, groups=count) for count in groups]
+    after = [undisturbed(measure_ours, **job, groups=count, kinds=kinds) for count in groups]
+    for count, first, other, last in zip(groups, before, theirs, after, strict=True):
+        yield count, [first, last], other
+
+
 def compare(
-    peer: report.Peer | None, running: int, mode: str, *, steps: int, groups: int = 1
-) -> dict[str, Any]:
-    """One row: ours, theirs, ours."""
-    job: dict[str, Any] = {
+    peer: report.Peer | None, running: int, mode: str, *, steps: int, groups: list[int], kinds: str
+) -> list[dict[str, Any]]:
+    """A row for each number of groups."""
+    rows: list[dict[str, Any]] = []
+    job = {
         "work": "steady",
         "running": running,
         "mode": mode,
         "steps": max(steps, MIN_ROW_STEPS // running),
         "warm_up": 64,
     }
-    turns = [undisturbed(measure_ours, **job, groups=groups)]
-    theirs = peer and undisturbed(peer.measure, **job)
-    turns.append(undisturbed(measure_ours, **job, groups=groups))
-    each = [steps_us(turn) for turn in turns]
-    row = {
-        "running": running,
-        "mode": mode,
-        "groups": groups,
-        **report.times(each[0] + each[1]),
-        "step_us_each": [float(np.median(samples)) for samples in each],
-        "plan_us": float(np.median(turns[0]["plan_us"] + turns[1]["plan_us"])),
-        "apply_us": float(np.median(turns[0]["apply_us"] + turns[1]["apply_us"])),
-        "plan_bytes": turns[0]["plan_bytes"],
-        "cpu_share": min(turn["cpu_share"] for turn in turns),
-        "ratio": None,
-        "peer": None,
-    }
-    if theirs:
-        row["peer"] = report.times(steps_us(theirs)) | {"cpu_share": theirs["cpu_share"]}
-        row["ratio"] = row["peer"]["step_us"] / row["step_us"]
-    return row
+    for count, turns, theirs in take_turns(peer, groups, kinds, **job):
+        each = [steps_us(turn) for turn in turns]
+        times = report.times(each[0] + each[1])
+        row = {
+            "running": running,
+            "mode": mode,
+            "groups": count,
+            "kinds": kinds,
+            **times,
+            "step_us_each": [float(np.median(samples)) for samples in each],
+            "plan_us": float(np.median(turns[0]["plan_us"] + turns[1]["plan_us"])),
+            "apply_us": float(np.median(turns[0]["apply_us"] + turns[1]["apply_us"])),
+            "plan_bytes": turns[0]["plan_bytes"],
+            "cpu_share": min(turn["cpu_share"] for turn in turns),
+            "growth": growth(times, rows[0] if rows else times, "step_us", "mean_us"),
+            "ratio": None,
+            "peer": None,
+        }
+        if theirs:
+            row["peer"] = report.times(steps_us(theirs)) | {"cpu_share": theirs["cpu_share"]}
+            row["ratio"] = row["peer"]["step_us"] / row["step_us"]
+        rows.append(row)
+    return rows
+
+
+def growth(row: dict[str, Any], fewest: dict[str, Any], *names: str) -> dict[str, float]:
+    """How many times the figures of the row with the fewest groups those of `row` are."""
+    return {name.removesuffix("_us"): row[name] / fewest[name] for name in names}
+
+
+def add_groups(arguments: argparse.ArgumentParser) -> None:
+    """The options that say which groups the KV cache has."""
+    arguments.add_argument("--groups", type=int, nargs="+", default=[1], help="KV cache groups")
+    arguments.add_argument("--kinds", choices=KINDS, default="windows", help="of all but the first")
 
 
 def main() -> None:
     arguments = report.parser(__doc__, peer="core")
     arguments.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
     arguments.add_argument("--steps", type=int, default=500, help="of each turn, at least")
-    arguments.add_argument("--groups", type=int, nargs="+", default=[1], help="KV cache groups")
+    add_groups(arguments)
     options = arguments.parse_args()
+    groups = {"groups": sorted(options.groups), "kinds": options.kinds}
     with report.peer(options.peer_python, "vllm_steps.py") as peer:
         rows = [
-            compare(peer, running, mode, steps=options.steps, groups=groups)
+            row
             for running in options.running
             for mode in ("sync", "async")
-            for groups in options.groups
+            for row in compare(peer, running, mode, steps=options.steps, **groups)
         ]
     report.write(options.json, rows, peer=peer and peer.about)
 

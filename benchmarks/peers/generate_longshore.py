@@ -3,7 +3,7 @@
     python generate_longshore.py MODEL MAX_MODEL_LEN [--processes]
 
 Jobs as in generate_vllm.py; without `--processes` scheduler and worker run in this process. bf16,
-a KV cache of 2 GiB, and vLLM's default batch sizes.
+a KV cache of at most 2 GiB, and vLLM's default batch sizes.
 """
 
 import json
@@ -47,7 +47,8 @@ def main() -> None:
 
 
 def num_blocks(model: str) -> int:
-    """Blocks of 16 tokens in bf16 that fit into KV_CACHE_BYTES."""
+    """Blocks of 16 tokens of all layers in bf16 that fit into KV_CACHE_BYTES. Where a model's layers are in
+    several groups, a block is smaller, and a token needs one in each."""
     with open(os.path.join(model, "config.json"), encoding="utf-8") as file:
         config = json.load(file)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -2,7 +2,8 @@
 a line of JSON out its samples. `benchmarks/scheduler_step.py` and `mixed_load.py` start this in vLLM's
 own environment and let the two sides take turns.
 
-Job:    {"work": "steady", "running": 64, "mode": "sync" | "async", "steps": 200, "warm_up": 32}
+Job:    {"work": "steady", "running": 64, "mode": "sync" | "async", "steps": 200, "warm_up": 32,
+         "groups": 1}; of several KV cache groups all but the first have sliding windows
 Answer: microseconds of each step, apart: intake_us (Request(), which hashes its prompt, and
         add_request), plan_us (schedule), apply_us (update_from_output); and what happened. cpu_share
         well below 1 means that others used the machine, and the samples are worth little.
@@ -31,7 +32,7 @@ from bench_vllm_core import LLAMA_2L, T, hasher_for, make_scheduler, settle
 class Load:
     """A scheduler with a workload in it; `step` returns what its three parts cost, in ns."""
 
-    def __init__(self, model_dir, work, *, is_async):
+    def __init__(self, model_dir, work, *, is_async, groups):
         from vllm.v1.outputs import ModelRunnerOutput
         from vllm.v1.request import Request
 
@@ -40,7 +41,12 @@ class Load:
         self.random_token = random.Random(0).randrange
         num_prompt_tokens = sum(len(arrival.prompt) for arrival in work.first)
         self.sched, _ = make_scheduler(
-            model_dir, work.num_blocks, len(work.first), max(num_prompt_tokens, 8192), is_async
+            model_dir,
+            groups * work.num_blocks,
+            len(work.first),
+            max(num_prompt_tokens, 8192),
+            is_async,
+            groups,
         )
         self.steps_in_flight = 2 if is_async else 1
         self.in_flight = deque()
@@ -101,10 +107,9 @@ class Load:
         )
 
 
-def measure(model_dir, *, work, running, mode, steps, warm_up):
-    load = Load(
-        model_dir, workload.make(work, running, steps + warm_up), is_async=mode == "async"
-    )
+def measure(model_dir, *, work, running, mode, steps, warm_up, groups):
+    requests = workload.make(work, running, steps + warm_up)
+    load = Load(model_dir, requests, is_async=mode == "async", groups=groups)
     for _ in range(warm_up):
         load.step()
     settle()

@@ -15,6 +15,7 @@ import numpy as np
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
+WINDOW = 256  # of all groups of the KV cache but the first
 SHARED_LEN = 48  # of every second short prompt, one of NUM_SHARED prefixes
 NUM_SHARED = 16
 

@@ -88,6 +88,40 @@ def test_the_mixed_load_ends_a_tenth_per_step_and_preempts_under_pressure(tmp_pa
     assert all(row["preempted"] > 0 and row["finished"] > 0 for row in pressure)
 
 
+@pytest.mark.parametrize("kinds", ["windows", "mixed"])
+def test_steps_are_measured_with_several_kinds_of_groups(tmp_path: Path, kinds: str) -> None:
+    groups = ("--groups", "4", "1", "2", "--kinds", kinds)
+    sizes = ("--running", "8", "--steps", "10")
+    result = Result(tmp_path, "scheduler_step.py", *sizes, *groups, *NO_PEER)
+    assert [row["groups"] for row in result.rows] == [1, 2, 4, 1, 2, 4]
+    for fewest, row in ((result.rows[0], result.rows[2]), (result.rows[3], result.rows[5])):
+        assert fewest["growth"] == {"step": 1.0, "mean": 1.0}
+        assert row["growth"]["step"] == pytest.approx(row["step_us"] / fewest["step_us"])
+        assert row["plan_bytes"] > fewest["plan_bytes"]
+
+
+def test_the_mixed_load_does_the_same_work_with_more_groups(tmp_path: Path) -> None:
+    sizes = ("--running", "10", "--steps", "20", "--groups", "1", "2")
+    result = Result(tmp_path, "mixed_load.py", *sizes, *NO_PEER)
+    assert [row["groups"] for row in result.rows] == 4 * [1, 2]
+    for one, two in zip(result.rows[::2], result.rows[1::2], strict=True):
+        assert one["load"] == "pressure" or one["finished"] == two["finished"]
+        assert two["growth"]["total"] == pytest.approx(two["total_us"] / one["total_us"])
+
+
+@pytest.mark.parametrize("kinds", ["windows", "mixed"])
+def test_the_lookup_benchmark_adds_up_its_parts(tmp_path: Path, kinds: str) -> None:
+    sizes = ("--tokens", "64", "512", "--repeats", "3", "--groups", "1", "2", "4")
+    result = Result(tmp_path, "prefix_lookup.py", *sizes, "--kinds", kinds, *NO_PEER)
+    assert [(row["tokens"], row["groups"]) for row in result.rows] == [
+        (tokens, groups) for tokens in (64, 64, 512, 512) for groups in (1, 2, 4)
+    ]
+    for row in result.rows:
+        parts = (row[f"{part}_us"] for part in ("hash", "lookup", "allocate", "free"))
+        assert row["all_us"] == pytest.approx(sum(parts))
+        assert set(row["growth"]) == {"all", "lookup", "allocate", "free"}
+
+
 def test_the_collector_benchmark_counts_every_generation(tmp_path: Path) -> None:
     result = Result(tmp_path, "gc_pauses.py", "--running", "10", "--steps", "300")
     for row in result.rows:
