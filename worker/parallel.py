@@ -7,7 +7,7 @@ queue, so every rank makes them in the same order. The last stage's shard 0 samp
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -35,6 +35,7 @@ class Parallel:
     num_stages: int = 1
     shard_group: dist.ProcessGroup | None = None
     all_ranks: dist.ProcessGroup | None = None
+    _patience: list[timedelta] = field(default_factory=list, compare=False)
 
     @property
     def rank(self) -> int:
@@ -97,18 +98,29 @@ class Parallel:
     def finish_sending(self, sending: dist.Work) -> None:
         """Wait until what `send` began has ended."""
         with self._exchange():
-            sending.wait()
+            self._wait(sending)
 
     def receive(self, out: Tensor) -> Tensor:
         """What the same shard of the stage before sent, in `out`, contiguous."""
         with self._exchange():
-            dist.recv(out, self.rank - self.num_shards, group=self.all_ranks)
+            coming = dist.irecv(out, self.rank - self.num_shards, group=self.all_ranks)
+            assert coming is not None, "this rank is in the group"
+            self._wait(coming)
         return out
 
     def wait_at_most(self, timeout_s: float) -> None:
         """How long this rank waits for another one in every exchange from now on."""
         for group in {self.shard_group, self.all_ranks} - {None}:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+        self._patience[:] = [timedelta(seconds=timeout_s)]
+
+    def _wait(self, work: dist.Work) -> None:
+        # Between two ranks gloo goes by the group's first timeout unless it is told another. NCCL
+        # goes by the group's, and would make the host wait if it were told.
+        if self._patience and dist.get_backend(self.all_ranks) == "gloo":
+            work.wait(self._patience[0])
+        else:
+            work.wait()
 
     def meet(self, device: torch.device) -> None:
         """Wait until every rank of the engine has come here."""
