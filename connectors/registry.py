@@ -26,7 +26,7 @@ def load_scheduler_connector(name: str, config: ConnectorConfig) -> SchedulerCon
     """
     entry_point = _entry_point(name)
     try:
-        connector = _build(name, _load(name, entry_point), config)
+        connector = _build(_load(name, entry_point), config)
     except ModuleNotFoundError as error:
         raise _missing_module(name, entry_point.module, error) from error
     if config.num_groups > 1 and not connector.supports_hma:
@@ -36,6 +36,16 @@ def load_scheduler_connector(name: str, config: ConnectorConfig) -> SchedulerCon
             "inherits SupportsHMA)."
         )
     return connector
+
+
+def check_connector(name: str) -> None:
+    """Raise ConfigError for a name that leads to no connector: see load_scheduler_connector. Its
+    module is imported, nothing is built."""
+    entry_point = _entry_point(name)
+    try:
+        _load(name, entry_point)
+    except ModuleNotFoundError as error:
+        raise _missing_module(name, entry_point.module, error) from error
 
 
 def parse_options(text: str) -> dict[str, Any]:
@@ -70,7 +80,7 @@ def _entry_point(name: str) -> EntryPoint:
     )
 
 
-def _load(name: str, entry_point: EntryPoint) -> Any:
+def _load(name: str, entry_point: EntryPoint) -> type[SchedulerConnector | OneClassConnector]:
     found: Any = importlib.import_module(entry_point.module)
     for attribute in entry_point.attr.split("."):
         try:
@@ -79,18 +89,20 @@ def _load(name: str, entry_point: EntryPoint) -> Any:
             raise ConfigError(
                 f"--kv-connector {name}: module {entry_point.module} has no {entry_point.attr}"
             ) from None
-    return found
-
-
-def _build(name: str, found: Any, config: ConnectorConfig) -> SchedulerConnector:
-    if isinstance(found, type) and issubclass(found, SchedulerConnector):
-        return found(config)
-    if isinstance(found, type) and issubclass(found, OneClassConnector):
-        return OneClassAdapter(found(config, ConnectorRole.SCHEDULER), config)
+    if isinstance(found, type) and issubclass(found, SchedulerConnector | OneClassConnector):
+        return found
     raise ConfigError(
         f"--kv-connector {name} is neither a SchedulerConnector nor a OneClassConnector; inherit "
         "from one of them (docs/connectors.md)"
     )
+
+
+def _build(
+    chosen: type[SchedulerConnector | OneClassConnector], config: ConnectorConfig
+) -> SchedulerConnector:
+    if issubclass(chosen, OneClassConnector):
+        return OneClassAdapter(chosen(config, ConnectorRole.SCHEDULER), config)
+    return chosen(config)
 
 
 def _missing_module(name: str, module: str, error: ModuleNotFoundError) -> ConfigError:

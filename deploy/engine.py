@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from longshore.connectors.registry import parse_options
+from longshore.connectors.registry import check_connector, parse_options
 from longshore.deploy.model_folder import ModelFolder
 from longshore.deploy.options import EngineOptions
 from longshore.deploy.process import ProcessSpec
@@ -15,8 +15,15 @@ from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity, hash_seed_digest, model_fingerprint
 from longshore.protocol.kv_cache_spec import KVCacheSpec, max_blocks, num_reserved_blocks
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
+from longshore.scheduler.forgetting_managers import check_states
 from longshore.scheduler.policy import load_policy
-from longshore.worker.cache_plan import DTYPE_BYTES, CacheSizes, element_bytes, plan_groups
+from longshore.worker.cache_plan import (
+    DTYPE_BYTES,
+    CacheSizes,
+    check_kv_cache_dtype,
+    element_bytes,
+    plan_groups,
+)
 from longshore.worker.config import RankLayout, WorkerConfig, WorkerProcessConfig
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
@@ -52,6 +59,8 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         num_shards=options.tensor_parallel_size, num_stages=options.pipeline_parallel_size
     )
     parse_options(options.kv_connector_config)
+    if options.kv_connector is not None:
+        check_connector(options.kv_connector)
     device = options.resolve_device()
     hash_seed = secrets.token_bytes(HASH_SEED_BYTES)
     cache = CacheConfig(
@@ -69,8 +78,10 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         dtype_bytes=element_bytes(options.kv_cache_dtype, DTYPE_BYTES[dtype]),
         num_shards=options.tensor_parallel_size,
     )
+    specs = config.cache_specs(sizes)
+    check_kv_cache_dtype(options.kv_cache_dtype, specs.values())
     scheduler = SchedulerConfig(
-        max_model_len=_max_model_len(options, model, config, sizes),
+        max_model_len=_max_model_len(options, model, config, specs),
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_scheduled_tokens=options.max_num_scheduled_tokens,
@@ -84,6 +95,7 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         max_steps_in_flight=options.max_steps_in_flight,
         feed_back_tokens=options.pipeline_parallel_size > 1,
     )
+    check_states(scheduler, specs.values(), has_connector=options.kv_connector is not None)
     identity = EngineIdentity(
         model_fingerprint=model_fingerprint(model.path),
         dtype=dtype,
@@ -182,13 +194,15 @@ def _worker_process(
 
 
 def _max_model_len(
-    options: EngineOptions, model: ModelFolder, config: DecoderConfig, sizes: CacheSizes
+    options: EngineOptions,
+    model: ModelFolder,
+    config: DecoderConfig,
+    specs: Mapping[str, KVCacheSpec],
 ) -> int:
     """As asked for; else what the model was made for, cut to what the blocks asked for hold."""
     if options.max_model_len is None:
         if options.num_blocks is None:
             return config.default_max_len
-        specs = config.cache_specs(sizes)
         longest, too_long = 1, config.default_max_len + 1
         while too_long - longest > 1:
             length = (longest + too_long) // 2

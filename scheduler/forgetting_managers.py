@@ -6,7 +6,7 @@ no use for. What is given back and what a hit must consist of both follow from i
 a block hold the null block, so that all others stay where they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import (
     NULL_BLOCK,
     ChunkedLocalAttentionSpec,
-    KVCacheConfig,
+    KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
@@ -167,9 +167,11 @@ class MambaManager(ForgettingManager):
         self._named_in_step.update(block_ids)
 
 
-def check_states(config: SchedulerConfig, kv_cache: KVCacheConfig, *, has_connector: bool) -> None:
+def check_states(
+    config: SchedulerConfig, specs: Iterable[KVCacheSpec], *, has_connector: bool
+) -> None:
     """Raise ConfigError for settings that a model with states cannot be run with."""
-    if not any(isinstance(group.spec, MambaSpec) for group in kv_cache.groups):
+    if not any(isinstance(spec, MambaSpec) for spec in specs):
         return
     why = None
     if config.num_speculative_tokens or config.num_lookahead_tokens:

@@ -92,7 +92,8 @@ class Scheduler:
         block_metrics: BlockMetrics | None = None,
     ) -> None:
         check_pool_size(config, kv_cache)
-        check_states(config, kv_cache, has_connector=connector is not None)
+        specs = [group.spec for group in kv_cache.groups]
+        check_states(config, specs, has_connector=connector is not None)
         blocks = KVCacheManager(
             cache,
             kv_cache,

@@ -10,6 +10,7 @@ import pytest
 from longshore.connectors.adapter import OneClassAdapter
 from longshore.connectors.base import ConnectorConfig, SchedulerConnector
 from longshore.connectors.registry import (
+    check_connector,
     installed_connectors,
     load_scheduler_connector,
     parse_options,
@@ -119,6 +120,16 @@ def test_what_cannot_be_chosen_is_refused_by_name(
     package({"mine": "theirs:Mine"}, theirs=TWO_CLASSES + "\nnumber = 3\nclass Plain: pass\n")
     with pytest.raises(ConfigError, match=says):
         load_scheduler_connector(name, ConnectorConfig())
+    with pytest.raises(ConfigError, match=says):
+        check_connector(name)
+
+
+def test_a_name_is_checked_without_building_anything(package: Callable[..., None]) -> None:
+    source = TWO_CLASSES + "    def __init__(self, config):\n        raise RuntimeError\n"
+    package(theirs=source)
+    check_connector("theirs:Wide")
+    with pytest.raises(RuntimeError):
+        load_scheduler_connector("theirs:Wide", ConnectorConfig())
 
 
 def test_a_name_that_two_packages_offer_is_refused_with_both(

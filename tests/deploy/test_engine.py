@@ -27,6 +27,7 @@ CONFIG = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
+KNOWN_CONNECTOR = "longshore.connectors.base:SchedulerConnector"
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_every_setting_reaches_the_scheduler(model_dir: Path, policy: str) -> No
         "preempt_threshold": 0.9,
         "admit_threshold": 0.7,
     }
-    connecting = {"kv_connector": "theirs:Connector", "kv_connector_config": '{"url": "x"}'}
+    connecting = {"kv_connector": KNOWN_CONNECTOR, "kv_connector_config": '{"url": "x"}'}
     runtime_dir = RuntimeDir()
     try:
         settings = scheduling | caching | connecting
@@ -218,6 +219,8 @@ def test_length_beyond_the_model_is_refused_with_both_numbers(model_dir: Path) -
         ({"kv_connector_config": '{"a": 1}'}, "kv_connector_config.*no kv_connector"),
         ({"kv_connector": "c", "kv_connector_config": "[1]"}, "kv-connector-config.*JSON object"),
         ({"kv_connector": "c", "kv_connector_config": "{"}, "kv-connector-config.*JSON object"),
+        ({"kv_connector": "unheard-of"}, "--kv-connector unheard-of is unknown"),
+        ({"kv_connector": "no_such:Connector"}, "there is no module no_such"),
         ({"num_blocks": 0}, "num_blocks=0"),
         ({"block_size": 12}, "block_size=12.*power of two"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
@@ -315,3 +318,18 @@ def test_blocks_are_as_large_as_the_model_likes_them_unless_asked_for(
     assert engine.identity.block_size == engine.cache.block_size == block_size
     planned = plan_cache(CachePlanOptions(plan=str(tmp_path), **settings))
     assert [group.block_tokens for group in planned.cache.groups] == [block_size]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"enable_chunked_prefill": False}, "keeps states.*enable_chunked_prefill=false"),
+        ({"kv_connector": KNOWN_CONNECTOR}, "keeps states.*kv_connector"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3'.*MambaSpec"),
+    ],
+)
+def test_what_a_model_of_states_cannot_do_is_refused_before_it_is_loaded(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan(write(tmp_path, **STATES), max_model_len=100, **settings)

@@ -54,5 +54,6 @@ def test_blocks_in_force_are_those_that_memory_holds_when_none_are_asked_for(
 
 
 def test_connector_in_the_callers_own_process_is_refused_by_name(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"kv_connector='theirs'.*in_process"):
-        LLM(model_dir, in_process=True, device="cpu", kv_connector="theirs")
+    known = "longshore.connectors.base:SchedulerConnector"
+    with pytest.raises(ConfigError, match=f"kv_connector='{known}'.*in_process"):
+        LLM(model_dir, in_process=True, device="cpu", kv_connector=known)

@@ -18,7 +18,7 @@ from longshore.scheduler.forgetting_managers import (
     check_states,
 )
 from longshore.scheduler.single_type_manager import manager_class
-from tests.scheduler.hybrid_driver import chunked, config_of, first_seen, full, state, window
+from tests.scheduler.hybrid_driver import chunked, first_seen, full, state, window
 
 NAMES = [b"H%d" % index for index in range(16)]
 
@@ -201,9 +201,9 @@ def test_what_a_state_cannot_do_is_refused_by_name(
     settings_: dict[str, int], has_connector: bool, complaint: str
 ) -> None:
     config = SchedulerConfig(max_model_len=64, **settings_)  # type: ignore[arg-type]
-    check_states(config, config_of(20, full(), window(4)), has_connector=has_connector)
+    check_states(config, [full(), window(4)], has_connector=has_connector)
     with pytest.raises(ConfigError, match=complaint):
-        check_states(config, config_of(20, full(), state()), has_connector=has_connector)
+        check_states(config, [full(), state()], has_connector=has_connector)
 
 
 @pytest.mark.parametrize(("needs", "table"), [(8, [1, 2, 3]), (8, [0, 2, 3]), (8, [0, 2])])
