@@ -13,7 +13,12 @@ from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.protocol.channel import Endpoint
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity, hash_seed_digest, model_fingerprint
-from longshore.protocol.kv_cache_spec import KVCacheSpec, max_blocks, num_reserved_blocks
+from longshore.protocol.kv_cache_spec import (
+    KVCacheGroup,
+    KVCacheSpec,
+    check_holds_one_request,
+    num_blocks_needed,
+)
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 from longshore.scheduler.forgetting_managers import check_states
 from longshore.scheduler.policy import load_policy
@@ -96,6 +101,9 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         feed_back_tokens=options.pipeline_parallel_size > 1,
     )
     check_states(scheduler, specs.values(), has_connector=options.kv_connector is not None)
+    if options.num_blocks is not None:
+        groups = _groups(options, specs, scheduler.max_model_len)
+        check_holds_one_request(groups, options.num_blocks, *scheduler.longest_request)
     identity = EngineIdentity(
         model_fingerprint=model_fingerprint(model.path),
         dtype=dtype,
@@ -185,6 +193,8 @@ def _worker_process(
         device=f"cuda:{rank}" if is_one_of_gpus else plan.device,
         num_blocks=plan.options.num_blocks,
         kv_memory_fraction=plan.options.kv_memory_fraction,
+        max_num_scheduled_tokens=plan.options.max_num_scheduled_tokens,
+        max_steps_in_flight=plan.options.max_steps_in_flight,
         eos_token_ids=plan.model.eos_token_ids,
         threads=plan.options.threads,
         startup_timeout_s=plan.options.startup_timeout_s,
@@ -203,10 +213,14 @@ def _max_model_len(
     if options.max_model_len is None:
         if options.num_blocks is None:
             return config.default_max_len
+        num_steps = options.max_steps_in_flight
+        step_tokens = options.max_num_scheduled_tokens or options.max_num_batched_tokens
         longest, too_long = 1, config.default_max_len + 1
         while too_long - longest > 1:
             length = (longest + too_long) // 2
-            if _num_blocks_needed(options, specs, length) <= options.num_blocks:
+            groups = _groups(options, specs, length)
+            needed = num_blocks_needed(groups, length, num_steps * step_tokens, num_steps)
+            if needed <= options.num_blocks:
                 longest = length
             else:
                 too_long = length
@@ -219,11 +233,11 @@ def _max_model_len(
     return options.max_model_len
 
 
-def _num_blocks_needed(
+def _groups(
     options: EngineOptions, specs: Mapping[str, KVCacheSpec], max_model_len: int
-) -> int:
-    """Of a pool that can hold a request of so many tokens."""
-    num_tokens, num_steps = options.max_num_batched_tokens, options.max_steps_in_flight
-    groups = plan_groups(specs, max_model_len=max_model_len, max_num_batched_tokens=num_tokens)
-    in_flight = num_steps * (options.max_num_scheduled_tokens or num_tokens)
-    return max_blocks(groups, max_model_len, in_flight, num_steps) + num_reserved_blocks(groups)
+) -> tuple[KVCacheGroup, ...]:
+    return plan_groups(
+        specs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )

@@ -9,6 +9,10 @@ class ConfigError(LongshoreError):
     """A setting is wrong or two settings contradict each other; found before anything is served."""
 
 
+class KVCacheTooSmall(ConfigError):
+    """The KV cache cannot hold one request of the longest length that will be admitted."""
+
+
 class HandshakeRefused(LongshoreError):
     """Two processes do not fit together; the message names the field and both values."""
 

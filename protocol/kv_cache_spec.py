@@ -10,7 +10,7 @@ from typing import ClassVar, Final, Literal, TypeAlias
 
 import msgspec
 
-from longshore.protocol.errors import ConfigError
+from longshore.protocol.errors import ConfigError, KVCacheTooSmall
 
 KVCacheDtype: TypeAlias = Literal["auto", "fp8_e4m3"]
 """Of keys and values; auto is what the model computes in."""
@@ -292,6 +292,45 @@ def tokens_that_fit(
     usable = max(0, num_blocks - num_reserved_blocks(groups))
     needed = max_blocks(groups, max_model_len, max_num_batched_tokens, num_steps)
     return usable * max_model_len // needed
+
+
+def num_blocks_needed(
+    groups: Sequence[KVCacheGroup],
+    max_model_len: int,
+    max_num_batched_tokens: int | None = None,
+    num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+) -> int:
+    """Of a pool that can hold one request of `max_model_len` tokens."""
+    held = max_blocks(groups, max_model_len, max_num_batched_tokens, num_steps)
+    return held + num_reserved_blocks(groups)
+
+
+def check_holds_one_request(
+    groups: Sequence[KVCacheGroup],
+    num_blocks: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    num_steps: int,
+) -> None:
+    """Raise KVCacheTooSmall unless an empty pool can hold one request of `max_model_len` tokens.
+
+    Otherwise such a request would be admitted and could never finish, whatever gave way to it.
+    """
+    needed = num_blocks_needed(groups, max_model_len, max_num_batched_tokens, num_steps)
+    if num_blocks >= needed:
+        return
+    in_flight, remedy = "", ""
+    if num_blocks_needed(groups, max_model_len, 1, 1) < needed:
+        in_flight = (
+            f", as windows and states also hold what is in flight (here {max_num_batched_tokens} "
+            f"tokens in {num_steps} steps)"
+        )
+        remedy = " or max_num_batched_tokens"
+    raise KVCacheTooSmall(
+        f"num_blocks={num_blocks} are too few: a request of max_model_len={max_model_len} tokens "
+        f"needs {needed}, {num_reserved_blocks(groups)} set aside among them{in_flight}. Give the "
+        f"cache more memory, or lower max_model_len{remedy}."
+    )
 
 
 def num_reserved_blocks(groups: Sequence[KVCacheGroup]) -> int:

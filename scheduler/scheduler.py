@@ -19,13 +19,11 @@ from longshore.protocol.client import (
     SchedulerStats,
     StopFound,
 )
-from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
-    max_blocks,
+    check_holds_one_request,
     max_encoder_tokens,
-    num_reserved_blocks,
 )
 from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput, TransferReport
@@ -91,7 +89,7 @@ class Scheduler:
         num_ranks: int = 1,
         block_metrics: BlockMetrics | None = None,
     ) -> None:
-        check_pool_size(config, kv_cache)
+        check_holds_one_request(kv_cache.groups, kv_cache.num_blocks, *config.longest_request)
         specs = [group.spec for group in kv_cache.groups]
         check_states(config, specs, has_connector=connector is not None)
         blocks = KVCacheManager(
@@ -397,16 +395,4 @@ class Scheduler:
             encoder_cache_usage=self._encoder.usage,
             num_quarantined_blocks=self._transfers.num_quarantined_blocks,
             num_rewinds=self._recovery.num_rewinds,
-        )
-
-
-def check_pool_size(config: SchedulerConfig, kv_cache: KVCacheConfig) -> None:
-    """Raise ConfigError if one request of the longest length does not fit the empty pool: it could
-    never finish, and everything behind it would wait for ever."""
-    needed = max_blocks(kv_cache.groups, *config.longest_request)
-    usable = kv_cache.num_blocks - num_reserved_blocks(kv_cache.groups)
-    if needed > usable:
-        raise ConfigError(
-            f"a request of max_model_len={config.max_model_len} tokens needs {needed} blocks, but "
-            f"the pool has {usable} usable ones. Lower max_model_len or raise num_blocks."
         )

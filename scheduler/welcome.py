@@ -23,10 +23,9 @@ from longshore.protocol.handshake import (
     WorkerReady,
     check_identity,
 )
-from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.protocol.kv_cache_spec import KVCacheConfig, check_holds_one_request
 from longshore.protocol.results import WorkerFailed
 from longshore.scheduler.config import SchedulerProcessConfig
-from longshore.scheduler.scheduler import check_pool_size
 
 WorkerChannel: TypeAlias = Channel[ToWorker, FromWorker]
 Message = TypeVar("Message", WorkerHello, WorkerReady)
@@ -116,7 +115,7 @@ def _agree_on_blocks(
     if config.cache.num_blocks is not None:
         num_blocks = min(num_blocks, config.cache.num_blocks)
     agreed = msgspec.structs.replace(first, num_blocks=num_blocks)
-    check_pool_size(config.scheduler, agreed)
+    check_holds_one_request(agreed.groups, agreed.num_blocks, *config.scheduler.longest_request)
     return agreed
 
 

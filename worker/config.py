@@ -26,6 +26,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                          (`kv_cache.DEFAULT_MEMORY_FRACTION`).
     max_num_seqs:        rows.
     max_num_batched_tokens: tokens of one step at most.
+    max_num_scheduled_tokens: tokens that the scheduler gives a step; None is as many as it can.
+    max_steps_in_flight: plans that may be unanswered; None is one per pipeline stage, and two where
+                         there is one stage.
     max_model_len:       tokens of one request at most; None is what the model was made for.
     eos_token_ids:       not sampled before a request has its min_tokens.
     num_ranks_on_device: ranks that measure and share the same memory.
@@ -44,6 +47,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_memory_fraction: float | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_num_scheduled_tokens: int | None = None
+    max_steps_in_flight: int | None = None
     max_model_len: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     num_ranks_on_device: int = 1
@@ -58,6 +63,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "kv_cache_bytes",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "max_num_scheduled_tokens",
+            "max_steps_in_flight",
             "max_model_len",
             "num_ranks_on_device",
             "threads",
@@ -115,6 +122,8 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     identity:    what this rank must agree on with its scheduler; sizes and dtypes come from it.
     endpoint:    the scheduler's, for this rank; the worker connects.
     ranks:       of the engine.
+    max_num_scheduled_tokens, max_steps_in_flight: see WorkerConfig; how much may be in flight says
+                 how many blocks a request can hold.
     threads:     of CPU kernels; None shares the physical cores out among the ranks.
     startup_timeout_s: how long this rank waits for others, and for its scheduler, until all of them
                  are warm.
@@ -131,6 +140,8 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     kv_memory_fraction: float | None = None
+    max_num_scheduled_tokens: int | None = None
+    max_steps_in_flight: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     cpu_kernels: Literal["auto", "torch"] = "auto"
     threads: int | None = None
@@ -165,6 +176,8 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 "kv_memory_fraction": self.kv_memory_fraction,
                 "max_num_seqs": identity.max_num_seqs,
                 "max_num_batched_tokens": identity.max_num_batched_tokens,
+                "max_num_scheduled_tokens": self.max_num_scheduled_tokens,
+                "max_steps_in_flight": self.max_steps_in_flight,
                 "max_model_len": identity.max_model_len,
                 "eos_token_ids": self.eos_token_ids,
                 "num_ranks_on_device": self.num_ranks_on_device,

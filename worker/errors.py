@@ -12,9 +12,5 @@ class BrokenCheckpoint(ConfigError):
     """Files of the checkpoint are missing, truncated or contradict each other."""
 
 
-class KVCacheTooSmall(ConfigError):
-    """The KV cache cannot hold one request of the longest length that will be admitted."""
-
-
 class RankLost(EngineDead):
     """Another rank of this engine has ended or hangs: the cause is there, not here."""

@@ -24,12 +24,10 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
     MambaSpec,
     MLAAttentionSpec,
-    max_blocks,
-    num_reserved_blocks,
 )
 from longshore.worker.cache_plan import block_bytes
 from longshore.worker.device import available_bytes
-from longshore.worker.errors import KVCacheTooSmall, UnsupportedModel
+from longshore.worker.errors import UnsupportedModel
 from longshore.worker.fp8 import FP8, Fp8Layers, KVScales
 
 logger = logging.getLogger(__name__)
@@ -301,24 +299,6 @@ def measure_num_blocks(
         return default_bytes // block_size_bytes
     default_bytes = min(default_bytes, MAX_DEFAULT_CPU_BYTES)
     return min(default_bytes // block_size_bytes, max_useful_blocks)
-
-
-def check_holds_one_request(
-    num_blocks: int,
-    groups: Sequence[KVCacheGroup],
-    max_model_len: int,
-    max_num_batched_tokens: int | None = None,
-) -> None:
-    """Raise KVCacheTooSmall unless an empty cache can hold one request of `max_model_len` tokens.
-
-    Otherwise such a request would be admitted and could never finish, whatever gave way to it.
-    """
-    needed = max_blocks(groups, max_model_len, max_num_batched_tokens) + num_reserved_blocks(groups)
-    if num_blocks < needed:
-        raise KVCacheTooSmall(
-            f"num_blocks={num_blocks} are too few: max_model_len={max_model_len} needs {needed} "
-            "blocks (one is the null block). Give the cache more memory or lower max_model_len."
-        )
 
 
 def _positions(block_size: int, like: Tensor) -> Tensor:

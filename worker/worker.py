@@ -16,6 +16,7 @@ from longshore.protocol.kv_cache_spec import (
     FP8_E4M3,
     KVCacheConfig,
     KVCacheGroup,
+    check_holds_one_request,
     max_blocks,
     num_reserved_blocks,
 )
@@ -175,9 +176,13 @@ class Worker:
 
     @property
     def _longest_request(self) -> tuple[int, int, int]:
-        """Its tokens, those in flight, and the steps in flight: one for each stage, or two."""
-        num_steps = max(self._parallel.num_stages, DEFAULT_STEPS_IN_FLIGHT)
-        return self.max_model_len, num_steps * self._config.max_num_batched_tokens, num_steps
+        """Its tokens, those in flight, and the steps in flight: what bounds the blocks of one."""
+        config = self._config
+        num_steps = config.max_steps_in_flight
+        if num_steps is None:
+            num_steps = max(self._parallel.num_stages, DEFAULT_STEPS_IN_FLIGHT)
+        step_tokens = config.max_num_scheduled_tokens or config.max_num_batched_tokens
+        return self.max_model_len, num_steps * step_tokens, num_steps
 
     def _plan_cache(self) -> KVCacheConfig:
         config = self._config
@@ -203,9 +208,7 @@ class Worker:
 
     def _cache_of(self, groups: tuple[KVCacheGroup, ...], num_blocks: int) -> KVCacheConfig:
         """Raises KVCacheTooSmall."""
-        kv_cache.check_holds_one_request(
-            num_blocks, groups, self.max_model_len, self._config.max_num_batched_tokens
-        )
+        check_holds_one_request(groups, num_blocks, *self._longest_request)
         kept = self._config.kv_cache_dtype
         dtype = dtype_name(self._dtype) if kept == "auto" else kept
         return KVCacheConfig(num_blocks=num_blocks, groups=groups, dtype=dtype)

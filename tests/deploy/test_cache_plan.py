@@ -9,7 +9,8 @@ import pytest
 
 from longshore.deploy.cache_plan import num_stored_elements, plan, print_plan
 from longshore.deploy.options import CachePlanOptions
-from longshore.protocol.errors import ConfigError
+from longshore.protocol.errors import ConfigError, KVCacheTooSmall
+from longshore.protocol.kv_cache_spec import num_blocks_needed
 from longshore.worker.config import WorkerConfig
 from longshore.worker.worker import Worker
 from tests.models import make_tiny_model
@@ -59,6 +60,28 @@ def test_a_worker_allocates_what_was_planned(windowed: tuple[Path, Any], dtype: 
     assert kinds == ["sliding window of 40"] * 2 + ["full attention"]
     assert report.cache.max_model_len == 256
     assert [g.max_blocks for g in report.cache.groups] == [12, 12, 16]  # ceil((39 + 128) / 16) + 1
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+@pytest.mark.parametrize("num_scheduled", [64, 16])
+def test_a_worker_takes_the_fewest_blocks_with_which_the_scheduler_starts(
+    windowed: tuple[Path, Any], num_steps: int, num_scheduled: int
+) -> None:
+    path, _ = windowed
+    longest = (256, num_steps * num_scheduled, num_steps)
+    settings: dict[str, Any] = {
+        "model": str(path),
+        "max_num_batched_tokens": 64,
+        "max_num_scheduled_tokens": num_scheduled,
+        "max_steps_in_flight": num_steps,
+        "show_progress": False,
+    }
+    with Worker(WorkerConfig(**settings, num_blocks=100)) as worker:
+        needed = num_blocks_needed(worker.kv_cache.groups, *longest)
+    with Worker(WorkerConfig(**settings, num_blocks=needed)) as worker:
+        worker.start()
+    with pytest.raises(KVCacheTooSmall, match=f"needs {needed},.*max_num_batched_tokens"):
+        Worker(WorkerConfig(**settings, num_blocks=needed - 1))
 
 
 def test_shards_have_their_part_and_a_longer_request_leaves_room_for_fewer(

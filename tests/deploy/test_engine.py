@@ -184,7 +184,6 @@ def test_deployments_do_not_share_a_hash_seed(model_dir: Path) -> None:
         ({"num_blocks": 11}, 160),
         ({"num_blocks": 1000}, 512),
         ({"max_model_len": 100}, 100),
-        ({"max_model_len": 300, "num_blocks": 11}, 300),
     ],
 )
 def test_length_is_the_model_s_cut_to_the_blocks_unless_asked(
@@ -222,6 +221,10 @@ def test_length_beyond_the_model_is_refused_with_both_numbers(model_dir: Path) -
         ({"kv_connector": "unheard-of"}, "--kv-connector unheard-of is unknown"),
         ({"kv_connector": "no_such:Connector"}, "there is no module no_such"),
         ({"num_blocks": 0}, "num_blocks=0"),
+        (
+            {"num_blocks": 11, "max_model_len": 300},
+            "num_blocks=11 are too few.*max_model_len=300 tokens needs 20,.*lower max_model_len.$",
+        ),
         ({"block_size": 12}, "block_size=12.*power of two"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"threads": 0}, "threads=0"),
@@ -333,3 +336,21 @@ def test_what_a_model_of_states_cannot_do_is_refused_before_it_is_loaded(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         plan(write(tmp_path, **STATES), max_model_len=100, **settings)
+
+
+def test_blocks_too_few_are_counted_with_what_is_in_flight(tmp_path: Path) -> None:
+    """Two groups of windows of 39 tokens behind the newest, and one that keeps all 160."""
+    write(tmp_path, **WINDOWS)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 32, "max_model_len": 160}
+    in_flight = {1: 6, 2: 8}  # blocks of 39 + 32 and 39 + 64 tokens that begin anywhere
+    for num_steps, num_window_blocks in in_flight.items():
+        settings["async_scheduling"] = num_steps == 2
+        needed = 1 + 10 + 2 * num_window_blocks
+        assert worker_config(plan(tmp_path, num_blocks=needed, **settings)).num_blocks == needed
+        words = f"needs {needed},.*{32 * num_steps} tokens in {num_steps} steps.*max_num_batched"
+        with pytest.raises(ConfigError, match=words):
+            plan(tmp_path, num_blocks=needed - 1, **settings)
+    fewer = plan(
+        tmp_path, num_blocks=23, max_num_scheduled_tokens=16, **settings | {"max_model_len": 160}
+    )
+    assert (worker_config(fewer).max_num_scheduled_tokens, fewer.scheduler.token_budget) == (16, 16)

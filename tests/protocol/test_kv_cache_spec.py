@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from longshore.protocol.errors import ConfigError
+from longshore.protocol.errors import ConfigError, KVCacheTooSmall
 from longshore.protocol.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -16,6 +16,8 @@ from longshore.protocol.kv_cache_spec import (
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    check_holds_one_request,
+    num_blocks_needed,
     sink_block_ids,
 )
 
@@ -166,3 +168,19 @@ def test_bytes_of_fifteen_slots_that_nothing_is_in() -> None:
     wasted = 15 * llama_70b().block_size_bytes // 16
     assert wasted == 4_915_200
     assert round(100 * wasted / (80 * 10**9), 3) == 0.006
+
+
+def test_a_pool_that_holds_no_request_is_refused_with_what_could_be_lowered() -> None:
+    full = FullAttentionSpec(16, 1, 2, 4)
+    window = SlidingWindowSpec(16, 1, 2, 4, sliding_window=33)
+    for spec, longest, needed, advice in (
+        (full, (256, 64, 2), 17, "lower max_model_len."),
+        (window, (256, 64, 2), 8, "lower max_model_len or max_num_batched_tokens."),
+        (window, (256, 32, 1), 6, "lower max_model_len or max_num_batched_tokens."),
+    ):
+        groups = [KVCacheGroup(("layer",), spec)]
+        assert num_blocks_needed(groups, *longest) == needed
+        check_holds_one_request(groups, needed, *longest)
+        with pytest.raises(KVCacheTooSmall, match=rf"needs {needed}, 1 set aside") as refused:
+            check_holds_one_request(groups, needed - 1, *longest)
+        assert str(refused.value).endswith(advice)

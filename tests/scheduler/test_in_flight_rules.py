@@ -397,10 +397,10 @@ def test_a_model_length_that_the_empty_pool_cannot_hold_is_refused_at_start() ->
         )
 
     start(9)
-    with pytest.raises(ConfigError, match=r"max_model_len=30 tokens needs 8 blocks.*7 usable"):
+    with pytest.raises(ConfigError, match=r"num_blocks=8 .*max_model_len=30 tokens needs 9"):
         start(8)
     start(17, num_groups=2)
-    with pytest.raises(ConfigError, match="needs 16 blocks"):
+    with pytest.raises(ConfigError, match="needs 17"):
         start(16, num_groups=2)
 
 

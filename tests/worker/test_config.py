@@ -89,7 +89,13 @@ def test_memory_and_cores_of_this_machine_are_counted() -> None:
 
 def test_a_process_takes_its_sizes_from_the_identity_it_shares(tmp_path: Path) -> None:
     config = WorkerProcessConfig(
-        model="m", identity=IDENTITY, endpoint=Endpoint("ipc://x"), num_blocks=40, threads=1
+        model="m",
+        identity=IDENTITY,
+        endpoint=Endpoint("ipc://x"),
+        num_blocks=40,
+        threads=1,
+        max_num_scheduled_tokens=50,
+        max_steps_in_flight=1,
     )
     path = tmp_path / "worker.json"
     path.write_bytes(msgspec.json.encode(config))
@@ -101,6 +107,8 @@ def test_a_process_takes_its_sizes_from_the_identity_it_shares(tmp_path: Path) -
         num_blocks=40,
         max_num_seqs=7,
         max_num_batched_tokens=99,
+        max_num_scheduled_tokens=50,
+        max_steps_in_flight=1,
         max_model_len=512,
         threads=1,
         show_progress=False,

@@ -11,7 +11,7 @@ import numpy as np
 
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.client import AddRequest, FinishedRequest
-from longshore.protocol.kv_cache_spec import KVCacheDtype, max_blocks, num_reserved_blocks
+from longshore.protocol.kv_cache_spec import KVCacheDtype, num_blocks_needed
 from longshore.protocol.results import ModelRunnerOutput, WorkerReport
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
@@ -48,6 +48,7 @@ class ServedModel:
             num_blocks=num_blocks or 10_000,
             max_num_seqs=16,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_steps_in_flight=max_steps_in_flight,
             max_model_len=max_model_len,
             kv_cache_dtype=kv_cache_dtype,
             show_progress=False,
@@ -67,8 +68,7 @@ class ServedModel:
         self.worker = Worker(config)
         kv_cache = self.worker.kv_cache
         if num_blocks is None:
-            needed = max_blocks(kv_cache.groups, max_model_len, scheduling.max_tokens_in_flight)
-            num_blocks = needed + num_reserved_blocks(kv_cache.groups)
+            num_blocks = num_blocks_needed(kv_cache.groups, *scheduling.longest_request)
         self._runner = self.worker.start(num_blocks=num_blocks)
         self.scheduler = Scheduler(
             scheduling,
