@@ -245,9 +245,8 @@ class Worker:
 
 
 def _max_model_len(config: WorkerConfig, model_config: DecoderConfig) -> int:
-    trained = model_config.max_position_embeddings
     if config.max_model_len is None:
-        return trained
+        return model_config.default_max_len
     longest = model_config.max_supported_len
     if config.max_model_len > longest:
         why = (

@@ -84,6 +84,15 @@ def test_a_worker_takes_the_fewest_blocks_with_which_the_scheduler_starts(
         Worker(WorkerConfig(**settings, num_blocks=needed - 1))
 
 
+def test_a_worker_and_its_plan_have_the_same_longest_request_by_default(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+    make_tiny_model("Llama", tmp_path, rope_parameters=rope)
+    config = WorkerConfig(model=str(tmp_path), num_blocks=40, show_progress=False)
+    with Worker(config) as worker:
+        planned = plan(options_for(tmp_path)).cache
+        assert worker.max_model_len == planned.max_model_len == 2 * 256
+
+
 def test_shards_have_their_part_and_a_longer_request_leaves_room_for_fewer(
     windowed: tuple[Path, Any],
 ) -> None:
