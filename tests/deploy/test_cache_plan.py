@@ -14,7 +14,7 @@ from longshore.protocol.kv_cache_spec import num_blocks_needed
 from longshore.worker.config import WorkerConfig
 from longshore.worker.worker import Worker
 from tests.models import make_tiny_model
-from tests.worker.models.cases import LATENT
+from tests.worker.models.cases import HYBRID, LATENT
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,27 @@ def test_a_worker_takes_the_fewest_blocks_with_which_the_scheduler_starts(
         worker.start()
     with pytest.raises(KVCacheTooSmall, match=f"needs {needed},.*max_num_batched_tokens"):
         Worker(WorkerConfig(**settings, num_blocks=needed - 1))
+
+
+def test_the_log_says_once_how_each_kind_of_layer_is_computed(
+    windowed: tuple[Path, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two groups with a window have one line, and so has the one without."""
+    make_tiny_model("Bamba", tmp_path / "bamba", **HYBRID, mamba_n_groups=2, attn_layer_indices=[1])
+    make_tiny_model("DeepseekV2", tmp_path / "deepseek", **LATENT)
+    for path, words in (
+        (windowed[0], ["window=40", "window=None"]),
+        (tmp_path / "bamba", ["states", "window=None"]),
+        (tmp_path / "deepseek", ["latents"]),
+    ):
+        caplog.clear()
+        config = WorkerConfig(model=str(path), num_blocks=200, show_progress=False)
+        with caplog.at_level("INFO"), Worker(config) as worker:
+            worker.start()
+        lines = [text for text in caplog.messages if text.startswith("attention: ")]
+        assert len(lines) == len(words)
+        for word in words:
+            assert sum(word in line for line in lines) == 1
 
 
 def test_a_worker_and_its_plan_have_the_same_longest_request_by_default(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ class AttentionStep(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """One way to compute layers of one kind. Bound to a group's view of the cache when built.
+    """One way to compute layers of one kind. Bound to a group's view of the cache when built; its
+    string says which way, for the log.
 
     Entries of a block table that no token of the step has a use for (outside its window, chunk or
     last state) may name blocks of anybody by now: they are not read, not even to be masked.

@@ -1,6 +1,5 @@
 """Which backend computes attention over a cache."""
 
-import logging
 from typing import TYPE_CHECKING
 
 from longshore.worker.attention.backend import AttentionBackend
@@ -13,15 +12,11 @@ from longshore.worker.kv_cache import PagedKV
 if TYPE_CHECKING:
     from longshore.worker.attention.kind import PagedAttentionKind
 
-logger = logging.getLogger(__name__)
-
 
 def make_attention(cache: PagedKV, kind: "PagedAttentionKind") -> AttentionBackend:
     """The compiled kernel where it was built and knows the cache's device, dtype and head size;
     torch elsewhere."""
     kernels = native()
     if kernels is None or not paged_attention.supports(cache):
-        logger.info("attention: torch, over gathered blocks, %s", kind)
         return TorchAttention(cache, kind)
-    logger.info("attention: paged CPU kernel (%s), %s", kernels.instruction_set, kind)
     return NativeAttention(kernels, cache, kind)

@@ -1,5 +1,6 @@
 """All cached layers of a rank, whatever their group and kind, behind one interface."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from longshore.worker.attention.backend import AttentionBackend, AttentionStep
 from longshore.worker.attention.kind import CachedLayer, Kind
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
 
 
 class GroupedAttention:
@@ -30,6 +33,8 @@ class GroupedAttention:
             if number == len(self._backends):
                 self._backends.append((group, layer.kind.make_backend(cache.view(group))))
             self._layers.append((number, index))
+        for description in dict.fromkeys(str(backend) for _, backend in self._backends):
+            logger.info("attention: %s", description)
 
     def begin_step(self, metadata: Sequence[AttentionMetadata]) -> "GroupedStep":
         """metadata: by group. Called once per step on the compute queue."""

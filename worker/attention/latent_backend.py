@@ -100,6 +100,9 @@ class PagedLatentAttention:
         self._absorbed = absorbed.make_backend(PagedKV(planes))
         self._expanded: dict[int, _Expanded] = {}  # by the heads at once
 
+    def __str__(self) -> str:
+        return f"latents, absorbed by {self._absorbed}"
+
     def begin_step(self, metadata: AttentionMetadata) -> "LatentStep":
         absorbed: list[PrefillChunk] = []
         expanded: list[_ExpandedChunk] = []

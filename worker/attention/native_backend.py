@@ -26,6 +26,10 @@ class NativeAttention:
             chunk=kind.chunk or 0,
             softcap=kind.softcap or 0.0,
         )
+        self._description = f"paged CPU kernel ({kernels.instruction_set}), {kind}"
+
+    def __str__(self) -> str:
+        return self._description
 
     def begin_step(self, metadata: AttentionMetadata) -> PagedAttentionStep:
         num_decodes = len(metadata.decode_rows)

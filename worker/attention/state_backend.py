@@ -64,6 +64,9 @@ class StateBackend:
         self.kind = kind
         self.view = view
 
+    def __str__(self) -> str:
+        return f"torch, over states, {self.kind}"
+
     def begin_step(self, metadata: AttentionMetadata) -> "StateStep":
         return StateStep(self.kind, self.view, metadata)
 

@@ -40,6 +40,10 @@ class TorchAttention:
         self.scale = cache.head_dim**-0.5 if kind.scale is None else kind.scale
         self.softcap = kind.softcap
         self.reach = Reach(window=kind.window, chunk=kind.chunk)
+        self._description = f"torch, over gathered blocks, {kind}"
+
+    def __str__(self) -> str:
+        return self._description
 
     def begin_step(self, metadata: AttentionMetadata) -> "TorchAttentionStep":
         return TorchAttentionStep(self, metadata)
