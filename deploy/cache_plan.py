@@ -23,7 +23,7 @@ from longshore.worker.cache_plan import (
     DTYPE_BYTES,
     CacheSizes,
     block_bytes,
-    check_kv_cache_dtype,
+    check_cache_specs,
     element_bytes,
     plan_groups,
 )
@@ -103,7 +103,7 @@ def _cache(
         num_shards=options.tensor_parallel_size,
     )
     specs = config.cache_specs(sizes)
-    check_kv_cache_dtype(kv_cache_dtype, specs.values())
+    check_cache_specs(specs, kv_cache_dtype)
     groups = plan_groups(
         specs, max_model_len=max_model_len, max_num_batched_tokens=options.max_num_batched_tokens
     )

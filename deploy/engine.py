@@ -25,7 +25,7 @@ from longshore.scheduler.policy import load_policy
 from longshore.worker.cache_plan import (
     DTYPE_BYTES,
     CacheSizes,
-    check_kv_cache_dtype,
+    check_cache_specs,
     element_bytes,
     plan_groups,
 )
@@ -84,7 +84,7 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         num_shards=options.tensor_parallel_size,
     )
     specs = config.cache_specs(sizes)
-    check_kv_cache_dtype(options.kv_cache_dtype, specs.values())
+    check_cache_specs(specs, options.kv_cache_dtype)
     scheduler = SchedulerConfig(
         max_model_len=_max_model_len(options, model, config, specs),
         max_num_seqs=options.max_num_seqs,

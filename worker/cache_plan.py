@@ -7,7 +7,7 @@ to several groups that need about the same: 20 layers with a window and 4 withou
 1, of 4 layers each. Where one layer needs more than another, the other's blocks hold more tokens.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,13 +60,19 @@ def element_bytes(kv_cache_dtype: KVCacheDtype, dtype_bytes: int) -> int:
     return 1 if kv_cache_dtype == FP8_E4M3 else dtype_bytes
 
 
-def check_kv_cache_dtype(kv_cache_dtype: KVCacheDtype, specs: Iterable[KVCacheSpec]) -> None:
-    """Raise UnsupportedModel if a model with such layers cannot be kept in that dtype."""
-    if kv_cache_dtype != FP8_E4M3:
-        return
-    known = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-    for spec in specs:
-        if not isinstance(spec, known):
+def check_cache_specs(specs: Mapping[str, KVCacheSpec], kv_cache_dtype: KVCacheDtype) -> None:
+    """Raise UnsupportedModel if such layers cannot be kept, or not in that dtype. specs: by the
+    layer's name."""
+    of_fp8 = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+    for name, spec in specs.items():
+        key_size, value_size = getattr(spec, "head_size", None), getattr(spec, "head_size_v", None)
+        if value_size not in (None, key_size):
+            raise UnsupportedModel(
+                f"{name} has keys of {key_size} and values of {value_size} elements (head_dim and "
+                "v_head_dim, or what this family calls them, in config.json). Workers keep both "
+                "in vectors of one size, so this model cannot be served."
+            )
+        if kv_cache_dtype == FP8_E4M3 and not isinstance(spec, of_fp8):
             raise UnsupportedModel(
                 f"kv_cache_dtype={kv_cache_dtype!r} is for keys and values only, but this model "
                 f"has layers of {type(spec).__name__} (latents, states or a kind of its own), "

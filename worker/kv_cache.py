@@ -27,7 +27,6 @@ from longshore.protocol.kv_cache_spec import (
 )
 from longshore.worker.cache_plan import block_bytes
 from longshore.worker.device import available_bytes
-from longshore.worker.errors import UnsupportedModel
 from longshore.worker.fp8 import FP8, Fp8Layers, KVScales
 
 logger = logging.getLogger(__name__)
@@ -262,11 +261,7 @@ def view_blocks(buffer: Tensor, group: KVCacheGroup, dtype: torch.dtype) -> Bloc
     elements = pages.view(dtype)
     if isinstance(spec, MLAAttentionSpec):
         return PagedLatents(elements.unflatten(2, (spec.block_size, spec.head_size)))
-    if spec.head_size_v not in (None, spec.head_size):
-        raise UnsupportedModel(
-            f"keys of {spec.head_size} and values of {spec.head_size_v} elements: this worker "
-            "keeps both in vectors of one size"
-        )
+    assert spec.head_size_v in (None, spec.head_size)
     shape = (2, spec.block_size, spec.num_kv_heads, spec.head_size)
     return PagedKV(elements.unflatten(2, shape))
 

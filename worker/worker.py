@@ -24,7 +24,7 @@ from longshore.worker import kv_cache
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.cache_plan import (
     CacheSizes,
-    check_kv_cache_dtype,
+    check_cache_specs,
     element_bytes,
     groups_of_rank,
     plan_groups,
@@ -83,7 +83,7 @@ class Worker:
             num_shards=parallel.num_shards,
         )
         self._cache_specs = model_config.cache_specs(sizes)
-        check_kv_cache_dtype(config.kv_cache_dtype, self._cache_specs.values())
+        check_cache_specs(self._cache_specs, config.kv_cache_dtype)
         self.max_model_len = _max_model_len(config, model_config)
         with fits_in_memory("The model", self._device):
             self.model = MODELS[type(model_config)](

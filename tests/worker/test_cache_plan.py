@@ -25,10 +25,12 @@ from longshore.protocol.kv_cache_spec import (
 from longshore.worker.cache_plan import (
     MAX_GROUPS,
     block_bytes,
+    check_cache_specs,
     groups_of_rank,
     plan_groups,
 )
 from longshore.worker.cache_report import report_on
+from longshore.worker.errors import UnsupportedModel
 
 
 def full(heads: int = 8, head_size: int = 128) -> FullAttentionSpec:
@@ -195,3 +197,14 @@ def test_a_plan_is_made_without_a_tensor_library() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert shown.stdout.strip() == "[]"
+
+
+def test_keys_and_values_of_different_sizes_are_refused_by_layer_and_setting() -> None:
+    same = FullAttentionSpec(16, num_kv_heads=1, head_size=8, dtype_bytes=2, head_size_v=8)
+    check_cache_specs({"model.layers.0": same, "model.layers.1": state(3)}, "auto")
+    differs = FullAttentionSpec(16, num_kv_heads=1, head_size=8, dtype_bytes=2, head_size_v=4)
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"layers\.1 has keys of 8 and values of 4 elements \(head_dim and v_head_dim",
+    ):
+        check_cache_specs({"model.layers.0": same, "model.layers.1": differs}, "auto")

@@ -18,7 +18,6 @@ from longshore.protocol.kv_cache_spec import (
 )
 from longshore.worker import kv_cache
 from longshore.worker.config import WorkerConfig
-from longshore.worker.errors import UnsupportedModel
 from longshore.worker.fp8 import Fp8Layers, KVScales
 from longshore.worker.worker import Worker
 from tests.worker.caches import attention_group
@@ -287,12 +286,3 @@ def test_a_stage_without_layers_of_a_group_has_blocks_for_the_others() -> None:
     cache = kv_cache.KVCache(KVCacheConfig(3, groups, "float16"), dtype=torch.float16, device=CPU)
     assert cache.block_size_bytes == FULL.page_size_bytes
     cache.copy_blocks(*torch.tensor([[1], [2], [20]]), [0, 1])
-
-
-def test_keys_and_values_of_different_sizes_are_refused_by_name() -> None:
-    spec = FullAttentionSpec(16, num_kv_heads=1, head_size=8, dtype_bytes=2, head_size_v=4)
-    cache = kv_cache.KVCache(
-        KVCacheConfig(3, (KVCacheGroup(("a",), spec),), "float16"), dtype=torch.float16, device=CPU
-    )
-    with pytest.raises(UnsupportedModel, match="keys of 8 and values of 4 elements"):
-        cache.view(0)
