@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -27,6 +27,9 @@ _POLLIN: Final = int(zmq.POLLIN)  # an IntFlag's arithmetic costs as much as ask
 
 Out = TypeVar("Out")
 In = TypeVar("In")
+
+AnswerBad: TypeAlias = Callable[[bytes, bytes, ProtocolError], bool]
+"""Of a peer, and the header of what it sent."""
 
 
 class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -201,23 +204,31 @@ class ServerChannel(Generic[Out, In]):
             return False
         return True
 
-    def receive(self) -> tuple[bytes, In] | None:
-        """The next good message and who sent it; None when nothing is waiting."""
+    def receive(self, answer_bad: AnswerBad | None = None) -> tuple[bytes, In] | None:
+        """The next good message and who sent it; None when nothing is waiting.
+
+        answer_bad: is asked, with the peer, whether it has answered a bad one, which then counts as
+                    bad but needs no line in the log.
+        """
         while (frames := receive_frames(self.socket, 0)) is not None:
             try:
                 if len(frames) < 2:
                     raise MalformedMessage("a message has no frames; it needs its header")
                 return bytes(frames[0]), self._decoder.decode(frames[1:])
             except ProtocolError as error:
-                count_bad(self.num_bad, error)
+                header = bytes(frames[1]) if len(frames) > 1 else b""
+                if answer_bad is not None and answer_bad(bytes(frames[0]), header, error):
+                    self.num_bad[type(error).__name__] += 1
+                else:
+                    count_bad(self.num_bad, error)
         return None
 
-    def drain(self) -> Iterator[tuple[bytes, In]]:
-        """Everything that has arrived; to be asked when something has."""
-        message = self.receive()
+    def drain(self, answer_bad: AnswerBad | None = None) -> Iterator[tuple[bytes, In]]:
+        """Everything that has arrived; to be asked when something has. answer_bad: see receive."""
+        message = self.receive(answer_bad)
         while message is not None:
             yield message
-            message = self.receive() if has_input(self.socket) else None
+            message = self.receive(answer_bad) if has_input(self.socket) else None
 
     def close(self) -> None:
         self.socket.close()

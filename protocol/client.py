@@ -5,7 +5,7 @@ client and step. Every request is answered with a finish reason, also one that i
 """
 
 import enum
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
@@ -95,6 +95,16 @@ class AddRequest(
     resumable: bool = False
     keeps_blocks: bool = False
     fork_of: int | None = None
+
+
+class MalformedAdd(msgspec.Struct, tag="add", frozen=True):
+    """What can be read of an `AddRequest` that is none, so that its client need not wait for ever.
+
+    request_id: whatever stands there.
+    """
+
+    handle: Annotated[int, msgspec.Meta(ge=0)]
+    request_id: Any = None
 
 
 class ContinueSession(
@@ -271,3 +281,13 @@ MAX_REPORTED: Final = 200
 """Waiting requests that an `EngineReport` lists."""
 
 ClientRequest: TypeAlias = AddRequest | ContinueSession | AbortRequests | StopFound | DescribeEngine
+
+_malformed_add: Final = msgspec.msgpack.Decoder(MalformedAdd)
+
+
+def read_malformed_add(header: bytes) -> MalformedAdd | None:
+    """header: of a message that could not be decoded; None unless it is to add a request."""
+    try:
+        return _malformed_add.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

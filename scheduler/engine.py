@@ -22,8 +22,9 @@ from longshore.protocol.client import (
     EngineFailed,
     EngineOutputs,
     StopFound,
+    read_malformed_add,
 )
-from longshore.protocol.errors import EngineDead, LongshoreError
+from longshore.protocol.errors import EngineDead, LongshoreError, ProtocolError
 from longshore.protocol.handshake import (
     PROTOCOL_VERSION,
     ClientHello,
@@ -169,7 +170,7 @@ class Engine:
 
     def _on_clients(self) -> None:
         now = time.monotonic()
-        for peer, message in self._clients.drain():
+        for peer, message in self._clients.drain(self._refuse_malformed):
             index = self._index_of_peer.get(peer)
             match message:
                 case ClientHello():
@@ -190,6 +191,15 @@ class Engine:
                     assert_never(message)
         self._send_outputs_and_plans()
         self._check_sockets()
+
+    def _refuse_malformed(self, peer: bytes, header: bytes, error: ProtocolError) -> bool:
+        """A request is always answered, also one that cannot be read but for its handle."""
+        index, add = self._index_of_peer.get(peer), read_malformed_add(header)
+        if index is None or add is None:
+            return False
+        logger.warning("request %.100r of client %d is refused: %s", add.request_id, index, error)
+        self._scheduler.refuse_request(str(error), client=index, handle=add.handle)
+        return True
 
     def _welcome_client(self, peer: bytes, hello: ClientHello) -> None:
         ours, theirs = self._config.identity.model_fingerprint, hello.model_fingerprint

@@ -170,6 +170,10 @@ class Scheduler:
         """Queue a request; one that cannot be served is answered with the reason at once."""
         self._lifecycle.queue(message, client=client, now=now)
 
+    def refuse_request(self, reason: str, *, client: int, handle: int) -> None:
+        """Answer a request that could not be read."""
+        self._outputs.add_refusal(client, handle, FinishReason.ERROR, reason, 0)
+
     def continue_session(self, client: int, message: ContinueSession, now: float) -> None:
         """More input for a resumable request. Handles that have ended already are ignored."""
         request = self._lifecycle.get(client, message.handle)

@@ -137,6 +137,42 @@ def test_garbage_from_a_client_is_dropped_and_the_next_message_served(
     assert client.tokens[1] == [40, 41]
 
 
+def test_a_request_that_cannot_be_read_is_refused_under_its_handle(engine: EngineProcess) -> None:
+    client = ready_engine(engine)
+    ScriptedWorker(engine)
+    add = msgspec.to_builtins(_request("a", 3, prompt_len=0), builtin_types=(np.ndarray,))
+    add |= {"type": "add", "prompt_token_ids": ("<i4", b"")}
+    for handle, change in (
+        (3, {"colour": "red"}),
+        (4, {"prompt_token_ids": ("<i4", 7)}),
+        (5, {"request_id": 5, "sampling": {"temperature": -1}}),
+    ):
+        client.channel.socket.send(msgspec.msgpack.encode(add | {"handle": handle} | change))
+    for unanswered in ({"handle": "six", "colour": "red"}, {"handle": -1, "colour": "red"}):
+        client.channel.socket.send(msgspec.msgpack.encode(add | unanswered))
+    client.add(7, max_tokens=2)
+    client.receive_until(lambda: 7 in client.finished)
+    assert set(client.finished) == {3, 4, 5, 7}
+    for handle, words in ((3, "colour"), (4, "frame 7"), (5, "message 'add'")):
+        assert client.finished[handle].reason is FinishReason.ERROR
+        assert words in (client.finished[handle].message or "")
+    engine.process.send_signal(STOP_SIGNAL)
+    assert engine.wait() == 0
+    assert engine.process.stderr is not None
+    assert engine.process.stderr.read().count("of client 0 is refused: message 'add'") == 3
+
+
+def test_a_malformed_request_of_a_stranger_is_dropped(engine: EngineProcess) -> None:
+    client = ready_engine(engine)
+    with engine.context.socket(zmq.DEALER) as stranger:
+        stranger.connect(f"ipc://{engine.runtime_dir}/clients")
+        client.channel.socket = stranger
+        stranger.send(msgspec.msgpack.encode({"type": "add", "handle": 1}))
+        client.add(2)
+        assert isinstance(client.channel.receive(TIMEOUT_S), Refused)  # of the second
+        assert client.channel.receive() is None
+
+
 def test_request_before_the_hello_is_refused(engine: EngineProcess) -> None:
     client = ready_engine(engine)
     with engine.context.socket(zmq.DEALER) as stranger:
