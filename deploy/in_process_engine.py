@@ -135,7 +135,7 @@ class InProcessEngine:
             self._num_in_flight += 1
         self._outputs += [outputs for _, outputs in self._scheduler.take_outputs()]
         is_stuck = not self._num_in_flight and not self._outputs
-        if is_stuck and self._scheduler.has_unfinished_requests():
+        if is_stuck and self._scheduler.is_waited_for():
             raise EngineDead("requests are waiting, but no step can be planned for them")
 
     def _take_report(self, report: WorkerReport) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "PriorityPolicy",
     "PriorityQueue",
     "SchedulingPolicy",
+    "checked",
     "load_policy",
 ]
 
@@ -284,6 +285,14 @@ class CheckedPolicy(SchedulingPolicy):
         )
 
 
+def checked(policy: SchedulingPolicy, name: str | None = None) -> SchedulingPolicy:
+    """The policy itself if it is built in or checked already; else checked at every call, under
+    `name` or its class's."""
+    if type(policy) in (CheckedPolicy, *POLICIES.values()):
+        return policy
+    return CheckedPolicy(policy, name or type(policy).__qualname__)
+
+
 def load_policy(name: str) -> SchedulingPolicy:
     """A new policy: a built-in one, an installed entry point, or `package.module:Class`; what is
     not built in is checked at every call. Raises ConfigError that names what exists."""
@@ -310,4 +319,4 @@ def load_policy(name: str) -> SchedulingPolicy:
             f"scheduling policy {name!r} ({point.value}) is a {type(policy).__name__}; a policy "
             f"extends {SchedulingPolicy.__module__}.{SchedulingPolicy.__qualname__}"
         )
-    return CheckedPolicy(policy, name)
+    return checked(policy, name)

@@ -44,7 +44,7 @@ from longshore.scheduler.outputs import OutputBuckets
 from longshore.scheduler.parts import Parts
 from longshore.scheduler.pause import PauseState
 from longshore.scheduler.plan_builder import PlanBuilder
-from longshore.scheduler.policy import SchedulingPolicy, load_policy
+from longshore.scheduler.policy import SchedulingPolicy, checked, load_policy
 from longshore.scheduler.recovery import Recovery
 from longshore.scheduler.report import Progress, WaitingReasons
 from longshore.scheduler.request import RequestStatus
@@ -63,7 +63,7 @@ class Scheduler:
 
     kv_cache:  the groups and the number of blocks that the workers agreed on.
     features:  what the workers can do beyond plain text; requests for the rest are refused.
-    policy:    None takes the one that `config` names.
+    policy:    None takes the one that `config` names. One that is not built in is checked.
     connector: its scheduler half; None keeps KV on the device.
     grammars:  compiles grammars; None refuses requests with structured output.
     num_ranks: workers that each report the end of a transfer.
@@ -103,7 +103,7 @@ class Scheduler:
             metrics=block_metrics,
             record_named=connector is not None,
         )
-        policy = load_policy(config.policy) if policy is None else policy
+        policy = load_policy(config.policy) if policy is None else checked(policy)
         in_flight = StepsInFlight()
         running = RunningTable(
             config.max_num_seqs, config.max_model_len, config.num_speculative_tokens

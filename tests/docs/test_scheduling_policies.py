@@ -1,5 +1,6 @@
 """The example of docs/scheduling_policies.md, as its reader would install it."""
 
+import os
 import re
 import sys
 import tomllib
@@ -120,7 +121,7 @@ def test_example_serves_in_a_scheduler_process_of_its_own(
 ) -> None:
     model_dir = tmp_path_factory.mktemp("tiny")
     make_tiny_llama(model_dir)
-    monkeypatch.setenv("PYTHONPATH", str(installed))
+    monkeypatch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with LLM(
         model_dir, device="cpu", num_blocks=64, threads=1, scheduling_policy="shortest-first"

@@ -486,14 +486,14 @@ class EldestFirst(FCFSPolicy):
 def test_a_victim_without_which_nobody_is_sure_to_advance_is_replaced_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    driver = pressed(world={"policy": CheckedPolicy(EldestFirst(), "eldest")})
+    driver = pressed(world={"policy": EldestFirst()})
     keys = [driver.add(f"r{index}", prompt_of(14, 25 * index), max_tokens=14) for index in range(4)]
     driver.run(limit=300)
     assert all(len(driver.received[key]) == 14 for key in keys)
     assert sum(driver.finished[key].num_preemptions for key in keys) > 0
     assert [text for text in caplog.messages if "serves first" in text] == [
-        "scheduling policy 'eldest' preempts the request that it serves first; so that somebody "
-        "advances, the youngest other one gives way instead (said once)"
+        "scheduling policy 'EldestFirst' preempts the request that it serves first; so that "
+        "somebody advances, the youngest other one gives way instead (said once)"
     ]
 
 
