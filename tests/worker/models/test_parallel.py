@@ -59,7 +59,7 @@ def test_two_pipeline_stages_give_the_tokens_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "num_stages"), [(2, 1), (4, 1), (2, 2)], ids=["4 shards", "2", "2 by 2"]
+    ("num_shards", "num_stages"), [(2, 1), (4, 1), (2, 2)], ids=["2 shards", "4", "2 by 2"]
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_logits_of_every_shard_equal_those_of_transformers(
