@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,11 @@ def tables(report: PlanReport) -> list[Table]:
     """The groups, and what they amount to."""
     cache = report.cache
     groups = Table(title=f"KV cache groups of {report.model}, per rank", title_justify="left")
-    for column in ("kind", "groups", "layers", "tokens", "bytes/layer", "padding", "blocks"):
-        groups.add_column(column, justify="left" if column == "kind" else "right")
-    groups.caption = "layers of a group; tokens and padding of a block; blocks of a request at most"
+    groups.add_column("kind", no_wrap=True)
+    for column in ("groups", "layers", "tokens per block", "bytes per layer", "padding"):
+        groups.add_column(column, justify="right")
+    groups.add_column("blocks per request", justify="right")
+    groups.caption = "layers: of a group; bytes, padding: of a block; blocks: at most"
     for group, count in Counter(cache.groups).items():
         groups.add_row(
             group.kind,
@@ -146,34 +149,63 @@ def tables(report: PlanReport) -> list[Table]:
             f"{group.padding_bytes / cache.block_bytes:.1%}",
             f"{group.max_blocks:,}",
         )
-    shards = f" of {report.tensor_parallel_size}" if report.tensor_parallel_size > 1 else ""
-    request_blocks = sum(group.max_blocks for group in cache.groups)
-    totals = Table(title="Memory", show_header=False, title_justify="left")
-    for name, value in (
-        (f"weights in {report.dtype}, one shard{shards}", f"{_gib(report.weight_bytes)}"),
-        (
-            "KV cache",
-            f"{_gib(cache.size_bytes)}: {cache.num_blocks:,} blocks of {cache.block_bytes:,} "
-            f"bytes, {cache.num_reserved_blocks:,} of them set aside",
-        ),
-        (
-            f"a request of {cache.max_model_len:,} tokens",
-            f"{_gib(request_blocks * cache.block_bytes)}: {request_blocks:,} blocks, "
-            f"{cache.padding_share:.1%} of it padding",
-        ),
-        ("such requests that fit", f"{cache.max_concurrency:.2f}"),
-        ("tokens that fit", f"{cache.num_tokens:,}"),
-    ):
+    totals = Table(title="Memory of a rank", show_header=False, title_justify="left")
+    for name, value in _totals(report):
         totals.add_row(name, value)
+    return [groups, totals]
+
+
+def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
+    cache = report.cache
+    shard = f", a shard of {report.tensor_parallel_size}" if report.tensor_parallel_size > 1 else ""
+    yield f"weights in {report.dtype}{shard}", _size(report.weight_bytes)
+    yield (
+        "KV cache (--kv-cache-bytes)",
+        f"{_size(cache.size_bytes)}: {cache.num_blocks:,} blocks of {cache.block_bytes:,} bytes, "
+        f"{cache.num_reserved_blocks:,} set aside for padding",
+    )
+    if cache.expanded_bytes:
+        yield (
+            "beside it, once a prompt is long",
+            f"{_size(cache.expanded_bytes)} for keys and values made of latents",
+        )
+    request_blocks = sum(group.max_blocks for group in cache.groups)
+    yield (
+        f"a request of {cache.max_model_len:,} tokens",
+        f"{_size(request_blocks * cache.block_bytes)}: {_blocks(request_blocks)}, "
+        f"{cache.padding_share:.1%} of it padding",
+    )
+    if cache.num_blocks_in_flight:
+        yield (
+            "of those, for what is in flight",
+            f"{_blocks(cache.num_blocks_in_flight)}: at most {cache.max_tokens_in_flight:,} tokens "
+            f"in {cache.num_steps} steps (--max-num-batched-tokens)",
+        )
+    if cache.max_concurrency < 1:
+        yield (
+            "such requests that fit",
+            "none, so that no engine would start: raise --kv-cache-bytes or lower --max-model-len",
+        )
+        return
+    yield "such requests that fit", f"{cache.max_concurrency:,.2f}"
+    yield "tokens that fit, in such requests", f"{cache.num_tokens:,}"
     if report.kv_cache_dtype != "auto":
         gain = f" ({cache.num_tokens / report.auto_tokens:.2f} times)" if report.auto_tokens else ""
-        totals.add_row(
+        yield (
             f"tokens gained by {report.kv_cache_dtype}",
             f"{cache.num_tokens - report.auto_tokens:,}{gain}; {report.auto_tokens:,} fit in "
             f"{report.dtype}",
         )
-    return [groups, totals]
 
 
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:,.3f} GiB"
+def _blocks(count: int) -> str:
+    return "1 block" if count == 1 else f"{count:,} blocks"
+
+
+def _size(size_bytes: int) -> str:
+    size, unit = float(size_bytes), "bytes"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:,.0f} bytes" if unit == "bytes" else f"{size:,.2f} {unit}"

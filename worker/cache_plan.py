@@ -22,6 +22,7 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from longshore.worker.errors import UnsupportedModel
@@ -36,6 +37,9 @@ TOLERANCE: Final = 1.05
 """Of the plans that need at most so many times the least memory, the one with the smallest blocks
 (prefixes are found up to their borders) is taken, and of those the one with the fewest groups."""
 
+MAX_EXPANDED_ELEMENTS: Final = 1 << 25
+"""Of the memory in which keys and values are made of latents, beside the cache: some heads of one
+context at a time."""
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of an element of what models compute in."""
@@ -222,6 +226,12 @@ def _sized(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
     if isinstance(spec, CustomSpec):
         return spec
     return msgspec.structs.replace(spec, block_size=block_size)
+
+
+def expanded_bytes(groups: Sequence[KVCacheGroup]) -> int:
+    """That a rank takes beside the cache, once a long chunk is computed on latents."""
+    latents = [group.spec for group in groups if isinstance(group.spec, MLAAttentionSpec)]
+    return sum(MAX_EXPANDED_ELEMENTS * spec.dtype_bytes for spec in latents)
 
 
 def groups_of_rank(

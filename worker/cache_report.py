@@ -22,7 +22,7 @@ from longshore.protocol.kv_cache_spec import (
     num_reserved_blocks,
     tokens_that_fit,
 )
-from longshore.worker.cache_plan import block_bytes
+from longshore.worker.cache_plan import block_bytes, expanded_bytes
 
 
 class GroupReport(msgspec.Struct, frozen=True):
@@ -47,6 +47,9 @@ class CacheReport(msgspec.Struct, frozen=True):
     max_concurrency: requests of max_model_len tokens that fit.
     num_tokens:      that so many requests have.
     padding_share:   of the bytes that the longest request holds.
+    num_blocks_in_flight: of its blocks, those that it holds as `num_steps` steps of
+                     `max_tokens_in_flight` tokens may be in flight, instead of one of one token.
+    expanded_bytes:  of memory beside the cache, taken once keys and values are made of latents.
     """
 
     groups: tuple[GroupReport, ...]
@@ -57,6 +60,10 @@ class CacheReport(msgspec.Struct, frozen=True):
     max_concurrency: float
     num_tokens: int
     padding_share: float
+    num_steps: int
+    max_tokens_in_flight: int
+    num_blocks_in_flight: int
+    expanded_bytes: int
 
     @property
     def size_bytes(self) -> int:
@@ -100,6 +107,10 @@ def report_on(
         max_concurrency=usable / needed,
         num_tokens=tokens_that_fit(groups, num_blocks, *longest),
         padding_share=padding_bytes / (needed * size_bytes),
+        num_steps=num_steps,
+        max_tokens_in_flight=max_num_batched_tokens,
+        num_blocks_in_flight=needed - max_blocks(groups, max_model_len, 1, 1),
+        expanded_bytes=expanded_bytes(groups),
     )
 
 

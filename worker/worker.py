@@ -232,6 +232,11 @@ class Worker:
                 group.block_tokens,
                 100 * group.padding_bytes / report.block_bytes,
             )
+        if report.expanded_bytes:
+            logger.info(
+                "%d MiB more are taken once keys and values are made of latents",
+                report.expanded_bytes >> 20,
+            )
         logger.info("%.2f requests of %d tokens fit", report.max_concurrency, report.max_model_len)
 
     def _warm_up(self, runner: ModelRunner) -> None:

@@ -137,6 +137,50 @@ def test_the_plan_is_printed_as_tables_and_as_json(
     assert json.loads(capsys.readouterr().out)["cache"]["groups"][2]["kind"] == "full attention"
 
 
+def shown_plan(
+    capsys: pytest.CaptureFixture[str], path: Path, **settings: Any
+) -> tuple[str, dict[str, str]]:
+    """What is printed; and, by its left column, what the lines of the last table say."""
+    print_plan(options_for(path, **settings), as_json=False)
+    shown = capsys.readouterr().out
+    lines: dict[str, str] = {}
+    name = ""
+    for line in shown.splitlines():
+        cells = [cell.strip() for cell in line.split("│")[1:-1]]
+        if len(cells) == 2:
+            name = cells[0] or name  # a long value goes on below
+            lines[name] = f"{lines.get(name, '')} {cells[1]}".strip()
+    return shown, lines
+
+
+def test_the_plan_says_what_is_in_flight_and_that_no_request_fits(
+    windowed: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown, lines = shown_plan(capsys, windowed[0])
+    assert "sliding window of 40" in shown
+    assert lines["a request of 256 tokens"] == "320.00 KiB: 40 blocks, 0.0% of it padding"
+    assert lines["of those, for what is in flight"] == (
+        "16 blocks: at most 128 tokens in 2 steps (--max-num-batched-tokens)"
+    )
+    _, lines = shown_plan(capsys, windowed[0], kv_cache_bytes=41 * 8192)
+    assert lines["such requests that fit"] == "1.00"
+    assert lines["KV cache (--kv-cache-bytes)"] == (
+        "328.00 KiB: 41 blocks of 8,192 bytes, 1 set aside for padding"
+    )
+    _, lines = shown_plan(capsys, windowed[0], kv_cache_bytes=40 * 8192)
+    assert lines["such requests that fit"].startswith("none, so that no engine would start")
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", "128.00"), ("bfloat16", "64.00")])
+def test_the_plan_of_latents_names_the_memory_that_they_are_expanded_in(
+    dtype: str, size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_model("DeepseekV2", tmp_path, **LATENT)
+    _, lines = shown_plan(capsys, tmp_path, dtype=dtype)
+    assert lines["beside it, once a prompt is long"].startswith(f"{size} MiB for keys and values")
+    assert "of those, for what is in flight" not in lines
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fp8_makes_room_for_as_many_times_the_tokens_as_its_numbers_are_smaller(
     windowed: tuple[Path, Any], dtype: str, capsys: pytest.CaptureFixture[str]
@@ -150,10 +194,8 @@ def test_fp8_makes_room_for_as_many_times_the_tokens_as_its_numbers_are_smaller(
     assert report.cache.num_blocks == auto.num_blocks * times
     assert report.auto_tokens == auto.num_tokens
     assert report.cache.num_tokens == pytest.approx(times * auto.num_tokens, rel=1e-2)
-    print_plan(options_for(path, **settings, kv_cache_dtype="fp8_e4m3"), as_json=False)
-    shown = capsys.readouterr().out
-    assert "tokens gained by fp8_e4m3" in shown
-    assert f"{auto.num_tokens:,} fit in {dtype}" in shown
+    _, lines = shown_plan(capsys, path, **settings, kv_cache_dtype="fp8_e4m3")
+    assert f"{auto.num_tokens:,} fit in {dtype}" in lines["tokens gained by fp8_e4m3"]
     config = WorkerConfig(
         model=str(path),
         dtype=dtype,  # type: ignore[arg-type]

@@ -23,10 +23,8 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
+from longshore.worker.cache_plan import MAX_EXPANDED_ELEMENTS
 from longshore.worker.kv_cache import PagedKV, PagedLatents
-
-MAX_EXPANDED_ELEMENTS: Final = 1 << 25
-"""Of the memory for expanded keys and values: some heads of one context at a time."""
 
 EXPANDED_BLOCK_SIZE: Final = 64
 """Tokens per block of that memory, in which a context lies in order."""
