@@ -20,7 +20,12 @@ import report
 import torch
 from torch import Tensor
 
-from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from longshore.protocol.kv_cache_spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheDtype,
+    KVCacheGroup,
+)
 from longshore.worker.attention.backend import AttentionBackend
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.metadata import AttentionMetadata
@@ -28,6 +33,7 @@ from longshore.worker.attention.native_backend import NativeAttention
 from longshore.worker.attention.reach import Reach
 from longshore.worker.attention.segments import decode_segments
 from longshore.worker.attention.torch_backend import TorchAttention
+from longshore.worker.cache_plan import element_bytes
 from longshore.worker.kernels.native import native
 from longshore.worker.kv_cache import KVCache, PagedKV
 from longshore.worker.slot_mapping import slot_mapping
@@ -73,7 +79,15 @@ class Case:
     """
 
     def __init__(
-        self, shape: str, batch: int, earlier: int, new: int, *, sinks: bool = False, **kind: Any
+        self,
+        shape: str,
+        batch: int,
+        earlier: int,
+        new: int,
+        *,
+        kv_cache_dtype: KVCacheDtype = "auto",
+        sinks: bool = False,
+        **kind: Any,
     ) -> None:
         heads, kv_heads, head_dim, layers = SHAPES[shape]
         self.kind = PagedAttentionKind(num_heads=heads, **kind)
@@ -82,15 +96,19 @@ class Case:
         first_block, end_block = first // BLOCK_SIZE, -(-length // BLOCK_SIZE)
         num_blocks = batch * (end_block - first_block)
         spec = FullAttentionSpec(
-            block_size=BLOCK_SIZE, num_kv_heads=kv_heads, head_size=head_dim, dtype_bytes=2
+            block_size=BLOCK_SIZE,
+            num_kv_heads=kv_heads,
+            head_size=head_dim,
+            dtype_bytes=element_bytes(kv_cache_dtype, 2),
         )
         group = KVCacheGroup(tuple(str(layer) for layer in range(layers)), spec)
-        config = KVCacheConfig(num_blocks + 1, (group,), "bfloat16")
+        kept = "bfloat16" if kv_cache_dtype == "auto" else kv_cache_dtype
+        config = KVCacheConfig(num_blocks + 1, (group,), kept)
         view = KVCache(config, dtype=torch.bfloat16, device=torch.device("cpu")).view(0)
         assert isinstance(view, PagedKV)
         self.cache = view
         for block in self.cache.planes[1:]:
-            block.normal_()
+            block.copy_(torch.randn(block.shape))
         ids = list(range(1, num_blocks + 1))
         random.Random(0).shuffle(ids)
         table = np.zeros((batch, end_block), np.int32)
@@ -109,7 +127,7 @@ class Case:
         self.qkv = qkv.split((heads, kv_heads, kv_heads), dim=1)
         self.sinks = torch.randn(heads) if sinks else None
         self.num_layers = layers
-        self.kv_bytes = batch * (length - first) * 2 * kv_heads * head_dim * 2
+        self.kv_bytes = batch * (length - first) * 2 * kv_heads * head_dim * spec.dtype_bytes
         positions = np.arange(earlier, length)
         seen = positions + 1 - np.maximum(0, [reach.first_key(int(p)) for p in positions])
         self.flops = 4 * heads * head_dim * batch * int(seen.sum())

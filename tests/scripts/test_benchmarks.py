@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.worker.kernels.variants import NATIVE
 
 NO_PEER = ("--peer-python", "/nonexistent/python")
 
@@ -140,6 +141,15 @@ def test_the_round_trip_is_measured_beside_both_ping_pongs(tmp_path: Path) -> No
     for parts in result.all["parts"]:
         assert parts["plan"]["calls"] >= 50
         assert parts["apply the answer"]["calls"] >= 50
+
+
+@pytest.mark.skipif(not NATIVE, reason="the CPU kernels are not built")
+def test_fp8_halves_a_token_and_is_measured_beside_bfloat16(tmp_path: Path) -> None:
+    result = Result(tmp_path, "fp8_cache.py", "--shapes", "tiny", "--repeats", "1")
+    assert result.rows
+    for row in result.rows:
+        assert row["bf16_token_bytes"] == 2 * row["fp8_token_bytes"] == 2 * 4 * 2 * 32 * 2
+        assert row["fp8/bf16"] == pytest.approx(row["fp8_us"] / row["bf16_us"])
 
 
 def test_the_throughput_benchmark_profiles_the_scheduler_process(tmp_path: Path) -> None:
