@@ -292,9 +292,13 @@ class KVCacheManager:
 
     @property
     def can_fork(self) -> bool:
-        """Whether a request can begin anywhere in another one's KV: no group forgets, or keeps
-        something that does not follow from the tokens."""
-        return not self._forgetting and all(m.caches_prefixes for m in self._managers)
+        """Whether a request can begin anywhere in another one's KV: no group forgets."""
+        return not self._forgetting and self.follows_from_tokens
+
+    @property
+    def follows_from_tokens(self) -> bool:
+        """Whether equal tokens have equal KV: no group keeps anything else."""
+        return all(manager.caches_prefixes for manager in self._managers)
 
     def fork(self, tables: Sequence[Int32Array], num_tokens: int) -> HeldBlocks:
         """What somebody holds who begins with the first `num_tokens` tokens of these tables: a copy
