@@ -69,8 +69,8 @@ def check_kv_cache_dtype(kv_cache_dtype: KVCacheDtype, specs: Iterable[KVCacheSp
         if not isinstance(spec, known):
             raise UnsupportedModel(
                 f"kv_cache_dtype={kv_cache_dtype!r} is for keys and values only, but this model "
-                f"has layers of {type(spec).__name__} (latents, states or a kind of its own), "
-                "which are kept as they are computed. Use kv_cache_dtype='auto'."
+                f"has layers of {type(spec).__name__} (latents, states, cross attention or a kind "
+                "of its own), which are kept as they are computed. Use kv_cache_dtype='auto'."
             )
 
 
