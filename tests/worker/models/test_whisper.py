@@ -22,8 +22,9 @@ from longshore.worker.models.families import read_model_config
 from longshore.worker.parallel import Parallel
 from longshore.worker.worker import Worker
 from tests.reference import ReferenceAnswer, assert_greedy_equal
-from tests.worker.audio_plans import AudioPlanner
+from tests.worker.audio_plans import AudioPlanner, audio
 from tests.worker.models.paged_model import PagedModel, forward_logits, greedy
+from tests.worker.models.served_model import ServedModel
 from tests.worker.models.thread_ranks import on_every_rank
 from tests.worker.models.tiny_whisper import (
     NUM_ENCODER_TOKENS,
@@ -63,10 +64,13 @@ class Heard:
     reference: Any
 
     def answer(
-        self, samples: npt.NDArray[np.float32], prompt: Sequence[int] = PROMPT
+        self,
+        samples: npt.NDArray[np.float32],
+        prompt: Sequence[int] = PROMPT,
+        num_tokens: int = NUM_TOKENS,
     ) -> ReferenceAnswer:
         features = input_features(self.path, samples)
-        return greedy_transcript(self.reference, features, prompt, NUM_TOKENS)
+        return greedy_transcript(self.reference, features, prompt, num_tokens)
 
     def logits(self, samples: npt.NDArray[np.float32], token_ids: Sequence[int]) -> torch.Tensor:
         exact = copy.deepcopy(self.reference).double()  # its own rounding is not to count
@@ -241,6 +245,34 @@ def test_a_rewind_takes_nothing_back_of_what_was_heard(
     assert not plan.encoder_inputs
     rows.finish([0])
     assert_greedy_equal(rows.answers([0]), [heard.answer(SOUNDS[0])])
+
+
+@pytest.mark.req("FEA-10", "KVM-11")
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_a_scheduler_without_room_for_all_preempts_and_every_answer_is_right(
+    max_steps_in_flight: int, heard: Heard
+) -> None:
+    """Room for the longest request alone, whose 6 blocks and 4 of the encoder hold two that begin;
+    one is encoded in a step. What no request holds is made unreadable between the steps."""
+    with ServedModel(
+        heard.path,
+        num_tokens=40,
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=16,
+        num_blocks=1 + 10,
+        num_encoder_tokens=NUM_ENCODER_TOKENS,
+        max_steps_in_flight=max_steps_in_flight,
+    ) as served:
+        for samples in SOUNDS:
+            served.add(PROMPT, audio(samples, NUM_ENCODER_TOKENS))
+        while served.step():
+            if max_steps_in_flight == 1:
+                served.poison_free_blocks()
+        served.scheduler.check()
+        assert any(ended.num_preemptions for ended in served.ended.values())
+        assert not any(ended.num_cached_tokens for ended in served.ended.values())
+    wanted = [heard.answer(samples, num_tokens=40) for samples in SOUNDS]
+    assert_greedy_equal(served.tokens, wanted)
 
 
 @pytest.mark.parametrize(
