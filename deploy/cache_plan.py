@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from longshore.deploy.model_folder import read_model_folder
+from longshore.deploy.model_folder import AudioInput, read_model_folder
 from longshore.deploy.options import CachePlanOptions
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype
@@ -37,6 +37,7 @@ class PlanReport(msgspec.Struct, frozen=True):
 
     weight_bytes: its part of the weights; what all shards hold copies of is small.
     auto_tokens:  that would fit if keys and values were kept in `dtype`.
+    audio:        that a request brings, of a speech model.
     """
 
     model: str
@@ -46,6 +47,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     weight_bytes: int
     cache: CacheReport
     auto_tokens: int
+    audio: AudioInput | None = None
 
 
 def print_plan(options: CachePlanOptions, *, as_json: bool) -> None:
@@ -86,6 +88,7 @@ def plan(options: CachePlanOptions) -> PlanReport:
         weight_bytes=num_elements * DTYPE_BYTES[dtype] // options.tensor_parallel_size,
         cache=cache,
         auto_tokens=in_dtype.num_tokens,
+        audio=folder.audio,
     )
 
 
@@ -165,6 +168,12 @@ def tables(report: PlanReport) -> list[Table]:
         ("tokens that fit", f"{cache.num_tokens:,}"),
     ):
         totals.add_row(name, value)
+    if (audio := report.audio) is not None:
+        seconds = audio.max_samples / audio.sampling_rate
+        totals.add_row(
+            "sound of a request",
+            f"{seconds:g} s at most; {audio.num_tokens:,} tokens of the encoder, in one step",
+        )
     if report.kv_cache_dtype != "auto":
         gain = f" ({cache.num_tokens / report.auto_tokens:.2f} times)" if report.auto_tokens else ""
         totals.add_row(
