@@ -27,6 +27,7 @@ Task: TypeAlias = Literal["transcribe", "translate"]
 START: Final = "<|startoftranscript|>"
 PREVIOUS: Final = "<|startofprev|>"
 NO_TIMESTAMPS: Final = "<|notimestamps|>"
+TOKENS: Final = (START, PREVIOUS, NO_TIMESTAMPS)
 ONLY_LANGUAGE: Final = "en"
 TASKS: Final[tuple[Task, ...]] = ("transcribe", "translate")
 _LANGUAGE: Final = re.compile(r"<\|([a-z]{2,3})\|>")
@@ -86,21 +87,27 @@ class SpeechModel:
         self._vocab_size = vocab_size
         file = folder / "generation_config.json"
         settings = read_json_object(file) if file.exists() else {}
-        self.languages = _languages(settings, tokenizer)
-        names = [START, PREVIOUS, NO_TIMESTAMPS]
+        tokens = {name: _token(tokenizer, name, folder, vocab_size) for name in TOKENS}
+        try:
+            self.languages = _languages(settings, tokenizer)
+            self._default_language = _default_language(settings, self.languages)
+            self._bad_words = self._suppressed(settings, tokens[NO_TIMESTAMPS])
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{file} is not as Whisper's are written: {error}") from error
         if self.languages:
-            names += map(_task_token, TASKS)
-        self._tokens = {name: _token(tokenizer, name, folder, vocab_size) for name in names}
-        self._default_language = _default_language(settings, self.languages)
-        self._bad_words = self._suppressed(settings)
+            names = map(_task_token, TASKS)
+            tokens |= {name: _token(tokenizer, name, folder, vocab_size) for name in names}
+        self._tokens = tokens
 
-    def _suppressed(self, settings: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    def _suppressed(
+        self, settings: Mapping[str, Any], last_of_prompt: int
+    ) -> tuple[tuple[int, ...], ...]:
         """As bad words: those for ever, and those that must not begin the answer."""
         ever, first = (
             [i for i in settings.get(name) or () if 0 <= i < self._vocab_size]
             for name in ("suppress_tokens", "begin_suppress_tokens")
         )
-        words = [(i,) for i in ever] + [(self._tokens[NO_TIMESTAMPS], i) for i in first]
+        words = [(i,) for i in ever] + [(last_of_prompt, i) for i in first]
         if len(words) > MAX_BAD_WORDS:
             raise ConfigError(
                 f"generation_config.json: suppress_tokens and begin_suppress_tokens have "

@@ -153,6 +153,18 @@ def test_suppressed_tokens_are_bad_words_for_ever_or_at_the_start(
         speech.params(SamplingParams(prompt_logprobs=1))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"suppress_tokens": ["a"]}, {"lang_to_id": [1]}, {"forced_decoder_ids": [1]}],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused_with_their_file(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"generation_config\.json is not as"):
+        speech_model(tmp_path, **settings)
+
+
 def test_more_suppressed_tokens_than_can_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{MAX_BAD_WORDS} can be suppressed"):
         speech_model(tmp_path, suppress_tokens=list(range(256)))
