@@ -148,13 +148,16 @@ class HybridCoordinator(KVCacheCoordinator):
         first, dropped = kind[0], self._num_dropped
         size = first.block_size
         step = self.alignment // size
-        end = min(max_tokens // size, len(names) // first.names_per_block) // step * step
+        end = max_tokens // size
+        if end * first.names_per_block > len(names):
+            end = len(names) // first.names_per_block
+        end -= end % step
         while end > 0:
-            start = first.first_needed(max(end * size - dropped, 0))
+            start = first.first_needed(end * size - dropped)
             num_found = self._find_all(kind, first.names_of_blocks(names, start, end), hits)
             reach = (start + num_found) // step * step
             if reach == end or (
-                reach > start and first.first_needed(max(reach * size - dropped, 0)) == start
+                reach > start and first.first_needed(reach * size - dropped) == start
             ):
                 for manager in kind:
                     hits[manager.group] = _behind_nulls(start, hits[manager.group], reach)
