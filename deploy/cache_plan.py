@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from longshore.deploy.model_folder import read_model_folder
+from longshore.deploy.model_folder import AudioInput, read_model_folder
 from longshore.deploy.options import CachePlanOptions
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype
@@ -38,6 +38,7 @@ class PlanReport(msgspec.Struct, frozen=True):
 
     weight_bytes: its part of the weights; what all shards hold copies of is small.
     auto_tokens:  that would fit if keys and values were kept in `dtype`.
+    audio:        that a request brings, of a speech model.
     """
 
     model: str
@@ -47,6 +48,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     weight_bytes: int
     cache: CacheReport
     auto_tokens: int
+    audio: AudioInput | None = None
 
 
 def print_plan(options: CachePlanOptions, *, as_json: bool) -> None:
@@ -87,6 +89,7 @@ def plan(options: CachePlanOptions) -> PlanReport:
         weight_bytes=num_elements * DTYPE_BYTES[dtype] // options.tensor_parallel_size,
         cache=cache,
         auto_tokens=in_dtype.num_tokens,
+        audio=folder.audio,
     )
 
 
@@ -189,6 +192,12 @@ def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
         return
     yield "such requests that fit", f"{cache.max_concurrency:,.2f}"
     yield "tokens that fit, in such requests", f"{cache.num_tokens:,}"
+    if (audio := report.audio) is not None:
+        seconds = audio.max_samples / audio.sampling_rate
+        yield (
+            "sound of a request",
+            f"{seconds:g} s at most; {audio.num_tokens:,} tokens of the encoder, in one step",
+        )
     if report.kv_cache_dtype != "auto":
         gain = f" ({cache.num_tokens / report.auto_tokens:.2f} times)" if report.auto_tokens else ""
         yield (

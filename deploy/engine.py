@@ -90,6 +90,7 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_num_scheduled_tokens=options.max_num_scheduled_tokens,
+        max_num_encoder_input_tokens=_max_num_encoder_input_tokens(options, config),
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         enable_chunked_prefill=options.enable_chunked_prefill,
         scheduler_reserve_full_isl=options.scheduler_reserve_full_isl,
@@ -201,6 +202,23 @@ def _worker_process(
         cpu_kernels=plan.options.cpu_kernels,
         log_level=plan.options.log_level,
     )
+
+
+def _max_num_encoder_input_tokens(options: EngineOptions, config: DecoderConfig) -> int:
+    """As asked for, else what one request needs; 0 for a model without an encoder."""
+    asked, needed = options.max_num_encoder_input_tokens, config.max_encoder_tokens
+    if asked is None:
+        return needed
+    if not needed:
+        raise ConfigError(
+            f"max_num_encoder_input_tokens={asked}, but this model has no encoder. Leave it out."
+        )
+    if asked < needed:
+        raise ConfigError(
+            f"max_num_encoder_input_tokens={asked} is too little: this model's encoder makes "
+            f"{needed} tokens of every request, in one step. Use {needed} or more."
+        )
+    return asked
 
 
 def _max_model_len(

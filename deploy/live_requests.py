@@ -18,6 +18,7 @@ from longshore.protocol.client import (
     FinishedRequest,
 )
 from longshore.protocol.errors import EngineDead
+from longshore.protocol.inputs import MultimodalFeature
 from longshore.protocol.sampling import SamplingParams
 
 SEED_BITS = 63
@@ -96,24 +97,31 @@ class LiveRequests:
         cache_salt: str | None = None,
         fork_of: LiveRequest | None = None,
         keeps_blocks: bool = False,
+        multimodal: tuple[MultimodalFeature, ...] = (),
+        num_primed: int = 0,
     ) -> tuple[LiveRequest, AddRequest]:
         """A new request, and the message that queues it.
 
         fork_of:      it begins with the KV of this one.
         keeps_blocks: at its end it keeps its KV for others to fork, until it is aborted.
+        num_primed:   so many tokens at the prompt's end are sent as output that was there before,
+                      which limits and bad words of `sampling` look at and the answer leaves out.
         """
         handle = self._next_handle
         self._next_handle = (handle + 1) & 0x7FFFFFFF
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(SEED_BITS))
         live = LiveRequest(request_id, handle, prompt_token_ids, on_change)
+        num_prompt = len(prompt_token_ids) - num_primed
         message = AddRequest(
             request_id=request_id,
             handle=handle,
-            prompt_token_ids=int32_array(prompt_token_ids),
+            prompt_token_ids=int32_array(prompt_token_ids[:num_prompt]),
+            output_token_ids=int32_array(prompt_token_ids[num_prompt:]),
             sampling=sampling,
             priority=priority,
             cache_salt=cache_salt,
+            multimodal=multimodal,
             resumable=keeps_blocks,
             keeps_blocks=keeps_blocks,
             fork_of=None if fork_of is None else fork_of.handle,

@@ -10,30 +10,35 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 from tqdm import tqdm
 
-from longshore.deploy.beam_search import (
-    BeamSearch,
-    BeamSearchFailed,
-    BeamSearchParams,
-    FinishedBeam,
-)
+from longshore.deploy.audio import Audio
+from longshore.deploy.beam_search import BeamSearch, BeamSearchParams
+from longshore.deploy.carrier import Carrier, Engine
 from longshore.deploy.engine import plan_engine
-from longshore.deploy.gateway.detokenizer import IncrementalDetokenizer
-from longshore.deploy.gateway.tokenizer import ModelTokenizer, load_tokenizer
+from longshore.deploy.gateway.detokenizer import TokenDecoder
+from longshore.deploy.gateway.tokenizer import load_tokenizer
 from longshore.deploy.in_process_engine import InProcessEngine
 from longshore.deploy.live_requests import LiveRequest, LiveRequests
-from longshore.deploy.llm_outputs import BeamOutput, BeamSearchOutput, RequestOutput
+from longshore.deploy.llm_beams import beam_output, run_searches
+from longshore.deploy.llm_outputs import (
+    BeamSearchOutput,
+    RequestOutput,
+    TranscriptionOutput,
+    answer_text,
+)
 from longshore.deploy.model_folder import ModelFolder, read_model_folder
 from longshore.deploy.options import engine_options
 from longshore.deploy.prompt_check import plain_params, prompt_problem, sampling_problem
 from longshore.deploy.remote_engine import RemoteEngine
 from longshore.deploy.samples import sample_params
-from longshore.protocol.client import ClientRequest, EngineOutputs, FinishReason
+from longshore.deploy.speech import SpeechModel, Task
+from longshore.deploy.transcriber import SpeechRequest, as_list, transcribe
 from longshore.protocol.errors import EngineDead
+from longshore.protocol.inputs import MultimodalFeature
 from longshore.protocol.sampling import SamplingParams
 
 Prompt: TypeAlias = str | Mapping[str, Sequence[int]]
@@ -44,51 +49,17 @@ DEFAULT_MAX_TOKENS: Final = 16
 MAX_LIVE_REQUESTS: Final = 16_384
 
 
-class Engine(Protocol):
-    """What carries requests: processes of its own, or objects in this one.
-
-    num_blocks: in its KV cache, the null block included.
-    """
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    def send(self, message: ClientRequest) -> None: ...
-
-    def receive(self) -> EngineOutputs | None: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass
 class _Answer:
     """One request on its way. first: the first sample of its prompt, None if it is that itself."""
 
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    index: int
+    index: int = 0
     first: "_Answer | None" = None
     live: LiveRequest | None = None
-
-
-@dataclass(frozen=True)
-class _Carrier:
-    """Sends the requests of a `BeamSearch`."""
-
-    requests: LiveRequests
-    engine: Engine
-
-    def submit(
-        self, request_id: str, prompt_token_ids: Sequence[int], *args: Any, **fields: Any
-    ) -> LiveRequest:
-        live, message = self.requests.open(request_id, prompt_token_ids, *args, **fields)
-        self.engine.send(message)
-        return live
-
-    def abort(self, requests: Sequence[LiveRequest]) -> None:
-        message = self.requests.abort(requests)
-        if message is not None:
-            self.engine.send(message)
+    multimodal: tuple[MultimodalFeature, ...] = ()
+    num_primed: int = 0
 
 
 class LLM:
@@ -113,9 +84,21 @@ class LLM:
         plan = plan_engine(options, self._model)
         self._plan = plan
         self._max_model_len = plan.identity.max_model_len
+        self._decoder: TokenDecoder | None = self._tokenizer
+        self._speech: SpeechModel | None = None
+        if self._model.audio is not None:
+            self._speech = SpeechModel(
+                self._model.path,
+                self._model.audio,
+                self._tokenizer,
+                vocab_size=self._model.vocab_size,
+                max_model_len=self._max_model_len,
+            )
+            self._decoder = self._speech.tokenizer
         self._requests = LiveRequests(options.seed)
         self._num_requests = 0
         self._engine: Engine = InProcessEngine(plan) if in_process else RemoteEngine(plan)
+        self._carrier = Carrier(self._requests, self._engine)
         self._finalizer = weakref.finalize(self, _close_in_owner, self._engine, os.getpid())
 
     @property
@@ -149,8 +132,7 @@ class LLM:
         Raises ValueError for a prompt that does not fit, EngineDead if the engine dies or is
         closed. An interrupt aborts what is running; the LLM stays usable.
         """
-        if not self._finalizer.alive:
-            raise EngineDead("this LLM has been closed")
+        self._check_takes(text=True)
         if n < 1:
             raise ValueError(f"n={n} must be at least 1")
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
@@ -162,18 +144,63 @@ class LLM:
             for index, sample in enumerate(sample_params(sampling, n)):
                 answers.append(_Answer(ids, sample, index, first))
                 first = first or answers[-1]
-        with (
-            tqdm(
-                total=len(answers),
-                desc="generate",
-                unit="req",
-                disable=not progress,
-                file=sys.stderr,
-            ) as bar,
-            self._cleaned_up(),
-        ):
-            self._run(answers, bar)
-        return [self._output(answer) for answer in answers]
+        return self._answer_all(answers, "generate", progress=progress)
+
+    def transcribe(
+        self,
+        audio: Audio | Sequence[Audio],
+        *,
+        language: str | None = None,
+        task: Task = "transcribe",
+        prompt: str | None = None,
+        params: SamplingParams | None = None,
+        progress: bool = True,
+    ) -> list[TranscriptionOutput]:
+        """What is said in one audio or many; for models that turn audio into text.
+
+        audio:    paths, contents of files, or pairs of samples and rate; of any length.
+        language: code of what is spoken, as `en`; None has it detected, once per audio.
+        task:     `translate` answers in English.
+        prompt:   text that is taken to stand before the audio's, for its style and names.
+        params:   None is greedy, to the end.
+        Raises ValueError for what cannot be transcribed; else as `generate`.
+        """
+        self._check_takes(text=False)
+        assert self._speech is not None
+
+        def answer(requests: Sequence[SpeechRequest]) -> list[RequestOutput]:
+            answers = [
+                _Answer(
+                    each.prompt_token_ids,
+                    each.sampling,
+                    multimodal=(each.feature,),
+                    num_primed=each.num_primed,
+                )
+                for each in requests
+            ]
+            return self._answer_all(answers, "transcribe", progress=progress)
+
+        if params is None:
+            params = SamplingParams(temperature=0, max_tokens=None)
+        (params,) = self._params_per_prompt(params, 1)
+        return transcribe(
+            self._speech,
+            as_list(audio),
+            language=language,
+            task=task,
+            prompt=prompt,
+            params=params,
+            answer=answer,
+        )
+
+    def _check_takes(self, *, text: bool) -> None:
+        """Raise EngineDead if it is closed, ValueError if the model takes the other."""
+        if not self._finalizer.alive:
+            raise EngineDead("this LLM has been closed")
+        if text and self._speech is not None:
+            raise ValueError(f"{self._model.name} turns audio into text: use LLM.transcribe")
+        if not text and self._speech is None:
+            raise ValueError(f"{self._model.name} takes text, no audio: use LLM.generate")
 
     def beam_search(
         self,
@@ -191,11 +218,10 @@ class LLM:
         max_tokens: of an answer, at most what the model's length leaves. Other arguments and errors
                     as in `generate`.
         """
-        if not self._finalizer.alive:
-            raise EngineDead("this LLM has been closed")
+        self._check_takes(text=True)
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         token_ids = [self._token_ids(prompt, index) for index, prompt in enumerate(prompt_list)]
-        searches, carrier = [], _Carrier(self._requests, self._engine)
+        searches = []
         for ids in token_ids:
             self._num_requests += 1
             params = BeamSearchParams(
@@ -206,50 +232,19 @@ class LLM:
                 frozenset() if ignore_eos else frozenset(self._model.eos_token_ids),
             )
             name = f"llm-{self._num_requests}"
-            searches.append(BeamSearch(carrier, name, ids, params, on_change=_ignore))
+            searches.append(BeamSearch(self._carrier, name, ids, params, on_change=_ignore))
         with self._cleaned_up():
-            errors = self._search(searches, max_live=max(1, MAX_LIVE_REQUESTS // beam_width))
+            max_live = max(1, MAX_LIVE_REQUESTS // beam_width)
+            errors = run_searches(searches, self._carrier, max_live=max_live)
         return [
             BeamSearchOutput(list(search.prompt_token_ids), [], errors[search])
             if search in errors
             else BeamSearchOutput(
                 list(search.prompt_token_ids),
-                [self._beam_output(search, finished) for finished in search.finished],
+                [beam_output(self._decoder, search, finished) for finished in search.finished],
             )
             for search in searches
         ]
-
-    def _search(self, searches: Sequence[BeamSearch], *, max_live: int) -> dict[BeamSearch, str]:
-        """Run so many of them at a time; returns what went wrong with which."""
-        waiting = deque(searches)
-        live: list[BeamSearch] = []
-        errors = {}
-        while waiting or live:
-            while waiting and len(live) < max_live:
-                live.append(waiting.popleft())
-                live[-1].start()
-            if (outputs := self._engine.receive()) is None:
-                continue
-            self._requests.apply(outputs)
-            for search in live:
-                try:
-                    search.advance()
-                except BeamSearchFailed as error:
-                    errors[search] = str(error)
-                if search.is_over or search in errors:
-                    search.close()
-            live = [search for search in live if not (search.is_over or search in errors)]
-        return errors
-
-    def _beam_output(self, search: BeamSearch, finished: FinishedBeam) -> BeamOutput:
-        beam = finished.beam
-        reason = FinishReason.STOPPED if beam.has_ended else FinishReason.LENGTH_CAPPED
-        return BeamOutput(
-            list(beam.token_ids),
-            _text(self._tokenizer, search.prompt_token_ids, beam.token_ids, reason),
-            finished.score,
-            reason.api_name,
-        )
 
     @contextlib.contextmanager
     def _cleaned_up(self) -> Iterator[None]:
@@ -308,6 +303,14 @@ class LLM:
             raise ValueError(f"prompts[{index}]: {problem}")
         return token_ids
 
+    def _answer_all(
+        self, answers: Sequence[_Answer], what: str, *, progress: bool
+    ) -> list[RequestOutput]:
+        bar = tqdm(total=len(answers), desc=what, unit="req", disable=not progress, file=sys.stderr)
+        with bar, self._cleaned_up():
+            self._run(answers, bar)
+        return [self._output(answer) for answer in answers]
+
     def _run(self, answers: Sequence[_Answer], bar: "tqdm[Any]") -> None:
         waiting = deque(answers)
         num_tokens = 0
@@ -328,20 +331,19 @@ class LLM:
 
     def _send(self, answer: _Answer) -> None:
         self._num_requests += 1
-        answer.live, message = self._requests.open(
+        answer.live = self._carrier.submit(
             f"llm-{self._num_requests}",
             answer.prompt_token_ids,
             answer.sampling,
             on_change=_ignore,
             fork_of=None if answer.first is None else answer.first.live,
+            multimodal=answer.multimodal,
+            num_primed=answer.num_primed,
         )
-        self._engine.send(message)
 
     def _abort_all(self) -> None:
-        message = self._requests.abort(self._requests.all())
-        if message is not None:
-            with contextlib.suppress(EngineDead):  # nothing is left to abort
-                self._engine.send(message)
+        with contextlib.suppress(EngineDead):  # nothing is left to abort
+            self._carrier.abort(self._requests.all())
 
     def _output(self, answer: _Answer) -> RequestOutput:
         live = answer.live
@@ -359,7 +361,7 @@ class LLM:
             request_id=live.request_id,
             prompt_token_ids=answer.prompt_token_ids,
             token_ids=token_ids,
-            text=_text(self._tokenizer, answer.prompt_token_ids, token_ids, end.reason),
+            text=answer_text(self._decoder, answer.prompt_token_ids, token_ids, end.reason),
             finish_reason=end.reason.api_name,
             num_cached_tokens=end.num_cached_tokens,
             num_preemptions=end.num_preemptions,
@@ -399,20 +401,6 @@ def default_params(model: ModelFolder) -> SamplingParams:
         repetition_penalty=defaults.repetition_penalty,
         max_tokens=DEFAULT_MAX_TOKENS if defaults.max_tokens is None else defaults.max_tokens,
     )
-
-
-def _text(
-    tokenizer: ModelTokenizer | None,
-    prompt_token_ids: Sequence[int],
-    token_ids: Sequence[int],
-    reason: FinishReason,
-) -> str:
-    if tokenizer is None:
-        return ""
-    if reason is FinishReason.STOPPED:
-        token_ids = token_ids[:-1]
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
-    return detokenizer.append(token_ids) + detokenizer.finish()
 
 
 def _close_in_owner(engine: Engine, owner_pid: int) -> None:

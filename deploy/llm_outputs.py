@@ -1,8 +1,11 @@
 """What `LLM` answers: plain values, one per answer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from longshore.deploy.gateway.detokenizer import IncrementalDetokenizer, TokenDecoder
 from longshore.deploy.token_scores import Logprob
+from longshore.protocol.client import FinishReason
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,21 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class TranscriptionOutput:
+    """What was said in an audio.
+
+    language: the code of the one that was heard, asked for or detected.
+    pieces:   the answers to the audio's pieces, in order; one if the audio fits the model's window.
+    error:    what went wrong with a piece, if something did.
+    """
+
+    text: str
+    language: str
+    pieces: list[RequestOutput]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class BeamOutput:
     """One of the likeliest answers to a prompt.
 
@@ -57,3 +75,18 @@ class BeamSearchOutput:
     prompt_token_ids: list[int]
     beams: list[BeamOutput]
     error: str | None = None
+
+
+def answer_text(
+    tokenizer: TokenDecoder | None,
+    prompt_token_ids: Sequence[int],
+    token_ids: Sequence[int],
+    reason: FinishReason,
+) -> str:
+    """Without the token that stopped it; empty without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    if reason is FinishReason.STOPPED:
+        token_ids = token_ids[:-1]
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
+    return detokenizer.append(token_ids) + detokenizer.finish()

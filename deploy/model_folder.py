@@ -13,6 +13,7 @@ from longshore.deploy.json_file import read_json_object
 from longshore.deploy.model_hub import model_name, resolve_model
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.sampling import SamplingParams
+from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -34,6 +35,15 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     max_tokens: int | None = None
 
 
+class AudioInput(msgspec.Struct, frozen=True):
+    """What a speech model takes: mono samples at `sampling_rate` Hz, at most `max_samples` of them,
+    which its encoder makes `num_tokens` of, however few they are."""
+
+    sampling_rate: int
+    max_samples: int
+    num_tokens: int
+
+
 class ModelFolder(msgspec.Struct, frozen=True):
     """A Hugging Face model folder.
 
@@ -41,6 +51,7 @@ class ModelFolder(msgspec.Struct, frozen=True):
     max_model_len: tokens of prompt and answer together that the model was made for.
     eos_token_ids: any of them ends an answer.
     checkpoint_dtype: as config.json names it.
+    audio:         what it turns into text; None: it takes text.
     """
 
     path: Path
@@ -50,6 +61,7 @@ class ModelFolder(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str
     sampling_defaults: SamplingDefaults
+    audio: AudioInput | None = None
 
     def resolve_dtype(self, name: str, device: str) -> DtypeName:
         """The dtype to run in. `auto` is the checkpoint's own, except that float16 becomes float32
@@ -88,7 +100,14 @@ def read_model_folder(name: str | Path) -> ModelFolder:
         eos_token_ids=_token_ids(eos, path),
         checkpoint_dtype=model.dtype,
         sampling_defaults=_sampling_defaults(generation, path),
+        audio=_audio_input(model),
     )
+
+
+def _audio_input(model: DecoderConfig) -> AudioInput | None:
+    if not model.max_encoder_tokens:
+        return None
+    return AudioInput(model.sampling_rate, model.max_audio_samples, model.max_encoder_tokens)
 
 
 def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingDefaults:

@@ -13,6 +13,7 @@ LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
+MAX_AUDIO_S: Final = 24 * 3600
 # Far beyond what makes sense; larger numbers are typing errors that would end in a traceback.
 _MOST: Final = {
     "num_blocks": 2**31 - 1,
@@ -20,6 +21,7 @@ _MOST: Final = {
     "max_num_seqs": 1 << 16,
     "max_num_batched_tokens": 1 << 24,
     "max_num_scheduled_tokens": 1 << 24,
+    "max_num_encoder_input_tokens": 1 << 24,
     "max_loading_blocks": 2**31 - 1,
     "tensor_parallel_size": 64,
     "pipeline_parallel_size": 64,
@@ -52,6 +54,8 @@ class EngineOptions:
         max_num_batched_tokens: Tokens that one step computes at most.
         max_num_scheduled_tokens: Tokens that one step is given to compute. Default: as many as it
             can, max_num_batched_tokens.
+        max_num_encoder_input_tokens: Tokens that the encoder of a speech model makes in one step at
+            most, which limits how many requests begin in it. Default: those of one request.
         max_model_len: Tokens of one request, prompt and answer. Default: what the model was made
             for, and not more than num_blocks hold.
         scheduling_policy: Who runs first: fcfs by arrival, priority by the request's priority,
@@ -99,6 +103,7 @@ class EngineOptions:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_num_scheduled_tokens: int | None = None
+    max_num_encoder_input_tokens: int | None = None
     max_model_len: int | None = None
     scheduling_policy: str = "fcfs"
     async_scheduling: bool | None = None
@@ -195,7 +200,9 @@ class ServeOptions(EngineOptions):
         served_model_name: What requests call the model. Default: the name of its folder, or its id
             on the hub.
         chat_template: File with a Jinja chat template, instead of the model's own.
-        max_body_mib: Size of a request body at most.
+        max_body_mib: Size of a request body at most, without audio.
+        max_audio_mib: Size of an audio file at most.
+        max_audio_s: Length of its sound at most.
         drain_timeout_s: How long running answers may take to finish after SIGTERM.
     """
 
@@ -204,6 +211,8 @@ class ServeOptions(EngineOptions):
     served_model_name: str | None = None
     chat_template: Path | None = None
     max_body_mib: int = 16
+    max_audio_mib: int = 25
+    max_audio_s: float = 3600.0
     drain_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -211,6 +220,12 @@ class ServeOptions(EngineOptions):
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} must lie between 0 and 65535")
         check_at_least("max_body_mib", self.max_body_mib, 1)
+        check_at_least("max_audio_mib", self.max_audio_mib, 1)
+        if not 0 < self.max_audio_s <= MAX_AUDIO_S:
+            raise ConfigError(
+                f"max_audio_s={self.max_audio_s} must be above 0 and at most {MAX_AUDIO_S}: an "
+                "audio is held in memory as a whole"
+            )
         if not 0 <= self.drain_timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
                 f"drain_timeout_s={self.drain_timeout_s} must lie between 0 and {MAX_TIMEOUT_S}"

@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from longshore.deploy.audio import require_extra
 from longshore.deploy.engine import NO_BLAS_THREADS, EnginePlan, engine_processes, plan_engine
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.model_folder import ModelFolder
@@ -28,6 +29,8 @@ def serve(
     Raises ConfigError or StartFailed if the deployment cannot start, EngineDead if a process dies.
     Nothing is left behind either way.
     """
+    if model.audio is not None:
+        require_extra("soundfile", "soxr", "python_multipart")
     plan = plan_engine(options, model)
     with (
         StopSignals() as stop_signal,
@@ -74,6 +77,9 @@ def _gateway(
         listen_fd=listener.fileno(),
         chat_template=None if options.chat_template is None else str(options.chat_template),
         max_body_bytes=options.max_body_mib << 20,
+        audio=model.audio,
+        max_audio_bytes=options.max_audio_mib << 20,
+        max_audio_s=options.max_audio_s,
         drain_timeout_s=options.drain_timeout_s,
         seed=options.seed,
         log_level=options.log_level,

@@ -62,7 +62,8 @@ class AddRequest(
     cache_salt:        prefix blocks are shared only among requests of the same salt.
     skip_reading_prefix_cache: compute everything, although a prefix may be cached.
     kv_transfer_params: for the connector; the one loose dict, its keys are defined outside.
-    multimodal:        items in order of their offsets, which do not overlap.
+    multimodal:        items in order of their offsets, which do not overlap; exactly one if the
+                       model has cross attention.
     prompt_embeds:     stands for the prompt; its token ids are placeholders then.
     pooling:           asks for a vector; `sampling` means nothing then.
     job_id, is_last_step: the agent's job this request is a turn of, and whether another follows.
@@ -71,7 +72,8 @@ class AddRequest(
                        own next input, as long as nobody else needs the room.
     fork_of:           handle of a live request of the same client: this one begins with its KV, as
                        far as their tokens agree, once that is computed. If it has ended by then,
-                       or never was, this is a request like any other.
+                       or never was, or the model has cross attention, this is a request like any
+                       other.
     """
 
     request_id: str

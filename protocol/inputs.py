@@ -18,10 +18,13 @@ class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MultimodalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One image, sound or the like: prompt positions [offset, offset + num_tokens) stand for it.
+    """One image, sound or the like: prompt positions [offset, offset + num_tokens) stand for it. To
+    a model with cross attention a request brings one, for which no position stands: offset is 0.
 
-    hash: of its content; equal items are encoded once.
-    data: what the workers' processor takes, opaque here.
+    hash:       of its content; equal items are encoded once, but for cross attention.
+    num_tokens: that the encoder makes of it.
+    data:       what the workers' processor takes, opaque here; of modality "audio" for cross
+                attention: mono samples at the model's rate, little-endian float32.
     """
 
     hash: str

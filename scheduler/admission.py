@@ -198,11 +198,11 @@ class Admission:
         self, request: Request, local: ComputedBlocks, num_slots: int, num_loaded: int
     ) -> BlockDemand:
         """What the request needs for so many tokens, `num_loaded` of them loaded or found."""
-        num_encoder_tokens = 0
-        if request.multimodal:
-            num_encoder_tokens = sum(item.num_tokens for item in request.multimodal)
         return self._kv_cache.demand(
-            local, num_slots, num_loaded=num_loaded, num_encoder_tokens=num_encoder_tokens
+            local,
+            num_slots,
+            num_loaded=num_loaded,
+            num_encoder_tokens=request.num_encoder_tokens,
         )
 
     def _has_room_for(self, request: Request, demand: BlockDemand, num_slots: int) -> bool:
@@ -322,8 +322,7 @@ class Admission:
         if request.lora is not None:
             self._loras.enter(request.lora.name)
         if request.multimodal:
-            self._encoder.limit(request, num_computed, need)
-            self._encoder.pending[request.request_id] = request
+            self._encoder.admit(request, num_computed, need)
         self._kv_cache.name_blocks(
             row, request, request.token_ids, num_computed + need, step=self._plan.step + 1
         )

@@ -15,8 +15,9 @@ from longshore.protocol.arrays import EMPTY_INT32, BoolArray, Int32Array, Int64A
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.scheduler.block_metrics import BlockMetrics
-from longshore.scheduler.free_queue import FEW_BLOCKS, FreeQueue, NotTaken
+from longshore.scheduler.free_queue import FEW_BLOCKS as FEW_BLOCKS
 from longshore.scheduler.free_queue import BlockIds as BlockIds  # the pool's callers speak it too
+from longshore.scheduler.free_queue import FreeQueue, NotTaken
 from longshore.scheduler.kv_events import KVEventLog
 from longshore.scheduler.prefix_map import PrefixMap
 

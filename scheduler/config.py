@@ -21,7 +21,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     policy:                  a built-in one, an entry point's name, or package.module:Class.
     max_loras:               different adapters that may run at once.
     max_num_encoder_input_tokens: multimodal tokens encoded per step; 0 refuses multimodal requests.
-    encoder_cache_size:      tokens of encoder output kept; None is as many as one step encodes.
+                             With cross attention at least those of one request.
+    encoder_cache_size:      tokens of encoder output kept; None is as many as one step encodes. No
+                             model with cross attention looks at it.
     num_speculative_tokens:  drafts per request and step at most.
     num_lookahead_tokens:    slots kept behind a request's tokens for a drafter that writes KV.
     load_failure_policy:     a request whose KV could not be loaded computes it, or fails.

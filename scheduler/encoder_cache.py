@@ -62,6 +62,16 @@ class EncoderCache:
             self._holders.setdefault(item.hash, {})[request.request_id, index] = request
         return num_allowed
 
+    def admit(self, request: Request, num_computed: int, num_tokens: int) -> None:
+        """The request has taken its row and computes its next `num_tokens` tokens, of which
+        `would_limit` would cut none."""
+        self.limit(request, num_computed, num_tokens)
+        self.pending[request.request_id] = request
+
+    def rewound(self, request: Request) -> None:
+        """A row was sent back: items that it had passed may have to be encoded again."""
+        self.pending[request.request_id] = request
+
     def would_limit(self, request: Request, num_computed: int, num_tokens: int) -> int:
         """What `limit` would answer; takes nothing."""
         return self._look_ahead(request, num_computed, num_tokens)[0]
@@ -130,6 +140,10 @@ class EncoderCache:
         """Hashes of outputs that the workers may drop."""
         freed, self._freed = tuple(self._freed), []
         return freed
+
+    def waits_for(self, request: Request) -> str | None:
+        """What keeps a request that holds no row from its place in the encoder, if known."""
+        return None
 
     def checkpoint(self) -> "EncoderCache":
         """A copy to `restore` from."""

@@ -1,6 +1,7 @@
 """Which requests an engine cannot serve, and what their client is told."""
 
 import math
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -13,10 +14,14 @@ from longshore.protocol.client import (
     FinishReason,
 )
 from longshore.protocol.handshake import Feature
+from longshore.protocol.inputs import MultimodalFeature
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import SchedulerConfig
 
 MAX_HANDLE: Final = 2**31 - 1
+
+SAMPLE_SIZE_BYTES: Final = 4
+"""Of one sample of a sound, a little-endian float32."""
 
 MAX_ADDED_BYTES: Final = 64 << 20
 """Of the requests that one plan adds: token ids, embeddings and multimodal data together."""
@@ -31,7 +36,8 @@ class Intake:
     vocab_size:    token ids must stay below it.
     features:      what the workers can do beyond plain text.
     has_connector: somebody could use `kv_transfer_params`.
-    max_encoder_tokens: of all items of a request together; None: no limit.
+    max_encoder_tokens: of the one item that a request to a model with cross attention brings; None:
+                   the model has none, and a request's items stand for positions of its prompt.
     """
 
     def __init__(
@@ -59,7 +65,7 @@ class Intake:
             )
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
         text = self._malformed(message, num_tokens)
-        if text is None and not _is_plain(message):
+        if text is None and not (self._max_encoder_tokens is None and _is_plain(message)):
             text = self._bad_inputs(message, num_tokens) or self._unsupported(message)
         return self._bad_length(num_tokens) if text is None else (FinishReason.ERROR, text)
 
@@ -99,17 +105,12 @@ class Intake:
             if value is not None and len(value) > MAX_NAME_CHARACTERS:
                 return f"{name} is longer than {MAX_NAME_CHARACTERS} characters"
         num_prompt = len(message.prompt_token_ids)
-        end = 0
-        for item in message.multimodal:
-            if item.num_tokens < 1 or not end <= item.offset <= num_prompt - item.num_tokens:
-                return (
-                    f"multimodal item at {item.offset} with {item.num_tokens} tokens does not fit "
-                    f"the prompt of {num_prompt} tokens behind the item before it"
-                )
-            end = item.offset + item.num_tokens
-        sizes = {item.hash: item.num_tokens for item in message.multimodal}
-        if any(sizes[item.hash] != item.num_tokens for item in message.multimodal):
-            return "two multimodal items have one hash and different numbers of tokens"
+        if self._max_encoder_tokens is None:
+            text = _bad_items(message.multimodal, num_prompt)
+        else:
+            text = _bad_sound(message, self._max_encoder_tokens)
+        if text is not None:
+            return text
         embeds = message.prompt_embeds
         num_bytes = 4 * num_tokens + sum(len(item.data) for item in message.multimodal)
         num_bytes += 0 if embeds is None else len(embeds.data)
@@ -163,16 +164,10 @@ class Intake:
             return "an adapter was asked for, but max_loras=0 admits none"
         largest = max((item.num_tokens for item in message.multimodal), default=0)
         capacity = min(config.max_num_encoder_input_tokens, config.encoder_capacity)
-        if largest > capacity:
+        if largest > capacity and self._max_encoder_tokens is None:
             return (
                 f"a multimodal item has {largest} tokens; this engine encodes and keeps "
                 f"{capacity} at a time (max_num_encoder_input_tokens, encoder_cache_size)"
-            )
-        num_encoded = sum(item.num_tokens for item in message.multimodal)
-        if self._max_encoder_tokens is not None and num_encoded > self._max_encoder_tokens:
-            return (
-                f"its multimodal items have {num_encoded} tokens; this model's cross attention "
-                f"takes {self._max_encoder_tokens} per request (max_encoder_tokens)"
             )
         if message.kv_transfer_params is not None and not self._has_connector:
             return (
@@ -186,6 +181,50 @@ class Intake:
                 if getattr(message, name):
                     return f"resumable sessions do not go together with {name}"
         return None
+
+
+def _bad_items(items: Sequence[MultimodalFeature], num_prompt: int) -> str | None:
+    """What is wrong with items that stand for positions of a prompt of so many tokens."""
+    end = 0
+    for item in items:
+        if item.num_tokens < 1 or not end <= item.offset <= num_prompt - item.num_tokens:
+            return (
+                f"multimodal item at {item.offset} with {item.num_tokens} tokens does not fit "
+                f"the prompt of {num_prompt} tokens behind the item before it"
+            )
+        end = item.offset + item.num_tokens
+    sizes = {item.hash: item.num_tokens for item in items}
+    if any(sizes[item.hash] != item.num_tokens for item in items):
+        return "two multimodal items have one hash and different numbers of tokens"
+    return None
+
+
+def _bad_sound(message: AddRequest, max_encoder_tokens: int) -> str | None:
+    """What is wrong with what a request brings for cross attention to so many tokens at most."""
+    if len(message.multimodal) != 1:
+        return (
+            "this engine's model writes down what its encoder hears: a request brings one sound "
+            f"(a multimodal item), and this one has {len(message.multimodal)} items. Plain text "
+            "needs an engine whose model has no encoder"
+        )
+    (item,) = message.multimodal
+    if item.modality != "audio":
+        return f"its item is of modality {item.modality!r}; this model's encoder takes 'audio'"
+    if item.offset:
+        return f"its sound has offset={item.offset}; it stands for no position of the prompt: use 0"
+    if not 1 <= item.num_tokens <= max_encoder_tokens:
+        return (
+            f"its sound has {item.num_tokens} tokens; this model's cross attention takes 1 to "
+            f"{max_encoder_tokens} (max_encoder_tokens)"
+        )
+    if not len(item.data) or len(item.data) % SAMPLE_SIZE_BYTES:
+        return (
+            f"its sound has {len(item.data)} bytes; it must be samples of {SAMPLE_SIZE_BYTES} "
+            "bytes (little-endian float32), at least one"
+        )
+    if message.prompt_embeds is not None:
+        return "prompt_embeds do not go together with cross attention: a prompt is token ids"
+    return None
 
 
 def _is_plain(message: AddRequest) -> bool:

@@ -11,10 +11,9 @@ import numpy as np
 
 # Registers its managers; nothing of it is used by name.
 import longshore.scheduler.forgetting_managers  # noqa: F401
-from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import DEFAULT_STEPS_IN_FLIGHT, NULL_BLOCK, KVCacheConfig
-from longshore.scheduler.block_pool import BlockIds, BlockPool
+from longshore.scheduler.block_pool import FEW_BLOCKS, BlockIds, BlockPool
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.single_type_manager import SingleTypeManager, manager_class
 
@@ -86,9 +85,9 @@ class HybridCoordinator(KVCacheCoordinator):
     def find_longest_hit(
         self, names: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[BlockIds, ...], int]:
-        length, hits = max_tokens, dict(enumerate(self._no_hits))
+        length, hits = max_tokens, list(self._no_hits)
         for kind in self._keeping:
-            length = self._shorten(kind, names, length, hits)
+            length = self._kept(kind, names, length, hits)
         accepted = -1
         while length > 0 and length != accepted:
             accepted = length
@@ -99,15 +98,45 @@ class HybridCoordinator(KVCacheCoordinator):
         length -= self._num_dropped
         if length <= 0:
             return self._no_hits, 0
-        found = [hits[manager.group][: length // manager.block_size] for manager in self.managers]
-        return tuple(found), length
+        for group, manager in enumerate(self.managers):
+            num_blocks = length // manager.block_size
+            if len(hits[group]) > num_blocks:
+                hits[group] = hits[group][:num_blocks]
+        return tuple(hits), length
+
+    def _kept(
+        self,
+        kind: list[SingleTypeManager],
+        names: Sequence[bytes],
+        max_tokens: int,
+        hits: list[BlockIds],
+    ) -> int:
+        """`_shorten` for a kind that keeps every block; its hits may reach beyond."""
+        size = kind[0].block_size
+        wanted = kind[0].names_of_blocks(names, 0, max_tokens // size)
+        num_tokens = self._find_all(kind, wanted, hits) * size
+        return num_tokens - num_tokens % self.alignment
+
+    @staticmethod
+    def _find_all(
+        kind: list[SingleTypeManager], names: Sequence[bytes], hits: list[BlockIds]
+    ) -> int:
+        """How many of these blocks, from the first on, all groups of one kind have; those of each,
+        and maybe more, go into `hits`."""
+        num_found = len(names)
+        for manager in kind:
+            hits[manager.group] = found = manager.find(names)
+            if len(found) < num_found:
+                num_found = len(found)
+                names = names[:num_found]
+        return num_found
 
     def _shorten(
         self,
         kind: list[SingleTypeManager],
         names: Sequence[bytes],
         max_tokens: int,
-        hits: dict[int, BlockIds],
+        hits: list[BlockIds],
     ) -> int:
         """The longest prefix of at most `max_tokens` tokens that all groups of one kind can serve,
         and still can when the last tokens are dropped; their blocks go into `hits`.
@@ -116,23 +145,22 @@ class HybridCoordinator(KVCacheCoordinator):
         if one of them is missing, no prefix that ends behind the missing one and is shorter than
         this one will do.
         """
-        first = kind[0]
-        size, step = first.block_size, self.alignment // first.block_size
-        end = min(max_tokens // size, len(names) // first.names_per_block) // step * step
+        first, dropped = kind[0], self._num_dropped
+        size = first.block_size
+        step = self.alignment // size
+        end = max_tokens // size
+        if end * first.names_per_block > len(names):
+            end = len(names) // first.names_per_block
+        end -= end % step
         while end > 0:
-            start = first.first_needed(max(end * size - self._num_dropped, 0))
-            wanted = first.names_of_blocks(names, start, end)
-            found: list[BlockIds] = []
-            for manager in kind:
-                found.append(manager.find(wanted))
-                wanted = wanted[: len(found[-1])]
-            reach = (start + len(wanted)) // step * step
+            start = first.first_needed(end * size - dropped)
+            num_found = self._find_all(kind, first.names_of_blocks(names, start, end), hits)
+            reach = (start + num_found) // step * step
             if reach == end or (
-                reach > start
-                and first.first_needed(max(reach * size - self._num_dropped, 0)) == start
+                reach > start and first.first_needed(reach * size - dropped) == start
             ):
-                for manager, block_ids in zip(kind, found, strict=True):
-                    hits[manager.group] = _behind_nulls(start, block_ids[: reach - start])
+                for manager in kind:
+                    hits[manager.group] = _behind_nulls(start, hits[manager.group], reach)
                 return reach * size
             end = reach
         return 0
@@ -151,12 +179,14 @@ class UnitaryCoordinator(HybridCoordinator):
         return (hits,), len(hits) * self.alignment
 
 
-def _behind_nulls(count: int, block_ids: BlockIds) -> BlockIds:
-    if count == 0:
-        return block_ids
-    if isinstance(block_ids, list) and count <= len(block_ids):
-        return [NULL_BLOCK] * count + block_ids
-    return np.concatenate((np.zeros(count, np.int32), int32_array(block_ids)))
+def _behind_nulls(count: int, block_ids: BlockIds, end: int) -> BlockIds:
+    """The table entries up to `end` whose first `count` are null blocks."""
+    if isinstance(block_ids, list) and end <= FEW_BLOCKS:
+        entries = [NULL_BLOCK] * count + block_ids
+        return entries if len(entries) == end else entries[:end]
+    table = np.zeros(end, np.int32)
+    table[count:] = block_ids[: end - count]
+    return table
 
 
 def make_coordinator(

@@ -32,6 +32,7 @@ from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.forgetting_managers import ForgettingManager, MambaManager
 from longshore.scheduler.kv_cache_coordinator import make_coordinator
 from longshore.scheduler.kv_events import KVEvent, KVEventLog
+from longshore.scheduler.release_order import ReleaseOrder
 from longshore.scheduler.request import Request
 from longshore.scheduler.settled_counts import SettledCounts
 
@@ -100,6 +101,7 @@ class KVCacheManager:
             max_steps_in_flight=max_steps_in_flight,
         )
         self._managers = self._coordinator.managers
+        self._release_order = ReleaseOrder(self.block_sizes, [m.forgets for m in self._managers])
         self._caching = self._coordinator.caching
         self._forgetting = [m for m in self._managers if isinstance(m, ForgettingManager)]
         self._states = [m for m in self._managers if isinstance(m, MambaManager)]
@@ -204,8 +206,9 @@ class KVCacheManager:
             return False
         computed = demand.computed
         if computed.num_tokens:
-            for hits in computed.block_ids:
-                self._pool.touch(hits)
+            for manager, hits in zip(self._managers, computed.block_ids, strict=True):
+                first = manager.first_needed(computed.num_tokens)  # null blocks before it
+                self._pool.touch(hits[first:] if first else hits)
         for manager, hits, places, end in zip(
             self._managers, computed.block_ids, demand.places, demand.ends, strict=True
         ):
@@ -272,29 +275,23 @@ class KVCacheManager:
 
     def release(self, held: HeldBlocks, step: int = 0) -> None:
         """Give references back; named blocks stay findable until they are reused. `step` is the
-        newest plan that may still name the blocks.
-
-        Tail first: eviction takes the oldest free block, and a prefix is worth more than its
-        continuation. Blocks of several groups that end at the same token go in order of group.
-        """
+        newest plan that may still name the blocks. Tail first: see `ReleaseOrder`."""
         if len(held.block_ids) == 1:
             self._pool.free_blocks(held.block_ids[0][::-1], step)
-            return
-        ends = [
-            np.arange(1, len(block_ids) + 1) * manager.block_size
-            for manager, block_ids in zip(self._managers, held.block_ids, strict=True)
-        ]
-        order = np.argsort(-np.concatenate(ends), kind="stable")
-        block_ids = np.concatenate(held.block_ids)[order]
-        self._pool.free_blocks(block_ids[block_ids != NULL_BLOCK], step)
+        else:
+            self._pool.free_blocks(self._release_order.tail_first(held.block_ids), step)
 
     # Blocks that several share
 
     @property
     def can_fork(self) -> bool:
-        """Whether a request can begin anywhere in another one's KV: no group forgets, or keeps
-        something that does not follow from the tokens."""
-        return not self._forgetting and all(m.caches_prefixes for m in self._managers)
+        """Whether a request can begin anywhere in another one's KV: no group forgets."""
+        return not self._forgetting and self.follows_from_tokens
+
+    @property
+    def follows_from_tokens(self) -> bool:
+        """Whether equal tokens have equal KV: no group keeps anything else."""
+        return all(manager.caches_prefixes for manager in self._managers)
 
     def fork(self, tables: Sequence[Int32Array], num_tokens: int) -> HeldBlocks:
         """What somebody holds who begins with the first `num_tokens` tokens of these tables: a copy

@@ -71,7 +71,8 @@ class Lifecycle:
         )
         refused = self._intake.refusal(message, is_duplicate=is_duplicate)
         parent = None
-        if message.fork_of is not None and refused is None:
+        may_fork = self._kv_cache.follows_from_tokens  # else a fork is a request like any other
+        if message.fork_of is not None and refused is None and may_fork:
             parent = self._requests.get((client, message.fork_of))
             problem = fork_problem(message, parent)
             refused = None if problem is None else (FinishReason.ERROR, problem)

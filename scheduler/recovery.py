@@ -188,8 +188,8 @@ class Recovery:
         num_tokens = self._kv_cache.resume_point(self._kv_cache.block_ids(row), num_tokens)
         self._kv_cache.truncate(row, num_tokens, newest_step)
         request.num_hit_tokens = min(request.num_hit_tokens, num_tokens)
-        if request.multimodal:  # items that it had passed may have to be encoded again
-            self._encoder.pending[request.request_id] = request
+        if request.multimodal:
+            self._encoder.rewound(request)
         self.num_rewinds += 1
         self._plan.add_rewind(self._running.send_back(row, num_tokens, newest_step))
 

@@ -35,6 +35,7 @@ class WaitingReasons:
         self._gates = parts.gates
         self._loras = parts.loras
         self._transfers = parts.transfers
+        self._encoder = parts.encoder
 
     def describe(self, pause: PauseState, now: float, limit: int) -> tuple[WaitingReport, ...]:
         """The first `limit` waiting requests, in the order in which they are tried."""
@@ -103,7 +104,8 @@ class WaitingReasons:
             )
         num_kept = self._gates.watermark_blocks if self._running.num_rows else 0
         num_needed = self._kv_cache.num_blocks_for(
-            min(request.num_tokens, self._config.token_budget)
+            min(request.num_tokens, self._config.token_budget),
+            num_encoder_tokens=request.num_encoder_tokens,
         )
         if num_free - num_needed < num_kept:
             return (
@@ -111,4 +113,4 @@ class WaitingReasons:
                 f"{num_kept} are kept back; loads hold {self._transfers.num_loading_blocks}, "
                 f"{self._transfers.num_quarantined_blocks} are in quarantine"
             )
-        return "the next step"
+        return self._encoder.waits_for(request) or "the next step"

@@ -146,10 +146,11 @@ class Request:
         self.block_names: list[bytes] = []
         self.next_chunks: list[ContinueSession] = []
         self.events: list[tuple[RequestEvent, float]] = [(RequestEvent.QUEUED, now)]
-        # Beside token ids: what its start adds to a plan.
-        self.num_input_bytes = 0
+        # Beside token ids: what its start adds to a plan, and to the encoder's work.
+        self.num_input_bytes = self.num_encoder_tokens = 0
         if self.multimodal or self.prompt_embeds is not None:
             self.num_input_bytes = sum(len(item.data) for item in self.multimodal)
+            self.num_encoder_tokens = sum(item.num_tokens for item in self.multimodal)
             if self.prompt_embeds is not None:
                 self.num_input_bytes += len(self.prompt_embeds.data)
 

@@ -7,6 +7,8 @@ who may join in `admission`, what an answer means in `answers`, how a request co
 
 from typing import Any
 
+import msgspec
+
 from longshore.connectors.base import ConnectorOutput, SchedulerConnector
 from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.client import (
@@ -31,7 +33,6 @@ from longshore.scheduler.admission import Admission
 from longshore.scheduler.answers import Answers
 from longshore.scheduler.block_metrics import BlockMetrics
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
-from longshore.scheduler.encoder_cache import EncoderCache
 from longshore.scheduler.forgetting_managers import check_states
 from longshore.scheduler.forks import Forks
 from longshore.scheduler.gates import AdmissionGates
@@ -48,6 +49,7 @@ from longshore.scheduler.policy import SchedulingPolicy, checked, load_policy
 from longshore.scheduler.recovery import Recovery
 from longshore.scheduler.report import Progress, WaitingReasons
 from longshore.scheduler.request import RequestStatus
+from longshore.scheduler.row_encoder import check_encoder, make_encoder
 from longshore.scheduler.running import RunningTable
 from longshore.scheduler.step_planner import StepPlanner
 from longshore.scheduler.structured_output import GrammarCompiler, StructuredOutputs
@@ -92,6 +94,9 @@ class Scheduler:
         check_holds_one_request(kv_cache.groups, kv_cache.num_blocks, *config.longest_request)
         specs = [group.spec for group in kv_cache.groups]
         check_states(config, specs, has_connector=connector is not None)
+        check_encoder(config, kv_cache, has_connector=connector is not None)
+        if max_encoder_tokens(kv_cache.groups) is not None:  # equal tokens need not have equal KV
+            cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
         blocks = KVCacheManager(
             cache,
             kv_cache,
@@ -123,9 +128,7 @@ class Scheduler:
             transfers=Transfers(blocks, in_flight, num_ranks=num_ranks),
             gates=AdmissionGates(cache, kv_cache.num_blocks),
             loras=LoRAPlaces(config.max_loras),
-            encoder=EncoderCache(
-                capacity=config.encoder_capacity, budget=config.max_num_encoder_input_tokens
-            ),
+            encoder=make_encoder(config, kv_cache),
         )
         self.config = config
         self.running, self.waiting, self.kv_cache = running, waiting, blocks

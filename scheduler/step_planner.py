@@ -182,7 +182,8 @@ class StepPlanner:
             request = requests[index]
             row = request.row
             count = min(int(wanted[row]), budget.num_left)
-            if request.multimodal:
+            has_items = request.request_id in self._encoder.pending
+            if has_items:
                 num_computed = int(running.num_computed[row])
                 count = self._encoder.would_limit(request, num_computed, count)
             if count == 0:
@@ -211,7 +212,7 @@ class StepPlanner:
                 block_ids = self._kv_cache.grow_row(row, num_tokens)
             if block_ids is None:
                 continue
-            if request.multimodal:
+            if has_items:
                 self._encoder.limit(request, int(running.num_computed[row]), count)
             grown[row] = block_ids
             num_scheduled[row] = count

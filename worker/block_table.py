@@ -123,6 +123,14 @@ class BlockTable:
         """Where the KV of each token goes; every position must have a block."""
         return slot_mapping(self.host, rows, positions, self.block_size)
 
+    def step_slots(
+        self,
+        rows: npt.NDArray[np.int64],
+        places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+    ) -> npt.NDArray[np.int64]:
+        """The same, where it is known which column each position is in, and where there."""
+        return slots_at(self.host, rows, places, self.block_size)
+
     def commit(self) -> "TableUpload | None":
         """What brings the device's copy up to date, or None if it is. Run it in its turn."""
         rows = np.flatnonzero(self._is_stale)
@@ -226,10 +234,7 @@ class MultiGroupBlockTable:
     ) -> list[npt.NDArray[np.int64]]:
         """Per group, where the KV of each token goes."""
         places = {size: np.divmod(positions, size) for size in set(self.block_sizes)}
-        return [
-            slots_at(table.host, rows, places[table.block_size], table.block_size)
-            for table in self.tables
-        ]
+        return [table.step_slots(rows, places[table.block_size]) for table in self.tables]
 
     def commit(self) -> list[TableUpload]:
         """The uploads of the groups that changed."""

@@ -79,8 +79,8 @@ def check_cache_specs(specs: Mapping[str, KVCacheSpec], kv_cache_dtype: KVCacheD
         if kv_cache_dtype == FP8_E4M3 and not isinstance(spec, of_fp8):
             raise UnsupportedModel(
                 f"kv_cache_dtype={kv_cache_dtype!r} is for keys and values only, but this model "
-                f"has layers of {type(spec).__name__} (latents, states or a kind of its own), "
-                "which are kept as they are computed. Use kv_cache_dtype='auto'."
+                f"has layers of {type(spec).__name__} (latents, states, cross attention or a kind "
+                "of its own), which are kept as they are computed. Use kv_cache_dtype='auto'."
             )
 
 

@@ -11,10 +11,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
 from longshore.worker.block_table import TableUpload
+from longshore.worker.encoder_rows import EncoderInput
 from longshore.worker.fed_back import FedBackTokens
 from longshore.worker.kernels.argmax import argmax
 from longshore.worker.kv_cache import KVCache
@@ -55,6 +57,7 @@ class DeviceStep:
     segments: of the decodes, per group.
     copied_of_group: how many of the step's block copies each group has.
     started:  (row, token ids on the host) of rows that were added.
+    encoded:  what the encoder gets, for rows among them.
     uploads:  changes of the block tables.
     fed_back: tokens that another rank sampled in an earlier step and this one computes.
     prepare:  gets what the model gets, before it is computed; for warming up.
@@ -67,6 +70,7 @@ class DeviceStep:
     copied_of_group: Sequence[int]
     uploads: Sequence[TableUpload]
     started: Sequence[tuple[int, Tensor]]
+    encoded: Sequence[EncoderInput]
     fed_back: FedBackTokens | None
     prepare: Preparation | None = None
 
@@ -92,22 +96,10 @@ class DeviceStep:
 
     def _compute(self, ints: Tensor, reals: Tensor) -> None:
         state, inputs = self.state, self.inputs
-        decode_rows, decode_lens = ints[inputs.decode_rows], ints[inputs.decode_lens]
-        attention = state.attention.begin_step(
-            [
-                AttentionMetadata(
-                    slot_mapping=ints[slots],
-                    block_table=table,
-                    decode_rows=decode_rows,
-                    decode_lens=decode_lens,
-                    decode_segments=segments,
-                    prefill_chunks=self.chunks,
-                )
-                for slots, table, segments in zip(
-                    inputs.slots, state.block_tables, self.segments, strict=True
-                )
-            ]
-        )
+        attention = state.attention.begin_step(self._metadata(ints))
+        for item in self.encoded:
+            samples = item.samples.to(ints.device, non_blocking=True)
+            state.model.encode(samples, item.row, item.num_tokens, attention)
         positions = ints[inputs.positions]
         if state.parallel.is_first_stage:
             model_inputs = state.tokens.gather(ints[inputs.token_index])
@@ -122,6 +114,20 @@ class DeviceStep:
         else:
             assert state.link is not None
             state.link.send(hidden)
+
+    def _metadata(self, ints: Tensor) -> list[AttentionMetadata]:
+        """By group."""
+        state, inputs = self.state, self.inputs
+        decodes = ints[inputs.decode_rows], ints[inputs.decode_lens], self.chunks
+        to_encoder = ints[inputs.cross_rows], ints[inputs.cross_lens], ()
+        metadata = []
+        for group, slots, table, segments in zip(
+            state.cache.groups, inputs.slots, state.block_tables, self.segments, strict=True
+        ):
+            is_cross = isinstance(group.spec, CrossAttentionSpec)
+            rows, lens, chunks = to_encoder if is_cross else decodes
+            metadata.append(AttentionMetadata(ints[slots], table, rows, lens, segments, chunks))
+        return metadata
 
     def _finish(self, hidden: Tensor, ints: Tensor, reals: Tensor) -> None:
         """Logits, which all shards compute together, and tokens, of which one tells the others."""

@@ -12,10 +12,11 @@ from functools import partial
 from typing import Final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from longshore.protocol.errors import EngineDead, PlanMismatch
-from longshore.protocol.kv_cache_spec import NULL_BLOCK, MambaSpec
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec, KVCacheSpec, MambaSpec
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput, WorkerFailed, WorkerReport
 from longshore.worker.attention.grouped import GroupedAttention
@@ -23,6 +24,7 @@ from longshore.worker.attention.segments import decode_segments
 from longshore.worker.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.compute_queue import Completion, ComputeQueue
 from longshore.worker.device_step import DeviceState, DeviceStep, Preparation
+from longshore.worker.encoder_rows import CrossBlockTable, EncoderInput, EncoderRows
 from longshore.worker.errors import RankLost
 from longshore.worker.fed_back import FedBackTokens, fed_back_tokens
 from longshore.worker.kv_cache import KVCache
@@ -66,21 +68,23 @@ class ModelRunner:
         self._pin_memory = device.type == "cuda"
         self._tables = MultiGroupBlockTable(
             [
-                BlockTable(
-                    max_num_seqs=max_num_seqs,
-                    max_model_len=max_model_len,
-                    block_size=group.spec.block_size,
-                    device=device,
-                )
+                _block_table(group.spec, max_num_seqs, max_model_len, device)
                 for group in cache.groups
             ]
         )
-        # States are written whole, so nothing an earlier owner left is read.
+        # States, and what an encoder leaves, are written whole: nothing of an earlier owner stays.
         self._cleared_tables = [
             table
             for table, group in zip(self._tables.tables, cache.groups, strict=True)
-            if not isinstance(group.spec, MambaSpec)
+            if not isinstance(group.spec, (MambaSpec, CrossAttentionSpec))
         ]
+        self._encoder = EncoderRows(
+            self._tables.tables,
+            max_num_seqs=max_num_seqs,
+            max_tokens=model.config.max_encoder_tokens,
+            max_samples=model.config.max_audio_samples,
+            pin_memory=self._pin_memory,
+        )
         self._rows = RowState(
             tables=self._tables,
             max_num_seqs=max_num_seqs,
@@ -145,6 +149,7 @@ class ModelRunner:
             copies=self._rows.copies(plan),
             zero_block_ids=plan.zero_block_ids.astype(np.int64),
             started=started,
+            encoded=self._encoder.take(plan, num_scheduled),
             on_answer=lambda inputs, completion: on_report(
                 self._report(plan.step, inputs, completion)
             ),
@@ -182,6 +187,7 @@ class ModelRunner:
 
     def warm_up(self, num_prefill_tokens: int, num_decodes: int) -> None:
         """Compute a prompt in two chunks, and a step of decodes, on the null block; then clear it.
+        A model with an encoder hears silence first.
 
         The first calls of a process choose kernels and grow memory pools; requests must not wait
         for that. Call it before the first plan, on all ranks. Raises EngineDead if the model cannot
@@ -195,7 +201,9 @@ class ModelRunner:
         ]
         if 2 * half <= num_prefill_tokens:
             batches.append(StepBatch(row_zero, half, half, num_decodes=0))
-        for batch in batches:
+        silence = self._encoder.silence(row=0)
+        self._warm_up(batches[0], encoded=() if silence is None else (silence,))
+        for batch in batches[1:]:
             self._warm_up(batch)
         cache = self._device_state.cache
         if cache.device.type == "cpu":
@@ -216,9 +224,19 @@ class ModelRunner:
             for size in sizes:
                 self._warm_up(_first_tokens(size), forward.time)
 
-    def _warm_up(self, batch: StepBatch, prepare: Preparation | None = None) -> None:
+    def _warm_up(
+        self,
+        batch: StepBatch,
+        prepare: Preparation | None = None,
+        *,
+        encoded: Sequence[EncoderInput] = (),
+    ) -> None:
         completion = self._launch(
-            batch, sampled_rows=np.sort(batch.rows), sampled_positions=batch.ends, prepare=prepare
+            batch,
+            sampled_rows=np.sort(batch.rows),
+            sampled_positions=batch.ends,
+            encoded=encoded,
+            prepare=prepare,
         )
         completion.wait()
         if isinstance(completion.error, RankLost):
@@ -244,14 +262,17 @@ class ModelRunner:
         copies: BlockCopies = NO_COPIES,
         zero_block_ids: Int64s = NO_BLOCKS,
         started: Sequence[tuple[int, Tensor]] = (),
+        encoded: Sequence[EncoderInput] = (),
         prepare: Preparation | None = None,
         on_answer: Callable[[StepInputs, Completion], None] | None = None,
     ) -> Completion:
         tables = self._tables
         begun = [blocks_to_clear(batch, t.host, t.block_size) for t in self._cleared_tables]
+        cross_lens = self._encoder.lens_of(batch.token_rows())
         inputs = self._inputs.build(
             batch,
             slots=tables.slots(batch.token_rows(), batch.positions()),
+            cross_lens=cross_lens,
             sampled_rows=sampled_rows,
             sampled_positions=sampled_positions,
             copied_blocks=copies.blocks,
@@ -266,11 +287,17 @@ class ModelRunner:
         step = DeviceStep(
             state=self._device_state,
             inputs=inputs,
-            segments=[segments[size] for size in tables.block_sizes],
+            segments=[
+                decode_segments(-(-cross_lens // table.block_size), table.block_size)
+                if isinstance(table, CrossBlockTable)
+                else segments[table.block_size]
+                for table in tables.tables
+            ],
             chunks=batch.prefill_chunks(),
             copied_of_group=copies.num_of_group,
             uploads=uploads,
             started=started,
+            encoded=encoded,
             fed_back=fed_back,
             prepare=prepare,
         )
@@ -300,6 +327,20 @@ class ModelRunner:
             num_nans=answer.num_nans,
             compute_s=completion.elapsed_s,
         )
+
+
+def _block_table(
+    spec: KVCacheSpec, max_num_seqs: int, max_model_len: int, device: torch.device
+) -> BlockTable:
+    kind = BlockTable
+    if isinstance(spec, CrossAttentionSpec):
+        kind, max_model_len = CrossBlockTable, spec.max_encoder_tokens
+    return kind(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=spec.block_size,
+        device=device,
+    )
 
 
 def _first_tokens(count: int) -> StepBatch:

@@ -22,7 +22,6 @@ from longshore.worker.sampling_columns import SamplingColumns
 
 _NOT_CARRIED_OUT: Final = {
     "draft_rows": "speculative decoding",
-    "encoder_inputs": "multimodal inputs",
     "connector_metadata": "KV connectors",
     "has_structured_output": "structured output",
 }

@@ -14,6 +14,7 @@ import zmq
 from longshore.protocol.channel import Channel, open_socket
 from longshore.protocol.errors import EngineDead, HandshakeRefused, LongshoreError
 from longshore.protocol.handshake import (
+    Feature,
     FromWorker,
     Refused,
     ToWorker,
@@ -140,7 +141,8 @@ def _shake_hands(
     identity = msgspec.structs.replace(
         config.identity, model_fingerprint=model_fingerprint(Path(config.model))
     )
-    channel.send(WorkerHello(config.rank, identity, worker.kv_cache))
+    features = (Feature.MULTIMODAL,) if worker.model_config.max_encoder_tokens else ()
+    channel.send(WorkerHello(config.rank, identity, worker.kv_cache, features))
     lifeline.report(Progress("loaded; waiting for the scheduler's welcome"))
     answer = channel.receive(config.startup_timeout_s)
     match answer:

@@ -77,6 +77,7 @@ class StepInputs:
     positions:    of each token.
     slots:        of each token, per group.
     decode_rows, decode_lens: see AttentionMetadata.
+    cross_rows, cross_lens: the same for cross attention: of each token, if there is any.
     last_tokens:  indices, in the step, of the tokens that are sampled from; by ascending row.
     destinations: flat indices into the token table where the sampled ids go.
     copied_blocks: ids of blocks to copy from, then to copy to, then the tokens to copy of each,
@@ -94,6 +95,8 @@ class StepInputs:
     slots: tuple[slice, ...]
     decode_rows: slice
     decode_lens: slice
+    cross_rows: slice
+    cross_lens: slice
     last_tokens: slice
     destinations: slice
     copied_blocks: slice
@@ -152,10 +155,10 @@ class StepInputsBuilder:
         self._pin_memory = pin_memory
         self._max_num_seqs = max_num_seqs
         self._token_width = token_width
-        # Per token: index, position, slots. Per row: decode row and length, last token,
-        # destination, rows and top_k of the draws, and per group a cleared block, and a copied one
-        # with target and number of tokens. A plan may clear every block besides.
-        num_ints = (2 + num_groups) * max_num_batched_tokens + num_blocks
+        # Per token: index, position, cross row and length, slots. Per row: decode row and length,
+        # last token, destination, rows and top_k of the draws, and per group a cleared block, and
+        # a copied one with target and number of tokens. A plan may clear every block besides.
+        num_ints = (4 + num_groups) * max_num_batched_tokens + num_blocks
         num_ints += (6 + 4 * num_groups) * max_num_seqs
         self._ring = StagingRing(
             {
@@ -172,13 +175,14 @@ class StepInputsBuilder:
         batch: StepBatch,
         *,
         slots: Sequence[Int64s],
+        cross_lens: Int64s,
         sampled_rows: Int64s,
         sampled_positions: Int64s,
         copied_blocks: Int64s,
         cleared_blocks: Int64s,
         sampling: SamplingColumns,
     ) -> StepInputs:
-        """slots: per group. copied_blocks, cleared_blocks: see StepInputs.
+        """slots: per group. cross_lens, copied_blocks, cleared_blocks: see StepInputs.
         sampled_rows, sampled_positions: (n,) ascending rows, and the position each token takes.
 
         The caller must guard the inputs' staging set with the operation that reads it.
@@ -196,6 +200,8 @@ class StepInputsBuilder:
             slots=tuple(ints.put(of_group) for of_group in slots),
             decode_rows=ints.put(batch.rows[: batch.num_decodes]),
             decode_lens=ints.put(batch.ends[: batch.num_decodes]),
+            cross_rows=ints.put(batch.token_rows()[: len(cross_lens)]),
+            cross_lens=ints.put(cross_lens),
             last_tokens=ints.put(batch.last_tokens[seq_of_row[sampled_rows]]),
             destinations=ints.put(sampled_rows * self._token_width + sampled_positions),
             copied_blocks=ints.put(copied_blocks),

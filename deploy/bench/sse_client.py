@@ -39,12 +39,18 @@ class HttpEndpoint:
         self._netloc = parts.netloc.rpartition("@")[2]
 
     async def request(
-        self, method: str, path: str, body: bytes = b"", *, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        timeout_s: float,
+        content_type: str = "application/json",
     ) -> HttpAnswer:
         """The whole response. Raises ConnectionError or TimeoutError if there is none."""
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\n"
-            f"Connection: close\r\nContent-Type: application/json\r\n"
+            f"Connection: close\r\nContent-Type: {content_type}\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         loop = asyncio.get_running_loop()

@@ -11,10 +11,11 @@ from starlette.routing import Route
 
 from longshore.deploy.gateway.chat import ChatEndpoint
 from longshore.deploy.gateway.completions import CompletionsEndpoint
-from longshore.deploy.gateway.endpoint import Service
+from longshore.deploy.gateway.endpoint import Endpoint, Service
 from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_responses import Model, ModelList
+from longshore.deploy.gateway.transcriptions import TranscriptionsEndpoint, TranslationsEndpoint
 from longshore.protocol.errors import EngineDead
 
 
@@ -32,7 +33,12 @@ class Gateway:
         self._model = model
         self._report_timeout_s = report_timeout_s
         self._not_ready_reason = not_ready_reason
-        self._endpoints = (CompletionsEndpoint(self.metrics), ChatEndpoint(self.metrics))
+        self._endpoints: tuple[Endpoint, ...] = (
+            CompletionsEndpoint(self.metrics),
+            ChatEndpoint(self.metrics),
+            TranscriptionsEndpoint(self.metrics),
+            TranslationsEndpoint(self.metrics),
+        )
         self.app = Starlette(
             routes=[
                 *(Route(each.path, each, methods=["POST"]) for each in self._endpoints),

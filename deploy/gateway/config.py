@@ -2,7 +2,7 @@
 
 import msgspec
 
-from longshore.deploy.model_folder import SamplingDefaults
+from longshore.deploy.model_folder import AudioInput, SamplingDefaults
 from longshore.protocol.channel import Endpoint
 
 
@@ -16,7 +16,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     engine:            where the scheduler takes clients.
     listen_fd:         inherited socket, bound already; the gateway listens on it.
     chat_template:     file that replaces the model's own template.
-    max_body_bytes:    of a request.
+    max_body_bytes:    of a request without audio.
+    audio:             what a speech model takes; None: the model takes text.
+    max_audio_bytes, max_audio_s: of a file that is to be transcribed, and of its sound.
     drain_timeout_s:   how long live answers may go on after SIGTERM.
     report_timeout_s:  how long the scheduler may take to describe itself for /engine/report.
     seed:              makes the seeds repeatable that requests without one get.
@@ -33,6 +35,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     listen_fd: int
     chat_template: str | None = None
     max_body_bytes: int = 16 << 20
+    audio: AudioInput | None = None
+    max_audio_bytes: int = 25 << 20
+    max_audio_s: float = 3600.0
     drain_timeout_s: float = 30.0
     report_timeout_s: float = 5.0
     seed: int | None = None

@@ -1,4 +1,4 @@
-"""What both generation endpoints share: parse, ask the engine, answer whole or as a stream."""
+"""What the generation endpoints share: parse, ask the engine, answer whole or as a stream."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from longshore.deploy.gateway.beams import BeamGeneration
 from longshore.deploy.gateway.engine_client import EngineClient
-from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
+from longshore.deploy.gateway.errors import ApiError, invalid, unavailable, unknown_model
 from longshore.deploy.gateway.generation import Generation, GenerationSpec, Piece
 from longshore.deploy.gateway.http import ClientGone, Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
@@ -20,6 +20,7 @@ from longshore.deploy.gateway.openai_requests import RequestT, parse_request
 from longshore.deploy.gateway.openai_responses import Usage
 from longshore.deploy.gateway.prompts import PromptReader
 from longshore.deploy.gateway.tokenizer import ModelTokenizer
+from longshore.deploy.speech import SpeechModel
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Service(msgspec.Struct, frozen=True):
-    """What an endpoint works with; made once the engine has answered."""
+    """What an endpoint works with; made once the engine has answered.
+
+    speech: of a model that turns audio into text; None: this one takes text.
+    max_audio_bytes, max_audio_s: of a file, and of its sound.
+    """
 
     model_name: str
     client: EngineClient
@@ -35,6 +40,9 @@ class Service(msgspec.Struct, frozen=True):
     prompts: PromptReader
     metrics: GatewayMetrics
     max_body_bytes: int
+    speech: SpeechModel | None = None
+    max_audio_bytes: int = 25 << 20
+    max_audio_s: float = 3600.0
 
 
 class ResponseWriter(ABC):
@@ -53,20 +61,47 @@ class ResponseWriter(ABC):
         """What a stream ends with, when the client asked for usage."""
 
     @abstractmethod
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct:
-        """The response that is no stream."""
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct | str:
+        """The response that is no stream: JSON or plain text."""
 
 
-class GenerationEndpoint(ABC, Generic[RequestT]):
+class Endpoint(ABC):
     """An ASGI application for one path. `service` is None until there is an engine."""
 
     path: str
-    id_prefix: str
-    request_type: type[RequestT]
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self.service: Service | None = None
         self._metrics = metrics
+
+    @abstractmethod
+    async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
+        """Read one request and answer it. Raises ApiError for what cannot be served."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            arrived_s = time.perf_counter()
+            service = self.service
+            if service is None:
+                raise unavailable("the engine is still starting; /ready tells when it serves")
+            await self.serve(exchange, service, arrived_s)
+        except ApiError as error:
+            await exchange.send_error(error)
+        except ClientGone:
+            logger.debug("a client of %s has gone", self.path)
+        except Exception:
+            logger.exception("a request to %s failed", self.path)
+            await exchange.send_error(ApiError(500, "internal error; the server's log says more"))
+        status = "gone" if exchange.status is None else str(exchange.status)
+        self._metrics.responses.labels(self.path, status).inc()
+
+
+class GenerationEndpoint(Endpoint, Generic[RequestT]):
+    """Text in, text out."""
+
+    id_prefix: str
+    request_type: type[RequestT]
 
     @abstractmethod
     async def specify(
@@ -78,42 +113,35 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
     def writer(self, service: Service, request: RequestT, request_id: str) -> ResponseWriter:
         """How to answer."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
-        try:
-            await self._serve(exchange)
-        except ApiError as error:
-            await exchange.send_error(error)
-        except ClientGone:
-            logger.debug("a client of %s has gone", self.path)
-        except Exception:
-            logger.exception("a request to %s failed", self.path)
-            await exchange.send_error(ApiError(500, "internal error; the server's log says more"))
-        status = "gone" if exchange.status is None else str(exchange.status)
-        self._metrics.responses.labels(self.path, status).inc()
-
-    async def _serve(self, exchange: Exchange) -> None:
-        arrived_s = time.perf_counter()
-        service = self.service
-        if service is None:
-            raise unavailable("the engine is still starting; /ready tells when it serves")
-        body = await exchange.read_body(service.max_body_bytes)
+    async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
+        body = await exchange.read_body(service.max_body_bytes, "max-body-mib")
+        if service.speech is not None:
+            raise invalid(
+                f"{service.model_name} turns audio into text: send it to /v1/audio/transcriptions "
+                f"or /v1/audio/translations; {self.path} is for models that take text",
+                param="model",
+            )
         request = parse_request(self.request_type, body)
-        if request.model not in (None, service.model_name):
-            raise unknown_model(request.model, service.model_name)
+        check_model(request.model, service)
         request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         spec = await self.specify(service, request, request_id, arrived_s)
         writer = self.writer(service, request, request_id)
         kind = Generation if spec.beams is None else BeamGeneration
         with kind(spec, service.client, service.tokenizer, service.metrics) as generation:
             if request.stream:
-                answer = _stream(exchange, generation, writer, include_usage=request.include_usage)
+                answer = stream(exchange, generation, writer, include_usage=request.include_usage)
             else:
-                answer = _answer_whole(exchange, generation, writer)
+                answer = answer_whole(exchange, generation, writer)
             await exchange.run_while_connected(answer)
 
 
-async def _stream(
+def check_model(name: str | None, service: Service) -> None:
+    """Raise ApiError if a request names another model."""
+    if name not in (None, service.model_name):
+        raise unknown_model(name, service.model_name)
+
+
+async def stream(
     exchange: Exchange,
     generation: Generation | BeamGeneration,
     writer: ResponseWriter,
@@ -135,9 +163,13 @@ async def _stream(
     await exchange.end_stream()
 
 
-async def _answer_whole(
+async def answer_whole(
     exchange: Exchange, generation: Generation | BeamGeneration, writer: ResponseWriter
 ) -> None:
     answers = [piece async for pieces in generation.pieces() for piece in pieces]
     answers.sort(key=lambda piece: piece.index)
-    await exchange.send_json(_encode(writer.whole(answers, generation.usage())))
+    whole = writer.whole(answers, generation.usage())
+    if isinstance(whole, str):
+        await exchange.send_text(whole)
+    else:
+        await exchange.send_json(_encode(whole))

@@ -24,6 +24,7 @@ from longshore.protocol.client import (
 )
 from longshore.protocol.errors import EngineDead, HandshakeRefused
 from longshore.protocol.handshake import ClientHello, EngineReady, Refused, ToClient, ToEngine
+from longshore.protocol.inputs import MultimodalFeature
 from longshore.protocol.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ class EngineClient:
         cache_salt: str | None = None,
         fork_of: LiveRequest | None = None,
         keeps_blocks: bool = False,
+        multimodal: tuple[MultimodalFeature, ...] = (),
+        num_primed: int = 0,
     ) -> LiveRequest:
         """Queue one request; see `LiveRequests.open`. Raises EngineDead if there is no engine."""
         if self.death is not None:
@@ -103,6 +106,8 @@ class EngineClient:
             cache_salt=cache_salt,
             fork_of=fork_of,
             keeps_blocks=keeps_blocks,
+            multimodal=multimodal,
+            num_primed=num_primed,
         )
         self._send(message)
         return live

@@ -17,6 +17,7 @@ from longshore.deploy.samples import sample_params
 from longshore.deploy.token_scores import TokenScore
 from longshore.protocol.client import FinishedRequest, FinishReason
 from longshore.protocol.errors import EngineDead
+from longshore.protocol.inputs import MultimodalFeature
 from longshore.protocol.sampling import SamplingParams
 
 
@@ -26,6 +27,8 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     num_samples: answers to each prompt; the answers to one prompt stand together.
     scores_only: the answers have no tokens; the engine is asked for one, which is dropped.
     beams:     the answers are the likeliest ones, which `BeamGeneration` finds.
+    multimodal: what each prompt brings beside its tokens; empty: none brings anything.
+    num_primed: tokens at each prompt's end that are sent as output, see `LiveRequests.open`.
     is_stream: pieces are wanted as they grow, not only each answer's whole at its end.
     arrived_s: on the clock of `time.perf_counter`.
     """
@@ -40,6 +43,8 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     num_samples: int = 1
     scores_only: bool = False
     beams: BeamSearchParams | None = None
+    multimodal: Sequence[MultimodalFeature] = ()
+    num_primed: int = 0
 
 
 class AnsweredPrompt(msgspec.Struct, frozen=True):
@@ -133,7 +138,9 @@ class Generation:
         firsts = [answer.end for answer in self._answers[:: self._spec.num_samples]]
         return usage(
             self._num_prompt_tokens,
-            0 if self._spec.scores_only else sum(end.num_output_tokens for end in ends),
+            0
+            if self._spec.scores_only
+            else sum(end.num_output_tokens - self._spec.num_primed for end in ends),
             sum(end.num_cached_tokens for end in firsts if end is not None),
         )
 
@@ -170,14 +177,17 @@ class _Answer:
         return None if self.live is None else self.live.finished
 
     def submit(self, client: EngineClient, *, fork_of: LiveRequest | None) -> None:
+        spec, number = self._spec, self._prompt_number
         self.live = client.submit(
-            f"{self._spec.request_id}-{self._index}",
+            f"{spec.request_id}-{self._index}",
             self._prompt,
             self._sampling,
             on_change=self._on_change,
-            priority=self._spec.priority,
-            cache_salt=self._spec.cache_salt,
+            priority=spec.priority,
+            cache_salt=spec.cache_salt,
             fork_of=fork_of,
+            multimodal=tuple(spec.multimodal[number : number + 1]),
+            num_primed=spec.num_primed,
         )
 
     def _on_change(self) -> None:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from longshore.deploy.gateway.errors import ApiError
 
 _JSON: Final = (b"content-type", b"application/json")
+_TEXT: Final = (b"content-type", b"text/plain; charset=utf-8")
 _STREAM_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -33,11 +34,12 @@ class Exchange:
         self._receive = receive
         self._send = send
 
-    async def read_body(self, max_bytes: int) -> bytes:
-        """The whole body. Raises ApiError 413 as soon as it is known to be longer."""
+    async def read_body(self, max_bytes: int, setting: str) -> bytes:
+        """The whole body. Raises ApiError 413, naming the setting that limits it, as soon as it is
+        known to be longer."""
         for name, value in self.scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > max_bytes:
-                raise _too_large(max_bytes)
+                raise _too_large(max_bytes, setting)
         chunks: list[bytes] = []
         size_bytes = 0
         while True:
@@ -47,7 +49,7 @@ class Exchange:
             chunks.append(message.get("body", b""))
             size_bytes += len(chunks[-1])
             if size_bytes > max_bytes:
-                raise _too_large(max_bytes)
+                raise _too_large(max_bytes, setting)
             if not message.get("more_body", False):
                 return b"".join(chunks)
 
@@ -71,7 +73,14 @@ class Exchange:
 
     async def send_json(self, body: bytes, status: int = 200) -> None:
         """The whole response."""
-        await self._start(status, (_JSON, (b"content-length", b"%d" % len(body))))
+        await self._send_whole(status, _JSON, body)
+
+    async def send_text(self, text: str) -> None:
+        """The whole response, 200."""
+        await self._send_whole(200, _TEXT, text.encode())
+
+    async def _send_whole(self, status: int, kind: tuple[bytes, bytes], body: bytes) -> None:
+        await self._start(status, (kind, (b"content-length", b"%d" % len(body))))
         await self._send({"type": "http.response.body", "body": body})
 
     async def send_error(self, error: ApiError) -> None:
@@ -101,7 +110,7 @@ class Exchange:
         )
 
 
-def _too_large(max_bytes: int) -> ApiError:
+def _too_large(max_bytes: int, setting: str) -> ApiError:
     return ApiError(
-        413, f"the request body is larger than the {max_bytes} bytes accepted here (--max-body-mib)"
+        413, f"the request body is larger than the {max_bytes} bytes accepted here (--{setting})"
     )

@@ -21,7 +21,7 @@ MAX_PROMPTS: Final = 1024
 MAX_SAMPLES: Final = 128
 
 # Accepted and without any effect on the answer.
-_IGNORED: Final = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
+IGNORED: Final = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
 # Not done yet; the values here (and null) ask for nothing, so they are accepted.
 _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
@@ -299,8 +299,7 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     try:
         request = msgspec.convert(_served(parameters, kind.__struct_fields__), kind)
     except msgspec.ValidationError as error:
-        match = _FIELD_OF_ERROR.search(str(error))
-        raise invalid(str(error), param=match and (match[1] or match[2])) from error
+        raise invalid(str(error), param=field_at_fault(error)) from error
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream=true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -310,6 +309,12 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     return request
 
 
+def field_at_fault(error: msgspec.ValidationError) -> str | None:
+    """The name of the field that could not be read as its type."""
+    match = _FIELD_OF_ERROR.search(str(error))
+    return match and (match[1] or match[2])
+
+
 def _served(parameters: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     served = {}
     for name, value in parameters.items():
@@ -317,7 +322,7 @@ def _served(parameters: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]
             served[name] = value
         elif name in _UNSUPPORTED:
             _check_changes_nothing(name, value)
-        elif name not in _IGNORED:
+        elif name not in IGNORED:
             raise invalid(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
     return served
 

@@ -100,6 +100,54 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
+class InputTokenDetails(msgspec.Struct, frozen=True):
+    audio_tokens: int
+    text_tokens: int
+
+
+class TranscriptionUsage(msgspec.Struct, frozen=True):
+    """audio_tokens: that the encoder made of all pieces; text_tokens: of the decoder's prompts."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_token_details: InputTokenDetails
+    type: str = "tokens"
+
+
+def transcription_usage(
+    audio_tokens: int, text_tokens: int, output_tokens: int
+) -> TranscriptionUsage:
+    return TranscriptionUsage(
+        audio_tokens + text_tokens,
+        output_tokens,
+        audio_tokens + text_tokens + output_tokens,
+        InputTokenDetails(audio_tokens, text_tokens),
+    )
+
+
+class Transcript(msgspec.Struct, frozen=True):
+    """What was said in an audio."""
+
+    text: str
+    usage: TranscriptionUsage
+
+
+class TranscriptDelta(msgspec.Struct, frozen=True):
+    """What a streamed transcript has grown by."""
+
+    delta: str
+    type: str = "transcript.text.delta"
+
+
+class TranscriptDone(msgspec.Struct, frozen=True):
+    """The last event of a streamed transcript, with its whole text."""
+
+    text: str
+    usage: TranscriptionUsage
+    type: str = "transcript.text.done"
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     created: int

@@ -32,6 +32,7 @@ from longshore.deploy.gateway.prompts import PromptReader
 from longshore.deploy.gateway.tokenizer import load_tokenizer
 from longshore.deploy.logs import set_up_logging
 from longshore.deploy.runtime_dir import read_death_note, read_progress_note
+from longshore.deploy.speech import SpeechModel
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.handshake import ClientHello, EngineReady
 from longshore.protocol.lifeline import Failed, Lifeline, Progress, Ready, stop_signals
@@ -118,7 +119,17 @@ class GatewayProcess:
         tokenizer = load_tokenizer(
             Path(config.model),
             chat_template_file=None if config.chat_template is None else Path(config.chat_template),
+            advice_level=logging.WARNING if config.audio is None else logging.DEBUG,
         )
+        speech = None
+        if config.audio is not None:
+            speech = SpeechModel(
+                Path(config.model),
+                config.audio,
+                tokenizer,
+                vocab_size=config.vocab_size,
+                max_model_len=config.max_model_len,
+            )
         lifeline.report(Progress("waiting for the scheduler"))
         engine = await self._client.wait_until_ready()
         prompts = PromptReader(
@@ -136,6 +147,9 @@ class GatewayProcess:
                 prompts,
                 self._gateway.metrics,
                 config.max_body_bytes,
+                speech,
+                config.max_audio_bytes,
+                config.max_audio_s,
             )
         )
         # What exists now lives as long as the process; the collector need not visit it.

@@ -17,18 +17,19 @@ _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "s
 
 
 class ModelTokenizer:
-    """tokenizer.json of a model folder. Thread-safe: the library holds no state between calls."""
+    """tokenizer.json of a model folder. Thread-safe: the library holds no state between calls.
+
+    added_tokens: ids of the tokens beside the vocabulary's words, special ones among them.
+    """
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.chat_template = chat_template
-        self.special_token_ids = frozenset(
-            token_id
-            for token_id, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        )
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.added_tokens = {token.content: token_id for token_id, token in added}
+        self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
 
     def encode(self, text: str) -> list[int]:
         """A plain prompt: with the special tokens that the model's text begins with."""

@@ -40,7 +40,12 @@ def test_command_line_loads_neither_torch_nor_a_server() -> None:
         (["serve", "--load-failure-policy", "hope"], ["--load-failure-policy", "recompute"]),
         (["serve", "--max-loras", "2"], ["--max-loras"]),
         (["serve", "--num-speculative-tokens", "2"], ["--num-speculative-tokens"]),
-        (["serve", "--max-num-encoder-input-tokens", "2"], ["--max-num-encoder-input-tokens"]),
+        (
+            ["serve", "--max-num-encoder-input-tokens", "2"],
+            ["max_num_encoder_input_tokens=2", "no encoder"],
+        ),
+        (["serve", "--max-audio-mib", "0"], ["max_audio_mib=0"]),
+        (["serve", "--max-audio-s", "-1"], ["max_audio_s=-1"]),
         (
             ["serve", "--port", "0", "--num-blocks", "200", "--kv-connector", "no_such:At"],
             ["--kv-connector no_such:At", "no module no_such"],

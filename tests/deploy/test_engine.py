@@ -116,7 +116,6 @@ def test_what_no_worker_can_do_yet_is_no_setting() -> None:
     offered = {field.name for field in fields(EngineOptions)}
     assert not offered & {
         "max_loras",
-        "max_num_encoder_input_tokens",
         "encoder_cache_size",
         "num_speculative_tokens",
         "num_lookahead_tokens",

@@ -16,6 +16,7 @@ from longshore.worker.config import WorkerConfig
 from longshore.worker.models.families import ARCHITECTURES
 from longshore.worker.worker import Worker
 from tests.deploy.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, save_tokenizer
+from tests.deploy.tiny_whisper import make_tiny_whisper
 from tests.integration.conftest import StartDeployment
 from tests.models import SHAPE, make_tiny_model
 from tests.reference import assert_greedy_equal, greedy_reference
@@ -94,7 +95,8 @@ def small_pool(path: Path, max_model_len: int) -> int:
 
 
 def test_every_architecture_is_among_the_cases() -> None:
-    assert set(map(architecture_of, ALL_CASES)) == ARCHITECTURES.keys()
+    with_sound = {"WhisperForConditionalGeneration"}  # in test_transcription.py
+    assert set(map(architecture_of, ALL_CASES)) | with_sound == ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("case", [marked(case) for case in ALL_CASES])
@@ -160,24 +162,27 @@ def test_windows_latents_and_states_are_served_over_http(
 
 @pytest.mark.parametrize("case", [*FIRST_CASES.values(), GEMMA3_WITH_IMAGES], ids=str)
 def test_a_worker_allocates_what_doctor_planned(case: Case, tmp_path: Path) -> None:
-    num_bytes = 1_000_000
     make_model(case, tmp_path)
-    options = CachePlanOptions(
-        plan=str(tmp_path),
-        block_size=BLOCK_SIZE,
-        max_model_len=case.max_model_len,
-        max_num_batched_tokens=STEP_TOKENS,
-        kv_cache_bytes=num_bytes,
-    )
-    report = plan(options).cache
-    config = WorkerConfig(
-        model=str(tmp_path),
-        block_size=BLOCK_SIZE,
-        max_model_len=case.max_model_len,
-        max_num_batched_tokens=STEP_TOKENS,
-        kv_cache_bytes=num_bytes,
-        show_progress=False,
-    )
+    assert_planned_as_allocated(tmp_path, max_model_len=case.max_model_len)
+
+
+def test_a_worker_with_an_encoder_allocates_what_doctor_planned(tmp_path: Path) -> None:
+    make_tiny_whisper(tmp_path)
+    assert_planned_as_allocated(tmp_path, max_model_len=48, caches_per_layer=2)
+
+
+def assert_planned_as_allocated(
+    path: Path, *, max_model_len: int, caches_per_layer: int = 1
+) -> None:
+    num_bytes = 1_000_000
+    sizes: dict[str, int] = {
+        "block_size": BLOCK_SIZE,
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": STEP_TOKENS,
+        "kv_cache_bytes": num_bytes,
+    }
+    report = plan(CachePlanOptions(plan=str(path), **sizes)).cache
+    config = WorkerConfig(model=str(path), show_progress=False, **sizes)
     with Worker(config) as worker:
         cache = worker.kv_cache
         got = [(kind_of(g.spec), len(g.layer_names), g.spec.block_size) for g in cache.groups]
@@ -186,10 +191,11 @@ def test_a_worker_allocates_what_doctor_planned(case: Case, tmp_path: Path) -> N
         assert block_bytes(cache.groups) == report.block_bytes
         assert worker.make_cache(cache).buffer.nbytes == report.size_bytes
     assert 0 <= num_bytes - report.size_bytes < report.block_bytes
-    assert sum(group.num_layers for group in report.groups) == worker.model_config.num_layers
+    num_cached = sum(group.num_layers for group in report.groups)
+    assert num_cached == caches_per_layer * worker.model_config.num_layers
     for group in report.groups:
         assert group.num_layers * group.layer_bytes + group.padding_bytes == report.block_bytes
     usable = report.num_blocks - report.num_reserved_blocks
     needed = sum(group.max_blocks for group in report.groups)
     assert report.max_concurrency == usable / needed
-    assert report.num_tokens == usable * case.max_model_len // needed
+    assert report.num_tokens == usable * max_model_len // needed

@@ -180,6 +180,7 @@ class _Drive:
             block_size=workload.cache.block_size,
             num_blocks=workload.num_blocks,
             vocab_size=workload.vocab_size,
+            cross=workload.cross,
         )
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._operations = deque(workload.operations)
@@ -474,6 +475,9 @@ class _Drive:
 
     def _is_too_large(self, request: AddRequest) -> bool:
         config = self._workload.scheduler
+        if self._workload.cross is not None:
+            sizes = [item.num_tokens for item in request.multimodal]
+            return len(sizes) != 1 or sizes[0] > self._workload.cross.max_encoder_tokens
         room = config.max_num_encoder_input_tokens
         if config.encoder_cache_size is not None:
             room = min(room, config.encoder_cache_size)

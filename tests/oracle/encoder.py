@@ -102,6 +102,39 @@ class EncoderCache:
             assert {request for request, _ in output.users} <= set(running)
 
 
+class RowEncoder(EncoderCache):
+    """Of a model with cross attention (FEA-10): what is made of a request's item goes into the
+    blocks of its row, in the step in which it gets one, and stays there as long as it has it."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=0)
+        self.served: list[TextbookRequest] = []
+
+    def copy(self) -> "RowEncoder":
+        copy = RowEncoder()
+        copy.served = [*self.served]
+        return copy
+
+    def use(self, request: TextbookRequest, index: int, budget: int) -> int | None:
+        if request in self.served:
+            return 0
+        num_tokens = request.items[index].num_tokens
+        if num_tokens > budget:
+            return None
+        self.served.append(request)
+        return num_tokens
+
+    def drop(self, request: TextbookRequest, num_computed: int) -> None:
+        """It needs its item as long as it runs."""
+
+    def drop_all(self, request: TextbookRequest) -> None:
+        self.served.remove(request)
+
+    def check_invariants(self, running: list[TextbookRequest]) -> None:
+        """Raise AssertionError unless all running requests, and nobody else, have their item."""
+        assert self.served == running
+
+
 def plan_items(
     cache: EncoderCache, request: TextbookRequest, start: int, num_tokens: int, budget: int
 ) -> tuple[int, list[int]]:

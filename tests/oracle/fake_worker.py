@@ -13,7 +13,7 @@ from typing import Final
 from zlib import crc32
 
 from longshore.protocol.inputs import MultimodalFeature
-from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec
 from longshore.scheduler.config import SchedulerConfig
 from tests.oracle.plan import Answer, OraclePlan, ScheduledRequest
 
@@ -64,6 +64,7 @@ class WorkerRow:
     num_known: int = field(init=False)
     num_computed: int = 0
     block_ids: tuple[int, ...] = ()
+    heard_block_ids: tuple[int, ...] = ()
     prefixes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -86,12 +87,20 @@ class FakeWorker:
     """Executes plans in order; every broken promise is an AssertionError.
 
     num_blocks: with the null block.
+    cross:      it has an encoder, whose outputs it keeps so in blocks of rows.
     """
 
     def __init__(
-        self, config: SchedulerConfig, *, block_size: int, num_blocks: int, vocab_size: int
+        self,
+        config: SchedulerConfig,
+        *,
+        block_size: int,
+        num_blocks: int,
+        vocab_size: int,
+        cross: CrossAttentionSpec | None = None,
     ) -> None:
         self._config = config
+        self._cross = cross
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
@@ -103,6 +112,7 @@ class FakeWorker:
         self.rows: dict[str, WorkerRow] = {}
         self._slots: dict[int, int | str] = {}  # the prefix whose last token's KV it holds
         self._encoder_outputs: dict[str, int] = {}  # tokens by hash
+        self._heard: dict[int, tuple[str, int]] = {}  # by block: of whom, and which part
 
     def execute(self, plan: OraclePlan, fresh: Mapping[str, WorkerRow]) -> Answer:
         """Run one step; return what it brings.
@@ -115,7 +125,10 @@ class FakeWorker:
         total = sum(entry.num_tokens for entry in plan.scheduled)
         assert total <= self._config.token_budget, f"{total} tokens are over the budget"
         self._check_order(plan)
-        self._encode(plan)
+        if self._cross is None:
+            self._encode(plan)
+        else:
+            self._hear(plan, self._cross)
         tokens: dict[str, tuple[int, ...]] = {}
         for entry in plan.scheduled:
             tokens[entry.request_id] = self._write(self.rows[entry.request_id], entry)
@@ -182,6 +195,25 @@ class FakeWorker:
             capacity = self._config.max_num_encoder_input_tokens
         assert sum(self._encoder_outputs.values()) <= capacity, "too many encoder outputs"
 
+    def _hear(self, plan: OraclePlan, cross: CrossAttentionSpec) -> None:
+        """Whoever takes a row is heard in this step, and nobody else."""
+        assert not plan.freed_hashes
+        admitted = [admission.request_id for admission in plan.admitted]
+        assert plan.encoder_inputs == tuple((request_id, 0) for request_id in sorted(admitted))
+        assert [request_id for request_id, _ in plan.heard_tables] == admitted
+        num_encoded = 0
+        for request_id, block_ids in plan.heard_tables:
+            row = self.rows[request_id]
+            row.heard_block_ids = block_ids
+            assert len(block_ids) == -(-row.items[0].num_tokens // cross.block_size)
+            num_encoded += row.items[0].num_tokens
+            for part, block_id in enumerate(block_ids):
+                assert NULL_BLOCK < block_id < self._num_blocks
+                self._heard[block_id] = (row.token_key, part)
+                for offset in range(self._block_size):
+                    self._slots.pop(block_id * self._block_size + offset, None)
+        assert num_encoded <= self._config.max_num_encoder_input_tokens, "too much to encode"
+
     def _write(self, row: WorkerRow, entry: ScheduledRequest) -> tuple[int, ...]:
         start, end = row.num_computed, row.num_computed + entry.num_tokens
         num_new = end - len(entry.drafts)
@@ -190,7 +222,7 @@ class FakeWorker:
         assert num_new <= len(row.token_ids), f"{entry} computes a token nobody sampled"
         assert not entry.drafts or num_new == len(row.token_ids), f"{entry} has a gap"
         assert entry.samples == (end >= row.num_known), f"{entry} samples wrongly"
-        for item in row.items:
+        for item in row.items if self._cross is None else ():
             if item.offset < end and item.offset + item.num_tokens > start:
                 assert item.hash in self._encoder_outputs, f"{item} is not encoded"
         self._check_table(row, entry, end)
@@ -203,6 +235,7 @@ class FakeWorker:
             is_right = position < row.num_computed
             content = row.prefixes[position] if is_right else REJECTED
             self._slots[self._slot(row, position)] = TAINTED if is_tainted else content
+            self._heard.pop(row.block_ids[position // self._block_size], None)
         return sampled
 
     def _check_table(self, row: WorkerRow, entry: ScheduledRequest, end: int) -> None:
@@ -248,6 +281,8 @@ class FakeWorker:
             held = self._slots.get(self._slot(row, position))
             is_known = held is TAINTED or held == row.prefixes[position]
             assert is_known, f"{entry}: wrong KV at position {position}"
+        for part, block_id in enumerate(row.heard_block_ids):
+            assert self._heard.get(block_id) == (row.token_key, part), f"{entry} hears others"
 
     def _slot(self, row: WorkerRow, position: int) -> int:
         block_id = row.block_ids[position // self._block_size]

@@ -14,7 +14,12 @@ from longshore.protocol.client import AddRequest, ContinueSession, StopFound
 from longshore.protocol.codec import Decoder, Encoder
 from longshore.protocol.handshake import Feature, ToWorker
 from longshore.protocol.inputs import StructuredOutput
-from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from longshore.protocol.kv_cache_spec import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+)
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput, TransferReport
 from longshore.protocol.rows import PlanFollower, RowTable
@@ -102,14 +107,15 @@ class FastAdapter:
         connector: SchedulerConnector | None = None,
         grammars: FakeGrammars | None = None,
         num_ranks: int = 1,
+        cross: CrossAttentionSpec | None = None,
     ) -> None:
-        spec = FullAttentionSpec(cache.block_size, 1, 4, 4)
+        groups = [KVCacheGroup(("layer",), FullAttentionSpec(cache.block_size, 1, 4, 4))]
+        if cross is not None:
+            groups.append(KVCacheGroup(("layer.cross",), cross))
         self.scheduler = Scheduler(
             config,
             cache,
-            kv_cache=KVCacheConfig(
-                num_blocks=num_blocks, groups=(KVCacheGroup(("layer",), spec),), dtype="float32"
-            ),
+            kv_cache=KVCacheConfig(num_blocks, tuple(groups), dtype="float32"),
             hash_seed=b"seed",
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
@@ -181,6 +187,7 @@ class FastAdapter:
             self._ids[start.row], self._tables[start.row] = start.request_id, table
             new_blocks[start.row] = table[num_hits:]
         for blocks in plan.appended:
+            assert blocks.group == 0, "what is heard does not grow"
             for row, block_id in zip(blocks.rows.tolist(), blocks.block_ids.tolist(), strict=True):
                 self._tables[row].append(block_id)
                 new_blocks.setdefault(row, []).append(block_id)
@@ -226,6 +233,11 @@ class FastAdapter:
                 )
             ),
             encoder_inputs=tuple(sorted((self._ids[r], index) for r, index in plan.encoder_inputs)),
+            heard_tables=tuple(
+                (start.request_id, tuple(start.block_ids[1].tolist()))
+                for start in plan.added
+                if len(start.block_ids) > 1
+            ),
             freed_hashes=tuple(sorted(plan.freed_encoder_hashes)),
             num_invalid_drafts=plan.num_invalid_draft_tokens,
             has_structured_output=plan.has_structured_output,

@@ -13,7 +13,11 @@ def refusal(scheduler: "TextbookScheduler", request: TextbookRequest) -> FinishR
     """Why the request is not accepted, if so."""
     if not request.prompt:
         return FinishReason.ERROR
-    for item in request.items:
+    if scheduler.cross is not None:
+        limit = scheduler.cross.max_encoder_tokens
+        if len(request.items) != 1 or request.items[0].num_tokens > limit:
+            return FinishReason.ERROR
+    for item in request.items if scheduler.cross is None else ():
         if item.num_tokens > min(
             scheduler.config.max_num_encoder_input_tokens, scheduler.encoder.capacity
         ):

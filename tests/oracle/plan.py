@@ -49,6 +49,8 @@ class OraclePlan(NamedTuple):
                sessions whose output did.
     rewound:   (id, tokens it falls back to), sorted, since the plan before.
     encoder_inputs: (id, index of the multimodal item) to encode, sorted.
+    heard_tables: (id, blocks of what it hears) of those admitted to a model with cross attention,
+               in admission order.
     freed_hashes: encoder outputs to forget, sorted.
     num_invalid_drafts: that a grammar refused since the plan before.
     has_structured_output: a grammar masks some token of this step.
@@ -61,6 +63,7 @@ class OraclePlan(NamedTuple):
     finished: tuple[str, ...] = ()
     rewound: tuple[tuple[str, int], ...] = ()
     encoder_inputs: tuple[tuple[str, int], ...] = ()
+    heard_tables: tuple[tuple[str, tuple[int, ...]], ...] = ()
     freed_hashes: tuple[str, ...] = ()
     num_invalid_drafts: int = 0
     has_structured_output: bool = False

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
@@ -13,6 +14,7 @@ from longshore.protocol.inputs import (
     MultimodalFeature,
     PoolingParams,
 )
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.pause import PauseState
@@ -34,13 +36,19 @@ class RequestMaker:
     """Draws requests, and what happens to them, for one workload."""
 
     def __init__(
-        self, rng: Random, config: SchedulerConfig, vocab_size: int, features: frozenset[str]
+        self,
+        rng: Random,
+        config: SchedulerConfig,
+        vocab_size: int,
+        features: frozenset[str],
+        cross: CrossAttentionSpec | None = None,
     ) -> None:
         self._rng = rng
         self._config = config
         self._max_model_len = config.max_model_len
         self._vocab_size = vocab_size
         self._features = features
+        self._cross = cross
         self._bases = [self._tokens(self._max_model_len) for _ in range(rng.randrange(1, 4))]
         self._num_handles = 0
         self._earlier: list[AddRequest] = []
@@ -141,6 +149,8 @@ class RequestMaker:
         wants_items = "encoder" in self._features and rng.random() < 0.7
         if wants_items and "resumable" not in extras:  # the two together are refused
             extras["multimodal"] = self._make_items(len(prompt))
+        if self._cross is not None:
+            extras["multimodal"] = self._make_sounds(self._cross.max_encoder_tokens)
         return AddRequest(
             request_id=request_id,
             handle=handle,
@@ -208,6 +218,16 @@ class RequestMaker:
             items.append(MultimodalFeature(hash_, offset, num_tokens))
             offset += num_tokens + rng.randrange(6)
         return tuple(items)
+
+    def _make_sounds(self, longest: int) -> tuple[MultimodalFeature, ...]:
+        """One, now and then another number of them or one that is too long."""
+        rng = self._rng
+        num_tokens = rng.choice((longest, rng.randrange(1, longest + 1), longest + 1))
+        if num_tokens > longest and rng.random() < 0.7:
+            num_tokens = longest
+        hash_ = f"{rng.choice('abc')}-{num_tokens}"
+        sound = MultimodalFeature(hash_, 0, num_tokens, "audio", np.zeros(4, np.uint8))
+        return (sound,) * rng.choice((1,) * 20 + (0, 2))
 
     def _make_prompt(self) -> list[int]:
         rng = self._rng

@@ -19,6 +19,7 @@ def settle(scheduler: "TextbookScheduler", step: Step) -> OraclePlan:
     assert step.encoder_budget >= 0
     assert len(scheduler.running) <= scheduler.config.max_num_seqs
     entries = [_enter(scheduler, request, num, step) for request, num in step.scheduled.items()]
+    admitted = {admission.request_id for admission in step.admitted}
     scheduler.unanswered.append(UnansweredPlan(scheduler.num_steps, entries))
     plan = OraclePlan(
         step=scheduler.num_steps,
@@ -38,6 +39,11 @@ def settle(scheduler: "TextbookScheduler", step: Step) -> OraclePlan:
         finished=tuple(sorted(finished_ids)),
         rewound=tuple(sorted((r.request_id, num) for r, num in rewound.items())),
         encoder_inputs=tuple(sorted((r.request_id, index) for r, index in step.encoded)),
+        heard_tables=tuple(
+            (r.request_id, tuple(block.block_id for block in r.heard_blocks))
+            for r in step.scheduled
+            if scheduler.cross is not None and r.request_id in admitted
+        ),
         freed_hashes=tuple(sorted(scheduler.encoder.evicted)),
         num_invalid_drafts=scheduler.num_invalid_drafts,
         has_structured_output=any(e.samples and e.request.is_structured for e in entries),

@@ -1,19 +1,31 @@
 """The block tables of requests: what they need, find, take, name and give back."""
 
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec
 from tests.oracle.block_pool import Block, BlockNames, TextbookBlockPool
 from tests.oracle.request import TextbookRequest
 
 
 class BlockTables:
-    """Acts on `blocks` of requests, and on the pool that all of them share."""
+    """Acts on the blocks of requests, and on the pool that all of them share.
+
+    cross: what cross attention keeps; None if the model has none. Equal tokens need not have equal
+           KV then, so blocks have no names.
+    """
 
     def __init__(
-        self, pool: TextbookBlockPool, names: BlockNames, *, block_size: int, caches_prefixes: bool
+        self,
+        pool: TextbookBlockPool,
+        names: BlockNames,
+        *,
+        block_size: int,
+        caches_prefixes: bool,
+        cross: CrossAttentionSpec | None = None,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
+        self.cross = cross
         self._names = names
-        self._caches_prefixes = caches_prefixes
+        self._caches_prefixes = caches_prefixes and cross is None
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -34,7 +46,14 @@ class BlockTables:
     def num_needed(self, request: TextbookRequest, hits: list[Block], end: int) -> int:
         """Free blocks that `allocate` would take, hits that nobody holds included (KVM-08)."""
         num_new = self.num_blocks_for(end) - len(request.blocks) - len(hits)
-        return max(num_new, 0) + sum(block.ref_count == 0 for block in hits)
+        num_unheld = sum(block.ref_count == 0 for block in hits)
+        return max(num_new, 0) + num_unheld + self._num_to_hear(request)
+
+    def _num_to_hear(self, request: TextbookRequest) -> int:
+        """KVM-11: blocks that its item takes, and that it has not got."""
+        if self.cross is None:
+            return 0
+        return -(-request.items[0].num_tokens // self.cross.block_size) - len(request.heard_blocks)
 
     def fits(
         self,
@@ -57,7 +76,8 @@ class BlockTables:
         end: int,
         answered_step: int | None = None,
     ) -> list[Block] | None:
-        """Extend the block table by `hits` and then by new blocks, to hold `end` tokens.
+        """Extend the block table by `hits` and then by new blocks, to hold `end` tokens; behind
+        them come those for what it hears, if it has none yet.
 
         Returns the new blocks, or None, with nothing changed, if they do not fit.
         """
@@ -67,6 +87,7 @@ class BlockTables:
         self.pool.touch(hits)
         new_blocks = self.pool.take(max(num_new, 0), answered_step=answered_step)
         request.blocks += hits + new_blocks
+        request.heard_blocks += self.pool.take(self._num_to_hear(request))
         return new_blocks
 
     def name(self, request: TextbookRequest, end: int) -> None:
@@ -88,13 +109,25 @@ class BlockTables:
     def free(self, request: TextbookRequest, keep: int = 0, newest_plan: int | None = None) -> None:
         """Give back all blocks behind the first `keep`. newest_plan: of those that may name them,
         for a request that runs."""
-        freed = request.blocks[keep:]
+        # Tail first: the oldest free block is reused first, and a prefix is worth more.
+        freed = list(reversed(request.blocks[keep:]))
+        if keep == 0 and self.cross is not None:
+            freed = self._in_order_of_end(freed, list(reversed(request.heard_blocks)))
+            request.heard_blocks = []
         if newest_plan is not None:
             for block in freed:
                 block.fence = newest_plan
-        # Tail first: the oldest free block is reused first, and a prefix is worth more.
-        self.pool.free(reversed(freed))
+        self.pool.free(freed)
         request.blocks = request.blocks[:keep]
         request.num_named = min(request.num_named, keep)
         if keep == 0:
             request.num_computed = 0
+
+    def _in_order_of_end(self, told: list[Block], heard: list[Block]) -> list[Block]:
+        """Whichever ends at a later token first, of two that end together that of the decoder."""
+        assert self.cross is not None
+        order: list[Block] = []
+        while told and heard:
+            is_heard = len(heard) * self.cross.block_size > len(told) * self.block_size
+            order.append((heard if is_heard else told).pop(0))
+        return order + told + heard

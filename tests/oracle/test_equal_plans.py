@@ -22,6 +22,7 @@ def compare(seed: int) -> None:
         connector=around_textbook.connector,
         grammars=around_textbook.grammars,
         num_ranks=workload.num_ranks,
+        cross=workload.cross,
     )
     fast = FastAdapter(
         workload.scheduler,
@@ -34,6 +35,7 @@ def compare(seed: int) -> None:
         connector=around_fast.connector,
         grammars=around_fast.grammars,
         num_ranks=workload.num_ranks,
+        cross=workload.cross,
     )
     # The textbook's own books are checked in test_textbook.py.
     difference = first_difference(

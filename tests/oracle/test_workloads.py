@@ -58,6 +58,22 @@ class ForgetsItems(TextbookScheduler):
         super().add_request(replace(message, multimodal=()), client=client, now=now)
 
 
+class HearsOnlyOnce(TextbookScheduler):
+    def schedule(self, now: float) -> OraclePlan | None:
+        plan = super().schedule(now)
+        resumed = {each.request_id for each in plan.admitted if each.resumed} if plan else set()
+        inputs = [each for each in plan.encoder_inputs if each[0] not in resumed] if plan else []
+        return None if plan is None else plan._replace(encoder_inputs=tuple(inputs))
+
+
+class GivesBackWhatIsHeard(TextbookScheduler):
+    def update_from_output(self, answer: Answer) -> None:
+        super().update_from_output(answer)
+        for request in self.running:
+            self.tables.pool.free(request.heard_blocks)
+            request.heard_blocks = []
+
+
 class NamesDrafts(TextbookScheduler):
     def update_from_output(self, answer: Answer) -> None:
         """Every draft counts as right."""
@@ -109,6 +125,7 @@ def drive_some_workloads(
             connector=surroundings.connector,
             grammars=surroundings.grammars,
             num_ranks=workload.num_ranks,
+            cross=workload.cross,
         )
         drive(scheduler, workload, surroundings)
 
@@ -123,6 +140,8 @@ def drive_some_workloads(
         (GetsStuck, None, "never answered"),
         (ForgetsAdapters, "lora", "wrong KV at position 0|too many adapters"),
         (ForgetsItems, "encoder", "is not encoded|wrong KV"),
+        (HearsOnlyOnce, "cross", None),
+        (GivesBackWhatIsHeard, "cross", "hears others"),
         (NamesDrafts, "drafts", None),
         (IgnoresFences, "connector", "names {"),
         (FreesWhatIsBeingLoaded, "connector", "wrong KV"),

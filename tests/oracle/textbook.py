@@ -1,9 +1,9 @@
 """The scheduler as the checklist states it: one object per request and block, one rule per line.
 
 It exists to be compared with: on equal inputs a scheduler of any other design must make equal
-plans. Scope: all rules of issue 3 for full attention in one KV cache group. The parts of a step are
-in files of their own: `running.py`, `admission.py`, `settle.py`, `answers.py`; this one holds the
-state, and what becomes of requests.
+plans. Scope: full attention in one KV cache group, and cross attention in a second. The parts of a
+step are in files of their own: `running.py`, `admission.py`, `settle.py`, `answers.py`; this one
+holds the state, and what becomes of requests.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from longshore.connectors.base import RequestView, SchedulerConnector
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.client import AddRequest, ContinueSession, FinishReason
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec
 from longshore.protocol.results import TransferReport
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.pause import PauseState
@@ -19,7 +20,7 @@ from tests.oracle.admission import Admissions
 from tests.oracle.answers import apply_answer
 from tests.oracle.block_pool import BlockNames, TextbookBlockPool
 from tests.oracle.check import check_books
-from tests.oracle.encoder import EncoderCache
+from tests.oracle.encoder import EncoderCache, RowEncoder
 from tests.oracle.fake_grammar import FakeGrammars
 from tests.oracle.gates import Gates
 from tests.oracle.intake import refusal
@@ -37,6 +38,7 @@ class TextbookScheduler:
 
     num_blocks: with the null block.
     hash_seed:  the root of all block names.
+    cross:      the second group of a model that has an encoder.
 
     Raises ConfigError if an empty pool cannot hold the longest request.
     """
@@ -52,8 +54,10 @@ class TextbookScheduler:
         connector: SchedulerConnector | None = None,
         grammars: FakeGrammars | None = None,
         num_ranks: int = 1,
+        cross: CrossAttentionSpec | None = None,
     ) -> None:
         self.config = config
+        self.cross = cross
         self.connector = connector
         self.grammars = grammars
         self.num_blocks = num_blocks
@@ -73,7 +77,9 @@ class TextbookScheduler:
         self._masked_steps: list[int] = []
         self._newest_mask = 0
         self._reset()
-        if self.tables.num_blocks_for(config.max_model_len) > self.tables.pool.num_free:
+        num_heard = 0 if cross is None else cross.max_blocks(config.max_model_len)
+        num_needed = self.tables.num_blocks_for(config.max_model_len) + num_heard
+        if num_needed > self.tables.pool.num_free:
             raise ConfigError(
                 f"max_model_len={config.max_model_len} needs more blocks than the "
                 f"{self.tables.pool.num_free} of an empty pool; raise num_blocks"
@@ -86,12 +92,12 @@ class TextbookScheduler:
             self._names,
             block_size=self._cache.block_size,
             caches_prefixes=self._cache.enable_prefix_caching,
+            cross=self.cross,
         )
-        self.encoder = EncoderCache(
-            self.config.max_num_encoder_input_tokens
-            if self.config.encoder_cache_size is None
-            else self.config.encoder_cache_size
-        )
+        capacity = self.config.encoder_cache_size
+        if capacity is None:
+            capacity = self.config.max_num_encoder_input_tokens
+        self.encoder = EncoderCache(capacity) if self.cross is None else RowEncoder()
         self.transfers = Transfers(self._num_ranks)
         self.unanswered: list[UnansweredPlan] = []
         self.num_invalid_drafts = 0

@@ -5,6 +5,7 @@ from random import Random
 from typing import Any, Final, TypeAlias
 
 from longshore.protocol.client import AddRequest, ContinueSession
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.pause import PauseState
 
@@ -14,6 +15,7 @@ ALL_FEATURES: Final = (
     "drafts",
     "lora",
     "encoder",
+    "cross",
     "grammar",
     "connector",
     "rewind",
@@ -105,6 +107,7 @@ class Workload:
 
     features:     of `ALL_FEATURES`, those it is about.
     num_blocks:   with the null block; always enough for the longest request.
+    cross:        of a model that has an encoder.
     answer_share: probability that a turn answers a plan, if one is unanswered, instead of planning.
     """
 
@@ -118,6 +121,7 @@ class Workload:
     answer_share: float
     operations: tuple[Operation, ...]
     num_ranks: int = 1
+    cross: CrossAttentionSpec | None = None
 
     @property
     def has_connector(self) -> bool:
@@ -141,11 +145,18 @@ class Workload:
         spare = rng.choice((0, 0, 1, rng.randrange(1, 5), blocks_per_request * 4))
         if features & {"gates", "connector", "rewind"}:
             spare += rng.choice((0, blocks_per_request))
+        cross = None
+        if "cross" in features:
+            longest = rng.randrange(1, scheduler.max_num_encoder_input_tokens + 1)
+            cross = CrossAttentionSpec(
+                rng.choice((1, 2, 4, 8)), 1, 4, 4, max_encoder_tokens=longest
+            )
+            blocks_per_request += cross.max_blocks(scheduler.max_model_len)
         num_blocks = 1 + blocks_per_request + spare
         vocab_size = rng.choice((5, 20, 100))
         if "repetition" in features:
             vocab_size = rng.choice((2, 3))
-        maker = RequestMaker(rng, scheduler, vocab_size, features)
+        maker = RequestMaker(rng, scheduler, vocab_size, features, cross)
         return cls(
             seed=seed,
             features=features,
@@ -162,6 +173,7 @@ class Workload:
             answer_share=rng.choice((0.2, 0.5, 0.8)),
             operations=maker.make_operations(rng.randrange(3, 24)),
             num_ranks=rng.choice((1, 2, 3)) if features & {"connector", "rewind"} else 1,
+            cross=cross,
         )
 
 
@@ -174,6 +186,8 @@ def _choose_features(rng: Random, possible: tuple[str, ...]) -> frozenset[str]:
     # What an optimistic count of computed tokens means for a failed load is not decided.
     if "rewind" in features:
         features -= {"drafts"}
+    if "cross" in features:  # the others are refused, or mean something else
+        features -= {"encoder", "session", "connector", "rewind"}
     # Beside other features, about one workload in 5,000 with sessions serves two waiting requests
     # in another order than the textbook; why is not found yet.
     return features - {"session"} if len(features) > 1 else features
@@ -202,7 +216,7 @@ def _random_scheduler_config(rng: Random, features: frozenset[str]) -> Scheduler
         settings["scheduler_reserve_full_isl"] = rng.random() < 0.5
     if "lora" in features:
         settings["max_loras"] = rng.randrange(1, 4)
-    if "encoder" in features:
+    if features & {"encoder", "cross"}:
         num_tokens = rng.randrange(1, max_model_len + 4)
         settings["max_num_encoder_input_tokens"] = num_tokens
         settings["encoder_cache_size"] = rng.choice((None, rng.randrange(1, 2 * num_tokens + 1)))

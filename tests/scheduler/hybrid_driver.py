@@ -8,6 +8,7 @@ import numpy as np
 
 from longshore.protocol.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
@@ -90,6 +91,8 @@ class HybridDriver(Driver):
         self._chunk_start[id(tables)] = first
         for spec, table in zip(self.specs, tables, strict=True):
             size = spec.block_size
+            if isinstance(spec, CrossAttentionSpec):
+                continue
             if isinstance(spec, MambaSpec):
                 is_within = first // size == (last - 1) // size
                 assert is_within or (first % size == 0 and last % size == 0)
@@ -113,7 +116,7 @@ class HybridDriver(Driver):
     ) -> None:
         start = self._chunk_start.pop(id(tables))
         for spec, table in zip(self.specs, tables, strict=True):
-            if isinstance(spec, MambaSpec):
+            if isinstance(spec, MambaSpec | CrossAttentionSpec):
                 continue
             for position in range(first_seen(spec, start), last):
                 block_id = table[position // spec.block_size]

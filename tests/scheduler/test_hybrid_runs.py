@@ -1,7 +1,6 @@
 """Whole runs over groups of several kinds: every token is computed from its own prefix."""
 
 import random
-import re
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from hypothesis import strategies as st
 from longshore.connectors.base import Match, Matched, RequestView, SchedulerConnector
 from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.client import FinishReason
-from longshore.protocol.inputs import MultimodalFeature
-from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec, KVCacheSpec
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheSpec
 from longshore.protocol.results import TransferReport
 from tests.scheduler.driver import expected_output, prompt_of
 from tests.scheduler.hybrid_driver import (
@@ -375,31 +373,3 @@ def test_what_a_connector_brings_within_a_step_takes_blocks_only_where_they_are_
     for name, key in keys.items():
         assert driver.received[key] == expected_output(name, 9)
     driver.scheduler.check()
-
-
-@pytest.mark.req("KVM-11")
-def test_a_request_is_admitted_with_blocks_for_what_the_encoder_makes_of_its_items() -> None:
-    cross = CrossAttentionSpec(4, 1, 8, 4, max_encoder_tokens=40)
-    driver = HybridDriver(full(), cross, max_num_encoder_input_tokens=40)
-    items = (MultimodalFeature("sound", 0, 9),)
-    driver.add("hears", prompt_of(12), multimodal=items)
-    driver.add("reads", prompt_of(5, start=50))
-    plan = driver.scheduler.schedule(9.0)
-    assert plan is not None
-    assert [[len(ids) for ids in start.block_ids] for start in plan.added] == [[3, 3], [2, 0]]
-
-
-def test_items_of_more_tokens_than_cross_attention_takes_are_refused_by_name() -> None:
-    cross = CrossAttentionSpec(4, 1, 8, 4, max_encoder_tokens=10)
-    driver = HybridDriver(full(), cross, max_num_encoder_input_tokens=40)
-    fits = (MultimodalFeature("one", 0, 6), MultimodalFeature("two", 6, 4))
-    too_much = (*fits, MultimodalFeature("three", 10, 1))
-    key = driver.add("too much", prompt_of(12), multimodal=too_much)
-    driver.add("fits", prompt_of(12), multimodal=fits)
-    plan = driver.scheduler.schedule(9.0)
-    assert plan is not None
-    assert [start.request_id for start in plan.added] == ["fits"]
-    driver.collect()
-    message = driver.finished[key].message
-    assert message is not None
-    assert re.search("have 11 tokens.*takes 10 per request", message)

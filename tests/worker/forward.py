@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec, KVCacheConfig, KVCacheSpec
 from longshore.worker.attention.grouped import GroupedAttention, GroupedStep
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.segments import decode_segments
@@ -50,11 +50,17 @@ class PagedSequence:
         batch = StepBatch(rows, starts, counts, num_decodes=int(count == 1))
         step = self._attention.begin_step(
             [
-                metadata(batch, table, group.spec.block_size)
+                _group_metadata(batch, table, group.spec)
                 for table, group in zip(self._tables, self._groups, strict=True)
             ]
         )
         return torch.from_numpy(batch.positions()), step
+
+    def hear(self, samples: Tensor) -> None:
+        """What the sequence attends to, if the model has an encoder."""
+        _, step = self.begin_step(0, 1)
+        with torch.inference_mode():
+            self.model.encode(samples, 0, self.model.config.max_encoder_tokens, step)
 
     def forward(self, inputs: Tensor, start: int) -> Tensor:
         """Positions from `start` on: token ids, or the hidden states of the stage before."""
@@ -86,6 +92,13 @@ def paged_logits(worker: Worker, token_ids: Sequence[int], chunks: Sequence[int]
     return torch.cat(logits)
 
 
+def _group_metadata(batch: StepBatch, table: np.ndarray, spec: KVCacheSpec) -> AttentionMetadata:
+    if isinstance(spec, CrossAttentionSpec):
+        lens = np.full(batch.counts.sum(), spec.max_encoder_tokens)
+        return cross_metadata(batch, table, spec.block_size, lens)
+    return metadata(batch, table, spec.block_size)
+
+
 def metadata(batch: StepBatch, table: np.ndarray, block_size: int) -> AttentionMetadata:
     """What the runner would say about `batch`, on the CPU."""
     slots = slot_mapping(table, batch.token_rows(), batch.positions(), block_size)
@@ -96,4 +109,19 @@ def metadata(batch: StepBatch, table: np.ndarray, block_size: int) -> AttentionM
         decode_lens=torch.from_numpy(batch.ends[: batch.num_decodes]),
         decode_segments=decode_segments(batch.decode_blocks(block_size), block_size),
         prefill_chunks=batch.prefill_chunks(),
+    )
+
+
+def cross_metadata(
+    batch: StepBatch, table: np.ndarray, block_size: int, lens: np.ndarray
+) -> AttentionMetadata:
+    """The same of a group of cross attention. lens: tokens of the encoder that each token of the
+    step attends to."""
+    return AttentionMetadata(
+        slot_mapping=torch.empty(0, dtype=torch.int64),
+        block_table=torch.from_numpy(table),
+        decode_rows=torch.from_numpy(batch.token_rows()),
+        decode_lens=torch.from_numpy(lens),
+        decode_segments=decode_segments(-(-lens // block_size), block_size),
+        prefill_chunks=(),
     )

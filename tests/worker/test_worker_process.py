@@ -16,6 +16,7 @@ import zmq
 from longshore.protocol.channel import Channel, Endpoint, open_socket
 from longshore.protocol.handshake import (
     EngineIdentity,
+    Feature,
     FromWorker,
     Refused,
     ToWorker,
@@ -37,6 +38,7 @@ from longshore.protocol.plan import Shutdown
 from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
 from longshore.worker.config import WorkerConfig, WorkerProcessConfig
 from longshore.worker.worker import Worker
+from tests.worker.models.tiny_whisper import make_tiny_whisper
 from tests.worker.plans import Entry, Planner
 
 TIMEOUT_S = 60.0
@@ -132,6 +134,17 @@ def start() -> Iterator[Callable[..., WorkerProcess]]:
 
 def planner() -> Planner:
     return Planner(num_blocks=50, block_size=16)
+
+
+@pytest.mark.req("FEA-10")
+def test_a_process_whose_model_has_an_encoder_offers_to_hear(
+    start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any], tmp_path: Path
+) -> None:
+    make_tiny_whisper(tmp_path, max_target_positions=256)
+    for path, features in ((tmp_path, (Feature.MULTIMODAL,)), (checkpoint[0], ())):
+        hello = start(path).receive()
+        assert isinstance(hello, WorkerHello)
+        assert hello.features == features
 
 
 def test_a_process_says_what_it_holds_and_computes_what_a_worker_in_process_does(

@@ -31,6 +31,15 @@ class AttentionStep(Protocol):
         ...
 
 
+class EncodingStep(AttentionStep, Protocol):
+    """A step of layers of which some attend to an encoder's tokens."""
+
+    def write(self, layer: int, row: int, k: Tensor, v: Tensor) -> None:
+        """Put down the keys and values that the tokens of a row attend to, from this step on;
+        before that layer is computed. k, v: (num_encoder_tokens, num_kv_heads, head_dim)."""
+        ...
+
+
 class AttentionBackend(Protocol):
     """One way to compute layers of one kind. Bound to a group's view of the cache when built; its
     string says which way, for the log.

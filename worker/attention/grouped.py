@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionBackend, AttentionStep
+from longshore.worker.attention.cross_backend import CrossAttentionStep
 from longshore.worker.attention.kind import CachedLayer, Kind
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.kv_cache import KVCache
@@ -54,3 +55,10 @@ class GroupedStep:
         """layer: among the cached ones of this rank. See AttentionStep.forward."""
         number, index = self._layers[layer]
         return self._steps[number].forward(index, *inputs, **parameters)
+
+    def write(self, layer: int, row: int, k: Tensor, v: Tensor) -> None:
+        """layer: one of cross attention, numbered as in `forward`. See EncodingStep.write."""
+        number, index = self._layers[layer]
+        step = self._steps[number]
+        assert isinstance(step, CrossAttentionStep)
+        step.write(index, row, k, v)

@@ -41,6 +41,8 @@ class AttentionMetadata:
     block_table:  (max_num_seqs, max_blocks) int32, indexed by row; entries beyond a sequence's
                   length are the null block or ids of blocks that are no longer its own.
     decode_rows, decode_lens: (num_decodes,) int64, row and length (new token included).
+    For cross attention every token of the step is a sequence of its own, as long as the encoder's
+    tokens of its row, and nothing is new: no slots and no chunks.
     The tensors are on the device; the rest is plain values, so nothing waits for the device.
     """
 

@@ -27,6 +27,7 @@ class SelfAttention:
     than shards, several shards hold copies of one.
 
     qkv_names: what the checkpoint calls the projections, or all three in one.
+    out_name:  the same of the one behind.
     """
 
     def __init__(
@@ -35,13 +36,15 @@ class SelfAttention:
         placement: Placement,
         *,
         qkv_names: Sequence[str] = SPLIT_QKV,
+        out_name: str = "o_proj",
     ) -> None:
         self._qkv_names = qkv_names
+        self._out_name = out_name
         self.head_dim = config.head_dim
-        self.queries = _columns(
+        self.queries = Columns.of_heads(
             placement.parallel.share(config.num_heads), config.num_heads, config.head_dim
         )
-        self.keys = _columns(
+        self.keys = Columns.of_heads(
             _kv_heads(placement.parallel, config.num_kv_heads),
             config.num_kv_heads,
             config.head_dim,
@@ -78,8 +81,15 @@ class SelfAttention:
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {
             **self.qkv.checkpoint_tensors([f"{name}.{part}" for part in self._qkv_names]),
-            **self.out.checkpoint_tensors(f"{name}.o_proj"),
+            **self.out.checkpoint_tensors(f"{name}.{self._out_name}"),
         }
+
+
+class UnturnedAttention(SelfAttention):
+    """Queries and keys know no positions."""
+
+    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        return q, k
 
 
 class HeadNormAttention(SelfAttention):
@@ -181,7 +191,3 @@ def _kv_heads(parallel: Parallel, num_kv_heads: int) -> slice:
         return parallel.share(num_kv_heads)
     head = parallel.shard * num_kv_heads // parallel.num_shards
     return slice(head, head + 1)
-
-
-def _columns(heads: slice, num_heads: int, head_dim: int) -> Columns:
-    return Columns(num_heads * head_dim, slice(heads.start * head_dim, heads.stop * head_dim))

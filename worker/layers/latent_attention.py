@@ -33,7 +33,7 @@ class LatentAttention:
         self._heads = heads
         self.num_heads = heads.stop - heads.start
         placement.when_loaded(self._reorder)  # ahead of what lays the matrices out
-        queries = _columns(heads, config.num_heads, config.qk_head_dim)
+        queries = Columns.of_heads(heads, config.num_heads, config.qk_head_dim)
         cached = _all(config.kv_lora_rank + config.qk_rope_head_dim)
         rank = config.q_lora_rank
         self.down = ColumnParallelLinear(
@@ -136,10 +136,6 @@ def _reorder_rows(linear: ColumnParallelLinear, order: Tensor) -> None:
     stored = [linear.weight.stored] + ([] if linear.bias is None else [linear.bias])
     for tensor in stored:
         tensor.copy_(tensor[order.to(tensor.device)])
-
-
-def _columns(heads: slice, num_heads: int, head_dim: int) -> Columns:
-    return Columns(num_heads * head_dim, slice(heads.start * head_dim, heads.stop * head_dim))
 
 
 def _all(size: int) -> Columns:

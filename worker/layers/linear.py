@@ -21,6 +21,11 @@ class Columns:
     size: int
     local: slice
 
+    @classmethod
+    def of_heads(cls, heads: slice, num_heads: int, head_dim: int) -> "Columns":
+        """heads: this rank's."""
+        return cls(num_heads * head_dim, slice(heads.start * head_dim, heads.stop * head_dim))
+
     @property
     def num_local(self) -> int:
         return self.local.stop - self.local.start
@@ -33,12 +38,21 @@ class ColumnParallelLinear:
     """
 
     def __init__(
-        self, in_features: int, columns: Sequence[Columns], *, bias: bool, placement: Placement
+        self,
+        in_features: int,
+        columns: Sequence[Columns],
+        *,
+        bias: bool | Sequence[bool],
+        placement: Placement,
     ) -> None:
+        """bias: of all maps, or of each; zeros stand for those that have none beside others."""
         num_local = sum(column.num_local for column in columns)
         self._columns = columns
+        self._has_bias = [bias] * len(columns) if isinstance(bias, bool) else list(bias)
         self.weight = Matrix(placement.empty(num_local, in_features), placement)
-        self.bias = placement.empty(num_local) if bias else None
+        self.bias = placement.empty(num_local) if any(self._has_bias) else None
+        if self.bias is not None and not all(self._has_bias):
+            self.bias.zero_()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (n, in_features) -> (n, local outputs)."""
@@ -48,7 +62,13 @@ class ColumnParallelLinear:
         """names: one per map, or a single one where the checkpoint stacks them too."""
         tensors = self._stored(self.weight.stored, [f"{name}.weight" for name in names])
         if self.bias is not None:
-            tensors |= self._stored(self.bias, [f"{name}.bias" for name in names])
+            biases = self._stored(self.bias, [f"{name}.bias" for name in names])
+            # Maps that the checkpoint stacks are all alike.
+            tensors |= {
+                name: stored
+                for (name, stored), is_there in zip(biases.items(), self._has_bias, strict=False)
+                if is_there
+            }
         return tensors
 
     def _stored(self, local: Tensor, names: Sequence[str]) -> StoredTensors:

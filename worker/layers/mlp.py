@@ -1,5 +1,5 @@
-"""The gated feed-forward layer of Llama: down(silu(gate(x)) * up(x)) (Shazeer, 2020), or with
-another activation in place of silu."""
+"""Feed-forward layers: the gated one of Llama, down(silu(gate(x)) * up(x)) (Shazeer, 2020), or with
+another activation in place of silu; and the one without a gate."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,6 +34,13 @@ GATES: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
 """From gates and what they let through, (n, 2 * size), to (n, size)."""
 
 
+ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
 class GatedMLP:
     """Gate and up are one product over the same input.
 
@@ -62,4 +69,25 @@ class GatedMLP:
         return {
             **self.gate_up.checkpoint_tensors([f"{name}.{part}" for part in self._gate_up_names]),
             **self.down.checkpoint_tensors(f"{name}.down_proj"),
+        }
+
+
+class MLP:
+    """fc2(activation(fc1(x))), with biases."""
+
+    def __init__(self, size: int, width: int, activation: Activation, placement: Placement) -> None:
+        self._activation = ACTIVATIONS[activation]
+        columns = Columns(width, placement.parallel.share(width))
+        self.up = ColumnParallelLinear(size, (columns,), bias=True, placement=placement)
+        self.down = RowParallelLinear(width, size, bias=True, placement=placement)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: (n, size) -> the same shape."""
+        return self.down(self._activation(self.up(x)))
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        """name: of what the two maps belong to."""
+        return {
+            **self.up.checkpoint_tensors([f"{name}.fc1"]),
+            **self.down.checkpoint_tensors(f"{name}.fc2"),
         }

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from longshore.worker.kernels.rms_norm import add_rms_norm, rms_norm
 from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.stored_tensor import StoredTensors, whole
 
 
 class RMSNorm:
@@ -24,6 +25,9 @@ class RMSNorm:
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps), residual
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        return {f"{name}.weight": whole(self.weight)}
 
 
 class OffsetRMSNorm(RMSNorm):

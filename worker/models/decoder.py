@@ -6,20 +6,22 @@ last the norm and the head; a head that is tied to the embedding is held by both
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.kind import CachedLayer, Kind, PagedAttentionKind
 from longshore.worker.cache_plan import cache_name
 from longshore.worker.kv_scales import is_kv_scale
 from longshore.worker.layers.embedding import Embedding, OutputHead
+from longshore.worker.layers.layer_norm import LayerNorm
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation, rotary_table
-from longshore.worker.layers.stored_tensor import StoredTensors, whole
+from longshore.worker.layers.stored_tensor import StoredTensors
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.parallel import ALONE, Parallel
 
@@ -58,7 +60,7 @@ class Decoder(ABC):
     Raises UnsupportedModel if the ranks cannot share the model evenly.
     """
 
-    norm_type: ClassVar[type[RMSNorm]] = RMSNorm
+    norm_type: ClassVar[type[RMSNorm] | type[LayerNorm]] = RMSNorm
 
     def __init__(
         self,
@@ -84,12 +86,14 @@ class Decoder(ABC):
             for rope in dict.fromkeys(ropes)
         }
         self._rotary_tables = [tables[rope] for rope in ropes]
-        self.layers = [self.make_layer(self._placement, layer) for layer in self._layer_indices]
+        self.layers: Sequence[DecoderLayer] = [
+            self.make_layer(self._placement, layer) for layer in self._layer_indices
+        ]
         first, last = parallel.is_first_stage, parallel.is_last_stage
         is_tied = config.tie_word_embeddings
         size = (config.vocab_size, config.hidden_size, self._placement)
         self.embedding = Embedding(*size) if first or (last and is_tied) else None
-        self.norm: RMSNorm | None = None
+        self.norm: RMSNorm | LayerNorm | None = None
         self.head: OutputHead | None = None
         if last:
             self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps, self._placement)
@@ -134,6 +138,15 @@ class Decoder(ABC):
         x, residual = self.run_layers(x, positions, attention)
         return x if residual is None else residual.add_(x)
 
+    def encode(self, samples: Tensor, row: int, num_tokens: int, attention: EncodingStep) -> None:
+        """What a family with an encoder does when a row starts, before the step's tokens: encode
+        the row's sound and put down what its tokens attend to. All shards must call it.
+
+        samples:    (config.max_audio_samples,) float32, at config.sampling_rate.
+        num_tokens: of the encoder's, the first of which are kept.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no encoder")
+
     def run_layers(
         self, x: Tensor, positions: Tensor, attention: AttentionStep
     ) -> tuple[Tensor, Tensor | None]:
@@ -165,7 +178,7 @@ class Decoder(ABC):
         if self.embedding is not None:
             tensors[EMBEDDINGS] = self.embedding.stored()
         if self.norm is not None:
-            tensors[NORM] = whole(self.norm.weight)
+            tensors |= self.norm.checkpoint_tensors("model.norm")
         if self.head is not None and not self.head.is_tied:
             tensors[HEAD] = self.head.stored()
         for index, layer in zip(self._layer_indices, self.layers, strict=True):

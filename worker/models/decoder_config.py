@@ -74,6 +74,7 @@ class DecoderConfig(ABC):
     rope:        of all layers, or of those for which `rope_of` names no other.
     reaches:     of each layer; empty: every layer attends to everything.
     activation:  of the gates of the MLP.
+    qkv_bias:    of queries, keys and values, or of each of them.
     score_scale: of the attention's scores; None: head_dim ** -0.5.
     score_softcap, logit_softcap: c, if scores or logits are c * tanh(value / c) of what they were.
     logit_scale: multiplies the logits.
@@ -97,7 +98,7 @@ class DecoderConfig(ABC):
     max_position_embeddings: int
     tie_word_embeddings: bool
     dtype: str
-    qkv_bias: bool = False
+    qkv_bias: bool | tuple[bool, bool, bool] = False
     out_bias: bool = False
     mlp_bias: bool = False
     reaches: tuple[Reach, ...] = ()
@@ -124,6 +125,21 @@ class DecoderConfig(ABC):
     def default_max_len(self) -> int:
         """Of a request, in tokens, unless somebody asks for another."""
         return self.max_supported_len
+
+    @property
+    def max_encoder_tokens(self) -> int:
+        """That the encoder makes of what a request brings; 0: the family has no encoder."""
+        return 0
+
+    @property
+    def max_audio_samples(self) -> int:
+        """That a request may bring; 0: the family takes no sound."""
+        return 0
+
+    @property
+    def sampling_rate(self) -> int:
+        """Of that sound, in Hz; 0: the family takes none."""
+        return 0
 
     def reach_of(self, layer: int) -> Reach:
         """layer: of the whole model, from 0."""
@@ -248,7 +264,7 @@ def read_dense_fields(
         "rms_norm_eps": fields.real("rms_norm_eps", rms_norm_eps),
         "rope": rope,
         "reaches": () if "layer_types" in computed else _reaches(fields, reaches, layer_type),
-        "activation": _activation(fields, activation_key, activations),
+        "activation": read_activation(fields, activation_key, activations),
         "max_position_embeddings": max_len,
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", False),
         "dtype": checkpoint_dtype(fields),
@@ -295,7 +311,9 @@ def _reaches(
     return tuple(reaches[kind] for kind in types)
 
 
-def _activation(fields: JsonFields, key: str, computed: Collection[str]) -> Activation:
+def read_activation(fields: JsonFields, key: str, computed: Collection[str]) -> Activation:
+    """The MLP's, under `key`. computed: those that the family computes; others raise
+    UnsupportedModel."""
     name = fields.text(key, "silu")
     known = [name for name, activation in _ACTIVATIONS.items() if activation in computed]
     if name not in known:

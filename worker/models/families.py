@@ -28,6 +28,7 @@ from longshore.worker.models.phi3_config import Phi3Config
 from longshore.worker.models.qwen2_config import Qwen2Config
 from longshore.worker.models.qwen3_config import Qwen3Config
 from longshore.worker.models.qwen3_moe_config import Qwen3MoeConfig
+from longshore.worker.models.whisper_config import WhisperConfig
 
 ENTRY_POINT_GROUP: Final = "longshore.models"
 ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {
@@ -49,6 +50,7 @@ ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+    "WhisperForConditionalGeneration": WhisperConfig,
 }
 
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
-from longshore.worker.layers.attention import SelfAttention
+from longshore.worker.layers.attention import SelfAttention, UnturnedAttention
 from longshore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from longshore.worker.layers.mamba2 import Mamba2Mixer
 from longshore.worker.layers.mlp import GatedMLP
@@ -18,13 +18,6 @@ from longshore.worker.models.bamba import HybridDecoder, mixer_tensors
 from longshore.worker.models.decoder import DecoderLayer
 from longshore.worker.models.granite_hybrid_config import GraniteHybridConfig
 from longshore.worker.models.llama import PreNormLayer
-
-
-class UnturnedAttention(SelfAttention):
-    """Queries and keys know no positions."""
-
-    def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        return q, k
 
 
 class SharedMLP(GatedMLP):

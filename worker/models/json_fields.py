@@ -64,6 +64,12 @@ class JsonFields:
             raise self.wrong(key, "an object")
         return JsonFields(value, f"{self.source}, {key}")
 
+    def beside(self, file_name: str) -> "JsonFields | None":
+        """The object in another file of the checkpoint, or None if there is no such file; of the
+        object that a whole file holds. Raises BrokenCheckpoint."""
+        path = Path(self.source).with_name(file_name)
+        return read_json_object(path) if path.exists() else None
+
     def with_defaults(
         self, defaults: Mapping[str, object], *, nullable: Collection[str] = ()
     ) -> "JsonFields":

@@ -18,6 +18,7 @@ from longshore.deploy.model_folder import SamplingDefaults
 from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.protocol.lifeline import Lifeline
 from tests.deploy.gateway.fake_engine import IDENTITY, FakeEngine, Script, echo
+from tests.deploy.gateway.forms import encode_form
 from tests.deploy.tiny_tokenizer import EOS_ID, VOCAB_SIZE, save_tokenizer
 
 
@@ -35,6 +36,12 @@ class RunningGateway:
 
     async def get(self, path: str) -> HttpAnswer:
         return await self.client.request("GET", path, timeout_s=5)
+
+    async def post_form(
+        self, path: str, *, file: bytes | None = None, **fields: str | list[str]
+    ) -> HttpAnswer:
+        kind, body = encode_form(fields, {} if file is None else {"file": file})
+        return await self.client.request("POST", path, body, timeout_s=5, content_type=kind)
 
     async def post(self, path: str, body: dict[str, Any] | bytes) -> HttpAnswer:
         encoded = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -11,6 +11,8 @@ import numpy as np
 
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.client import AddRequest, FinishedRequest
+from longshore.protocol.handshake import Feature
+from longshore.protocol.inputs import MultimodalFeature
 from longshore.protocol.kv_cache_spec import KVCacheDtype, num_blocks_needed
 from longshore.protocol.results import ModelRunnerOutput, WorkerReport
 from longshore.protocol.sampling import SamplingParams
@@ -41,8 +43,10 @@ class ServedModel:
         max_steps_in_flight: int = 2,
         enable_prefix_caching: bool = True,
         kv_cache_dtype: KVCacheDtype = "auto",
+        num_encoder_tokens: int = 0,
     ) -> None:
-        """num_blocks: None takes the fewest that the longest request may need."""
+        """num_blocks: None takes the fewest that the longest request may need.
+        num_encoder_tokens: encoded per step; 0 for models that encode nothing."""
         config = WorkerConfig(
             model=str(path),
             num_blocks=num_blocks or 10_000,
@@ -58,6 +62,7 @@ class ServedModel:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_steps_in_flight=max_steps_in_flight,
+            max_num_encoder_input_tokens=num_encoder_tokens,
         )
         cache = CacheConfig(
             enable_prefix_caching=enable_prefix_caching,
@@ -75,6 +80,7 @@ class ServedModel:
             cache,
             kv_cache=msgspec.structs.replace(kv_cache, num_blocks=num_blocks),
             hash_seed=b"seed",
+            features=frozenset({Feature.MULTIMODAL} if num_encoder_tokens else ()),
             vocab_size=self.worker.model_config.vocab_size,
             verify_plan=True,
         )
@@ -104,13 +110,14 @@ class ServedModel:
         self.scheduler.check()
         return self.tokens[first:]
 
-    def add(self, prompt: Sequence[int]) -> None:
+    def add(self, prompt: Sequence[int], *items: MultimodalFeature) -> None:
         handle = len(self.tokens)
         self.tokens.append([])
         request = AddRequest(
             request_id=f"request-{handle}",
             handle=handle,
             prompt_token_ids=int32_array(list(prompt)),
+            multimodal=items,
             sampling=SamplingParams(temperature=0.0, max_tokens=self.num_tokens, ignore_eos=True),
         )
         self.scheduler.add_request(request, client=CLIENT, now=0.0)

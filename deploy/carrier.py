@@ -1,0 +1,44 @@
+"""Requests into an engine, for plain code: what `LLM` and its beam searches send with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from longshore.deploy.live_requests import LiveRequest, LiveRequests
+from longshore.protocol.client import ClientRequest, EngineOutputs
+
+
+class Engine(Protocol):
+    """What carries requests: processes of its own, or objects in this one.
+
+    num_blocks: in its KV cache, the null block included.
+    """
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def send(self, message: ClientRequest) -> None: ...
+
+    def receive(self) -> EngineOutputs | None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """Sends requests and gives them up; what comes back, the caller receives and applies."""
+
+    requests: LiveRequests
+    engine: Engine
+
+    def submit(
+        self, request_id: str, prompt_token_ids: Sequence[int], *args: Any, **fields: Any
+    ) -> LiveRequest:
+        live, message = self.requests.open(request_id, prompt_token_ids, *args, **fields)
+        self.engine.send(message)
+        return live
+
+    def abort(self, requests: Sequence[LiveRequest]) -> None:
+        message = self.requests.abort(requests)
+        if message is not None:
+            self.engine.send(message)

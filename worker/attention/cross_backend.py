@@ -1,0 +1,65 @@
+"""Attention of a step's tokens to an encoder's, whose keys and values lie in blocks of the row.
+
+They are written once, with the row's first step, and read by every token: each is a decode over all
+of them, which the backends of paged attention compute as they are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.attention.kind import PagedAttentionKind
+from longshore.worker.attention.metadata import AttentionMetadata
+from longshore.worker.kv_cache import PagedKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossAttentionKind:
+    """num_heads: this rank's query heads."""
+
+    num_heads: int
+
+    def make_backend(self, view: PagedKV) -> "CrossAttention":
+        return CrossAttention(view, self)
+
+
+class CrossAttention:
+    """Bound to a group's view of the cache."""
+
+    def __init__(self, cache: PagedKV, kind: CrossAttentionKind) -> None:
+        self._cache = cache
+        self._paged = PagedAttentionKind(num_heads=kind.num_heads).make_backend(cache)
+
+    def begin_step(self, metadata: AttentionMetadata) -> "CrossAttentionStep":
+        step = self._paged.begin_step(metadata)
+        return CrossAttentionStep(self._cache, step, metadata.block_table)
+
+
+class CrossAttentionStep:
+    """One step, all layers. block_table: (max_num_seqs, max_blocks), of the encoder's tokens."""
+
+    def __init__(self, cache: PagedKV, step: AttentionStep, block_table: Tensor) -> None:
+        self._planes = cache.planes
+        self._step = step
+        self._block_table = block_table
+        shape = (0, cache.num_kv_heads, cache.head_dim)
+        self._nothing_new = torch.empty(shape, dtype=cache.dtype, device=cache.device)
+        self.native_steps: Sequence[bytes] = step.native_steps
+
+    def forward(self, layer: int, q: Tensor) -> Tensor:
+        """q: (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim)."""
+        return self._step.forward(layer, q, self._nothing_new, self._nothing_new)
+
+    def write(self, layer: int, row: int, k: Tensor, v: Tensor) -> None:
+        """See EncodingStep.write. Whole blocks, with zeros behind the last token: what an earlier
+        owner left there is read, and masked, by torch's attention."""
+        block_size = self._planes.shape[3]
+        num_blocks = -(-len(k) // block_size)
+        padding = (0, 0, 0, 0, 0, num_blocks * block_size - len(k))
+        pages = F.pad(torch.stack((k, v)), padding).unflatten(1, (num_blocks, block_size))
+        block_ids = self._block_table[row, :num_blocks].long()
+        self._planes[:, layer].index_copy_(0, block_ids, pages.transpose(0, 1))

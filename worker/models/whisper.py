@@ -1,0 +1,138 @@
+"""Whisper: learned positions, and decoder layers that attend to their own tokens, then to those
+that the encoder makes of a request's sound."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from longshore.worker.attention.backend import AttentionStep, EncodingStep
+from longshore.worker.attention.cross_backend import CrossAttentionKind
+from longshore.worker.attention.kind import CachedLayer
+from longshore.worker.audio_features import LogMel
+from longshore.worker.layers.attention import UnturnedAttention
+from longshore.worker.layers.audio_encoder import AudioEncoder, EncoderShape
+from longshore.worker.layers.cross_attention import CrossAttention
+from longshore.worker.layers.layer_norm import LayerNorm
+from longshore.worker.layers.mlp import MLP
+from longshore.worker.layers.placement import Placement
+from longshore.worker.layers.rotary import Rotation
+from longshore.worker.layers.stored_tensor import StoredTensors, whole
+from longshore.worker.models.renamed import RenamedDecoder
+from longshore.worker.models.whisper_config import WhisperConfig, cross_name
+from longshore.worker.parallel import ALONE, Parallel
+
+ENCODER = "model.encoder"
+POSITIONS = "model.decoder.embed_positions.weight"
+
+
+class WhisperLayer:
+    """x + attention(norm(x)), then x + cross(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: WhisperConfig, placement: Placement) -> None:
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self._num_layers = config.num_layers
+        self.attention_norm = LayerNorm(size, eps, placement)
+        self.attention = UnturnedAttention(config, placement, out_name="out_proj")
+        self.cross_norm = LayerNorm(size, eps, placement)
+        self.cross = CrossAttention(size, config.num_heads, placement)
+        self.mlp_norm = LayerNorm(size, eps, placement)
+        self.mlp = MLP(size, config.intermediate_size, config.activation, placement)
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        layer: int,
+        rotation: Rotation,
+        attention: AttentionStep,
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm.after_add(x, residual)
+        x = self.attention(x, layer, rotation, attention)
+        x, residual = self.cross_norm.after_add(x, residual)
+        x = self.cross(x, self._num_layers + layer, attention)
+        x, residual = self.mlp_norm.after_add(x, residual)
+        return self.mlp(x), residual
+
+    def keep(self, encoded: Tensor, layer: int, row: int, attention: EncodingStep) -> None:
+        """encoded: (num_tokens, hidden_size), that a row's tokens attend to from now on."""
+        self.cross.keep(encoded, self._num_layers + layer, row, attention)
+
+    def checkpoint_tensors(self, name: str) -> StoredTensors:
+        return {
+            **self.attention_norm.checkpoint_tensors(f"{name}.self_attn_layer_norm"),
+            **self.attention.checkpoint_tensors(f"{name}.self_attn"),
+            **self.cross_norm.checkpoint_tensors(f"{name}.encoder_attn_layer_norm"),
+            **self.cross.checkpoint_tensors(f"{name}.encoder_attn"),
+            **self.mlp_norm.checkpoint_tensors(f"{name}.final_layer_norm"),
+            **self.mlp.checkpoint_tensors(name),
+        }
+
+
+class Whisper(RenamedDecoder):
+    """positions: (max_position_embeddings, hidden_size), added to the decoder's embeddings."""
+
+    config: WhisperConfig
+    layers: Sequence[WhisperLayer]
+    norm_type = LayerNorm
+    names: ClassVar[dict[str, str]] = {
+        "model.embed_tokens.": "model.decoder.embed_tokens.",
+        "model.layers.": "model.decoder.layers.",
+        "model.norm.": "model.decoder.layer_norm.",
+        "lm_head.": "proj_out.",
+    }
+
+    def __init__(
+        self,
+        config: WhisperConfig,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: Parallel = ALONE,
+    ) -> None:
+        super().__init__(
+            config, max_model_len=max_model_len, dtype=dtype, device=device, parallel=parallel
+        )
+        self.positions = self._placement.empty(config.max_position_embeddings, config.hidden_size)
+        self.log_mel = LogMel(config.audio, device)
+        shape = EncoderShape(
+            num_channels=config.audio.num_mel_bins,
+            num_tokens=config.num_encoder_tokens,
+            size=config.hidden_size,
+            num_layers=config.num_encoder_layers,
+            num_heads=config.num_encoder_heads,
+            intermediate_size=config.encoder_intermediate_size,
+            activation=config.activation,
+            norm_eps=config.rms_norm_eps,
+        )
+        self.encoder = AudioEncoder(shape, self._placement)
+
+    def make_layer(self, placement: Placement, layer: int) -> WhisperLayer:
+        return WhisperLayer(self.config, placement)
+
+    def cached_layers(self) -> tuple[CachedLayer, ...]:
+        """What the decoder's tokens leave of each layer, then what the encoder's do."""
+        cross = CrossAttentionKind(num_heads=self.num_local_heads)
+        return super().cached_layers() + tuple(
+            CachedLayer(cross_name(layer), cross) for layer in self._layer_indices
+        )
+
+    def encode(self, samples: Tensor, row: int, num_tokens: int, attention: EncodingStep) -> None:
+        spectrogram = self.log_mel(samples).to(self._placement.dtype)
+        encoded = self.encoder(spectrogram)[:num_tokens]
+        for index, layer in enumerate(self.layers):
+            layer.keep(encoded, index, row, attention)
+
+    def forward(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
+        x = self.embed(inputs).add_(self.positions.index_select(0, positions))
+        x, residual = self.run_layers(x, positions, attention)
+        return x if residual is None else residual.add_(x)
+
+    def checkpoint_tensors(self) -> StoredTensors:
+        return {
+            **super().checkpoint_tensors(),
+            **self.encoder.checkpoint_tensors(ENCODER),
+            POSITIONS: whole(self.positions),
+        }

@@ -1,0 +1,171 @@
+"""Whisper (Radford et al., 2022): an encoder of sound, and a decoder that attends to its tokens."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
+from longshore.worker.cache_plan import CacheSizes, cache_name
+from longshore.worker.errors import UnsupportedModel
+from longshore.worker.models.decoder_config import (
+    DecoderConfig,
+    checkpoint_dtype,
+    read_activation,
+    refuse_uncomputed,
+)
+from longshore.worker.models.json_fields import JsonFields
+from longshore.worker.models.rope_config import DEFAULT_THETA, DefaultRope
+
+NORM_EPS: Final = 1e-5
+"""No file gives it."""
+
+FRAMES_PER_TOKEN: Final = 2
+"""The second of the encoder's convolutions takes every other frame."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioSettings:
+    """Of the log-mel spectrogram; lengths in samples.
+
+    hop_length:    from frame to frame.
+    window_length: of a frame.
+    num_samples:   of the window that everything is padded to.
+    """
+
+    num_mel_bins: int
+    sampling_rate: int
+    hop_length: int
+    window_length: int
+    num_samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhisperConfig(DecoderConfig):
+    """The fields of DecoderConfig are the decoder's. Positions are learned; there is no rope."""
+
+    model_type = "whisper"
+    model = "longshore.worker.models.whisper:Whisper"
+
+    num_encoder_tokens: int
+    num_encoder_layers: int
+    num_encoder_heads: int
+    encoder_intermediate_size: int
+    audio: AudioSettings
+
+    @classmethod
+    def read(cls, fields: JsonFields) -> "WhisperConfig":
+        refuse_uncomputed(fields, computed=("is_encoder_decoder",))
+        fields.refuse_unless_neutral("scale_embedding", False, "embeddings are not scaled")
+        size = fields.integer("d_model")
+        num_heads = fields.integer("decoder_attention_heads")
+        num_encoder_heads = fields.integer("encoder_attention_heads")
+        for heads in (num_heads, num_encoder_heads):
+            if size % heads:
+                raise fields.wrong("d_model", f"a multiple of {heads} attention heads")
+        num_encoder_tokens = fields.integer("max_source_positions", 1500)
+        return cls(
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=size,
+            intermediate_size=fields.integer("decoder_ffn_dim"),
+            num_layers=fields.integer("decoder_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=size // num_heads,
+            rotary_dim=0,
+            rms_norm_eps=NORM_EPS,
+            rope=DefaultRope(DEFAULT_THETA),
+            max_position_embeddings=fields.integer("max_target_positions", 448),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", True),
+            dtype=checkpoint_dtype(fields),
+            qkv_bias=(True, False, True),
+            out_bias=True,
+            mlp_bias=True,
+            activation=read_activation(
+                fields.with_defaults({"activation_function": "gelu"}),
+                "activation_function",
+                ("gelu", "gelu_tanh", "silu"),
+            ),
+            num_encoder_tokens=num_encoder_tokens,
+            num_encoder_layers=fields.integer("encoder_layers"),
+            num_encoder_heads=num_encoder_heads,
+            encoder_intermediate_size=fields.integer("encoder_ffn_dim"),
+            audio=_read_audio(fields, num_encoder_tokens),
+        )
+
+    @property
+    def max_encoder_tokens(self) -> int:
+        return self.num_encoder_tokens
+
+    @property
+    def max_audio_samples(self) -> int:
+        return self.audio.num_samples
+
+    @property
+    def sampling_rate(self) -> int:
+        return self.audio.sampling_rate
+
+    def cache_specs(self, sizes: CacheSizes) -> dict[str, KVCacheSpec]:
+        cross = CrossAttentionSpec(
+            block_size=sizes.block_size,
+            num_kv_heads=self.num_local_kv_heads(sizes.num_shards),
+            head_size=self.head_dim,
+            dtype_bytes=sizes.dtype_bytes,
+            max_encoder_tokens=self.max_encoder_tokens,
+        )
+        return super().cache_specs(sizes) | {
+            cross_name(layer): cross for layer in range(self.num_layers)
+        }
+
+    def cut_sizes(self) -> dict[str, int]:
+        return {
+            "decoder_attention_heads": self.num_heads,
+            "decoder_ffn_dim": self.intermediate_size,
+            "encoder_attention_heads": self.num_encoder_heads,
+            "encoder_ffn_dim": self.encoder_intermediate_size,
+        }
+
+    def check_split(self, *, num_shards: int, num_stages: int = 1) -> None:
+        if num_stages > 1:
+            raise UnsupportedModel(
+                f"pipeline_parallel_size={num_stages}: a model with an encoder is not cut into "
+                "pipeline stages. Use pipeline_parallel_size=1, and tensor_parallel_size to share "
+                "it among devices."
+            )
+        super().check_split(num_shards=num_shards)
+
+
+def cross_name(layer: int) -> str:
+    """What is kept of the encoder's tokens for a layer of the decoder."""
+    return f"{cache_name(layer)}.cross"
+
+
+def _read_audio(fields: JsonFields, num_encoder_tokens: int) -> AudioSettings:
+    """What the folder's feature extractor is set to, or by default is. Raises UnsupportedModel or
+    BrokenCheckpoint, also where the two files do not belong together."""
+    given = fields.beside("preprocessor_config.json")
+    if given is None:
+        processor = fields.beside("processor_config.json")
+        given = None if processor is None else processor.table("feature_extractor")
+    if given is None:
+        given = JsonFields({}, f"{fields.source} alone")
+    given.refuse_unless_neutral("dither", 0.0, "noise is not added to what is heard")
+    given.refuse_unless_neutral("padding_value", 0.0, "short items are continued by silence")
+    num_mel_bins = fields.integer("num_mel_bins", 80)
+    if given.integer("feature_size", num_mel_bins) != num_mel_bins:
+        raise given.wrong("feature_size", f"num_mel_bins={num_mel_bins} of config.json")
+    rate, hop_length = given.integer("sampling_rate", 16_000), given.integer("hop_length", 160)
+    num_frames = FRAMES_PER_TOKEN * num_encoder_tokens
+    default_s = num_frames * hop_length / rate
+    num_samples = int(given.real("chunk_length", default_s) * rate)
+    if num_samples // hop_length != num_frames:
+        raise given.wrong(
+            "chunk_length",
+            f"{default_s:g}: max_source_positions={num_encoder_tokens} in config.json takes "
+            f"{num_frames} frames of hop_length={hop_length}",
+        )
+    return AudioSettings(
+        num_mel_bins=num_mel_bins,
+        sampling_rate=rate,
+        hop_length=hop_length,
+        window_length=given.integer("n_fft", 400),
+        num_samples=num_samples,
+    )
