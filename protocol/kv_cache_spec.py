@@ -244,6 +244,13 @@ KVCacheSpec: TypeAlias = (
 )
 
 
+def of_all_ranks(spec: KVCacheSpec, context_parallel_size: int) -> KVCacheSpec:
+    """What a block id stands for in all ranks together that share the tokens of a block."""
+    if context_parallel_size == 1:
+        return spec
+    return msgspec.structs.replace(spec, block_size=spec.block_size * context_parallel_size)
+
+
 class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layers that share one block table because they have the same kind of attention."""
 
@@ -276,9 +283,16 @@ def max_blocks(
     max_model_len: int,
     max_num_batched_tokens: int | None = None,
     num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+    *,
+    context_parallel_size: int = 1,
 ) -> int:
-    """Blocks that one request can hold at most, over all groups; see KVCacheSpec.max_blocks."""
-    return sum(g.spec.max_blocks(max_model_len, max_num_batched_tokens, num_steps) for g in groups)
+    """Blocks that one request can hold at most, over all groups; see KVCacheSpec.max_blocks.
+
+    context_parallel_size: ranks that share the tokens of a block, which holds so many times those
+                           of its spec.
+    """
+    longest = (max_model_len, max_num_batched_tokens, num_steps)
+    return sum(of_all_ranks(g.spec, context_parallel_size).max_blocks(*longest) for g in groups)
 
 
 def tokens_that_fit(
@@ -287,10 +301,18 @@ def tokens_that_fit(
     max_model_len: int,
     max_num_batched_tokens: int | None = None,
     num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+    *,
+    context_parallel_size: int = 1,
 ) -> int:
-    """Of requests of `max_model_len` tokens, in a pool of `num_blocks`."""
+    """Of requests of `max_model_len` tokens, in a pool of `num_blocks`; see max_blocks."""
     usable = max(0, num_blocks - num_reserved_blocks(groups))
-    needed = max_blocks(groups, max_model_len, max_num_batched_tokens, num_steps)
+    needed = max_blocks(
+        groups,
+        max_model_len,
+        max_num_batched_tokens,
+        num_steps,
+        context_parallel_size=context_parallel_size,
+    )
     return usable * max_model_len // needed
 
 

@@ -91,7 +91,7 @@ class Scheduler:
         num_ranks: int = 1,
         block_metrics: BlockMetrics | None = None,
     ) -> None:
-        check_pool_size(config, kv_cache)
+        check_pool_size(config, kv_cache, cache.context_parallel_size)
         check_states(config, kv_cache, has_connector=connector is not None)
         blocks = KVCacheManager(
             cache,
@@ -399,10 +399,14 @@ class Scheduler:
         )
 
 
-def check_pool_size(config: SchedulerConfig, kv_cache: KVCacheConfig) -> None:
+def check_pool_size(
+    config: SchedulerConfig, kv_cache: KVCacheConfig, context_parallel_size: int = 1
+) -> None:
     """Raise ConfigError if one request of the longest length does not fit the empty pool: it could
     never finish, and everything behind it would wait for ever."""
-    needed = max_blocks(kv_cache.groups, *config.longest_request)
+    needed = max_blocks(
+        kv_cache.groups, *config.longest_request, context_parallel_size=context_parallel_size
+    )
     usable = kv_cache.num_blocks - num_reserved_blocks(kv_cache.groups)
     if needed > usable:
         raise ConfigError(

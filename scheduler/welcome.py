@@ -116,7 +116,7 @@ def _agree_on_blocks(
     if config.cache.num_blocks is not None:
         num_blocks = min(num_blocks, config.cache.num_blocks)
     agreed = msgspec.structs.replace(first, num_blocks=num_blocks)
-    check_pool_size(config.scheduler, agreed)
+    check_pool_size(config.scheduler, agreed, config.cache.context_parallel_size)
     return agreed
 
 

@@ -308,12 +308,16 @@ def check_holds_one_request(
     groups: Sequence[KVCacheGroup],
     max_model_len: int,
     max_num_batched_tokens: int | None = None,
+    *,
+    context_parallel_size: int = 1,
 ) -> None:
     """Raise KVCacheTooSmall unless an empty cache can hold one request of `max_model_len` tokens.
 
     Otherwise such a request would be admitted and could never finish, whatever gave way to it.
     """
-    needed = max_blocks(groups, max_model_len, max_num_batched_tokens) + num_reserved_blocks(groups)
+    needed = num_reserved_blocks(groups) + max_blocks(
+        groups, max_model_len, max_num_batched_tokens, context_parallel_size=context_parallel_size
+    )
     if num_blocks < needed:
         raise KVCacheTooSmall(
             f"num_blocks={num_blocks} are too few: max_model_len={max_model_len} needs {needed} "

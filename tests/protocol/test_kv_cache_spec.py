@@ -16,7 +16,9 @@ from longshore.protocol.kv_cache_spec import (
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    max_blocks,
     sink_block_ids,
+    tokens_that_fit,
 )
 
 SPECS: tuple[KVCacheSpec, ...] = (
@@ -166,3 +168,13 @@ def test_bytes_of_fifteen_slots_that_nothing_is_in() -> None:
     wasted = 15 * llama_70b().block_size_bytes // 16
     assert wasted == 4_915_200
     assert round(100 * wasted / (80 * 10**9), 3) == 0.006
+
+
+@pytest.mark.req("FEA-06")
+@pytest.mark.parametrize(("length", "blocks"), [(1, 1), (64, 1), (65, 2), (1000, 16)])
+def test_ranks_that_share_the_tokens_of_a_block_need_as_many_times_fewer(
+    length: int, blocks: int
+) -> None:
+    groups = [KVCacheGroup(("a",), FullAttentionSpec(16, 8, 128, 2))]
+    assert max_blocks(groups, length, context_parallel_size=4) == blocks
+    assert tokens_that_fit(groups, 1 + 2 * blocks, length, context_parallel_size=4) == 2 * length
