@@ -93,6 +93,7 @@ class DeviceStep:
     def _compute(self, ints: Tensor, reals: Tensor) -> None:
         state, inputs = self.state, self.inputs
         decode_rows, decode_lens = ints[inputs.decode_rows], ints[inputs.decode_lens]
+        is_shared = state.parallel.context_share.size > 1
         attention = state.attention.begin_step(
             [
                 AttentionMetadata(
@@ -102,6 +103,7 @@ class DeviceStep:
                     decode_lens=decode_lens,
                     decode_segments=segments,
                     prefill_chunks=self.chunks,
+                    kept_tokens=ints[inputs.kept_tokens] if is_shared else None,
                 )
                 for slots, table, segments in zip(
                     inputs.slots, state.block_tables, self.segments, strict=True

@@ -38,6 +38,7 @@ from longshore.worker.token_table import TokenTable, known_token_ids
 logger = logging.getLogger(__name__)
 
 NO_BLOCKS: Final = np.empty(0, np.int64)
+NO_TOKENS: Final = NO_BLOCKS
 
 
 class ModelRunner:
@@ -70,6 +71,7 @@ class ModelRunner:
                     max_num_seqs=max_num_seqs,
                     max_model_len=max_model_len,
                     block_size=group.spec.block_size,
+                    share=parallel.context_share,
                     device=device,
                 )
                 for group in cache.groups
@@ -249,9 +251,11 @@ class ModelRunner:
     ) -> Completion:
         tables = self._tables
         begun = [blocks_to_clear(batch, t.host, t.block_size) for t in self._cleared_tables]
+        share, positions = self._parallel.context_share, batch.positions()
         inputs = self._inputs.build(
             batch,
-            slots=tables.slots(batch.token_rows(), batch.positions()),
+            slots=tables.slots(batch.token_rows(), positions),
+            kept_tokens=NO_TOKENS if share.size == 1 else np.flatnonzero(share.keeps(positions)),
             sampled_rows=sampled_rows,
             sampled_positions=sampled_positions,
             copied_blocks=copies.blocks,
