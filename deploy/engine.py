@@ -18,6 +18,7 @@ from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerPr
 from longshore.scheduler.policy import load_policy
 from longshore.worker.cache_plan import DTYPE_BYTES, CacheSizes, element_bytes, plan_groups
 from longshore.worker.config import RankLayout, WorkerConfig, WorkerProcessConfig
+from longshore.worker.context_share import check_context_parallel
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
 
@@ -51,6 +52,7 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     config.check_split(
         num_shards=options.tensor_parallel_size, num_stages=options.pipeline_parallel_size
     )
+    num_sharing = options.decode_context_parallel_size
     parse_options(options.kv_connector_config)
     device = options.resolve_device()
     hash_seed = secrets.token_bytes(HASH_SEED_BYTES)
@@ -62,12 +64,21 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         watermark=options.watermark,
         preempt_threshold=options.preempt_threshold,
         admit_threshold=options.admit_threshold,
+        decode_context_parallel_size=num_sharing,
     )
     dtype = model.resolve_dtype(options.dtype, device)
     sizes = CacheSizes(
         block_size=cache.block_size,
         dtype_bytes=element_bytes(options.kv_cache_dtype, DTYPE_BYTES[dtype]),
         num_shards=options.tensor_parallel_size,
+    )
+    check_context_parallel(
+        config.cache_specs(sizes),
+        size=num_sharing,
+        interleave=options.cp_kv_cache_interleave_size,
+        block_size=cache.block_size,
+        num_shards=options.tensor_parallel_size,
+        num_kv_heads=config.num_kv_heads,
     )
     scheduler = SchedulerConfig(
         max_model_len=_max_model_len(options, model, config, sizes),
@@ -92,6 +103,8 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         kv_cache_dtype=options.kv_cache_dtype,
+        decode_context_parallel_size=num_sharing,
+        cp_kv_cache_interleave_size=options.cp_kv_cache_interleave_size,
         hash_seed_digest=hash_seed_digest(hash_seed),
     )
     return EnginePlan(options, model, device, identity, scheduler, cache, hash_seed)
@@ -125,6 +138,8 @@ def engine_processes(
     layout = RankLayout(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
+        decode_context_parallel_size=options.decode_context_parallel_size,
+        cp_kv_cache_interleave_size=options.cp_kv_cache_interleave_size,
         rendezvous=str(runtime_dir.path / "rendezvous"),
         timeout_s=options.rank_timeout_s,
     )
@@ -212,4 +227,10 @@ def _num_blocks_needed(
     num_tokens, num_steps = options.max_num_batched_tokens, options.max_steps_in_flight
     groups = plan_groups(specs, max_model_len=max_model_len, max_num_batched_tokens=num_tokens)
     in_flight = num_steps * (options.max_num_scheduled_tokens or num_tokens)
-    return max_blocks(groups, max_model_len, in_flight, num_steps) + num_reserved_blocks(groups)
+    return num_reserved_blocks(groups) + max_blocks(
+        groups,
+        max_model_len,
+        in_flight,
+        num_steps,
+        context_parallel_size=options.decode_context_parallel_size,
+    )
