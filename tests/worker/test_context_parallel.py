@@ -261,7 +261,7 @@ def test_latents_over_shared_tokens_equal_attention_to_all(
 
 
 def test_the_tiles_of_a_chunk_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_parallel, "MAX_SCORES", 7 * 2 * HEADS * 40)
+    monkeypatch.setitem(context_parallel.MAX_SCORES, "cpu", 7 * 2 * HEADS * 40)
     for make in (AttentionSequences, LatentSequences):
         sequences = make([150], size=2, interleave=2, block_size=8, seed=0)
         compute(sequences, [[70], [1], [79]])
@@ -277,8 +277,9 @@ class Echo(Parallel):
         return parts
 
 
-def test_no_value_of_the_device_is_waited_for() -> None:
+def test_no_value_of_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without values would raise where one is asked for."""
+    monkeypatch.setitem(context_parallel.MAX_SCORES, "meta", 1 << 10)
     share, counts = ContextShare(1, 2), np.array([1, 1, 40, 3])
     batch = make_batch(counts, counts + 30, 16)
     on_host = metadata(batch, np.zeros((4, 9), np.int32), 8, share)

@@ -26,8 +26,9 @@ from longshore.worker.fp8 import KVScales, from_fp8, to_fp8
 from longshore.worker.kv_cache import PagedKV, PagedLatents
 from longshore.worker.parallel import Parallel
 
-MAX_SCORES: Final = 1 << 25
-"""Of a tile of a chunk, over the heads of all ranks: what is in memory at once."""
+MAX_SCORES: Final = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Of a tile of a chunk, over the heads of all ranks: what is in memory at once. A CPU's caches hold
+few, and small tiles have few keys that none of their tokens sees."""
 
 
 def shared_backend(kind: object, view: Any, parallel: Parallel) -> AttentionBackend:
@@ -186,7 +187,7 @@ class KeptContext:
         self._places = (blocks, slots - blocks * memory.block_size)
         size = memory.block_size
         self._batches = [_decodes(share, size, metadata, s) for s in metadata.decode_segments]
-        max_rows = MAX_SCORES // (num_heads * share.size)
+        max_rows = MAX_SCORES[slots.device.type] // (num_heads * share.size)
         self._batches += [
             _chunk(share, size, metadata, chunk, max_rows) for chunk in metadata.prefill_chunks
         ]
