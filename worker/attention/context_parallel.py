@@ -9,6 +9,7 @@ The tokens that a rank keeps of a sequence lie in order of their positions, so t
 sees are the first ones. Everything is plain torch, in float32, the same on a CPU and on CUDA.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -26,6 +27,8 @@ from longshore.worker.fp8 import KVScales, from_fp8, to_fp8
 from longshore.worker.kv_cache import PagedKV, PagedLatents
 from longshore.worker.parallel import Parallel
 
+logger = logging.getLogger(__name__)
+
 MAX_SCORES: Final = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Of a tile of a chunk, over the heads of all ranks: what is in memory at once. A CPU's caches hold
 few, and small tiles have few keys that none of their tokens sees."""
@@ -34,6 +37,8 @@ few, and small tiles have few keys that none of their tokens sees."""
 def shared_backend(kind: object, view: Any, parallel: Parallel) -> AttentionBackend:
     """The backend for layers of `kind` whose tokens this rank shares with others. Raises
     UnsupportedModel if such layers cannot be computed so."""
+    share = parallel.context_share
+    logger.info("attention: torch, %d ranks share tokens, %s", share.size, kind)
     match kind:
         case PagedAttentionKind(window=None, chunk=None):
             return SharedAttention(view, kind, parallel)
@@ -41,7 +46,7 @@ def shared_backend(kind: object, view: Any, parallel: Parallel) -> AttentionBack
             return SharedLatentAttention(view, kind, parallel)
         case _:
             raise UnsupportedModel(
-                f"decode_context_parallel_size={parallel.context_share.size}: layers of {kind} "
+                f"decode_context_parallel_size={share.size}: layers of {kind} "
                 "cannot share tokens out. Leave decode_context_parallel_size out."
             )
 
