@@ -29,6 +29,7 @@ from longshore.worker.cache_plan import (
     plan_groups,
 )
 from longshore.worker.cache_report import CacheReport, report_on
+from longshore.worker.context_share import check_context_parallel
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
 
@@ -39,15 +40,18 @@ class PlanReport(msgspec.Struct, frozen=True):
     weight_bytes: its part of the weights; what all shards hold copies of is small.
     auto_tokens:  that would fit if keys and values were kept in `dtype`.
     audio:        that a request brings, of a speech model.
+    whole_tokens: that would fit if every rank kept all of them.
     """
 
     model: str
     dtype: str
     kv_cache_dtype: KVCacheDtype
     tensor_parallel_size: int
+    decode_context_parallel_size: int
     weight_bytes: int
     cache: CacheReport
     auto_tokens: int
+    whole_tokens: int
     audio: AudioInput | None = None
 
 
@@ -76,9 +80,10 @@ def plan(options: CachePlanOptions) -> PlanReport:
             f"{folder.max_model_len} tokens"
         )
     dtype = folder.resolve_dtype(options.dtype, options.device)
-    kept = options.kv_cache_dtype
-    cache, in_dtype = (
-        _cache(options, config, name, DTYPE_BYTES[dtype], max_model_len) for name in (kept, "auto")
+    kept, num_sharing = options.kv_cache_dtype, options.decode_context_parallel_size
+    cache, in_dtype, whole = (
+        _cache(options, config, name, DTYPE_BYTES[dtype], max_model_len, size)
+        for name, size in ((kept, num_sharing), ("auto", num_sharing), (kept, 1))
     )
     num_elements = sum(map(num_stored_elements, sorted(folder.path.glob("*.safetensors"))))
     return PlanReport(
@@ -86,10 +91,12 @@ def plan(options: CachePlanOptions) -> PlanReport:
         dtype=dtype,
         kv_cache_dtype=kept,
         tensor_parallel_size=options.tensor_parallel_size,
+        decode_context_parallel_size=num_sharing,
         weight_bytes=num_elements * DTYPE_BYTES[dtype] // options.tensor_parallel_size,
         cache=cache,
         auto_tokens=in_dtype.num_tokens,
         audio=folder.audio,
+        whole_tokens=whole.num_tokens,
     )
 
 
@@ -99,6 +106,7 @@ def _cache(
     kv_cache_dtype: KVCacheDtype,
     dtype_bytes: int,
     max_model_len: int,
+    num_sharing: int,
 ) -> CacheReport:
     """dtype_bytes: of an element of what the model computes in."""
     sizes = CacheSizes(
@@ -108,6 +116,14 @@ def _cache(
     )
     specs = config.cache_specs(sizes)
     check_cache_specs(specs, kv_cache_dtype)
+    check_context_parallel(
+        specs,
+        size=num_sharing,
+        interleave=1,
+        block_size=sizes.block_size,
+        num_shards=sizes.num_shards,
+        num_kv_heads=config.num_kv_heads,
+    )
     groups = plan_groups(
         specs, max_model_len=max_model_len, max_num_batched_tokens=options.max_num_batched_tokens
     )
@@ -117,6 +133,7 @@ def _cache(
         max_model_len=max_model_len,
         max_num_batched_tokens=options.max_steps_in_flight * options.max_num_batched_tokens,
         num_steps=options.max_steps_in_flight,
+        context_parallel_size=num_sharing,
     )
 
 
@@ -204,6 +221,13 @@ def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
             f"tokens gained by {report.kv_cache_dtype}",
             f"{cache.num_tokens - report.auto_tokens:,}{gain}; {report.auto_tokens:,} fit in "
             f"{report.dtype}",
+        )
+    if report.decode_context_parallel_size > 1:
+        whole = report.whole_tokens
+        gain = f" ({cache.num_tokens / whole:.2f} times)" if whole else ""
+        yield (
+            f"tokens gained by {report.decode_context_parallel_size} context ranks",
+            f"{cache.num_tokens - whole:,}{gain}; {whole:,} fit without",
         )
 
 

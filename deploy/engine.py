@@ -30,6 +30,7 @@ from longshore.worker.cache_plan import (
     plan_groups,
 )
 from longshore.worker.config import RankLayout, WorkerConfig, WorkerProcessConfig
+from longshore.worker.context_share import check_context_parallel
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
 
@@ -63,6 +64,7 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     config.check_split(
         num_shards=options.tensor_parallel_size, num_stages=options.pipeline_parallel_size
     )
+    num_sharing = options.decode_context_parallel_size
     parse_options(options.kv_connector_config)
     if options.kv_connector is not None:
         check_connector(options.kv_connector)
@@ -76,6 +78,7 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         watermark=options.watermark,
         preempt_threshold=options.preempt_threshold,
         admit_threshold=options.admit_threshold,
+        decode_context_parallel_size=num_sharing,
     )
     dtype = model.resolve_dtype(options.dtype, device)
     sizes = CacheSizes(
@@ -85,6 +88,14 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     )
     specs = config.cache_specs(sizes)
     check_cache_specs(specs, options.kv_cache_dtype)
+    check_context_parallel(
+        specs,
+        size=num_sharing,
+        interleave=options.cp_kv_cache_interleave_size,
+        block_size=cache.block_size,
+        num_shards=options.tensor_parallel_size,
+        num_kv_heads=config.num_kv_heads,
+    )
     scheduler = SchedulerConfig(
         max_model_len=_max_model_len(options, model, config, specs),
         max_num_seqs=options.max_num_seqs,
@@ -104,7 +115,12 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     check_states(scheduler, specs.values(), has_connector=options.kv_connector is not None)
     if options.num_blocks is not None:
         groups = _groups(options, specs, scheduler.max_model_len)
-        check_holds_one_request(groups, options.num_blocks, *scheduler.longest_request)
+        check_holds_one_request(
+            groups,
+            options.num_blocks,
+            *scheduler.longest_request,
+            context_parallel_size=num_sharing,
+        )
     identity = EngineIdentity(
         model_fingerprint=model_fingerprint(model.path),
         dtype=dtype,
@@ -113,6 +129,8 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         kv_cache_dtype=options.kv_cache_dtype,
+        decode_context_parallel_size=num_sharing,
+        cp_kv_cache_interleave_size=options.cp_kv_cache_interleave_size,
         hash_seed_digest=hash_seed_digest(hash_seed),
     )
     return EnginePlan(options, model, device, identity, scheduler, cache, hash_seed)
@@ -146,6 +164,8 @@ def engine_processes(
     layout = RankLayout(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
+        decode_context_parallel_size=options.decode_context_parallel_size,
+        cp_kv_cache_interleave_size=options.cp_kv_cache_interleave_size,
         rendezvous=str(runtime_dir.path / "rendezvous"),
         timeout_s=options.rank_timeout_s,
     )
@@ -237,7 +257,13 @@ def _max_model_len(
         while too_long - longest > 1:
             length = (longest + too_long) // 2
             groups = _groups(options, specs, length)
-            needed = num_blocks_needed(groups, length, num_steps * step_tokens, num_steps)
+            needed = num_blocks_needed(
+                groups,
+                length,
+                num_steps * step_tokens,
+                num_steps,
+                context_parallel_size=options.decode_context_parallel_size,
+            )
             if needed <= options.num_blocks:
                 longest = length
             else:

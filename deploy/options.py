@@ -4,7 +4,9 @@ import importlib.metadata
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
+
+from cyclopts import Parameter
 
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype
@@ -25,6 +27,8 @@ _MOST: Final = {
     "max_loading_blocks": 2**31 - 1,
     "tensor_parallel_size": 64,
     "pipeline_parallel_size": 64,
+    "decode_context_parallel_size": 64,
+    "cp_kv_cache_interleave_size": 1 << 20,
     "threads": 1024,
 }
 
@@ -38,6 +42,12 @@ class EngineOptions:
             workers take the GPUs 0, 1 and so on, or share the CPU.
         tensor_parallel_size: Workers that share every layer of the model.
         pipeline_parallel_size: Stages that the layers are cut into, each with workers of its own.
+        decode_context_parallel_size: Workers of a layer with the same KV heads that share the
+            tokens of the KV cache out, so that so many times the tokens fit. Adds no workers: a
+            divisor of the copies of a KV head that tensor_parallel_size makes; of it itself for
+            models with latents.
+        cp_kv_cache_interleave_size: Neighbouring tokens that one of these workers keeps; a divisor
+            of block_size.
         rank_timeout_s: How long a worker waits for another one in a step before it gives up.
         dtype: Of weights and KV cache. auto is what the checkpoint is stored in (float16 becomes
             float32 on a CPU).
@@ -93,6 +103,8 @@ class EngineOptions:
     device: str = "auto"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    decode_context_parallel_size: Annotated[int, Parameter(alias="-dcp")] = 1
+    cp_kv_cache_interleave_size: int = 1
     rank_timeout_s: float = 120.0
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
@@ -155,6 +167,13 @@ class EngineOptions:
                 f"{self.tensor_parallel_size} and pipeline_parallel_size="
                 f"{self.pipeline_parallel_size} take {self.num_ranks}. Use device='cuda'; "
                 "CUDA_VISIBLE_DEVICES chooses which."
+            )
+        check_context_parallel_size(self.decode_context_parallel_size, self.tensor_parallel_size)
+        if self.decode_context_parallel_size == 1 < self.cp_kv_cache_interleave_size:
+            raise ConfigError(
+                f"cp_kv_cache_interleave_size={self.cp_kv_cache_interleave_size}, but no workers "
+                "that share tokens: decode_context_parallel_size is 1. Raise that or leave "
+                "cp_kv_cache_interleave_size out."
             )
         if self.async_scheduling and self.pipeline_parallel_size > 1:
             raise ConfigError(
@@ -269,6 +288,8 @@ class CachePlanOptions:
         max_steps_in_flight: Plans that may be unanswered.
         kv_cache_bytes: Size of the cache of one rank.
         tensor_parallel_size: Ranks among which every layer is cut.
+        decode_context_parallel_size: Ranks that share the tokens of the cache out. The tokens that
+            fit are compared with those that fit without.
         dtype: Of weights and KV.
         kv_cache_dtype: Of keys and values. With fp8_e4m3 the tokens that fit are compared with
             those that fit in dtype.
@@ -282,6 +303,7 @@ class CachePlanOptions:
     max_steps_in_flight: int = 2
     kv_cache_bytes: int = 4 << 30
     tensor_parallel_size: int = 1
+    decode_context_parallel_size: Annotated[int, Parameter(alias="-dcp")] = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -294,8 +316,20 @@ class CachePlanOptions:
             "max_steps_in_flight",
             "kv_cache_bytes",
             "tensor_parallel_size",
+            "decode_context_parallel_size",
         ):
             check_at_least(name, getattr(self, name), 1)
+        check_context_parallel_size(self.decode_context_parallel_size, self.tensor_parallel_size)
+
+
+def check_context_parallel_size(size: int, tensor_parallel_size: int) -> None:
+    """Raise ConfigError unless groups of `size` shards can be made."""
+    if tensor_parallel_size % size:
+        raise ConfigError(
+            f"decode_context_parallel_size={size} does not divide tensor_parallel_size="
+            f"{tensor_parallel_size}: groups of its workers share tokens. Raise "
+            "tensor_parallel_size or use a divisor of it."
+        )
 
 
 def check_range(name: str, value: int | None, least: int, most: int) -> None:

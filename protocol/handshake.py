@@ -29,7 +29,7 @@ from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.results import ModelRunnerOutput, TransferReport, WorkerFailed
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 """Raised by every change of a message; both sides must run the same one."""
 
 
@@ -39,6 +39,8 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     model_fingerprint: `model_fingerprint()` of the model folder.
     kv_cache_dtype:    "auto" is `dtype`.
     hash_seed_digest:  digest of the block hash seed; the seed itself never travels.
+    block_size:        of one rank; decode_context_parallel_size ranks share a block, each of which
+                       keeps cp_kv_cache_interleave_size neighbouring tokens.
     """
 
     model_fingerprint: str
@@ -49,6 +51,8 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int
     hash_seed_digest: str
     kv_cache_dtype: str = "auto"
+    decode_context_parallel_size: int = 1
+    cp_kv_cache_interleave_size: int = 1
     protocol_version: int = PROTOCOL_VERSION
 
 

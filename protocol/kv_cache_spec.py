@@ -244,6 +244,13 @@ KVCacheSpec: TypeAlias = (
 )
 
 
+def of_all_ranks(spec: KVCacheSpec, context_parallel_size: int) -> KVCacheSpec:
+    """What a block id stands for in all ranks together that share the tokens of a block."""
+    if context_parallel_size == 1:
+        return spec
+    return msgspec.structs.replace(spec, block_size=spec.block_size * context_parallel_size)
+
+
 class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layers that share one block table because they have the same kind of attention."""
 
@@ -276,9 +283,16 @@ def max_blocks(
     max_model_len: int,
     max_num_batched_tokens: int | None = None,
     num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+    *,
+    context_parallel_size: int = 1,
 ) -> int:
-    """Blocks that one request can hold at most, over all groups; see KVCacheSpec.max_blocks."""
-    return sum(g.spec.max_blocks(max_model_len, max_num_batched_tokens, num_steps) for g in groups)
+    """Blocks that one request can hold at most, over all groups; see KVCacheSpec.max_blocks.
+
+    context_parallel_size: ranks that share the tokens of a block, which holds so many times those
+                           of its spec.
+    """
+    longest = (max_model_len, max_num_batched_tokens, num_steps)
+    return sum(of_all_ranks(g.spec, context_parallel_size).max_blocks(*longest) for g in groups)
 
 
 def tokens_that_fit(
@@ -287,10 +301,18 @@ def tokens_that_fit(
     max_model_len: int,
     max_num_batched_tokens: int | None = None,
     num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+    *,
+    context_parallel_size: int = 1,
 ) -> int:
-    """Of requests of `max_model_len` tokens, in a pool of `num_blocks`."""
+    """Of requests of `max_model_len` tokens, in a pool of `num_blocks`; see max_blocks."""
     usable = max(0, num_blocks - num_reserved_blocks(groups))
-    needed = max_blocks(groups, max_model_len, max_num_batched_tokens, num_steps)
+    needed = max_blocks(
+        groups,
+        max_model_len,
+        max_num_batched_tokens,
+        num_steps,
+        context_parallel_size=context_parallel_size,
+    )
     return usable * max_model_len // needed
 
 
@@ -299,9 +321,12 @@ def num_blocks_needed(
     max_model_len: int,
     max_num_batched_tokens: int | None = None,
     num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+    *,
+    context_parallel_size: int = 1,
 ) -> int:
-    """Of a pool that can hold one request of `max_model_len` tokens."""
-    held = max_blocks(groups, max_model_len, max_num_batched_tokens, num_steps)
+    """Of a pool that can hold one request of `max_model_len` tokens; see `max_blocks`."""
+    longest = (max_model_len, max_num_batched_tokens, num_steps)
+    held = max_blocks(groups, *longest, context_parallel_size=context_parallel_size)
     return held + num_reserved_blocks(groups)
 
 
@@ -311,24 +336,31 @@ def check_holds_one_request(
     max_model_len: int,
     max_num_batched_tokens: int,
     num_steps: int,
+    *,
+    context_parallel_size: int = 1,
 ) -> None:
     """Raise KVCacheTooSmall unless an empty pool can hold one request of `max_model_len` tokens.
 
     Otherwise such a request would be admitted and could never finish, whatever gave way to it.
     """
-    needed = num_blocks_needed(groups, max_model_len, max_num_batched_tokens, num_steps)
+    needed, with_little_in_flight = (
+        num_blocks_needed(
+            groups, max_model_len, *in_flight, context_parallel_size=context_parallel_size
+        )
+        for in_flight in ((max_num_batched_tokens, num_steps), (1, 1))
+    )
     if num_blocks >= needed:
         return
-    in_flight, remedy = "", ""
-    if num_blocks_needed(groups, max_model_len, 1, 1) < needed:
-        in_flight = (
+    cause, remedy = "", ""
+    if with_little_in_flight < needed:
+        cause = (
             f", as windows and states also hold what is in flight (here {max_num_batched_tokens} "
             f"tokens in {num_steps} steps)"
         )
         remedy = " or max_num_batched_tokens"
     raise KVCacheTooSmall(
         f"num_blocks={num_blocks} are too few: a request of max_model_len={max_model_len} tokens "
-        f"needs {needed}, {num_reserved_blocks(groups)} set aside among them{in_flight}. Give the "
+        f"needs {needed}, {num_reserved_blocks(groups)} set aside among them{cause}. Give the "
         f"cache more memory, or lower max_model_len{remedy}."
     )
 

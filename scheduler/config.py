@@ -243,6 +243,14 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
+        if self.cache.context_parallel_size != self.identity.decode_context_parallel_size:
+            raise ConfigError(
+                f"decode_context_parallel_size={self.cache.decode_context_parallel_size} and "
+                f"prefill_context_parallel_size={self.cache.prefill_context_parallel_size} of the "
+                "cache, but the identity that workers are compared with has "
+                f"decode_context_parallel_size={self.identity.decode_context_parallel_size}. Set "
+                "both alike; no worker shares the tokens of a prefill out."
+            )
         if not 0 <= self.sampling_rank < len(self.workers):
             raise ConfigError(
                 f"sampling_rank={self.sampling_rank} is none of the {len(self.workers)} workers"

@@ -91,7 +91,12 @@ class Scheduler:
         num_ranks: int = 1,
         block_metrics: BlockMetrics | None = None,
     ) -> None:
-        check_holds_one_request(kv_cache.groups, kv_cache.num_blocks, *config.longest_request)
+        check_holds_one_request(
+            kv_cache.groups,
+            kv_cache.num_blocks,
+            *config.longest_request,
+            context_parallel_size=cache.context_parallel_size,
+        )
         specs = [group.spec for group in kv_cache.groups]
         check_states(config, specs, has_connector=connector is not None)
         check_encoder(config, kv_cache, has_connector=connector is not None)

@@ -20,6 +20,7 @@ from longshore.protocol.kv_cache_spec import (
     FullAttentionSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
+    of_all_ranks,
 )
 from longshore.scheduler.block_pool import BlockIds, BlockPool
 
@@ -61,12 +62,13 @@ class SingleTypeManager:
     ) -> None:
         self.spec = spec
         self.group = group
-        self.block_size: int = spec.block_size * context_parallel_size
+        shared = of_all_ranks(spec, context_parallel_size)
+        self.block_size: int = shared.block_size
         self.names_per_block = self.block_size // (tokens_per_name or self.block_size)
         self._max_model_len = max_model_len
-        max_blocks = spec.max_blocks(max_model_len, max_num_batched_tokens, max_steps_in_flight)
-        self._max_blocks: int = -(-max_blocks // context_parallel_size)
-        self._max_blocks += self.forgets and context_parallel_size > 1  # larger ones align worse
+        self._max_blocks: int = shared.max_blocks(
+            max_model_len, max_num_batched_tokens, max_steps_in_flight
+        )
         self._pool = pool
         self.table: np.ndarray[tuple[int, int], np.dtype[np.int32]] = np.zeros(
             (max_num_seqs, self._num_positions_at_most), np.int32

@@ -59,10 +59,14 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
         clients: ServerChannel[ToClient, ToEngine] = ServerChannel(
             open_socket(context, zmq.ROUTER, config.clients, bind=True), ToEngine
         )
+        num_sharing = config.cache.context_parallel_size
         tokens = tokens_that_fit(
-            kv_cache.groups, kv_cache.num_blocks, *config.scheduler.longest_request
+            kv_cache.groups,
+            kv_cache.num_blocks,
+            *config.scheduler.longest_request,
+            context_parallel_size=num_sharing,
         )
-        block_sizes = sorted({group.spec.block_size for group in kv_cache.groups})
+        block_sizes = sorted({group.spec.block_size * num_sharing for group in kv_cache.groups})
         lifeline.report(
             Ready(
                 {
@@ -93,7 +97,7 @@ def _load_connector(
         config.kv_connector,
         ConnectorConfig(
             parse_options(config.kv_connector_config),
-            block_size=config.cache.block_size,
+            block_size=config.cache.block_size * config.cache.context_parallel_size,
             num_blocks=kv_cache.num_blocks,
             num_groups=len(kv_cache.groups),
             num_ranks=len(config.workers),

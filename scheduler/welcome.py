@@ -115,7 +115,12 @@ def _agree_on_blocks(
     if config.cache.num_blocks is not None:
         num_blocks = min(num_blocks, config.cache.num_blocks)
     agreed = msgspec.structs.replace(first, num_blocks=num_blocks)
-    check_holds_one_request(agreed.groups, agreed.num_blocks, *config.scheduler.longest_request)
+    check_holds_one_request(
+        agreed.groups,
+        agreed.num_blocks,
+        *config.scheduler.longest_request,
+        context_parallel_size=config.cache.context_parallel_size,
+    )
     return agreed
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longshore.protocol.errors import PlanMismatch
 from longshore.worker.compute_queue import Completion
+from longshore.worker.context_share import WHOLE_CONTEXT, ContextShare
 from longshore.worker.slot_mapping import slot_mapping, slots_at
 from longshore.worker.staging import StagingRing
 
@@ -23,9 +24,11 @@ IntArray = npt.NDArray[np.integer]
 class BlockTable:
     """The table of one group.
 
-    block_size:        tokens of one allocated block.
+    block_size:        tokens of one allocated block that this rank keeps.
     kernel_block_size: tokens of one block as attention sees it; a divisor of block_size. Where it
                        is smaller, an allocated id k stands for k * r ... k * r + r - 1.
+    share:             of the tokens, that this rank keeps. An entry then stands for so many times
+                       the tokens as ranks share them, and so does the attribute `block_size`.
     host:              (max_num_seqs, max_blocks) int32.
     num_blocks:        (max_num_seqs,) int64, entries of each row that count.
     device_table:      like `host`, on the device, as of the last commit that was run.
@@ -39,13 +42,18 @@ class BlockTable:
         block_size: int,
         device: torch.device,
         kernel_block_size: int | None = None,
+        share: ContextShare = WHOLE_CONTEXT,
         staging_depth: int = 3,
     ) -> None:
-        self.block_size = kernel_block_size or block_size
-        if block_size % self.block_size:
+        self.kept_block_size = kernel_block_size or block_size
+        if block_size % self.kept_block_size:
             raise ValueError(f"kernel block {kernel_block_size} does not divide {block_size}")
-        self._blocks_per_id = block_size // self.block_size
-        self.max_blocks = -(-max_model_len // block_size) * self._blocks_per_id
+        if self.kept_block_size % share.interleave:
+            raise ValueError(f"interleave {share.interleave} divides no {self.kept_block_size}")
+        self.share = share
+        self.block_size = self.kept_block_size * share.size
+        self._blocks_per_id = block_size // self.kept_block_size
+        self.max_blocks = -(-max_model_len // (block_size * share.size)) * self._blocks_per_id
         self.host = np.zeros((max_num_seqs, self.max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
         self.device_table = torch.zeros(
@@ -120,8 +128,9 @@ class BlockTable:
     def slots(
         self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Where the KV of each token goes; every position must have a block."""
-        return slot_mapping(self.host, rows, positions, self.block_size)
+        """Where the KV of each token goes, -1 if to another rank; every position must have a
+        block."""
+        return slot_mapping(self.host, rows, positions, self.kept_block_size, self.share)
 
     def step_slots(
         self,
@@ -129,7 +138,7 @@ class BlockTable:
         places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
     ) -> npt.NDArray[np.int64]:
         """The same, where it is known which column each position is in, and where there."""
-        return slots_at(self.host, rows, places, self.block_size)
+        return slots_at(self.host, rows, places, self.kept_block_size, self.share)
 
     def commit(self) -> "TableUpload | None":
         """What brings the device's copy up to date, or None if it is. Run it in its turn."""
@@ -192,6 +201,7 @@ class MultiGroupBlockTable:
         self.tables = tuple(tables)
         self.block_sizes = tuple(table.block_size for table in tables)
         self.device_tables = tuple(table.device_table for table in tables)
+        self.share = tables[0].share if tables else WHOLE_CONTEXT
 
     def append_rows(self, group: int, rows: IntArray, block_ids: IntArray) -> None:
         """Appended blocks arrive group by group. Raises PlanMismatch for a group not here."""
@@ -232,7 +242,7 @@ class MultiGroupBlockTable:
     def slots(
         self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> list[npt.NDArray[np.int64]]:
-        """Per group, where the KV of each token goes."""
+        """Per group, where the KV of each token goes, -1 if to another rank."""
         places = {size: np.divmod(positions, size) for size in set(self.block_sizes)}
         return [table.step_slots(rows, places[table.block_size]) for table in self.tables]
 

@@ -27,7 +27,8 @@ from longshore.worker.cache_plan import block_bytes, expanded_bytes
 
 class GroupReport(msgspec.Struct, frozen=True):
     """kind:          of its layers.
-    block_tokens:  tokens that a block holds, or that a state stands for.
+    block_tokens:  tokens that a block holds, in all ranks that share them, or that a state stands
+                   for.
     layer_bytes:   of a block's part for one layer.
     padding_bytes: of a block, that the group leaves unused.
     max_blocks:    that the longest request holds at most.
@@ -78,23 +79,24 @@ def report_on(
     max_model_len: int,
     max_num_batched_tokens: int,
     num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+    context_parallel_size: int = 1,
 ) -> CacheReport:
     """max_num_batched_tokens: of the `num_steps` steps in flight, which a request may have to
-    itself."""
+    itself. context_parallel_size: ranks that share the tokens of a block."""
     longest = (max_model_len, max_num_batched_tokens, num_steps)
     size_bytes = block_bytes(groups)
     reports = tuple(
         GroupReport(
             kind=kind_of(group.spec),
             num_layers=len(group.layer_names),
-            block_tokens=group.spec.block_size,
+            block_tokens=group.spec.block_size * context_parallel_size,
             layer_bytes=group.spec.page_size_bytes,
             padding_bytes=size_bytes - group.block_size_bytes,
-            max_blocks=group.spec.max_blocks(*longest),
+            max_blocks=max_blocks([group], *longest, context_parallel_size=context_parallel_size),
         )
         for group in groups
     )
-    needed = max_blocks(groups, *longest)
+    needed = sum(report.max_blocks for report in reports)
     padding_bytes = sum(report.max_blocks * report.padding_bytes for report in reports)
     num_reserved = num_reserved_blocks(groups)
     usable = max(0, num_blocks - num_reserved)
@@ -105,7 +107,9 @@ def report_on(
         num_reserved_blocks=num_reserved,
         max_model_len=max_model_len,
         max_concurrency=usable / needed,
-        num_tokens=tokens_that_fit(groups, num_blocks, *longest),
+        num_tokens=tokens_that_fit(
+            groups, num_blocks, *longest, context_parallel_size=context_parallel_size
+        ),
         padding_share=padding_bytes / (needed * size_bytes),
         num_steps=num_steps,
         max_tokens_in_flight=max_num_batched_tokens,

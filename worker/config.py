@@ -85,6 +85,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class RankLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the ranks of an engine share a model: rank = stage * tensor_parallel_size + shard.
 
+    decode_context_parallel_size: neighbouring shards that share the tokens of their KV cache; it
+                divides tensor_parallel_size.
+    cp_kv_cache_interleave_size: neighbouring tokens that one of them keeps.
     rendezvous: path of a file that all ranks can write and that does not exist before they meet;
                 None for one rank.
     timeout_s:  how long a rank waits for another one in a step.
@@ -93,13 +96,25 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    cp_kv_cache_interleave_size: int = 1
     rendezvous: str | None = None
     timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        for name in (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "decode_context_parallel_size",
+            "cp_kv_cache_interleave_size",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.tensor_parallel_size % self.decode_context_parallel_size:
+            raise ConfigError(
+                f"decode_context_parallel_size={self.decode_context_parallel_size} does not divide "
+                f"tensor_parallel_size={self.tensor_parallel_size}: groups of shards share tokens."
+            )
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s={self.timeout_s} must be above 0.")
         if self.num_ranks > 1 and self.rendezvous is None:

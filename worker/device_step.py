@@ -120,13 +120,17 @@ class DeviceStep:
         state, inputs = self.state, self.inputs
         decodes = ints[inputs.decode_rows], ints[inputs.decode_lens], self.chunks
         to_encoder = ints[inputs.cross_rows], ints[inputs.cross_lens], ()
+        is_shared = state.parallel.context_share.size > 1
+        kept_tokens = ints[inputs.kept_tokens] if is_shared else None
         metadata = []
         for group, slots, table, segments in zip(
             state.cache.groups, inputs.slots, state.block_tables, self.segments, strict=True
         ):
             is_cross = isinstance(group.spec, CrossAttentionSpec)
             rows, lens, chunks = to_encoder if is_cross else decodes
-            metadata.append(AttentionMetadata(ints[slots], table, rows, lens, segments, chunks))
+            metadata.append(
+                AttentionMetadata(ints[slots], table, rows, lens, segments, chunks, kept_tokens)
+            )
         return metadata
 
     def _finish(self, hidden: Tensor, ints: Tensor, reals: Tensor) -> None:

@@ -23,6 +23,7 @@ from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.segments import decode_segments
 from longshore.worker.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.compute_queue import Completion, ComputeQueue
+from longshore.worker.context_share import ContextShare
 from longshore.worker.device_step import DeviceState, DeviceStep, Preparation
 from longshore.worker.encoder_rows import CrossBlockTable, EncoderInput, EncoderRows
 from longshore.worker.errors import RankLost
@@ -40,6 +41,7 @@ from longshore.worker.token_table import TokenTable, known_token_ids
 logger = logging.getLogger(__name__)
 
 NO_BLOCKS: Final = np.empty(0, np.int64)
+NO_TOKENS: Final = NO_BLOCKS
 
 
 class ModelRunner:
@@ -68,7 +70,9 @@ class ModelRunner:
         self._pin_memory = device.type == "cuda"
         self._tables = MultiGroupBlockTable(
             [
-                _block_table(group.spec, max_num_seqs, max_model_len, device)
+                _block_table(
+                    group.spec, max_num_seqs, max_model_len, parallel.context_share, device
+                )
                 for group in cache.groups
             ]
         )
@@ -268,10 +272,12 @@ class ModelRunner:
     ) -> Completion:
         tables = self._tables
         begun = [blocks_to_clear(batch, t.host, t.block_size) for t in self._cleared_tables]
-        cross_lens = self._encoder.lens_of(batch.token_rows())
+        token_rows, positions = batch.token_rows(), batch.positions()
+        share, cross_lens = self._parallel.context_share, self._encoder.lens_of(token_rows)
         inputs = self._inputs.build(
             batch,
-            slots=tables.slots(batch.token_rows(), batch.positions()),
+            slots=tables.slots(token_rows, positions),
+            kept_tokens=NO_TOKENS if share.size == 1 else np.flatnonzero(share.keeps(positions)),
             cross_lens=cross_lens,
             sampled_rows=sampled_rows,
             sampled_positions=sampled_positions,
@@ -330,7 +336,11 @@ class ModelRunner:
 
 
 def _block_table(
-    spec: KVCacheSpec, max_num_seqs: int, max_model_len: int, device: torch.device
+    spec: KVCacheSpec,
+    max_num_seqs: int,
+    max_model_len: int,
+    share: ContextShare,
+    device: torch.device,
 ) -> BlockTable:
     kind = BlockTable
     if isinstance(spec, CrossAttentionSpec):
@@ -339,6 +349,7 @@ def _block_table(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         block_size=spec.block_size,
+        share=share,
         device=device,
     )
 

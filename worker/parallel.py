@@ -1,7 +1,8 @@
 """Where a rank stands among the ranks of its engine, and how they exchange tensors.
 
 An engine of T x P ranks cuts every layer into T shards (tensor parallel, Shoeybi et al., 2019) and
-its layers into P stages (pipeline parallel): rank = stage * T + shard. All calls run on the compute
+its layers into P stages (pipeline parallel): rank = stage * T + shard. Groups of neighbouring
+shards may share the tokens of what they keep (context parallel). All calls run on the compute
 queue, so every rank makes them in the same order. The last stage's shard 0 samples.
 """
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longshore.worker.context_share import WHOLE_CONTEXT, ContextShare
 from longshore.worker.errors import RankLost
 
 
@@ -27,6 +29,8 @@ class Parallel:
     stage, num_stages: of the layers.
     shard_group: the ranks of this stage; None if there is one.
     all_ranks:   every rank of the engine; None if there is one.
+    context_share: of the tokens, that this rank keeps.
+    context_group: the shards that keep the others; None if this one keeps all.
     """
 
     shard: int = 0
@@ -35,6 +39,8 @@ class Parallel:
     num_stages: int = 1
     shard_group: dist.ProcessGroup | None = None
     all_ranks: dist.ProcessGroup | None = None
+    context_share: ContextShare = WHOLE_CONTEXT
+    context_group: dist.ProcessGroup | None = None
     _patience: list[timedelta] = field(default_factory=list, compare=False)
 
     @property
@@ -87,6 +93,21 @@ class Parallel:
             dist.all_gather(parts, part, group=self.shard_group)
         return torch.cat(parts, dim=-1)
 
+    def gather_context(self, part: Tensor) -> Tensor:
+        """Of each rank that shares its tokens with this one, in order: (context ranks, ...)."""
+        gathered = part.new_empty(self.context_share.size, *part.shape)
+        with self._exchange():
+            dist.all_gather(list(gathered), part.contiguous(), group=self.context_group)
+        return gathered
+
+    def exchange_context(self, parts: Tensor) -> Tensor:
+        """(context ranks, ...): part i goes to rank i of them, and comes from it."""
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        with self._exchange():
+            dist.all_to_all_single(received, parts, group=self.context_group)
+        return received
+
     def send(self, tensor: Tensor) -> dist.Work:
         """Start sending to the same shard of the next stage. `tensor`, contiguous, must live
         unchanged until `finish_sending` has returned."""
@@ -110,7 +131,7 @@ class Parallel:
 
     def wait_at_most(self, timeout_s: float) -> None:
         """How long this rank waits for another one in every exchange from now on."""
-        for group in {self.shard_group, self.all_ranks} - {None}:
+        for group in {self.shard_group, self.context_group, self.all_ranks} - {None}:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
         self._patience[:] = [timedelta(seconds=timeout_s)]
 

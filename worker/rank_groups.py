@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from longshore.protocol.errors import EngineDead
 from longshore.worker.config import RankLayout
+from longshore.worker.context_share import ContextShare
 from longshore.worker.errors import RankLost
 from longshore.worker.parallel import ALONE, Parallel
 
@@ -76,14 +77,10 @@ def _meet(store: Any, num_ranks: int, timeout_s: float) -> None:
 
 
 def _place(layout: RankLayout, rank: int, timeout: timedelta) -> Parallel:
-    num_shards = layout.tensor_parallel_size
+    num_shards, num_sharing = layout.tensor_parallel_size, layout.decode_context_parallel_size
     stage, shard = divmod(rank, num_shards)
-    shard_group = None
-    if num_shards > 1:
-        for first in range(0, layout.num_ranks, num_shards):  # every rank must make every group
-            group = dist.new_group(list(range(first, first + num_shards)), timeout=timeout)
-            if first == stage * num_shards:
-                shard_group = group
+    shard_group = _group_of_neighbours(layout, rank, num_shards, timeout)
+    context_group = _group_of_neighbours(layout, rank, num_sharing, timeout)
     return Parallel(
         shard=shard,
         num_shards=num_shards,
@@ -91,4 +88,23 @@ def _place(layout: RankLayout, rank: int, timeout: timedelta) -> Parallel:
         num_stages=layout.pipeline_parallel_size,
         shard_group=shard_group,
         all_ranks=dist.group.WORLD,
+        context_share=ContextShare.of_ranks(
+            dcp_rank=shard % num_sharing,
+            dcp_size=num_sharing,
+            interleave=layout.cp_kv_cache_interleave_size,
+        ),
+        context_group=context_group,
     )
+
+
+def _group_of_neighbours(
+    layout: RankLayout, rank: int, size: int, timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """All ranks in groups of `size`: the one that this rank is in, None if it is there alone."""
+    own = None
+    if size > 1:
+        for first in range(0, layout.num_ranks, size):  # every rank must make every group
+            group = dist.new_group(list(range(first, first + size)), timeout=timeout)
+            if rank in range(first, first + size):
+                own = group
+    return own

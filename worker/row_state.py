@@ -29,8 +29,8 @@ _NOT_CARRIED_OUT: Final = {
 
 @dataclass(frozen=True)
 class BlockCopies:
-    """blocks:       ids of blocks to copy from, then to copy to, then the tokens to copy of each;
-                  each of the three group by group.
+    """blocks:       ids of blocks to copy from, then to copy to, then the tokens of each that this
+                  rank keeps of those to copy; each of the three group by group.
     num_of_group: copies of each group.
     """
 
@@ -99,7 +99,8 @@ class RowState:
         for a row that it starts, and its target is among that row's blocks."""
         if not len(plan.copy_source_ids):
             return NO_COPIES
-        columns = np.stack((plan.copy_source_ids, plan.copy_target_ids, plan.copy_num_tokens))
+        num_kept = self.tables.share.num_kept(plan.copy_num_tokens.astype(np.int64))
+        columns = np.stack((plan.copy_source_ids, plan.copy_target_ids, num_kept))
         if len(self.tables.tables) == 1:
             return BlockCopies(columns.astype(np.int64).ravel(), (columns.shape[1],))
         in_group = [

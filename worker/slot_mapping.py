@@ -1,7 +1,18 @@
-"""Where a token's KV lies: block_table[row][position // block_size] * block_size + offset."""
+"""Where a token's KV lies: block_table[row][position // block_size] * block_size + offset.
+
+Where several ranks share the tokens out, an entry of the table stands for `block_size` tokens of
+each of them, and tokens of other ranks lie nowhere.
+"""
+
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from longshore.worker.context_share import WHOLE_CONTEXT, ContextShare
+
+NO_SLOT: Final = -1
+"""Of a token that another rank keeps."""
 
 
 def slot_mapping(
@@ -9,9 +20,14 @@ def slot_mapping(
     rows: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
     block_size: int,
+    share: ContextShare = WHOLE_CONTEXT,
 ) -> npt.NDArray[np.int64]:
-    """block_table: (max_num_seqs, max_blocks); rows, positions: (num_tokens,) -> (num_tokens,)."""
-    return slots_at(block_table, rows, np.divmod(positions, block_size), block_size)
+    """block_table: (max_num_seqs, max_blocks); rows, positions: (num_tokens,) -> (num_tokens,).
+
+    block_size: tokens of a block that this rank keeps.
+    """
+    places = np.divmod(positions, block_size * share.size)
+    return slots_at(block_table, rows, places, block_size, share)
 
 
 def slots_at(
@@ -19,7 +35,11 @@ def slots_at(
     rows: npt.NDArray[np.int64],
     places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
     block_size: int,
+    share: ContextShare = WHOLE_CONTEXT,
 ) -> npt.NDArray[np.int64]:
     """The same, where it is known which column a position is in, and how far behind its start."""
     columns, offsets = places
-    return block_table[rows, columns].astype(np.int64) * block_size + offsets
+    starts = block_table[rows, columns].astype(np.int64) * block_size
+    if share.size == 1:
+        return starts + offsets
+    return np.where(share.keeps(offsets), starts + share.offsets(offsets), NO_SLOT)

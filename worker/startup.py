@@ -137,9 +137,12 @@ def _shake_hands(
     channel: Channel[FromWorker, ToWorker],
 ) -> Welcome | None:
     """None: the engine is shut down before it began. Raises HandshakeRefused or EngineDead."""
-    # The fingerprint is of the folder this rank has loaded, wherever the configuration came from.
+    # What this rank has loaded and does, wherever the configuration came from.
     identity = msgspec.structs.replace(
-        config.identity, model_fingerprint=model_fingerprint(Path(config.model))
+        config.identity,
+        model_fingerprint=model_fingerprint(Path(config.model)),
+        decode_context_parallel_size=config.ranks.decode_context_parallel_size,
+        cp_kv_cache_interleave_size=config.ranks.cp_kv_cache_interleave_size,
     )
     features = (Feature.MULTIMODAL,) if worker.model_config.max_encoder_tokens else ()
     channel.send(WorkerHello(config.rank, identity, worker.kv_cache, features))

@@ -75,7 +75,8 @@ class StepInputs:
 
     token_index:  flat indices into the token table of the ids to embed.
     positions:    of each token.
-    slots:        of each token, per group.
+    slots:        of each token, per group; -1 if another rank keeps it.
+    kept_tokens:  indices, in the step, of the tokens that this rank keeps, if it shares them.
     decode_rows, decode_lens: see AttentionMetadata.
     cross_rows, cross_lens: the same for cross attention: of each token, if there is any.
     last_tokens:  indices, in the step, of the tokens that are sampled from; by ascending row.
@@ -93,6 +94,7 @@ class StepInputs:
     token_index: slice
     positions: slice
     slots: tuple[slice, ...]
+    kept_tokens: slice
     decode_rows: slice
     decode_lens: slice
     cross_rows: slice
@@ -155,10 +157,11 @@ class StepInputsBuilder:
         self._pin_memory = pin_memory
         self._max_num_seqs = max_num_seqs
         self._token_width = token_width
-        # Per token: index, position, cross row and length, slots. Per row: decode row and length,
-        # last token, destination, rows and top_k of the draws, and per group a cleared block, and
-        # a copied one with target and number of tokens. A plan may clear every block besides.
-        num_ints = (4 + num_groups) * max_num_batched_tokens + num_blocks
+        # Per token: index, position, its place among those kept, cross row and length, slots. Per
+        # row: decode row and length, last token, destination, rows and top_k of the draws, and per
+        # group a cleared block, and a copied one with target and number of tokens. A plan may clear
+        # every block besides.
+        num_ints = (5 + num_groups) * max_num_batched_tokens + num_blocks
         num_ints += (6 + 4 * num_groups) * max_num_seqs
         self._ring = StagingRing(
             {
@@ -175,6 +178,7 @@ class StepInputsBuilder:
         batch: StepBatch,
         *,
         slots: Sequence[Int64s],
+        kept_tokens: Int64s,
         cross_lens: Int64s,
         sampled_rows: Int64s,
         sampled_positions: Int64s,
@@ -182,7 +186,7 @@ class StepInputsBuilder:
         cleared_blocks: Int64s,
         sampling: SamplingColumns,
     ) -> StepInputs:
-        """slots: per group. cross_lens, copied_blocks, cleared_blocks: see StepInputs.
+        """slots: per group. kept_tokens, cross_lens, copied_blocks, cleared_blocks: see StepInputs.
         sampled_rows, sampled_positions: (n,) ascending rows, and the position each token takes.
 
         The caller must guard the inputs' staging set with the operation that reads it.
@@ -198,6 +202,7 @@ class StepInputsBuilder:
             token_index=ints.put(batch.token_rows() * self._token_width + positions),
             positions=ints.put(positions),
             slots=tuple(ints.put(of_group) for of_group in slots),
+            kept_tokens=ints.put(kept_tokens),
             decode_rows=ints.put(batch.rows[: batch.num_decodes]),
             decode_lens=ints.put(batch.ends[: batch.num_decodes]),
             cross_rows=ints.put(batch.token_rows()[: len(cross_lens)]),

@@ -32,6 +32,7 @@ from longshore.worker.cache_plan import (
 from longshore.worker.cache_report import report_on
 from longshore.worker.compute_queue import ComputeQueue, open_compute_queue
 from longshore.worker.config import WorkerConfig
+from longshore.worker.context_share import check_context_parallel
 from longshore.worker.device import (
     dtype_name,
     fits_in_memory,
@@ -84,6 +85,15 @@ class Worker:
         )
         self._cache_specs = model_config.cache_specs(sizes)
         check_cache_specs(self._cache_specs, config.kv_cache_dtype)
+        share = parallel.context_share
+        check_context_parallel(
+            self._cache_specs,
+            size=share.size,
+            interleave=share.interleave,
+            block_size=config.block_size,
+            num_shards=parallel.num_shards,
+            num_kv_heads=model_config.num_kv_heads,
+        )
         self.max_model_len = _max_model_len(config, model_config)
         with fits_in_memory("The model", self._device):
             self.model = MODELS[type(model_config)](
@@ -126,7 +136,7 @@ class Worker:
         runner = self._runner = ModelRunner(
             self.model,
             cache,
-            GroupedAttention(cache, self.model.cached_layers()),
+            GroupedAttention(cache, self.model.cached_layers(), self._parallel),
             self._queue,
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
@@ -195,7 +205,11 @@ class Worker:
             ),
             {layer.name for layer in self.model.cached_layers()},
         )
-        longest = max_blocks(groups, *self._longest_request)
+        longest = max_blocks(
+            groups,
+            *self._longest_request,
+            context_parallel_size=self._parallel.context_share.size,
+        )
         num_blocks = config.num_blocks or kv_cache.measure_num_blocks(
             groups,
             device=self._device,
@@ -208,7 +222,12 @@ class Worker:
 
     def _cache_of(self, groups: tuple[KVCacheGroup, ...], num_blocks: int) -> KVCacheConfig:
         """Raises KVCacheTooSmall."""
-        check_holds_one_request(groups, num_blocks, *self._longest_request)
+        check_holds_one_request(
+            groups,
+            num_blocks,
+            *self._longest_request,
+            context_parallel_size=self._parallel.context_share.size,
+        )
         kept = self._config.kv_cache_dtype
         dtype = dtype_name(self._dtype) if kept == "auto" else kept
         return KVCacheConfig(num_blocks=num_blocks, groups=groups, dtype=dtype)
@@ -221,6 +240,7 @@ class Worker:
             max_model_len=max_model_len,
             max_num_batched_tokens=num_tokens,
             num_steps=num_steps,
+            context_parallel_size=self._parallel.context_share.size,
         )
         for index, group in enumerate(report.groups):
             logger.info(

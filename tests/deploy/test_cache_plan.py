@@ -209,6 +209,43 @@ def test_fp8_makes_room_for_as_many_times_the_tokens_as_its_numbers_are_smaller(
         assert worker.kv_cache.dtype == "fp8_e4m3"
 
 
+@pytest.mark.req("FEA-06")
+@pytest.mark.parametrize(
+    ("family", "settings"), [("Llama", {"num_key_value_heads": 1}), ("DeepseekV2", LATENT)]
+)
+def test_ranks_that_share_tokens_hold_as_many_times_more_of_them(
+    family: str, settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_model(family, tmp_path, **settings)
+    shards = {"tensor_parallel_size": 4, "kv_cache_bytes": 1 << 24}
+    whole = plan(options_for(tmp_path, **shards))
+    shared = plan(options_for(tmp_path, **shards, decode_context_parallel_size=4))
+    assert shared.cache.block_bytes == whole.cache.block_bytes
+    assert shared.whole_tokens == whole.cache.num_tokens
+    assert shared.cache.num_tokens == pytest.approx(4 * whole.cache.num_tokens, rel=1e-2)
+    (group,) = shared.cache.groups
+    assert (group.block_tokens, group.max_blocks) == (64, 4)
+    print_plan(options_for(tmp_path, **shards, decode_context_parallel_size=4), as_json=False)
+    shown = capsys.readouterr().out
+    assert "tokens gained by 4 context ranks" in shown
+    gained = shared.cache.num_tokens - whole.cache.num_tokens
+    assert f"{gained:,} (4.00 times); {whole.cache.num_tokens:,} fit" in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel_size": 3}, "does not divide tensor_parallel_size=3"),
+        ({"tensor_parallel_size": 2}, "keeps SlidingWindowSpec"),
+    ],
+)
+def test_ranks_that_cannot_share_tokens_have_no_plan(
+    windowed: tuple[Path, Any], settings: dict[str, int], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan(options_for(windowed[0], decode_context_parallel_size=2, **settings))
+
+
 def test_a_model_that_fp8_cannot_keep_has_no_plan_in_fp8(tmp_path: Path) -> None:
     make_tiny_model("DeepseekV2", tmp_path, **LATENT)
     assert plan(options_for(tmp_path)).cache.num_tokens

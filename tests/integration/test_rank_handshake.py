@@ -90,6 +90,14 @@ def test_tokens_that_fit_are_those_of_whole_requests_in_all_groups(engine: Engin
             {"identity": msgspec.structs.replace(IDENTITY, hash_seed_digest="another")},
             ("worker 1", "hash_seed_digest='another'"),
         ),
+        (
+            {"identity": msgspec.structs.replace(IDENTITY, decode_context_parallel_size=2)},
+            ("worker 1", "decode_context_parallel_size=2", "has 1"),
+        ),
+        (
+            {"identity": msgspec.structs.replace(IDENTITY, cp_kv_cache_interleave_size=4)},
+            ("worker 1", "cp_kv_cache_interleave_size=4", "has 1"),
+        ),
         ({"dtype": "fp8_e4m3"}, ("worker 1", "dtype fp8_e4m3", "float32")),
         ({"block_size": 32}, ("worker 1", "block_size=32", "block_size=16")),
         ({"groups": [["a"], ["b"]]}, ("worker 1 has KV cache groups",)),
@@ -102,6 +110,8 @@ def test_tokens_that_fit_are_those_of_whole_requests_in_all_groups(engine: Engin
         "identity",
         "model",
         "seed",
+        "context ranks",
+        "turns",
         "dtype",
         "block size",
         "groups",

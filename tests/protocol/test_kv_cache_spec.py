@@ -17,8 +17,10 @@ from longshore.protocol.kv_cache_spec import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
     check_holds_one_request,
+    max_blocks,
     num_blocks_needed,
     sink_block_ids,
+    tokens_that_fit,
 )
 
 SPECS: tuple[KVCacheSpec, ...] = (
@@ -184,3 +186,13 @@ def test_a_pool_that_holds_no_request_is_refused_with_what_could_be_lowered() ->
         with pytest.raises(KVCacheTooSmall, match=rf"needs {needed}, 1 set aside") as refused:
             check_holds_one_request(groups, needed - 1, *longest)
         assert str(refused.value).endswith(advice)
+
+
+@pytest.mark.req("FEA-06")
+@pytest.mark.parametrize(("length", "blocks"), [(1, 1), (64, 1), (65, 2), (1000, 16)])
+def test_ranks_that_share_the_tokens_of_a_block_need_as_many_times_fewer(
+    length: int, blocks: int
+) -> None:
+    groups = [KVCacheGroup(("a",), FullAttentionSpec(16, 8, 128, 2))]
+    assert max_blocks(groups, length, context_parallel_size=4) == blocks
+    assert tokens_that_fit(groups, 1 + 2 * blocks, length, context_parallel_size=4) == 2 * length

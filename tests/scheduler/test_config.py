@@ -5,7 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from longshore.protocol.channel import Endpoint
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.handshake import EngineIdentity
 from longshore.scheduler.block_hash import BlockHasher
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 from longshore.scheduler.policy import load_policy
@@ -138,3 +140,29 @@ def test_cache_settings_have_the_defaults_of_the_field() -> None:
     assert "hash_seed" in SchedulerProcessConfig.__struct_fields__
     roots = {BlockHasher(16, seed).none_hash for seed in (b"one", b"other")}
     assert len(roots) == 2
+
+
+@pytest.mark.req("FEA-06")
+@pytest.mark.parametrize(
+    "sizes", [{"decode_context_parallel_size": 2}, {"prefill_context_parallel_size": 2}]
+)
+def test_ranks_that_no_worker_is_compared_with_are_refused_by_name(sizes: dict[str, int]) -> None:
+    identity = EngineIdentity(
+        model_fingerprint="m",
+        dtype="float32",
+        block_size=16,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        hash_seed_digest="",
+    )
+    with pytest.raises(ConfigError, match=next(iter(sizes))):
+        SchedulerProcessConfig(
+            scheduler=SchedulerConfig(max_model_len=64),
+            cache=CacheConfig(**sizes),
+            identity=identity,
+            workers=(Endpoint("ipc://w"),),
+            clients=Endpoint("ipc://c"),
+            hash_seed="00",
+            vocab_size=8,
+        )

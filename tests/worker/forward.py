@@ -11,6 +11,7 @@ from longshore.protocol.kv_cache_spec import CrossAttentionSpec, KVCacheConfig, 
 from longshore.worker.attention.grouped import GroupedAttention, GroupedStep
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.segments import decode_segments
+from longshore.worker.context_share import WHOLE_CONTEXT, ContextShare
 from longshore.worker.fp8 import KVScales
 from longshore.worker.kv_cache import KVCache
 from longshore.worker.models.decoder import Decoder
@@ -99,16 +100,21 @@ def _group_metadata(batch: StepBatch, table: np.ndarray, spec: KVCacheSpec) -> A
     return metadata(batch, table, spec.block_size)
 
 
-def metadata(batch: StepBatch, table: np.ndarray, block_size: int) -> AttentionMetadata:
-    """What the runner would say about `batch`, on the CPU."""
-    slots = slot_mapping(table, batch.token_rows(), batch.positions(), block_size)
+def metadata(
+    batch: StepBatch, table: np.ndarray, block_size: int, share: ContextShare = WHOLE_CONTEXT
+) -> AttentionMetadata:
+    """What the runner would say about `batch`, on the CPU. block_size: of what a rank keeps."""
+    positions, all_ranks = batch.positions(), block_size * share.size
+    slots = slot_mapping(table, batch.token_rows(), positions, block_size, share)
+    kept = torch.from_numpy(np.flatnonzero(share.keeps(positions)))
     return AttentionMetadata(
         slot_mapping=torch.from_numpy(slots),
         block_table=torch.from_numpy(table),
         decode_rows=torch.from_numpy(batch.rows[: batch.num_decodes]),
         decode_lens=torch.from_numpy(batch.ends[: batch.num_decodes]),
-        decode_segments=decode_segments(batch.decode_blocks(block_size), block_size),
+        decode_segments=decode_segments(batch.decode_blocks(all_ranks), all_ranks),
         prefill_chunks=batch.prefill_chunks(),
+        kept_tokens=None if share.size == 1 else kept,
     )
 
 

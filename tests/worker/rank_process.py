@@ -30,6 +30,14 @@ def place(parallel: Parallel) -> list[int]:
     return [parallel.stage, parallel.shard, *parallel.all_reduce(mine).tolist(), *gathered, *told]
 
 
+def share(parallel: Parallel) -> list[list[int]]:
+    """What the rank gets from those that share its tokens."""
+    size, rank = parallel.context_share.size, parallel.rank
+    gathered = parallel.gather_context(torch.tensor([rank]))
+    received = parallel.exchange_context(10 * rank + torch.arange(size).unsqueeze(1))
+    return [gathered.flatten().tolist(), received.flatten().tolist()]
+
+
 def link(parallel: Parallel) -> list[float]:
     """Steps of different sizes through all stages; the first is far ahead of the last."""
     stages = StageLink(parallel, hidden_size=3, dtype=torch.bfloat16, device=CPU)

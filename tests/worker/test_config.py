@@ -121,6 +121,11 @@ def test_a_process_takes_its_sizes_from_the_identity_it_shares(tmp_path: Path) -
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
         ({"pipeline_parallel_size": -1}, "pipeline_parallel_size=-1"),
         ({"timeout_s": 0.0}, "timeout_s=0.0"),
+        ({"cp_kv_cache_interleave_size": 0}, "cp_kv_cache_interleave_size=0"),
+        (
+            {"tensor_parallel_size": 3, "decode_context_parallel_size": 2, "rendezvous": "r"},
+            "decode_context_parallel_size=2 does not divide tensor_parallel_size=3",
+        ),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "6 ranks need a rendezvous"),
     ],
 )

@@ -21,12 +21,18 @@ TIMEOUT_S = 60
 
 
 def run_ranks(
-    case: str, num_shards: int, num_stages: int, directory: Path, timeout_s: float = 20
+    case: str,
+    num_shards: int,
+    num_stages: int,
+    directory: Path,
+    timeout_s: float = 20,
+    num_sharing: int = 1,
 ) -> list[Any]:
     """What each rank returned."""
     layout = RankLayout(
         tensor_parallel_size=num_shards,
         pipeline_parallel_size=num_stages,
+        decode_context_parallel_size=num_sharing,
         rendezvous=str(directory / "rendezvous"),
         timeout_s=timeout_s,
     )
@@ -57,6 +63,16 @@ def test_shards_of_a_stage_exchange_among_themselves(tmp_path: Path) -> None:
         [0, 1, 1, 2, 0, 1, 0, 1],
         [1, 0, 5, 2, 2, 3, 2, 1],
         [1, 1, 5, 2, 2, 3, 2, 1],
+    ]
+
+
+@pytest.mark.req("FEA-06")
+def test_neighbouring_shards_that_share_tokens_exchange_among_themselves(tmp_path: Path) -> None:
+    assert run_ranks("share", 4, 1, tmp_path, num_sharing=2) == [
+        [[0, 1], [0, 10]],
+        [[0, 1], [1, 11]],
+        [[2, 3], [20, 30]],
+        [[2, 3], [21, 31]],
     ]
 
 

@@ -14,16 +14,21 @@ from longshore.protocol.plan import (
 )
 from longshore.protocol.sampling import SamplingParams
 from longshore.worker.block_table import BlockTable, MultiGroupBlockTable
+from longshore.worker.context_share import WHOLE_CONTEXT, ContextShare
 from longshore.worker.row_state import RowState
 
 NUM_ROWS = 4
 
 
-def row_state() -> RowState:
+def row_state(share: ContextShare = WHOLE_CONTEXT) -> RowState:
     """Groups with blocks of 4 and of 8 tokens."""
     tables = [
         BlockTable(
-            max_num_seqs=NUM_ROWS, max_model_len=64, block_size=size, device=torch.device("cpu")
+            max_num_seqs=NUM_ROWS,
+            max_model_len=64,
+            block_size=size,
+            share=share,
+            device=torch.device("cpu"),
         )
         for size in (4, 8)
     ]
@@ -92,6 +97,16 @@ def test_a_copy_belongs_to_the_group_in_whose_table_its_target_is() -> None:
     copies = rows.copies(plan)
     assert copies.num_of_group == [2, 2]
     assert copies.blocks.reshape(3, -1).tolist() == [[21, 23, 20, 22], [2, 7, 9, 4], [2, 1, 5, 6]]
+
+
+@pytest.mark.req("FEA-06")
+@pytest.mark.parametrize(("rank", "kept"), [(0, [2, 4]), (1, [1, 3])])
+def test_a_rank_copies_those_of_the_tokens_that_it_keeps(rank: int, kept: list[int]) -> None:
+    """Two ranks, so that blocks are of 8 and of 16 tokens, of which 3 and 7 are copied."""
+    rows = row_state(ContextShare(rank, 2))
+    plan = plan_of([start(0, 7, [1, 2], [4])], [(21, 2, 3), (22, 4, 7)])
+    rows.apply(plan)
+    assert rows.copies(plan).blocks.reshape(3, -1).tolist() == [[21, 22], [2, 4], kept]
 
 
 def test_a_plan_without_copies_has_none() -> None:

@@ -7,10 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionBackend, AttentionStep
+from longshore.worker.attention.context_parallel import shared_backend
 from longshore.worker.attention.cross_backend import CrossAttentionStep
 from longshore.worker.attention.kind import CachedLayer, Kind
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.kv_cache import KVCache
+from longshore.worker.parallel import ALONE, Parallel
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +20,13 @@ logger = logging.getLogger(__name__)
 class GroupedAttention:
     """A backend for each kind of each group."""
 
-    def __init__(self, cache: KVCache, layers: Sequence[CachedLayer]) -> None:
-        """layers: in the order in which the model numbers them; the cache has a place for each."""
+    def __init__(
+        self, cache: KVCache, layers: Sequence[CachedLayer], parallel: Parallel = ALONE
+    ) -> None:
+        """layers: in the order in which the model numbers them; the cache has a place for each.
+        parallel: says with which ranks this one shares the tokens out. Raises UnsupportedModel for
+        a kind of layer that cannot do that."""
+        is_shared = parallel.context_share.size > 1
         places = {
             name: (group, index)
             for group, planned in enumerate(cache.groups)
@@ -32,7 +39,11 @@ class GroupedAttention:
             group, index = places[layer.name]
             number = numbers.setdefault((group, layer.kind), len(numbers))
             if number == len(self._backends):
-                self._backends.append((group, layer.kind.make_backend(cache.view(group))))
+                view, kind = cache.view(group), layer.kind
+                backend = (
+                    shared_backend(kind, view, parallel) if is_shared else kind.make_backend(view)
+                )
+                self._backends.append((group, backend))
             self._layers.append((number, index))
         for description in dict.fromkeys(str(backend) for _, backend in self._backends):
             logger.info("attention: %s", description)

@@ -37,10 +37,12 @@ class PrefillChunk:
 class AttentionMetadata:
     """One step. Sequences with one new token come first, so decode sequence i is token i.
 
-    slot_mapping: (num_tokens,) int64, block_id * block_size + offset of each new token.
+    slot_mapping: (num_tokens,) int64, block_id * block_size + offset of each new token; -1 where
+                  another rank keeps it.
     block_table:  (max_num_seqs, max_blocks) int32, indexed by row; entries beyond a sequence's
                   length are the null block or ids of blocks that are no longer its own.
     decode_rows, decode_lens: (num_decodes,) int64, row and length (new token included).
+    kept_tokens:  (n,) int64, indices in the step of the new tokens that this rank keeps; None: all.
     For cross attention every token of the step is a sequence of its own, as long as the encoder's
     tokens of its row, and nothing is new: no slots and no chunks.
     The tensors are on the device; the rest is plain values, so nothing waits for the device.
@@ -52,3 +54,4 @@ class AttentionMetadata:
     decode_lens: Tensor
     decode_segments: Sequence[DecodeSegment]
     prefill_chunks: Sequence[PrefillChunk]
+    kept_tokens: Tensor | None = None

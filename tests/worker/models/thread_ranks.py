@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from longshore.worker.context_share import ContextShare
 from longshore.worker.parallel import Parallel
 
 Answer = TypeVar("Answer")
@@ -45,16 +46,41 @@ class ThreadParallel(Parallel):
     def all_gather(self, part: Tensor) -> Tensor:
         return torch.cat(self.meeting.exchange(self.shard, part), dim=-1)
 
+    def gather_context(self, part: Tensor) -> Tensor:
+        return torch.stack(self._of_context(part))
+
+    def exchange_context(self, parts: Tensor) -> Tensor:
+        return torch.stack([each[self.context_share.rank] for each in self._of_context(parts)])
+
+    def _of_context(self, part: Tensor) -> list[Tensor]:
+        first = self.shard - self.context_share.rank
+        return self.meeting.exchange(self.shard, part)[first : first + self.context_share.size]
+
 
 def on_every_rank(
-    num_shards: int, num_stages: int, run: Callable[[list[ThreadParallel]], Answer]
+    num_shards: int,
+    num_stages: int,
+    run: Callable[[list[ThreadParallel]], Answer],
+    *,
+    num_sharing: int = 1,
+    interleave: int = 1,
 ) -> list[Answer]:
-    """What `run` answers in each shard's thread; it gets the shard's place in every stage."""
+    """What `run` answers in each shard's thread; it gets the shard's place in every stage.
+
+    num_sharing, interleave: decode context parallel ranks, and the tokens of a turn.
+    """
     meetings = [Meeting(num_shards) for _ in range(num_stages)]
 
     def of_shard(shard: int) -> Answer:
         places = [
-            ThreadParallel(shard, num_shards, stage, num_stages, meeting=meeting)
+            ThreadParallel(
+                shard,
+                num_shards,
+                stage,
+                num_stages,
+                meeting=meeting,
+                context_share=ContextShare(shard % num_sharing, num_sharing, interleave),
+            )
             for stage, meeting in enumerate(meetings)
         ]
         try:

@@ -1,0 +1,120 @@
+"""Two shards that hold copies of one KV head: each with all tokens, or sharing them out.
+
+    python benchmarks/context_parallel.py MODEL [--contexts 256 2048] [--prompts 4] [--rounds 3]
+        [--json F]
+
+MODEL is a model folder with one KV head, or with latents (`mqa-tiny-rand` of
+peers/make_models.py). All engines have the same number of blocks, so the same memory per rank, and
+are loaded before the clock starts. Each round answers new prompts of `context` tokens with one
+token, which is timed as the prefill, and again with 33: their blocks are cached by then, so what
+that takes is 33 decodes. Layouts take turns; times are the least of the rounds. `ratio` is to two
+shards that keep all tokens, `plain` to the same without the compiled kernels, as attention to
+shared tokens is plain torch. `same` is the share of answers that are equal to theirs. Bytes are of
+one rank.
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import report
+from parallel import answer
+
+from longshore import LLM
+from longshore.deploy.cache_plan import plan
+from longshore.deploy.options import CachePlanOptions
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_OUT = 16, 2000, 33
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "2 shards": {},
+    "2 shards, plain torch": {"cpu_kernels": "torch"},
+    "2 shards that share": {"decode_context_parallel_size": 2},
+    "2 shards that share, turns of 16": {
+        "decode_context_parallel_size": 2,
+        "cp_kv_cache_interleave_size": 16,
+    },
+}
+BASELINE, PLAIN = "2 shards", "2 shards, plain torch"
+
+
+def memory(model: Path, num_sharing: int) -> dict[str, float]:
+    """Of one rank: bytes per token of the cache, and the tokens that NUM_BLOCKS blocks hold."""
+    cache = plan(
+        CachePlanOptions(
+            plan=str(model),
+            tensor_parallel_size=2,
+            decode_context_parallel_size=num_sharing,
+            block_size=BLOCK_SIZE,
+        )
+    ).cache
+    per_block = cache.groups[0].block_tokens
+    return {
+        "bytes_per_token": cache.block_bytes / per_block,
+        "tokens_that_fit": (NUM_BLOCKS - cache.num_reserved_blocks) * per_block,
+    }
+
+
+def measure(
+    model: Path, contexts: list[int], num_prompts: int, rounds: int
+) -> list[dict[str, Any]]:
+    generator = np.random.default_rng(0)
+    rows = []
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(
+                LLM(
+                    model,
+                    device="cpu",
+                    threads=1,
+                    tensor_parallel_size=2,
+                    block_size=BLOCK_SIZE,
+                    num_blocks=NUM_BLOCKS,
+                    max_model_len=max(contexts) + NUM_OUT,
+                    **settings,
+                )
+            )
+            for name, settings in LAYOUTS.items()
+        }
+        for context in contexts:
+            prefills: dict[str, list[float]] = {name: [] for name in engines}
+            decodes: dict[str, list[float]] = {name: [] for name in engines}
+            same = dict.fromkeys(engines, 0)
+            for turn in range(rounds + 1):
+                prompts = generator.integers(3, 4000, (num_prompts, context)).tolist()
+                wanted: list[list[int]] = []
+                for name, llm in engines.items():
+                    prefill_s, _ = answer(llm, prompts, 1)
+                    decode_s, token_ids = answer(llm, prompts, NUM_OUT)
+                    wanted = wanted or token_ids
+                    if turn:  # the first round warms up
+                        prefills[name].append(prefill_s)
+                        decodes[name].append(decode_s)
+                        same[name] += sum(map(list.__eq__, token_ids, wanted))
+            for name, settings in LAYOUTS.items():
+                row: dict[str, Any] = {"context": context, "layout": name}
+                for phase, walls in (("prefill", prefills), ("decode", decodes)):
+                    least = {each: min(walls[each]) for each in engines}
+                    row[f"{phase}_ms"] = 1e3 * least[name] / (NUM_OUT if phase == "decode" else 1)
+                    row[f"{phase}_ratio"] = least[name] / least[BASELINE]
+                    row[f"{phase}_plain"] = least[name] / least[PLAIN]
+                row |= memory(model, settings.get("decode_context_parallel_size", 1))
+                row["same"] = same[name] / (rounds * num_prompts)
+                row["walls_s"] = [prefills[name], decodes[name]]
+                rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[256, 2048])
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    rows = measure(options.model, options.contexts, options.prompts, options.rounds)
+    report.write(options.json, rows, model=options.model.name, num_prompts=options.prompts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""Attention of ranks that share out the tokens of every sequence (context parallel).
+
+They hold the same KV head, or the same latents. Queries of all their heads are gathered, each rank
+attends to the tokens that it keeps, and what it finds goes to the rank whose heads asked: the
+weighted sum of values with the logarithm of its weights' sum, from which the parts are put together
+(as the parts of one context are in flash decoding, Dao et al., 2023).
+
+The tokens that a rank keeps of a sequence lie in order of their positions, so those that a token
+sees are the first ones. Everything is plain torch, in float32, the same on a CPU and on CUDA.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longshore.worker.attention.backend import AttentionBackend
+from longshore.worker.attention.kind import PagedAttentionKind
+from longshore.worker.attention.latent_backend import LatentAttentionKind, LatentProjections
+from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
+from longshore.worker.context_share import ContextShare
+from longshore.worker.errors import UnsupportedModel
+from longshore.worker.fp8 import KVScales, from_fp8, to_fp8
+from longshore.worker.kv_cache import PagedKV, PagedLatents
+from longshore.worker.parallel import Parallel
+
+logger = logging.getLogger(__name__)
+
+MAX_SCORES: Final = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Of a tile of a chunk, over the heads of all ranks: what is in memory at once. A CPU's caches hold
+few, and small tiles have few keys that none of their tokens sees."""
+
+
+def shared_backend(kind: object, view: Any, parallel: Parallel) -> AttentionBackend:
+    """The backend for layers of `kind` whose tokens this rank shares with others. Raises
+    UnsupportedModel if such layers cannot be computed so."""
+    share = parallel.context_share
+    logger.info("attention: torch, %d ranks share tokens, %s", share.size, kind)
+    match kind:
+        case PagedAttentionKind(window=None, chunk=None):
+            return SharedAttention(view, kind, parallel)
+        case LatentAttentionKind():
+            return SharedLatentAttention(view, kind, parallel)
+        case _:
+            raise UnsupportedModel(
+                f"decode_context_parallel_size={share.size}: layers of {kind} "
+                "cannot share tokens out. Leave decode_context_parallel_size out."
+            )
+
+
+class SharedAttention:
+    """Layers with keys and values, of one KV head on this rank."""
+
+    def __init__(self, cache: PagedKV, kind: PagedAttentionKind, parallel: Parallel) -> None:
+        if cache.num_kv_heads != 1:
+            raise UnsupportedModel(
+                f"decode_context_parallel_size={parallel.context_share.size} with "
+                f"{cache.num_kv_heads} KV heads per rank: ranks share tokens of one KV head. "
+                "Raise tensor_parallel_size or leave decode_context_parallel_size out."
+            )
+        self._memory = _KeysAndValues(cache)
+        self._scale = cache.head_dim**-0.5 if kind.scale is None else kind.scale
+        self._softcap = kind.softcap
+        self._num_heads = kind.num_heads
+        self._parallel = parallel
+
+    def begin_step(self, metadata: AttentionMetadata) -> "SharedAttentionStep":
+        context = KeptContext(
+            self._memory,
+            self._parallel.context_share,
+            metadata,
+            num_heads=self._num_heads,
+            scale=self._scale,
+            softcap=self._softcap,
+        )
+        return SharedAttentionStep(self._parallel, context)
+
+
+class SharedAttentionStep:
+    """One step, all layers."""
+
+    native_steps: tuple[bytes, ...] = ()
+
+    def __init__(self, parallel: Parallel, context: "KeptContext") -> None:
+        self._parallel = parallel
+        self._context = context
+
+    def forward(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """See AttentionStep.forward."""
+        self._context.write(layer, k, v)
+        return attend(self._parallel, self._context, layer, q, sinks).to(q.dtype).flatten(1)
+
+
+class SharedLatentAttention:
+    """Layers with latents, absorbed (see latent_backend): keys and values of heads are never made,
+    because no rank has the latents of a whole context."""
+
+    def __init__(self, view: PagedLatents, kind: LatentAttentionKind, parallel: Parallel) -> None:
+        self._memory = _Latents(view, kind.latent_dim)
+        self._kind = kind
+        self._parallel = parallel
+
+    def begin_step(self, metadata: AttentionMetadata) -> "SharedLatentStep":
+        context = KeptContext(
+            self._memory,
+            self._parallel.context_share,
+            metadata,
+            num_heads=self._kind.num_heads,
+            scale=self._kind.scale,
+        )
+        return SharedLatentStep(self._parallel, context)
+
+
+class SharedLatentStep:
+    """One step, all layers."""
+
+    native_steps: tuple[bytes, ...] = ()
+
+    def __init__(self, parallel: Parallel, context: "KeptContext") -> None:
+        self._parallel = parallel
+        self._context = context
+
+    def forward(
+        self,
+        layer: int,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        vectors: Tensor,
+        *,
+        projections: LatentProjections,
+    ) -> Tensor:
+        """See LatentStep.forward."""
+        self._context.write(layer, vectors)
+        latent_q = torch.bmm(q_nope.transpose(0, 1), projections.keys).transpose(0, 1)
+        q = torch.cat((latent_q, q_rope), dim=-1)
+        sums = attend(self._parallel, self._context, layer, q).to(q.dtype)
+        return torch.bmm(sums.transpose(0, 1), projections.values).transpose(0, 1).flatten(1)
+
+
+def attend(
+    parallel: Parallel,
+    context: "KeptContext",
+    layer: int,
+    q: Tensor,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """(num_tokens, num_heads, value_dim) float32, of this rank's queries over the tokens of all
+    ranks, each of which calls this. q: (num_tokens, num_heads, dim); sinks: (num_heads,)."""
+    partial = context.attend(layer, parallel.gather_context(q))
+    return merge(parallel.exchange_context(partial), sinks)
+
+
+def merge(parts: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """What each rank found, put together.
+
+    parts: (ranks, num_tokens, num_heads, value_dim + 1) as of KeptContext.attend. sinks: None, or
+    (num_heads,), logits without values. Returns (num_tokens, num_heads, value_dim).
+    """
+    sums, logs = parts[..., :-1], parts[..., -1:]
+    total = logs.logsumexp(0)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.unsqueeze(1))
+    return (sums * (logs - total).exp()).sum(0)
+
+
+class KeptContext:
+    """One step's attention to the tokens that this rank keeps; what all layers share."""
+
+    def __init__(
+        self,
+        memory: "_Memory",
+        share: ContextShare,
+        metadata: AttentionMetadata,
+        *,
+        num_heads: int,
+        scale: float,
+        softcap: float | None = None,
+    ) -> None:
+        """num_heads: of one rank. Called on the compute queue; does not wait for the device."""
+        assert metadata.kept_tokens is not None
+        self._memory = memory
+        self._scale = scale
+        self._softcap = softcap
+        self._kept_tokens = metadata.kept_tokens
+        slots = metadata.slot_mapping.index_select(0, metadata.kept_tokens)
+        blocks = slots.div(memory.block_size, rounding_mode="floor")
+        self._places = (blocks, slots - blocks * memory.block_size)
+        size = memory.block_size
+        self._batches = [_decodes(share, size, metadata, s) for s in metadata.decode_segments]
+        max_rows = MAX_SCORES[slots.device.type] // (num_heads * share.size)
+        self._batches += [
+            _chunk(share, size, metadata, chunk, max_rows) for chunk in metadata.prefill_chunks
+        ]
+
+    def write(self, layer: int, *of_tokens: Tensor) -> None:
+        """Keep what belongs to this rank of what all tokens of the step leave."""
+        kept = (each.index_select(0, self._kept_tokens) for each in of_tokens)
+        self._memory.write(layer, self._places, *kept)
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        """q: (ranks, num_tokens, num_heads, dim), of all ranks. For each query, float32, the
+        weighted mean of the values of the tokens that it sees here, and the logarithm of the sum of
+        their weights: zeros and -infinity if there are none.
+        (ranks, num_tokens, num_heads, value_dim + 1)."""
+        memory = self._memory
+        out = q.new_empty(*q.shape[:3], memory.value_dim + 1, dtype=torch.float32)
+        scales = memory.scales(layer)
+        for batch in self._batches:
+            keys, values = memory.read(layer, batch.block_ids)
+            for tile in batch.tiles:
+                some = q[:, tile.tokens].permute(1, 0, 2, 3).flatten(1, 2).float()
+                found = self._find(
+                    some.unflatten(0, tile.lens.shape).mul_(self._scale * scales.keys),
+                    keys[:, : tile.num_keys],
+                    values[:, : tile.num_keys],
+                    tile.lens,
+                )
+                if scales.values != 1.0:
+                    found[..., :-1].mul_(scales.values)
+                of_ranks = found.flatten(0, 1).unflatten(1, (len(q), q.shape[2]))
+                out[:, tile.tokens] = of_ranks.transpose(0, 1)
+        return out
+
+    def _find(self, q: Tensor, keys: Tensor, values: Tensor, lens: Tensor) -> Tensor:
+        """q: (n, queries, heads, dim), scaled; keys, values: (n, num_keys, ...); lens:
+        (n, queries), how many of the keys each sees. (n, queries, heads, value_dim + 1)."""
+        scores = (q.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, q.shape[1:3])
+        if self._softcap is not None:
+            scores = scores.div_(self._softcap).tanh_().mul_(self._softcap)
+        is_hidden = torch.arange(keys.shape[1], device=keys.device) >= lens[:, :, None, None]
+        scores = scores.masked_fill_(is_hidden, float("-inf"))
+        highest = scores.amax(-1, keepdim=True)
+        highest = highest.masked_fill(highest == float("-inf"), 0.0)
+        weights = scores.sub_(highest).exp_()
+        total = weights.sum(-1, keepdim=True)
+        sums = (weights.flatten(1, 2) @ values).unflatten(1, q.shape[1:3])
+        return torch.cat((sums / total.clamp(min=1.0), highest + total.log()), -1)
+
+
+class _Tile(NamedTuple):
+    """Neighbouring tokens of the step that are computed together, of n sequences.
+
+    lens:     (n, queries), how many of their sequence's keys they see here.
+    num_keys: of a sequence, at least 1 and the largest of these.
+    """
+
+    tokens: slice
+    lens: Tensor
+    num_keys: int
+
+
+class _Batch(NamedTuple):
+    """Sequences whose keys are read together. block_ids: (n, blocks of each)."""
+
+    block_ids: Tensor
+    tiles: Sequence[_Tile]
+
+
+def _decodes(
+    share: ContextShare, block_size: int, metadata: AttentionMetadata, segment: DecodeSegment
+) -> _Batch:
+    tokens = slice(segment.first_seq, segment.first_seq + segment.num_seqs)
+    rows = metadata.decode_rows[tokens].unsqueeze(1)
+    lens = metadata.decode_lens[tokens].unsqueeze(1)
+    columns = torch.arange(segment.num_blocks, device=rows.device)
+    # Ids behind a sequence's own are stale; the null block, which stands for them, is zeros.
+    is_own = columns * (block_size * share.size) < lens
+    block_ids = metadata.block_table[rows, columns * is_own].long() * is_own
+    num_keys = segment.num_blocks * block_size
+    return _Batch(block_ids, [_Tile(tokens, share.num_kept(lens), num_keys)])
+
+
+def _chunk(
+    share: ContextShare,
+    block_size: int,
+    metadata: AttentionMetadata,
+    chunk: PrefillChunk,
+    max_rows: int,
+) -> _Batch:
+    """max_rows: queries of a tile times its keys, over all heads."""
+    device = metadata.block_table.device
+    num_blocks = -(-chunk.seq_len // (block_size * share.size))
+    block_ids = metadata.block_table[chunk.row, :num_blocks].long().unsqueeze(0)
+    start = chunk.seq_len - chunk.num_tokens
+    step = max(1, max_rows // (num_blocks * block_size))
+    tiles = []
+    for first in range(start, chunk.seq_len, step):
+        end = min(first + step, chunk.seq_len)
+        num_keys = max(1, int(share.num_kept(np.array(end))))  # the first block is its own
+        lens = share.num_kept(torch.arange(first + 1, end + 1, device=device))
+        behind = chunk.first_token - start
+        tiles.append(_Tile(slice(behind + first, behind + end), lens.unsqueeze(0), num_keys))
+    return _Batch(block_ids, tiles)
+
+
+class _Memory(Protocol):
+    """The cache as tokens that are kept. value_dim: of what is summed up."""
+
+    block_size: int
+    value_dim: int
+
+    def write(self, layer: int, places: tuple[Tensor, Tensor], *kept: Tensor) -> None:
+        """places: the block, and the place in it, of each of the tokens."""
+        ...
+
+    def read(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, blocks) -> keys and values, (n, tokens, dim) float32."""
+        ...
+
+    def scales(self, layer: int) -> KVScales:
+        """What keys and values that were read have to be multiplied by."""
+        ...
+
+
+class _KeysAndValues:
+    def __init__(self, cache: PagedKV) -> None:
+        self._fp8 = cache.fp8
+        self._dtype = cache.dtype
+        planes = cache.planes if cache.fp8 is None else cache.planes.view(torch.uint8)
+        self._planes = planes.squeeze(4)  # of one head
+        self.block_size, self.value_dim = cache.block_size, cache.head_dim
+
+    def write(self, layer: int, places: tuple[Tensor, Tensor], *kept: Tensor) -> None:
+        scales = self.scales(layer)
+        for plane, x, scale in zip((0, 1), kept, scales, strict=True):
+            stored = x.squeeze(1) if self._fp8 is None else to_fp8(x.squeeze(1), scale)
+            self._planes[:, layer, plane].index_put_(places, stored)
+
+    def read(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = (
+            _read(self._planes[:, layer, plane], block_ids, is_fp8=self._fp8 is not None)
+            for plane in (0, 1)
+        )
+        return keys, values
+
+    def scales(self, layer: int) -> KVScales:
+        return KVScales() if self._fp8 is None else self._fp8.scales[layer]
+
+
+class _Latents:
+    """A token's vector is its key, and the latent in it is its value."""
+
+    def __init__(self, view: PagedLatents, latent_dim: int) -> None:
+        self._latents = view.latents
+        self.block_size, self.value_dim = view.block_size, latent_dim
+
+    def write(self, layer: int, places: tuple[Tensor, Tensor], *kept: Tensor) -> None:
+        self._latents[:, layer].index_put_(places, kept[0])
+
+    def read(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
+        vectors = _read(self._latents[:, layer], block_ids)
+        return vectors, vectors[..., : self.value_dim]
+
+    def scales(self, layer: int) -> KVScales:
+        return KVScales()
+
+
+def _read(plane: Tensor, block_ids: Tensor, *, is_fp8: bool = False) -> Tensor:
+    """plane: (num_blocks, block_size, dim); block_ids: (n, blocks) -> (n, tokens, dim) float32."""
+    blocks = plane.flatten(1).index_select(0, block_ids.flatten())  # as lines it is faster
+    numbers = from_fp8(blocks, torch.float32) if is_fp8 else blocks.float()
+    return numbers.view(len(block_ids), -1, plane.shape[2])
