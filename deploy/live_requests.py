@@ -16,6 +16,7 @@ from longshore.protocol.client import (
     AddRequest,
     EngineOutputs,
     FinishedRequest,
+    StopFound,
 )
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.sampling import SamplingParams
@@ -128,6 +129,11 @@ class LiveRequests:
         """
         handles = [live.handle for live in requests if self._by_handle.pop(live.handle, None)]
         return AbortRequests(int32_array(handles)) if handles else None
+
+    def stop(self, live: LiveRequest, num_tokens: int) -> StopFound | None:
+        """The message that ends a request with its first `num_tokens` output tokens; None if it
+        has ended. Its `finished` is still to come, and tokens computed meanwhile may."""
+        return StopFound(live.handle, num_tokens) if live.handle in self._by_handle else None
 
     def apply(self, outputs: EngineOutputs) -> None:
         """Hand out one step's tokens and ends. Handles that are not live any more are skipped."""

@@ -114,6 +114,13 @@ class EngineClient:
             with contextlib.suppress(EngineDead):  # then they have ended already
                 self._send(message)
 
+    def stop(self, live: LiveRequest, num_tokens: int) -> None:
+        """End a request with its first `num_tokens` output tokens; see `LiveRequests.stop`."""
+        message = self._requests.stop(live, num_tokens)
+        if message is not None and self.death is None:
+            with contextlib.suppress(EngineDead):
+                self._send(message)
+
     def give_up(self, reason: str) -> None:
         """End every live request with `reason`; nothing can be submitted any more."""
         self._die(EngineDead(reason))
