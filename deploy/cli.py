@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.config import Env, Toml
 
 import longshore
 from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
@@ -19,6 +20,7 @@ from longshore.protocol.errors import ConfigError, LongshoreError
 logger = logging.getLogger(__name__)
 
 app = App(name="longshore", help="Serve language models.", version=longshore.__version__)
+_ENVIRONMENT = Env("LONGSHORE_", command=False)
 bench = App(name="bench", help="Measure throughput and latency; results as JSON.")
 app.command(bench)
 
@@ -86,13 +88,37 @@ def bench_serve(
     run(options)
 
 
+@app.meta.default
+def launch(
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    config: Path | None = None,
+) -> None:
+    """Settings come from flags, else from variables (LONGSHORE_NUM_BLOCKS for --num-blocks), else
+    from the TOML file's table of the command ([serve], [bench.serve]), else they have defaults.
+
+    Args:
+        config: TOML file with settings. Default: none is read.
+    """
+    app.config = (_ENVIRONMENT,) if config is None else (_ENVIRONMENT, _settings_file(config))
+    app(tokens)
+
+
+def _settings_file(path: Path) -> Toml:
+    settings = Toml(path, must_exist=True)
+    try:
+        settings.config  # noqa: B018  # reads the file
+    except (OSError, CycloptsError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    return settings
+
+
 def main() -> None:
     """The console script. Exit status 1: it failed while running; 2: a setting is wrong."""
     # A daemon may be started with its outputs closed; they then lead nowhere.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # as long as the program
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
-        app()
+        app.meta()
     except LongshoreError as error:
         print(f"longshore: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

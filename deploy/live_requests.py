@@ -4,7 +4,7 @@ The gateway and `LLM` both talk to a scheduler through this table, over whatever
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -97,6 +97,7 @@ class LiveRequests:
         cache_salt: str | None = None,
         fork_of: LiveRequest | None = None,
         keeps_blocks: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> tuple[LiveRequest, AddRequest]:
         """A new request, and the message that queues it.
 
@@ -117,6 +118,7 @@ class LiveRequests:
             cache_salt=cache_salt,
             resumable=keeps_blocks,
             keeps_blocks=keeps_blocks,
+            trace_headers=dict(trace_headers) if trace_headers else None,
             fork_of=None if fork_of is None else fork_of.handle,
         )
         self._by_handle[handle] = live

@@ -196,6 +196,10 @@ class ServeOptions(EngineOptions):
             on the hub.
         chat_template: File with a Jinja chat template, instead of the model's own.
         max_body_mib: Size of a request body at most.
+        max_live_requests: Answers under way at most, running or waiting; further requests get a 429
+            with Retry-After.
+        api_key: Clients must present one of these keys; without any, everybody is served. Better
+            given as LONGSHORE_API_KEY or in a file: other users see command lines.
         drain_timeout_s: How long running answers may take to finish after SIGTERM.
     """
 
@@ -204,6 +208,8 @@ class ServeOptions(EngineOptions):
     served_model_name: str | None = None
     chat_template: Path | None = None
     max_body_mib: int = 16
+    max_live_requests: int = 16_384
+    api_key: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -211,6 +217,9 @@ class ServeOptions(EngineOptions):
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} must lie between 0 and 65535")
         check_at_least("max_body_mib", self.max_body_mib, 1)
+        check_at_least("max_live_requests", self.max_live_requests, 1)
+        if not all(key.isascii() and key.isprintable() and key.strip() for key in self.api_key):
+            raise ConfigError("api_key: a key must be visible ASCII characters")
         if not 0 <= self.drain_timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
                 f"drain_timeout_s={self.drain_timeout_s} must lie between 0 and {MAX_TIMEOUT_S}"
@@ -223,12 +232,14 @@ class DoctorOptions:
 
     Attributes:
         engine: Address of its server, as `longshore serve` prints it.
+        api_key: Key that the server wants.
         json: Print the engine's report and the verdict as JSON instead of a table.
         stall_after_s: An engine with requests of which none advances for so long is stalled.
         timeout_s: How long the server may take to answer.
     """
 
     engine: str = "http://127.0.0.1:8000"
+    api_key: str | None = None
     json: bool = False
     stall_after_s: float = 10.0
     timeout_s: float = 15.0

@@ -74,6 +74,8 @@ def _gateway(
         listen_fd=listener.fileno(),
         chat_template=None if options.chat_template is None else str(options.chat_template),
         max_body_bytes=options.max_body_mib << 20,
+        max_live_requests=options.max_live_requests,
+        api_keys=options.api_key,
         drain_timeout_s=options.drain_timeout_s,
         seed=options.seed,
         log_level=options.log_level,

@@ -17,6 +17,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     listen_fd:         inherited socket, bound already; the gateway listens on it.
     chat_template:     file that replaces the model's own template.
     max_body_bytes:    of a request.
+    max_live_requests: answers under way, running or waiting; more are answered 429.
+    api_keys:          what clients must present; empty: nothing.
     drain_timeout_s:   how long live answers may go on after SIGTERM.
     report_timeout_s:  how long the scheduler may take to describe itself for /engine/report.
     seed:              makes the seeds repeatable that requests without one get.
@@ -33,6 +35,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     listen_fd: int
     chat_template: str | None = None
     max_body_bytes: int = 16 << 20
+    max_live_requests: int = 16_384
+    api_keys: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
     report_timeout_s: float = 5.0
     seed: int | None = None

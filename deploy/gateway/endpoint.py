@@ -2,7 +2,6 @@
 
 import logging
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic
@@ -12,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from longshore.deploy.gateway.beams import BeamGeneration
 from longshore.deploy.gateway.engine_client import EngineClient
-from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
+from longshore.deploy.gateway.errors import ApiError, queue_full, unavailable, unknown_model
+from longshore.deploy.gateway.front_door import request_id_of, trace_headers_of
 from longshore.deploy.gateway.generation import Generation, GenerationSpec, Piece
 from longshore.deploy.gateway.http import ClientGone, Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
@@ -27,7 +27,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Service(msgspec.Struct, frozen=True):
-    """What an endpoint works with; made once the engine has answered."""
+    """What an endpoint works with; made once the engine has answered.
+
+    max_live_requests: answers under way at most, running or waiting.
+    """
 
     model_name: str
     client: EngineClient
@@ -35,6 +38,7 @@ class Service(msgspec.Struct, frozen=True):
     prompts: PromptReader
     metrics: GatewayMetrics
     max_body_bytes: int
+    max_live_requests: int
 
 
 class ResponseWriter(ABC):
@@ -101,8 +105,12 @@ class GenerationEndpoint(ABC, Generic[RequestT]):
         request = parse_request(self.request_type, body)
         if request.model not in (None, service.model_name):
             raise unknown_model(request.model, service.model_name)
-        request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        request_id = request_id_of(exchange.scope, self.id_prefix)
         spec = await self.specify(service, request, request_id, arrived_s)
+        spec = msgspec.structs.replace(spec, trace_headers=trace_headers_of(exchange.scope))
+        num_live = service.client.num_live_requests
+        if num_live and num_live + spec.num_answers > service.max_live_requests:
+            raise queue_full(num_live, service.max_live_requests)
         writer = self.writer(service, request, request_id)
         kind = Generation if spec.beams is None else BeamGeneration
         with kind(spec, service.client, service.tokenizer, service.metrics) as generation:

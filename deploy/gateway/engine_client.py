@@ -7,7 +7,7 @@ has died is seen on the connection itself, which the kernel closes with the proc
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 import zmq
@@ -90,6 +90,7 @@ class EngineClient:
         cache_salt: str | None = None,
         fork_of: LiveRequest | None = None,
         keeps_blocks: bool = False,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> LiveRequest:
         """Queue one request; see `LiveRequests.open`. Raises EngineDead if there is no engine."""
         if self.death is not None:
@@ -103,6 +104,7 @@ class EngineClient:
             cache_salt=cache_salt,
             fork_of=fork_of,
             keeps_blocks=keeps_blocks,
+            trace_headers=trace_headers,
         )
         self._send(message)
         return live

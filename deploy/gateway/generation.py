@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -29,6 +29,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     scores_only: the answers have no tokens; the engine is asked for one, which is dropped.
     stops:     texts that end an answer.
     beams:     the answers are the likeliest ones, which `BeamGeneration` finds.
+    trace_headers: passed on to the engine.
     is_stream: pieces are wanted as they grow, not only each answer's whole at its end.
     arrived_s: on the clock of `time.perf_counter`.
     """
@@ -44,6 +45,13 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     scores_only: bool = False
     stops: Stops = NO_STOPS
     beams: BeamSearchParams | None = None
+    trace_headers: Mapping[str, str] = {}
+
+    @property
+    def num_answers(self) -> int:
+        """Requests that the engine gets at most at a time."""
+        width = self.num_samples if self.beams is None else self.beams.beam_width
+        return width * len(self.prompts)
 
 
 class AnsweredPrompt(msgspec.Struct, frozen=True):
@@ -194,6 +202,7 @@ class _Answer:
             priority=self._spec.priority,
             cache_salt=self._spec.cache_salt,
             fork_of=fork_of,
+            trace_headers=self._spec.trace_headers,
         )
 
     def _on_change(self) -> None:

@@ -69,15 +69,17 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             continue
 
-    async def send_json(self, body: bytes, status: int = 200) -> None:
+    async def send_json(
+        self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
         """The whole response."""
-        await self._start(status, (_JSON, (b"content-length", b"%d" % len(body))))
+        await self._start(status, (_JSON, (b"content-length", b"%d" % len(body)), *headers))
         await self._send({"type": "http.response.body", "body": body})
 
     async def send_error(self, error: ApiError) -> None:
         """The whole response, or the last event of a stream that has begun."""
         if self.status is None:
-            await self.send_json(error.json(), error.status)
+            await self.send_json(error.json(), error.status, error.headers)
         else:
             await self.send_event(error.json())
             await self.end_stream()
