@@ -14,7 +14,7 @@ import longshore
 from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
 from longshore.deploy.demo import DEMO_MODEL_DIR
 from longshore.deploy.logs import OWN, set_up_logging
-from longshore.deploy.options import CachePlanOptions, DoctorOptions, ServeOptions
+from longshore.deploy.options import CachePlanOptions, ChatOptions, DoctorOptions, ServeOptions
 from longshore.protocol.errors import ConfigError, LongshoreError
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,17 @@ def serve(
 
     set_up_logging(options.log_level, OWN)
     serve_model(read_model_folder(model), options, announce=_announce)
+
+
+@app.command
+def chat(
+    *,
+    options: Annotated[ChatOptions, Parameter(name="*")] = ChatOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Talk to a running server in the terminal; /help there lists the commands."""
+    from longshore.deploy.chat import chat as talk
+
+    talk(options)
 
 
 @app.command

@@ -253,6 +253,40 @@ class DoctorOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """A conversation with a running server. What is not given, the model's defaults say.
+
+    Attributes:
+        url: Address of the server, as `longshore serve` prints it.
+        api_key: Key that the server wants.
+        model: Name of the model. Default: the first that the server lists.
+        system: What the model is told before everything else.
+        temperature: 0 always takes the likeliest token.
+        top_p: Share of the probability that tokens are drawn from.
+        max_tokens: Of an answer.
+        seed: Makes answers repeatable.
+        timeout_s: For one answer.
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    api_key: str | None = None
+    model: str | None = None
+    system: str = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_at_least("max_tokens", self.max_tokens, 1)
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"timeout_s={self.timeout_s} must be above 0 and at most {MAX_TIMEOUT_S}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CachePlanOptions:
     """What the KV cache of a model will hold.
 

@@ -7,7 +7,7 @@ a millisecond per event would measure itself.
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -50,8 +50,12 @@ class HttpEndpoint:
         *,
         timeout_s: float,
         headers: Mapping[str, str] = {},
+        on_event: Callable[[bytes], None] | None = None,
     ) -> HttpAnswer:
-        """The whole response. Raises ConnectionError or TimeoutError if there is none."""
+        """The whole response. on_event: gets a stream's data as it comes.
+
+        Raises ConnectionError or TimeoutError if there is none.
+        """
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\n"
             f"Connection: close\r\nContent-Type: application/json\r\n"
@@ -66,6 +70,7 @@ class HttpEndpoint:
                 _ResponseReader, self._host, self._port, ssl=self._ssl
             )
             try:
+                protocol.on_event = on_event
                 protocol.answer.sent_s = time.perf_counter()
                 transport.write(f"{head}{lines}\r\n".encode() + body)
                 return await protocol.complete
@@ -78,6 +83,7 @@ class _ResponseReader(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.answer = HttpAnswer(time.perf_counter())
+        self.on_event: Callable[[bytes], None] | None = None
         self.complete: asyncio.Future[HttpAnswer] = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._is_stream = False
@@ -95,7 +101,10 @@ class _ResponseReader(asyncio.Protocol):
     def _take_events(self, now_s: float) -> None:
         *events, rest = self._body.split(b"\n\n")
         for event in events:
-            self.answer.events.append((now_s, bytes(event).removeprefix(b"data: ")))
+            data = bytes(event).removeprefix(b"data: ")
+            self.answer.events.append((now_s, data))
+            if self.on_event is not None:
+                self.on_event(data)
         self._body = bytearray(rest)
 
     def connection_lost(self, error: Exception | None) -> None:
