@@ -14,7 +14,13 @@ import longshore
 from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
 from longshore.deploy.demo import DEMO_MODEL_DIR
 from longshore.deploy.logs import OWN, set_up_logging
-from longshore.deploy.options import CachePlanOptions, ChatOptions, DoctorOptions, ServeOptions
+from longshore.deploy.options import (
+    CachePlanOptions,
+    ChatOptions,
+    DoctorOptions,
+    ServeOptions,
+    TopOptions,
+)
 from longshore.protocol.errors import ConfigError, LongshoreError
 
 logger = logging.getLogger(__name__)
@@ -53,6 +59,17 @@ def chat(
     from longshore.deploy.chat import chat as talk
 
     talk(options)
+
+
+@app.command
+def top(
+    *,
+    options: Annotated[TopOptions, Parameter(name="*")] = TopOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Watch a running server: queues, KV blocks, rates and latencies."""
+    from longshore.deploy.top import top as watch
+
+    watch(options)
 
 
 @app.command

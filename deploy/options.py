@@ -287,6 +287,33 @@ class ChatOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TopOptions:
+    """A live view of a running server.
+
+    Attributes:
+        url: Address of the server, as `longshore serve` prints it.
+        api_key: Key that the server wants.
+        interval_s: Between two looks.
+        num_looks: End after so many. Default: Ctrl-C ends it.
+        timeout_s: How long the server may take to answer.
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    api_key: str | None = None
+    interval_s: float = 1.0
+    num_looks: int | None = None
+    timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_at_least("num_looks", self.num_looks, 1)
+        for name in ("interval_s", "timeout_s"):
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be above 0 and at most {MAX_TIMEOUT_S}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CachePlanOptions:
     """What the KV cache of a model will hold.
 

@@ -1,6 +1,8 @@
 """A served model through the official client: answers, usage, disconnects, statistics."""
 
 import json
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,3 +206,21 @@ def test_serving_benchmark_reports_every_latency(deployment: Deployment, tmp_pat
     for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms"):
         assert 0 < result[name]["p50"] <= result[name]["p99"]
     assert result["settings"]["request_rate"] == 50
+
+
+def test_top_shows_a_server_and_says_when_there_is_none(deployment: Deployment) -> None:
+    command = [sys.executable, "-m", "longshore.deploy", "top", "--url"]
+    run = subprocess.run(
+        [*command, deployment.url, "--num-looks", "2", "--interval-s", "0.1"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "answers under way" in run.stdout
+    assert f"{deployment.url}" in run.stdout
+    run = subprocess.run(
+        [*command, "http://127.0.0.1:9"], capture_output=True, text=True, timeout=30
+    )
+    assert run.returncode == 1
+    assert "Is `longshore serve` running there?" in run.stderr
