@@ -7,18 +7,26 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.config import Env, Toml
 
 import longshore
 from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
 from longshore.deploy.demo import DEMO_MODEL_DIR
 from longshore.deploy.logs import OWN, set_up_logging
-from longshore.deploy.options import CachePlanOptions, DoctorOptions, ServeOptions
+from longshore.deploy.options import (
+    CachePlanOptions,
+    ChatOptions,
+    DoctorOptions,
+    ServeOptions,
+    TopOptions,
+)
 from longshore.protocol.errors import ConfigError, LongshoreError
 
 logger = logging.getLogger(__name__)
 
 app = App(name="longshore", help="Serve language models.", version=longshore.__version__)
+_ENVIRONMENT = Env("LONGSHORE_", command=False)
 bench = App(name="bench", help="Measure throughput and latency; results as JSON.")
 app.command(bench)
 
@@ -40,6 +48,28 @@ def serve(
 
     set_up_logging(options.log_level, OWN)
     serve_model(read_model_folder(model), options, announce=_announce)
+
+
+@app.command
+def chat(
+    *,
+    options: Annotated[ChatOptions, Parameter(name="*")] = ChatOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Talk to a running server in the terminal; /help there lists the commands."""
+    from longshore.deploy.chat import chat as talk
+
+    talk(options)
+
+
+@app.command
+def top(
+    *,
+    options: Annotated[TopOptions, Parameter(name="*")] = TopOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Watch a running server: queues, KV blocks, rates and latencies."""
+    from longshore.deploy.top import top as watch
+
+    watch(options)
 
 
 @app.command
@@ -86,13 +116,37 @@ def bench_serve(
     run(options)
 
 
+@app.meta.default
+def launch(
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    config: Path | None = None,
+) -> None:
+    """Settings come from flags, else from variables (LONGSHORE_NUM_BLOCKS for --num-blocks), else
+    from the TOML file's table of the command ([serve], [bench.serve]), else they have defaults.
+
+    Args:
+        config: TOML file with settings. Default: none is read.
+    """
+    app.config = (_ENVIRONMENT,) if config is None else (_ENVIRONMENT, _settings_file(config))
+    app(tokens)
+
+
+def _settings_file(path: Path) -> Toml:
+    settings = Toml(path, must_exist=True)
+    try:
+        settings.config  # noqa: B018  # reads the file
+    except (OSError, CycloptsError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    return settings
+
+
 def main() -> None:
     """The console script. Exit status 1: it failed while running; 2: a setting is wrong."""
     # A daemon may be started with its outputs closed; they then lead nowhere.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # as long as the program
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
-        app()
+        app.meta()
     except LongshoreError as error:
         print(f"longshore: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

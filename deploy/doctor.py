@@ -66,7 +66,7 @@ def examine(options: DoctorOptions) -> Health:
 
 async def _ask(options: DoctorOptions) -> HttpAnswer | Exception:
     """The server's answer, or why there is none."""
-    endpoint = HttpEndpoint(options.engine)
+    endpoint = HttpEndpoint(options.engine, api_key=options.api_key)
     try:
         return await endpoint.request("GET", REPORT_PATH, timeout_s=options.timeout_s)
     except (OSError, TimeoutError) as error:

@@ -4,7 +4,7 @@ The gateway and `LLM` both talk to a scheduler through this table, over whatever
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,6 +16,7 @@ from longshore.protocol.client import (
     AddRequest,
     EngineOutputs,
     FinishedRequest,
+    StopFound,
 )
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.inputs import MultimodalFeature
@@ -30,6 +31,7 @@ class LiveRequest:
 
     new_token_ids: output tokens that the consumer has not taken yet, in order.
     num_taken:     output tokens before those.
+    num_primed:    see `LiveRequests.open`.
     scores:        log probabilities by position (the prompt's first token is at 0) that the
                    consumer has not taken yet, of a request that asks for them.
     finished:      its end; no token comes after it.
@@ -43,6 +45,7 @@ class LiveRequest:
     on_change: Callable[[], None]
     new_token_ids: list[int] = field(default_factory=list)
     num_taken: int = 0
+    num_primed: int = 0
     scores: dict[int, TokenScore] = field(default_factory=dict)
     finished: FinishedRequest | None = None
     failure: EngineDead | None = None
@@ -99,6 +102,7 @@ class LiveRequests:
         keeps_blocks: bool = False,
         multimodal: tuple[MultimodalFeature, ...] = (),
         num_primed: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> tuple[LiveRequest, AddRequest]:
         """A new request, and the message that queues it.
 
@@ -111,7 +115,7 @@ class LiveRequests:
         self._next_handle = (handle + 1) & 0x7FFFFFFF
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(SEED_BITS))
-        live = LiveRequest(request_id, handle, prompt_token_ids, on_change)
+        live = LiveRequest(request_id, handle, prompt_token_ids, on_change, num_primed=num_primed)
         num_prompt = len(prompt_token_ids) - num_primed
         message = AddRequest(
             request_id=request_id,
@@ -124,6 +128,7 @@ class LiveRequests:
             multimodal=multimodal,
             resumable=keeps_blocks,
             keeps_blocks=keeps_blocks,
+            trace_headers=dict(trace_headers) if trace_headers else None,
             fork_of=None if fork_of is None else fork_of.handle,
         )
         self._by_handle[handle] = live
@@ -136,6 +141,13 @@ class LiveRequests:
         """
         handles = [live.handle for live in requests if self._by_handle.pop(live.handle, None)]
         return AbortRequests(int32_array(handles)) if handles else None
+
+    def stop(self, live: LiveRequest, num_tokens: int) -> StopFound | None:
+        """The message that ends a request with its first `num_tokens` output tokens; None if it
+        has ended. Its `finished` is still to come, and tokens computed meanwhile may."""
+        if live.handle not in self._by_handle:
+            return None
+        return StopFound(live.handle, live.num_primed + num_tokens)
 
     def apply(self, outputs: EngineOutputs) -> None:
         """Hand out one step's tokens and ends. Handles that are not live any more are skipped."""

@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -19,6 +20,7 @@ from longshore.deploy.audio import Audio
 from longshore.deploy.beam_search import BeamSearch, BeamSearchParams
 from longshore.deploy.carrier import Carrier, Engine
 from longshore.deploy.engine import plan_engine
+from longshore.deploy.gateway.answer_text import AnswerText, Stops
 from longshore.deploy.gateway.detokenizer import TokenDecoder
 from longshore.deploy.gateway.tokenizer import load_tokenizer
 from longshore.deploy.in_process_engine import InProcessEngine
@@ -37,6 +39,7 @@ from longshore.deploy.remote_engine import RemoteEngine
 from longshore.deploy.samples import sample_params
 from longshore.deploy.speech import SpeechModel, Task
 from longshore.deploy.transcriber import SpeechRequest, as_list, transcribe
+from longshore.protocol.client import FinishReason
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.inputs import MultimodalFeature
 from longshore.protocol.sampling import SamplingParams
@@ -51,12 +54,18 @@ MAX_LIVE_REQUESTS: Final = 16_384
 
 @dataclass
 class _Answer:
-    """One request on its way. first: the first sample of its prompt, None if it is that itself."""
+    """One request on its way.
+
+    first: the first sample of its prompt, None if it is that itself.
+    text:  watched for stops while it grows; None if it has none. shown: of it, so far.
+    """
 
     prompt_token_ids: list[int]
     sampling: SamplingParams
     index: int = 0
     first: "_Answer | None" = None
+    text: AnswerText | None = None
+    shown: str = ""
     live: LiveRequest | None = None
     multimodal: tuple[MultimodalFeature, ...] = ()
     num_primed: int = 0
@@ -121,6 +130,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
+        stop: str | Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer one prompt or many, all at once; the outputs stand in the order of the prompts.
@@ -129,6 +140,8 @@ class LLM:
         params:  for all, or one per prompt; None is the model's defaults, else 16 tokens.
         n:       answers to each prompt, which stand together. They share the prompt's blocks, and
                  each draws with a seed of its own, that follows from the one in `params`, if any.
+        stop:    texts that end an answer, which is given without them, unless
+                 `include_stop_str_in_output`; no earlier than its `min_tokens`.
         Raises ValueError for a prompt that does not fit, EngineDead if the engine dies or is
         closed. An interrupt aborts what is running; the LLM stays usable.
         """
@@ -138,11 +151,13 @@ class LLM:
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params_list = self._params_per_prompt(params, len(prompt_list))
         token_ids = [self._token_ids(prompt, index) for index, prompt in enumerate(prompt_list)]
+        texts = tuple([stop] if isinstance(stop, str) else stop)
         answers: list[_Answer] = []
         for ids, sampling in zip(token_ids, params_list, strict=True):
             first = None
+            stops = Stops(texts, include_stop_str_in_output, sampling.min_tokens)
             for index, sample in enumerate(sample_params(sampling, n)):
-                answers.append(_Answer(ids, sample, index, first))
+                answers.append(_Answer(ids, sample, index, first, self._watched(ids, stops)))
                 first = first or answers[-1]
         return self._answer_all(answers, "generate", progress=progress)
 
@@ -335,11 +350,37 @@ class LLM:
             f"llm-{self._num_requests}",
             answer.prompt_token_ids,
             answer.sampling,
-            on_change=_ignore,
+            on_change=_ignore if answer.text is None else partial(self._look_for_stop, answer),
             fork_of=None if answer.first is None else answer.first.live,
             multimodal=answer.multimodal,
             num_primed=answer.num_primed,
         )
+
+    def _watched(self, prompt_token_ids: list[int], stops: Stops) -> AnswerText | None:
+        if not stops.texts:
+            return None
+        if self._tokenizer is None:
+            raise ValueError(f"stop needs a tokenizer, and {self._model.path} has none")
+        if not all(stops.texts):
+            raise ValueError("stop holds an empty text")
+        return AnswerText(self._tokenizer, prompt_token_ids, stops)
+
+    def _look_for_stop(self, answer: _Answer) -> None:
+        live, text = answer.live, answer.text
+        assert live is not None
+        assert text is not None
+        was_stopped = text.is_stopped
+        if was_stopped:
+            return
+        end = live.finished
+        is_ended_by_token = end is not None and end.reason is FinishReason.STOPPED
+        new_ids = live.new_token_ids[text.num_tokens :]
+        answer.shown += text.append(new_ids[:-1] if is_ended_by_token else new_ids)
+        if end is not None:
+            answer.shown += text.finish()
+        message = self._requests.stop(live, text.num_tokens) if text.is_stopped else None
+        if message is not None:
+            self._engine.send(message)
 
     def _abort_all(self) -> None:
         with contextlib.suppress(EngineDead):  # nothing is left to abort
@@ -354,6 +395,12 @@ class LLM:
         logprobs = prompt_logprobs = None
         if answer.sampling.logprobs is not None:
             logprobs = [score.by_token() for score in live.take_scores(len(token_ids))]
+        text, reason = answer.shown, end.reason
+        if answer.text is None:
+            text = answer_text(self._decoder, answer.prompt_token_ids, token_ids, reason)
+        elif answer.text.is_stopped:  # what the engine did until it knew is nobody's
+            reason, num_tokens = FinishReason.STOPPED, answer.text.num_tokens
+            token_ids, logprobs = token_ids[:num_tokens], logprobs and logprobs[:num_tokens]
         if answer.sampling.prompt_logprobs is not None and token_ids:
             scores = live.take_prompt_scores()
             prompt_logprobs = [None if score is None else score.by_token() for score in scores]
@@ -361,8 +408,8 @@ class LLM:
             request_id=live.request_id,
             prompt_token_ids=answer.prompt_token_ids,
             token_ids=token_ids,
-            text=answer_text(self._decoder, answer.prompt_token_ids, token_ids, end.reason),
-            finish_reason=end.reason.api_name,
+            text=text,
+            finish_reason=reason.api_name,
             num_cached_tokens=end.num_cached_tokens,
             num_preemptions=end.num_preemptions,
             error=end.message,

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longshore.deploy.gateway.detokenizer import IncrementalDetokenizer, TokenDecoder
+from longshore.deploy.gateway.answer_text import AnswerText
+from longshore.deploy.gateway.detokenizer import TokenDecoder
 from longshore.deploy.token_scores import Logprob
 from longshore.protocol.client import FinishReason
 
@@ -88,5 +89,5 @@ def answer_text(
         return ""
     if reason is FinishReason.STOPPED:
         token_ids = token_ids[:-1]
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
-    return detokenizer.append(token_ids) + detokenizer.finish()
+    text = AnswerText(tokenizer, prompt_token_ids)
+    return text.append(token_ids) + text.finish()

@@ -222,6 +222,10 @@ class ServeOptions(EngineOptions):
         max_body_mib: Size of a request body at most, without audio.
         max_audio_mib: Size of an audio file at most.
         max_audio_s: Length of its sound at most.
+        max_live_requests: Answers under way at most, running or waiting; further requests get a 429
+            with Retry-After.
+        api_key: Clients must present one of these keys; without any, everybody is served. Better
+            given as LONGSHORE_API_KEY or in a file: other users see command lines.
         drain_timeout_s: How long running answers may take to finish after SIGTERM.
     """
 
@@ -232,6 +236,8 @@ class ServeOptions(EngineOptions):
     max_body_mib: int = 16
     max_audio_mib: int = 25
     max_audio_s: float = 3600.0
+    max_live_requests: int = 16_384
+    api_key: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -245,6 +251,9 @@ class ServeOptions(EngineOptions):
                 f"max_audio_s={self.max_audio_s} must be above 0 and at most {MAX_AUDIO_S}: an "
                 "audio is held in memory as a whole"
             )
+        check_at_least("max_live_requests", self.max_live_requests, 1)
+        if not all(key.isascii() and key.isprintable() and key.strip() for key in self.api_key):
+            raise ConfigError("api_key: a key must be visible ASCII characters")
         if not 0 <= self.drain_timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
                 f"drain_timeout_s={self.drain_timeout_s} must lie between 0 and {MAX_TIMEOUT_S}"
@@ -257,18 +266,81 @@ class DoctorOptions:
 
     Attributes:
         engine: Address of its server, as `longshore serve` prints it.
+        api_key: Key that the server wants.
         json: Print the engine's report and the verdict as JSON instead of a table.
         stall_after_s: An engine with requests of which none advances for so long is stalled.
         timeout_s: How long the server may take to answer.
     """
 
     engine: str = "http://127.0.0.1:8000"
+    api_key: str | None = None
     json: bool = False
     stall_after_s: float = 10.0
     timeout_s: float = 15.0
 
     def __post_init__(self) -> None:
         for name in ("stall_after_s", "timeout_s"):
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} must be above 0 and at most {MAX_TIMEOUT_S}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """A conversation with a running server. What is not given, the model's defaults say.
+
+    Attributes:
+        url: Address of the server, as `longshore serve` prints it.
+        api_key: Key that the server wants.
+        model: Name of the model. Default: the first that the server lists.
+        system: What the model is told before everything else.
+        temperature: 0 always takes the likeliest token.
+        top_p: Share of the probability that tokens are drawn from.
+        max_tokens: Of an answer.
+        seed: Makes answers repeatable.
+        timeout_s: For one answer.
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    api_key: str | None = None
+    model: str | None = None
+    system: str = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_at_least("max_tokens", self.max_tokens, 1)
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"timeout_s={self.timeout_s} must be above 0 and at most {MAX_TIMEOUT_S}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopOptions:
+    """A live view of a running server.
+
+    Attributes:
+        url: Address of the server, as `longshore serve` prints it.
+        api_key: Key that the server wants.
+        interval_s: Between two looks.
+        num_looks: End after so many. Default: Ctrl-C ends it.
+        timeout_s: How long the server may take to answer.
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    api_key: str | None = None
+    interval_s: float = 1.0
+    num_looks: int | None = None
+    timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_at_least("num_looks", self.num_looks, 1)
+        for name in ("interval_s", "timeout_s"):
             if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} must be above 0 and at most {MAX_TIMEOUT_S}"

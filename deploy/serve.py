@@ -80,6 +80,8 @@ def _gateway(
         audio=model.audio,
         max_audio_bytes=options.max_audio_mib << 20,
         max_audio_s=options.max_audio_s,
+        max_live_requests=options.max_live_requests,
+        api_keys=options.api_key,
         drain_timeout_s=options.drain_timeout_s,
         seed=options.seed,
         log_level=options.log_level,

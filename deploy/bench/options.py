@@ -46,6 +46,7 @@ class ServeBenchOptions:
 
     Attributes:
         url: Address of the server.
+        api_key: Key that the server wants.
         model: Name of the model. Default: the first that the server lists.
         num_prompts: Requests measured.
         num_warm_up: Requests before, one after the other, not measured.
@@ -61,6 +62,7 @@ class ServeBenchOptions:
     """
 
     url: str = "http://127.0.0.1:8000"
+    api_key: str | None = None
     model: str | None = None
     num_prompts: int = 100
     num_warm_up: int = 1

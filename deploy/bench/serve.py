@@ -51,7 +51,7 @@ def run(options: ServeBenchOptions) -> None:
 
 
 async def _run(options: ServeBenchOptions) -> dict[str, Any]:
-    endpoint = HttpEndpoint(options.url)
+    endpoint = HttpEndpoint(options.url, api_key=options.api_key)
     options = await _ask_server(endpoint, options)
     generator = np.random.default_rng(options.seed)
     prompts = random_prompts(

@@ -7,6 +7,7 @@ a millisecond per event would measure itself.
 import asyncio
 import ssl
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -17,18 +18,20 @@ from longshore.protocol.errors import ConfigError
 
 @dataclass
 class HttpAnswer:
-    """A response. events: (arrival on the clock of `perf_counter`, data) of a stream."""
+    """A response. headers: by lower-case names. events: (arrival on the clock of `perf_counter`,
+    data) of a stream."""
 
     sent_s: float
     status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     events: list[tuple[float, bytes]] = field(default_factory=list)
 
 
 class HttpEndpoint:
-    """One server. Every request has a connection of its own."""
+    """One server. Every request has a connection of its own. api_key: what the server wants."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ConfigError(f"url={url!r} must look like http://HOST:PORT")
@@ -36,6 +39,7 @@ class HttpEndpoint:
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/")
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._netloc = parts.netloc.rpartition("@")[2]
 
     async def request(
@@ -46,12 +50,20 @@ class HttpEndpoint:
         *,
         timeout_s: float,
         content_type: str = "application/json",
+        headers: Mapping[str, str] = {},
+        on_event: Callable[[bytes], None] | None = None,
     ) -> HttpAnswer:
-        """The whole response. Raises ConnectionError or TimeoutError if there is none."""
+        """The whole response. on_event: gets a stream's data as it comes.
+
+        Raises ConnectionError or TimeoutError if there is none.
+        """
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\n"
             f"Connection: close\r\nContent-Type: {content_type}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"Content-Length: {len(body)}\r\n"
+        )
+        lines = "".join(
+            f"{name}: {value}\r\n" for name, value in {**self._headers, **headers}.items()
         )
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(timeout_s):
@@ -59,8 +71,9 @@ class HttpEndpoint:
                 _ResponseReader, self._host, self._port, ssl=self._ssl
             )
             try:
+                protocol.on_event = on_event
                 protocol.answer.sent_s = time.perf_counter()
-                transport.write(head.encode() + body)
+                transport.write(f"{head}{lines}\r\n".encode() + body)
                 return await protocol.complete
             finally:
                 transport.close()
@@ -71,6 +84,7 @@ class _ResponseReader(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.answer = HttpAnswer(time.perf_counter())
+        self.on_event: Callable[[bytes], None] | None = None
         self.complete: asyncio.Future[HttpAnswer] = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._is_stream = False
@@ -88,7 +102,10 @@ class _ResponseReader(asyncio.Protocol):
     def _take_events(self, now_s: float) -> None:
         *events, rest = self._body.split(b"\n\n")
         for event in events:
-            self.answer.events.append((now_s, bytes(event).removeprefix(b"data: ")))
+            data = bytes(event).removeprefix(b"data: ")
+            self.answer.events.append((now_s, data))
+            if self.on_event is not None:
+                self.on_event(data)
         self._body = bytearray(rest)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -99,6 +116,7 @@ class _ResponseReader(asyncio.Protocol):
             self.complete.set_exception(error)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self.answer.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
         if name.lower() == b"content-type":
             self._is_stream = value.startswith(b"text/event-stream")
 

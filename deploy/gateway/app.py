@@ -1,6 +1,6 @@
 """The gateway's routes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 from starlette.applications import Starlette
@@ -13,6 +13,7 @@ from longshore.deploy.gateway.chat import ChatEndpoint
 from longshore.deploy.gateway.completions import CompletionsEndpoint
 from longshore.deploy.gateway.endpoint import Endpoint, Service
 from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
+from longshore.deploy.gateway.front_door import FrontDoor
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_responses import Model, ModelList
 from longshore.deploy.gateway.transcriptions import TranscriptionsEndpoint, TranslationsEndpoint
@@ -24,10 +25,16 @@ class Gateway:
 
     not_ready_reason: says why, until the engine serves and again once it is gone or draining.
     report_timeout_s: how long a scheduler may take to describe itself.
+    api_keys: see FrontDoor.
     """
 
     def __init__(
-        self, model: Model, not_ready_reason: Callable[[], str | None], *, report_timeout_s: float
+        self,
+        model: Model,
+        not_ready_reason: Callable[[], str | None],
+        *,
+        report_timeout_s: float,
+        api_keys: Sequence[str] = (),
     ) -> None:
         self.metrics = GatewayMetrics()
         self._model = model
@@ -39,7 +46,7 @@ class Gateway:
             TranscriptionsEndpoint(self.metrics),
             TranslationsEndpoint(self.metrics),
         )
-        self.app = Starlette(
+        app = Starlette(
             routes=[
                 *(Route(each.path, each, methods=["POST"]) for each in self._endpoints),
                 Route("/v1/models", self._list_models),
@@ -51,6 +58,7 @@ class Gateway:
             ],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )
+        self.app = FrontDoor(app, api_keys, self.metrics)
 
     def serve_with(self, service: Service) -> None:
         """There is an engine: requests are taken from now on."""
@@ -110,7 +118,10 @@ def _json(content: msgspec.Struct) -> Response:
 
 
 def _error_response(error: ApiError) -> Response:
-    return Response(error.json(), status_code=error.status, media_type="application/json")
+    headers = {name.decode(): value.decode() for name, value in error.headers}
+    return Response(
+        error.json(), status_code=error.status, media_type="application/json", headers=headers
+    )
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -5,7 +5,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from longshore.deploy.beam_search import BeamSearch, BeamSearchFailed, FinishedBeam
-from longshore.deploy.gateway.detokenizer import IncrementalDetokenizer, TokenDecoder
+from longshore.deploy.gateway.answer_text import AnswerText
+from longshore.deploy.gateway.detokenizer import TokenDecoder
 from longshore.deploy.gateway.engine_client import EngineClient
 from longshore.deploy.gateway.errors import ApiError, invalid, unavailable
 from longshore.deploy.gateway.generation import GenerationSpec, Piece
@@ -105,8 +106,8 @@ class BeamGeneration:
     def _text(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
             return ""
-        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt_token_ids)
-        return detokenizer.append(token_ids) + detokenizer.finish()
+        text = AnswerText(self._tokenizer, prompt_token_ids)
+        return text.append(token_ids) + text.finish()
 
     def usage(self) -> Usage:
         """Of the answers that are given; tokens of beams that were not are nobody's."""

@@ -46,6 +46,7 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
             is_stream=bool(request.stream),
             arrived_s=arrived_s,
             num_samples=request.num_samples,
+            stops=service.prompts.stops(request),
         )
 
     def writer(self, service: Service, request: ChatRequest, request_id: str) -> "ChatWriter":

@@ -55,6 +55,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             arrived_s=arrived_s,
             num_samples=num_samples,
             scores_only=request.scores_only,
+            stops=service.prompts.stops(request),
             beams=self._beams(service, request, max(map(len, prompts))),
         )
 

@@ -2,7 +2,6 @@
 
 import logging
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic
@@ -12,7 +11,14 @@ from starlette.types import Receive, Scope, Send
 
 from longshore.deploy.gateway.beams import BeamGeneration
 from longshore.deploy.gateway.engine_client import EngineClient
-from longshore.deploy.gateway.errors import ApiError, invalid, unavailable, unknown_model
+from longshore.deploy.gateway.errors import (
+    ApiError,
+    invalid,
+    queue_full,
+    unavailable,
+    unknown_model,
+)
+from longshore.deploy.gateway.front_door import request_id_of, trace_headers_of
 from longshore.deploy.gateway.generation import Generation, GenerationSpec, Piece
 from longshore.deploy.gateway.http import ClientGone, Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
@@ -32,6 +38,7 @@ class Service(msgspec.Struct, frozen=True):
 
     speech: of a model that turns audio into text; None: this one takes text.
     max_audio_bytes, max_audio_s: of a file, and of its sound.
+    max_live_requests: answers under way at most, running or waiting.
     """
 
     model_name: str
@@ -40,6 +47,7 @@ class Service(msgspec.Struct, frozen=True):
     prompts: PromptReader
     metrics: GatewayMetrics
     max_body_bytes: int
+    max_live_requests: int
     speech: SpeechModel | None = None
     max_audio_bytes: int = 25 << 20
     max_audio_s: float = 3600.0
@@ -123,8 +131,10 @@ class GenerationEndpoint(Endpoint, Generic[RequestT]):
             )
         request = parse_request(self.request_type, body)
         check_model(request.model, service)
-        request_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        request_id = request_id_of(exchange.scope, self.id_prefix)
         spec = await self.specify(service, request, request_id, arrived_s)
+        spec = msgspec.structs.replace(spec, trace_headers=trace_headers_of(exchange.scope))
+        check_room(spec, service)
         writer = self.writer(service, request, request_id)
         kind = Generation if spec.beams is None else BeamGeneration
         with kind(spec, service.client, service.tokenizer, service.metrics) as generation:
@@ -139,6 +149,14 @@ def check_model(name: str | None, service: Service) -> None:
     """Raise ApiError if a request names another model."""
     if name not in (None, service.model_name):
         raise unknown_model(name, service.model_name)
+
+
+def check_room(spec: GenerationSpec, service: Service) -> None:
+    """Raise ApiError if too many answers are under way already. What would not fit alone either is
+    taken when nothing else is."""
+    num_live = service.client.num_live_requests
+    if num_live and num_live + spec.num_answers > service.max_live_requests:
+        raise queue_full(num_live, service.max_live_requests)
 
 
 async def stream(

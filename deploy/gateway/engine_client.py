@@ -7,7 +7,7 @@ has died is seen on the connection itself, which the kernel closes with the proc
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 import zmq
@@ -93,6 +93,7 @@ class EngineClient:
         keeps_blocks: bool = False,
         multimodal: tuple[MultimodalFeature, ...] = (),
         num_primed: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> LiveRequest:
         """Queue one request; see `LiveRequests.open`. Raises EngineDead if there is no engine."""
         if self.death is not None:
@@ -108,6 +109,7 @@ class EngineClient:
             keeps_blocks=keeps_blocks,
             multimodal=multimodal,
             num_primed=num_primed,
+            trace_headers=trace_headers,
         )
         self._send(message)
         return live
@@ -117,6 +119,13 @@ class EngineClient:
         message = self._requests.abort(requests)
         if message is not None and self.death is None:
             with contextlib.suppress(EngineDead):  # then they have ended already
+                self._send(message)
+
+    def stop(self, live: LiveRequest, num_tokens: int) -> None:
+        """End a request with its first `num_tokens` output tokens; see `LiveRequests.stop`."""
+        message = self._requests.stop(live, num_tokens)
+        if message is not None and self.death is None:
+            with contextlib.suppress(EngineDead):
                 self._send(message)
 
     def give_up(self, reason: str) -> None:

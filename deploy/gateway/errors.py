@@ -30,9 +30,11 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.headers = headers
         self.body = ErrorBody(message, _TYPE_OF_STATUS.get(status, "api_error"), param, code)
 
     def json(self) -> bytes:
@@ -41,9 +43,11 @@ class ApiError(Exception):
 
 _TYPE_OF_STATUS: Final = {
     400: "invalid_request_error",
+    401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
+    429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
@@ -57,6 +61,16 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
 def unavailable(message: str) -> ApiError:
     """503: nothing is wrong with the request; try again later or elsewhere."""
     return ApiError(503, message, code="engine_unavailable")
+
+
+def queue_full(num_live: int, limit: int) -> ApiError:
+    """429: as many answers as are taken are under way."""
+    return ApiError(
+        429,
+        f"{num_live} answers are under way, and {limit} are taken (--max-live-requests); try again",
+        code="queue_full",
+        headers=((b"retry-after", b"1"),),
+    )
 
 
 def unknown_model(name: str, served: str) -> ApiError:

@@ -2,12 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from longshore.deploy.beam_search import BeamSearchParams
-from longshore.deploy.gateway.detokenizer import IncrementalDetokenizer, TokenDecoder
+from longshore.deploy.gateway.answer_text import NO_STOPS, AnswerText, Stops
+from longshore.deploy.gateway.detokenizer import TokenDecoder
 from longshore.deploy.gateway.engine_client import EngineClient
 from longshore.deploy.gateway.errors import ApiError, invalid, unavailable
 from longshore.deploy.gateway.metrics import GatewayMetrics
@@ -26,9 +28,11 @@ class GenerationSpec(msgspec.Struct, frozen=True):
 
     num_samples: answers to each prompt; the answers to one prompt stand together.
     scores_only: the answers have no tokens; the engine is asked for one, which is dropped.
+    stops:     texts that end an answer.
     beams:     the answers are the likeliest ones, which `BeamGeneration` finds.
     multimodal: what each prompt brings beside its tokens; empty: none brings anything.
     num_primed: tokens at each prompt's end that are sent as output, see `LiveRequests.open`.
+    trace_headers: passed on to the engine.
     is_stream: pieces are wanted as they grow, not only each answer's whole at its end.
     arrived_s: on the clock of `time.perf_counter`.
     """
@@ -42,9 +46,17 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     arrived_s: float
     num_samples: int = 1
     scores_only: bool = False
+    stops: Stops = NO_STOPS
     beams: BeamSearchParams | None = None
     multimodal: Sequence[MultimodalFeature] = ()
     num_primed: int = 0
+    trace_headers: Mapping[str, str] = {}
+
+    @property
+    def num_answers(self) -> int:
+        """Requests that the engine gets at most at a time."""
+        width = self.num_samples if self.beams is None else self.beams.beam_width
+        return width * len(self.prompts)
 
 
 class AnsweredPrompt(msgspec.Struct, frozen=True):
@@ -94,7 +106,7 @@ class Generation:
         self._num_prompt_tokens = sum(map(len, spec.prompts))
         samples = sample_params(spec.sampling, spec.num_samples)
         self._answers = [
-            _Answer(index, spec, sampling, tokenizer, metrics, self._changed)
+            _Answer(index, spec, sampling, client, tokenizer, metrics, self._changed)
             for index, sampling in enumerate(samples * len(spec.prompts))
         ]
         metrics.prompt_tokens.inc(self._num_prompt_tokens)
@@ -103,7 +115,7 @@ class Generation:
         try:
             for index, answer in enumerate(self._answers):
                 first = self._answers[index - index % self._spec.num_samples]
-                answer.submit(self._client, fork_of=first.live)
+                answer.submit(fork_of=first.live)
                 self._metrics.live_requests.inc()
         except EngineDead as error:
             self.__exit__()
@@ -133,16 +145,25 @@ class Generation:
 
     def usage(self) -> Usage:
         """Of all answers, once they have ended."""
-        ends = [answer.end for answer in self._answers if answer.end is not None]
         # What the other samples of a prompt find is what its first one has computed.
         firsts = [answer.end for answer in self._answers[:: self._spec.num_samples]]
         return usage(
             self._num_prompt_tokens,
             0
             if self._spec.scores_only
-            else sum(end.num_output_tokens - self._spec.num_primed for end in ends),
+            else sum(answer.num_output_tokens for answer in self._answers),
             sum(end.num_cached_tokens for end in firsts if end is not None),
         )
+
+
+@dataclass
+class _Growth:
+    """The next piece of an answer."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt: AnsweredPrompt | None = None
 
 
 class _Answer:
@@ -153,6 +174,7 @@ class _Answer:
         index: int,
         spec: GenerationSpec,
         sampling: SamplingParams,
+        client: EngineClient,
         tokenizer: TokenDecoder | None,
         metrics: GatewayMetrics,
         changed: asyncio.Event,
@@ -162,13 +184,13 @@ class _Answer:
         self._sampling = sampling
         self._prompt_number = index // spec.num_samples
         self._prompt = spec.prompts[self._prompt_number]
-        self._detokenizer = (
-            None if tokenizer is None else IncrementalDetokenizer(tokenizer, self._prompt)
-        )
+        self._text = None if tokenizer is None else AnswerText(tokenizer, self._prompt, spec.stops)
+        self._client = client
         self._metrics = metrics
         self._changed = changed
         self._last_token_s: float | None = None
         self._num_seen = 0
+        self._growth = _Growth()
         self.live: LiveRequest | None = None
         self.is_complete = False
 
@@ -176,9 +198,9 @@ class _Answer:
     def end(self) -> FinishedRequest | None:
         return None if self.live is None else self.live.finished
 
-    def submit(self, client: EngineClient, *, fork_of: LiveRequest | None) -> None:
+    def submit(self, *, fork_of: LiveRequest | None) -> None:
         spec, number = self._spec, self._prompt_number
-        self.live = client.submit(
+        self.live = self._client.submit(
             f"{spec.request_id}-{self._index}",
             self._prompt,
             self._sampling,
@@ -188,6 +210,7 @@ class _Answer:
             fork_of=fork_of,
             multimodal=tuple(spec.multimodal[number : number + 1]),
             num_primed=spec.num_primed,
+            trace_headers=spec.trace_headers,
         )
 
     def _on_change(self) -> None:
@@ -196,6 +219,8 @@ class _Answer:
         if num_tokens:
             self._num_seen += num_tokens
             self._measure(num_tokens)
+        if self._spec.stops.texts:
+            self._absorb()  # at once: what comes behind a stop is computed for nothing
         if self._spec.is_stream or not self.live.is_live:
             self._changed.set()
 
@@ -211,55 +236,91 @@ class _Answer:
 
     def take(self) -> Piece | None:
         """What has grown, None if nothing that can be shown. Raises ApiError for a bad end."""
-        live = self.live
-        assert live is not None
-        if live.failure is not None:
-            if not (self._spec.is_stream and live.new_token_ids):
+        live, end = self._absorb(), self.end
+        if live.failure is not None and not self._is_stopped:
+            if not (self._spec.is_stream and self._growth.token_ids):
                 raise unavailable(str(live.failure))
             self._changed.set()  # first what came before it
-        elif live.finished is None and not self._spec.is_stream:
+        elif live.is_live and not self._spec.is_stream:
             return None
+        self.is_complete = not live.is_live and (end is not None or self._is_stopped)
+        if end is not None and not self._is_stopped:
+            _check_end(end)
+        growth = self._growth
+        if not growth.token_ids and not self.is_complete:
+            return None
+        self._growth = _Growth()
+        reason = self._end_reason.api_name if self.is_complete else None
+        if self._spec.scores_only:
+            return Piece(self._index, "", [], reason, [], growth.prompt)
+        return Piece(
+            self._index, growth.text, growth.token_ids, reason, growth.scores, growth.prompt
+        )
+
+    def _absorb(self) -> LiveRequest:
+        """What has come belongs to the next piece."""
+        live, growth = self.live, self._growth
+        assert live is not None
         is_first = live.num_taken == 0
         token_ids = live.take_token_ids()
         self._num_seen = 0
-        end = live.finished
-        if end is not None:
-            _check_end(end)
-            self.is_complete = True
-        if not token_ids and end is None:
-            return None
-        prompt = self._answered_prompt(live) if is_first and token_ids else None
+        if is_first and token_ids:
+            growth.prompt = self._answered_prompt(live)
         scores = [] if self._sampling.logprobs is None else live.take_scores(len(token_ids))
-        finish_reason = None if end is None else end.reason.api_name
-        if self._spec.scores_only:
-            return Piece(self._index, "", [], finish_reason, [], prompt)
-        text = self._text_of(token_ids, end)
-        return Piece(self._index, text, token_ids, finish_reason, scores, prompt)
+        was_stopped = self._is_stopped
+        if was_stopped:
+            return live
+        num_before = 0 if self._text is None else self._text.num_tokens
+        growth.text += self._text_of(token_ids)
+        if self._is_stopped:
+            assert self._text is not None
+            num_kept = self._text.num_tokens - num_before
+            token_ids, scores = token_ids[:num_kept], scores[:num_kept]
+            self._client.stop(live, self._text.num_tokens)
+        growth.token_ids += token_ids
+        growth.scores += scores
+        return live
+
+    @property
+    def _is_stopped(self) -> bool:
+        """By a text; what the engine does until it knows is nobody's."""
+        return self._text is not None and self._text.is_stopped
+
+    @property
+    def _end_reason(self) -> FinishReason:
+        if self._is_stopped:
+            return FinishReason.STOPPED
+        return FinishReason.ABORTED if self.end is None else self.end.reason
+
+    @property
+    def num_output_tokens(self) -> int:
+        if self._is_stopped:
+            assert self._text is not None
+            return self._text.num_tokens
+        return 0 if self.end is None else self.end.num_output_tokens - self._spec.num_primed
 
     def _answered_prompt(self, live: LiveRequest) -> AnsweredPrompt:
         asks = self._sampling.prompt_logprobs is not None
         scores = live.take_prompt_scores() if asks else None
         return AnsweredPrompt(self._prompt_number, self._prompt, scores)
 
-    def _text_of(self, token_ids: list[int], end: FinishedRequest | None) -> str:
-        if self._detokenizer is None:
+    def _text_of(self, token_ids: list[int]) -> str:
+        if self._text is None:
             return ""
-        if end is None:
-            return self._detokenizer.append(token_ids)
-        if end.reason is FinishReason.STOPPED:
+        if self.end is None:
+            return self._text.append(token_ids)
+        if self.end.reason is FinishReason.STOPPED:
             token_ids = token_ids[:-1]  # what stopped the answer is no part of its text
-        return self._detokenizer.append(token_ids) + self._detokenizer.finish()
+        return self._text.append(token_ids) + self._text.finish()
 
     def count_end(self) -> None:
         """Into the metrics, once, when the HTTP request ends."""
         metrics = self._metrics
         metrics.live_requests.dec()
         metrics.request_s.observe(time.perf_counter() - self._spec.arrived_s)
-        end = self.end
-        reason = FinishReason.ABORTED if end is None else end.reason
-        metrics.finished.labels(reason.api_name).inc()
-        if end is not None:
-            metrics.cached_tokens.inc(end.num_cached_tokens)
+        metrics.finished.labels(self._end_reason.api_name).inc()
+        if self.end is not None:
+            metrics.cached_tokens.inc(self.end.num_cached_tokens)
 
 
 def _check_end(end: FinishedRequest) -> None:

@@ -71,22 +71,26 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             continue
 
-    async def send_json(self, body: bytes, status: int = 200) -> None:
+    async def send_json(
+        self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
         """The whole response."""
-        await self._send_whole(status, _JSON, body)
+        await self._send_whole(status, (_JSON, *headers), body)
 
     async def send_text(self, text: str) -> None:
         """The whole response, 200."""
-        await self._send_whole(200, _TEXT, text.encode())
+        await self._send_whole(200, (_TEXT,), text.encode())
 
-    async def _send_whole(self, status: int, kind: tuple[bytes, bytes], body: bytes) -> None:
-        await self._start(status, (kind, (b"content-length", b"%d" % len(body))))
+    async def _send_whole(
+        self, status: int, headers: tuple[tuple[bytes, bytes], ...], body: bytes
+    ) -> None:
+        await self._start(status, (*headers, (b"content-length", b"%d" % len(body))))
         await self._send({"type": "http.response.body", "body": body})
 
     async def send_error(self, error: ApiError) -> None:
         """The whole response, or the last event of a stream that has begun."""
         if self.status is None:
-            await self.send_json(error.json(), error.status)
+            await self.send_json(error.json(), error.status, error.headers)
         else:
             await self.send_event(error.json())
             await self.end_stream()

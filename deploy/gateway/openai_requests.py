@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from longshore.deploy.gateway.answer_text import Stops
 from longshore.deploy.gateway.errors import invalid
 from longshore.protocol.client import MAX_NAME_CHARACTERS
 from longshore.protocol.sampling import MAX_LOGPROBS
@@ -19,6 +20,8 @@ Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 MAX_PROMPTS: Final = 1024
 MAX_SAMPLES: Final = 128
+MAX_STOPS: Final = 16
+MAX_STOP_CHARACTERS: Final = 256
 
 # Accepted and without any effect on the answer.
 IGNORED: Final = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
@@ -37,7 +40,6 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
@@ -46,7 +48,6 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
-    "stop": ([], ""),
     "store": (False,),
     "structured_outputs": (),
     "suffix": ("",),
@@ -71,6 +72,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """What both endpoints take. None: the model's default. Ranges are checked by SamplingParams.
 
     logit_bias: by token id, which JSON writes as a text.
+    stop:       texts that end the answer, which is given without them, unless
+                `include_stop_str_in_output`; no earlier than `min_tokens`.
     bad_words:  texts that must not appear in the answer, at the start of a word or within one.
     prompt_logprobs: as vLLM has it.
     """
@@ -90,6 +93,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     prompt_logprobs: Int32 | None = None
     n: Int32 | None = None
     seed: int | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
     stop_token_ids: list[Int32] | None = None
     ignore_eos: bool | None = None
     priority: Int32 | None = None
@@ -108,6 +113,23 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         if not 1 <= n <= MAX_SAMPLES:
             raise invalid(f"n={n} must lie within 1..{MAX_SAMPLES}", param="n")
         return n
+
+    def stops(self) -> Stops:
+        """Raises ApiError."""
+        texts = [self.stop] if isinstance(self.stop, str) and self.stop else self.stop or []
+        if len(texts) > MAX_STOPS:
+            raise invalid(
+                f"stop has {len(texts)} texts; {MAX_STOPS} are taken at most", param="stop"
+            )
+        for text in texts:
+            if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+                raise invalid(
+                    f"stop holds a text of {len(text)} characters; each must have 1 to "
+                    f"{MAX_STOP_CHARACTERS}",
+                    param="stop",
+                )
+        is_shown = bool(self.include_stop_str_in_output)
+        return Stops(tuple(dict.fromkeys(texts)), is_shown, self.min_tokens or 0)
 
     def biases(self) -> dict[int, float] | None:
         """`logit_bias` by number. Raises ApiError."""
@@ -130,6 +152,8 @@ _NOT_OF_BEAMS: Final[dict[str, tuple[object, ...]]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "bad_words": ([],),
+    "stop": ([], ""),
+    "include_stop_str_in_output": (False,),
     "logprobs": (),
     "prompt_logprobs": (),
     "echo": (False,),

@@ -87,7 +87,10 @@ class GatewayProcess:
             vocab_size=config.vocab_size,
         )
         self._gateway = Gateway(
-            model, self._not_ready_reason, report_timeout_s=config.report_timeout_s
+            model,
+            self._not_ready_reason,
+            report_timeout_s=config.report_timeout_s,
+            api_keys=config.api_keys,
         )
         self._runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
         hello = ClientHello(name="gateway", model_fingerprint=config.model_fingerprint)
@@ -147,6 +150,7 @@ class GatewayProcess:
                 prompts,
                 self._gateway.metrics,
                 config.max_body_bytes,
+                config.max_live_requests,
                 speech,
                 config.max_audio_bytes,
                 config.max_audio_s,

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
+from longshore.deploy.gateway.answer_text import Stops
 from longshore.deploy.gateway.chat_template import TemplateRefused
 from longshore.deploy.gateway.errors import ApiError, invalid
 from longshore.deploy.gateway.openai_requests import (
@@ -143,6 +144,13 @@ class PromptReader:
             raise _invalid_setting(problem)
         return sampling
 
+    def stops(self, request: GenerationRequest) -> Stops:
+        """The texts that end an answer."""
+        stops = request.stops()
+        if stops.texts and self._tokenizer is None:
+            raise _no_tokenizer("stop")
+        return stops
+
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each as it is written within a word, and as a word of its own."""
         if not words:
@@ -198,6 +206,6 @@ def _invalid_setting(problem: str) -> ApiError:
 def _no_tokenizer(param: str) -> ApiError:
     return invalid(
         f"{param} needs a tokenizer, and this model folder has no tokenizer.json: give the prompt "
-        "of /v1/completions as token ids, and no bad_words",
+        "of /v1/completions as token ids, and neither bad_words nor stop",
         param=param,
     )

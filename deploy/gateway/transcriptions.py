@@ -5,7 +5,6 @@ put together in order.
 """
 
 import asyncio
-import uuid
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -18,9 +17,11 @@ from longshore.deploy.gateway.endpoint import (
     Service,
     answer_whole,
     check_model,
+    check_room,
     stream,
 )
 from longshore.deploy.gateway.errors import ApiError, invalid
+from longshore.deploy.gateway.front_door import request_id_of, trace_headers_of
 from longshore.deploy.gateway.generation import Generation, GenerationSpec, Piece
 from longshore.deploy.gateway.http import Exchange
 from longshore.deploy.gateway.multipart import parse_form
@@ -91,7 +92,7 @@ class SpeechEndpoint(Endpoint):
         language = speech.language(request.language, self.task)
         sampling = speech.params(_sampling(request))
         features = await asyncio.to_thread(_features, file, speech, service.max_audio_s)
-        request_id = f"audio-{uuid.uuid4().hex}"
+        request_id = request_id_of(exchange.scope, "audio")
         if speech.must_detect(language):
             language = await _detect(service, speech, request, features[0], request_id, arrived_s)
         prompt = speech.prompt(language, self.task, request.prompt)
@@ -105,7 +106,9 @@ class SpeechEndpoint(Endpoint):
             arrived_s=arrived_s,
             multimodal=features,
             num_primed=NUM_PRIMED,
+            trace_headers=trace_headers_of(exchange.scope),
         )
+        check_room(spec, service)
         num_audio_tokens = speech.audio.num_tokens * len(features)
         writer = TranscriptWriter(len(features), request.response_format, num_audio_tokens)
         with Generation(spec, service.client, speech.tokenizer, service.metrics) as generation:

@@ -1,7 +1,9 @@
 """The command line: what it refuses, and how little it loads."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +12,10 @@ LOADED = (
 )
 
 
-def longshore(*arguments: str) -> subprocess.CompletedProcess[str]:
+def longshore(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "longshore.deploy", *arguments],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=30,
@@ -73,6 +76,46 @@ def test_wrong_value_is_refused_by_name_without_a_traceback(
     arguments: list[str], words: list[str]
 ) -> None:
     run = longshore(*arguments)
+    assert run.returncode != 0
+    printed = " ".join((run.stdout + run.stderr).split())
+    assert "Traceback" not in printed
+    for word in words:
+        assert word in printed
+
+
+def test_a_setting_comes_from_its_flag_else_a_variable_else_the_file_else_a_default(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "longshore.toml"
+    file.write_text("[serve]\nmax-num-seqs = 0\n[bench.throughput]\nnum-prompts = 0\n")
+    variable = {"LONGSHORE_MAX_NUM_SEQS": "-1"}
+    for arguments, environment, said in (
+        (["--max-num-seqs", "-2"], variable, "max_num_seqs=-2"),
+        ([], variable, "max_num_seqs=-1"),
+        ([], {}, "max_num_seqs=0"),
+    ):
+        run = longshore("serve", "--config", str(file), *arguments, **environment)
+        assert run.returncode == 2
+        assert said in run.stderr
+    assert "num_prompts=0" in longshore("--config", str(file), "bench", "throughput").stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[serve]\nno-such = 1\n", ["no-such"]),
+        ("[serve\n", ["--config", "cannot be read"]),
+        ("[serve]\nport = 'http'\n", ["port", "http"]),
+        (None, ["--config", "No such file"]),
+    ],
+)
+def test_a_settings_file_that_makes_no_sense_is_refused(
+    tmp_path: Path, text: str | None, words: list[str]
+) -> None:
+    file = tmp_path / "longshore.toml"
+    if text is not None:
+        file.write_text(text)
+    run = longshore("serve", "--config", str(file))
     assert run.returncode != 0
     printed = " ".join((run.stdout + run.stderr).split())
     assert "Traceback" not in printed

@@ -56,6 +56,31 @@ def test_outputs_stand_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert again.token_ids == outputs[2].token_ids
 
 
+def test_a_stop_string_ends_each_answer_where_it_first_appears(
+    llm: LLM, tiny_model: tuple[Path, Any]
+) -> None:
+    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=3, logprobs=0)
+    (whole,) = llm.generate("berth", params, progress=False)
+    stop = whole.text[15:18]
+    with LLM(tiny_model[0], in_process=True, **SETTINGS) as in_process:
+        for each in (llm, in_process):
+            (cut, other) = each.generate(
+                ["berth", "pier"], params, stop=[stop, "never said"], progress=False
+            )
+            assert cut.text == whole.text[: whole.text.index(stop)]
+            assert cut.finish_reason == "stop"
+            assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+            assert cut.logprobs is not None
+            assert len(cut.logprobs) == len(cut.token_ids) < 60
+            assert stop not in other.text
+    (shown,) = llm.generate(
+        "berth", params, stop=stop, include_stop_str_in_output=True, progress=False
+    )
+    assert shown.text == cut.text + stop
+    with pytest.raises(ValueError, match="stop holds an empty text"):
+        llm.generate("berth", stop=["a", ""], progress=False)
+
+
 def test_more_prompts_than_are_sent_at_once_are_all_answered(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,8 @@
 """A served model through the official client: answers, usage, disconnects, statistics."""
 
 import json
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +101,33 @@ def test_official_client_streams_what_it_gets_whole(client: openai.OpenAI, model
     assert usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_a_stop_string_ends_the_request_in_the_engine_too(
+    client: openai.OpenAI, model: str, deployment: Deployment
+) -> None:
+    endless: dict[str, Any] = {
+        "model": model,
+        "prompt": "berth",
+        "temperature": 0.8,
+        "seed": 7,
+        "extra_body": {"ignore_eos": True},
+    }
+    text = client.completions.create(**endless, max_tokens=64).choices[0].text
+    stop = text[20:23]
+    before = text[: text.index(stop)]
+    num_before = metrics(deployment)["longshore_generated_tokens_total"]
+    for is_stream in (False, True):
+        answer = client.completions.create(
+            **endless, max_tokens=3000, stop=["never said", stop], stream=is_stream
+        )
+        chunks: list[Any] = list(answer) if is_stream else [answer]
+        choices = [chunk.choices[0] for chunk in chunks]
+        assert "".join(choice.text for choice in choices) == before
+        assert choices[-1].finish_reason == "stop"
+        assert is_stream or chunks[0].usage.completion_tokens <= 64
+    num_generated = metrics(deployment)["longshore_generated_tokens_total"] - num_before
+    assert num_generated < 500  # of 6,000 that it would go on for
+
+
 def test_usage_counts_tokens_found_in_the_prefix_cache(client: openai.OpenAI, model: str) -> None:
     prompt: Any = list(range(100, 180))
     for expected in (0, 64):  # the last token is always computed, so one block of five is too
@@ -177,3 +206,21 @@ def test_serving_benchmark_reports_every_latency(deployment: Deployment, tmp_pat
     for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms"):
         assert 0 < result[name]["p50"] <= result[name]["p99"]
     assert result["settings"]["request_rate"] == 50
+
+
+def test_top_shows_a_server_and_says_when_there_is_none(deployment: Deployment) -> None:
+    command = [sys.executable, "-m", "longshore.deploy", "top", "--url"]
+    run = subprocess.run(
+        [*command, deployment.url, "--num-looks", "2", "--interval-s", "0.1"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "answers under way" in run.stdout
+    assert f"{deployment.url}" in run.stdout
+    run = subprocess.run(
+        [*command, "http://127.0.0.1:9"], capture_output=True, text=True, timeout=30
+    )
+    assert run.returncode == 1
+    assert "Is `longshore serve` running there?" in run.stderr

@@ -129,7 +129,8 @@ def _scores(request: AddRequest, positions: range, num_best: int) -> TokenLogpro
 class FakeEngine:
     """Binds the clients' endpoint on the running loop and follows a script per request.
 
-    requests: everything that was asked; aborted: handles that clients gave up.
+    requests: everything that was asked; aborted: handles that clients gave up; stopped: ends that
+    clients found.
     num_describes: how often it was asked for a report; it answers while `report` is set.
     """
 
@@ -137,6 +138,7 @@ class FakeEngine:
         self.script = script
         self.requests: list[AddRequest] = []
         self.aborted: list[int] = []
+        self.stopped: list[StopFound] = []
         self.num_describes = 0
         self.report: EngineReport | None = REPORT
         self.arrived = asyncio.Event()
@@ -164,8 +166,10 @@ class FakeEngine:
                     self.num_describes += 1
                     if self.report is not None:
                         self.send(self.report)
-                case StopFound() | ContinueSession():
-                    raise AssertionError("the gateway sends none of these yet")
+                case StopFound():
+                    self.stopped.append(message)
+                case ContinueSession():
+                    raise AssertionError("the gateway does not continue sessions")
             self.arrived.set()
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:

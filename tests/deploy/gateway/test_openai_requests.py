@@ -61,7 +61,7 @@ def test_parameters_that_ask_for_nothing_are_accepted(parameters: dict[str, Any]
     [
         ("n", True),
         ("n", "2"),
-        ("stop", ["END"]),
+        ("stop", 5),
         ("logprobs", 0),
         ("top_logprobs", True),
         ("echo", True),

@@ -1,0 +1,123 @@
+"""`longshore chat` in a terminal of its own, before a real server."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+from tests.integration.deployment import Deployment
+
+WAIT_S = 30.0
+
+
+class Terminal:
+    """A program in a pseudo-terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            program = [sys.executable, "-m", "longshore.deploy", *arguments]
+            os.execv(sys.executable, program)
+        self.screen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def wait_for(self, pattern: str) -> str:
+        """What is on the screen up to the pattern; that much is forgotten."""
+        deadline_s = time.monotonic() + WAIT_S
+        while (match := re.search(pattern, self.screen)) is None:
+            left_s = deadline_s - time.monotonic()
+            assert left_s > 0, f"{pattern!r} does not appear in {self.screen!r}"
+            if select.select([self._fd], [], [], left_s)[0]:
+                self.screen += os.read(self._fd, 65536).decode(errors="replace")
+        seen, self.screen = self.screen[: match.end()], self.screen[match.end() :]
+        return seen
+
+    def close(self) -> int:
+        """Its exit status; it is killed if it does not end by itself."""
+        deadline_s = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline_s:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                os.close(self._fd)
+                return os.waitstatus_to_exitcode(status)
+            select.select([self._fd], [], [], 0.05)
+            try:
+                os.read(self._fd, 65536)
+            except OSError:  # the other end is closed
+                continue
+        os.kill(self.pid, signal.SIGKILL)
+        raise AssertionError("the program did not end")
+
+
+def chat(deployment: Deployment, max_tokens: int) -> Terminal:
+    flags = ("--seed", "1", "--max-tokens", str(max_tokens))
+    terminal = Terminal("chat", "--url", deployment.url, *flags)
+    terminal.wait_for("/help lists the commands")
+    terminal.wait_for("you")
+    return terminal
+
+
+def test_a_conversation_goes_on_until_it_is_forgotten(deployment: Deployment) -> None:
+    terminal = chat(deployment, 12)
+    terminal.type("/system You are a crane.\n")
+    terminal.wait_for("set")
+    counts = []
+    for command in ("", "", "/reset\n"):
+        terminal.type(command)
+        terminal.type("hello\n")
+        terminal.wait_for("model")
+        terminal.wait_for("you")
+        terminal.type("/stats\n")
+        seen = terminal.wait_for("tokens per second")
+        counts.append(int(re.search(r"prompt tokens\D+([\d,]+)", seen)[1].replace(",", "")))  # type: ignore[index]
+    first, second, third = counts
+    assert second > first  # the first question and its answer stand before it
+    assert third == first
+    terminal.type("/nothing\n")
+    terminal.wait_for("/nothing is no command")
+    terminal.type("\x04")
+    assert terminal.close() == 0
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_conversation(deployment: Deployment) -> None:
+    terminal = chat(deployment, 3000)
+    terminal.type("go on\n")
+    terminal.wait_for(r"model\S*  .{8,}")
+    terminal.type("\x03")
+    terminal.wait_for(r"\(cut off\)")
+    terminal.wait_for("you")
+    terminal.type("/quit\n")
+    assert terminal.close() == 0
+
+
+def test_no_server_and_a_refusal_are_said_in_a_line() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "longshore.deploy", "chat", "--url", "http://127.0.0.1:9"],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        stdin=subprocess.DEVNULL,
+    )
+    assert run.returncode == 1
+    assert "Is `longshore serve` running there?" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_refused_question_has_not_been_asked(deployment: Deployment) -> None:
+    command = [sys.executable, "-m", "longshore.deploy", "chat", "--url", deployment.url]
+    run = subprocess.run(
+        [*command, "--temperature", "-1"],
+        input="one\ntwo\n/stats\n",
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert run.returncode == 0
+    assert run.stdout.count("temperature=-1.0 must be") == 2
+    assert "all 0" in run.stdout
