@@ -42,3 +42,9 @@ class Carrier:
         message = self.requests.abort(requests)
         if message is not None:
             self.engine.send(message)
+
+    def stop(self, live: LiveRequest, num_tokens: int) -> None:
+        """See `LiveRequests.stop`."""
+        message = self.requests.stop(live, num_tokens)
+        if message is not None:
+            self.engine.send(message)

@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -24,13 +23,13 @@ from longshore.deploy.gateway.answer_text import AnswerText, Stops
 from longshore.deploy.gateway.detokenizer import TokenDecoder
 from longshore.deploy.gateway.tokenizer import load_tokenizer
 from longshore.deploy.in_process_engine import InProcessEngine
-from longshore.deploy.live_requests import LiveRequest, LiveRequests
+from longshore.deploy.live_requests import LiveRequests
+from longshore.deploy.llm_answer import Answer
 from longshore.deploy.llm_beams import beam_output, run_searches
 from longshore.deploy.llm_outputs import (
     BeamSearchOutput,
     RequestOutput,
     TranscriptionOutput,
-    answer_text,
 )
 from longshore.deploy.model_folder import ModelFolder, read_model_folder
 from longshore.deploy.options import engine_options
@@ -39,9 +38,7 @@ from longshore.deploy.remote_engine import RemoteEngine
 from longshore.deploy.samples import sample_params
 from longshore.deploy.speech import SpeechModel, Task
 from longshore.deploy.transcriber import SpeechRequest, as_list, transcribe
-from longshore.protocol.client import FinishReason
 from longshore.protocol.errors import EngineDead
-from longshore.protocol.inputs import MultimodalFeature
 from longshore.protocol.sampling import SamplingParams
 
 Prompt: TypeAlias = str | Mapping[str, Sequence[int]]
@@ -50,25 +47,6 @@ TOKEN_IDS_KEY: Final = "prompt_token_ids"
 DEFAULT_MAX_TOKENS: Final = 16
 # Far more than run at a time; the rest waits here instead of filling the engine's queue.
 MAX_LIVE_REQUESTS: Final = 16_384
-
-
-@dataclass
-class _Answer:
-    """One request on its way.
-
-    first: the first sample of its prompt, None if it is that itself.
-    text:  watched for stops while it grows; None if it has none. shown: of it, so far.
-    """
-
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    index: int = 0
-    first: "_Answer | None" = None
-    text: AnswerText | None = None
-    shown: str = ""
-    live: LiveRequest | None = None
-    multimodal: tuple[MultimodalFeature, ...] = ()
-    num_primed: int = 0
 
 
 class LLM:
@@ -152,12 +130,12 @@ class LLM:
         params_list = self._params_per_prompt(params, len(prompt_list))
         token_ids = [self._token_ids(prompt, index) for index, prompt in enumerate(prompt_list)]
         texts = tuple([stop] if isinstance(stop, str) else stop)
-        answers: list[_Answer] = []
+        answers: list[Answer] = []
         for ids, sampling in zip(token_ids, params_list, strict=True):
             first = None
             stops = Stops(texts, include_stop_str_in_output, sampling.min_tokens)
             for index, sample in enumerate(sample_params(sampling, n)):
-                answers.append(_Answer(ids, sample, index, first, self._watched(ids, stops)))
+                answers.append(Answer(ids, sample, index, first, self._watched(ids, stops)))
                 first = first or answers[-1]
         return self._answer_all(answers, "generate", progress=progress)
 
@@ -185,7 +163,7 @@ class LLM:
 
         def answer(requests: Sequence[SpeechRequest]) -> list[RequestOutput]:
             answers = [
-                _Answer(
+                Answer(
                     each.prompt_token_ids,
                     each.sampling,
                     multimodal=(each.feature,),
@@ -319,14 +297,14 @@ class LLM:
         return token_ids
 
     def _answer_all(
-        self, answers: Sequence[_Answer], what: str, *, progress: bool
+        self, answers: Sequence[Answer], what: str, *, progress: bool
     ) -> list[RequestOutput]:
         bar = tqdm(total=len(answers), desc=what, unit="req", disable=not progress, file=sys.stderr)
         with bar, self._cleaned_up():
             self._run(answers, bar)
-        return [self._output(answer) for answer in answers]
+        return [answer.output(self._decoder) for answer in answers]
 
-    def _run(self, answers: Sequence[_Answer], bar: "tqdm[Any]") -> None:
+    def _run(self, answers: Sequence[Answer], bar: "tqdm[Any]") -> None:
         waiting = deque(answers)
         num_tokens = 0
         while True:
@@ -344,13 +322,13 @@ class LLM:
                 bar.set_postfix_str(f"{num_tokens / elapsed_s:,.0f} tokens/s", refresh=False)
                 bar.update(num_ended)
 
-    def _send(self, answer: _Answer) -> None:
+    def _send(self, answer: Answer) -> None:
         self._num_requests += 1
         answer.live = self._carrier.submit(
             f"llm-{self._num_requests}",
             answer.prompt_token_ids,
             answer.sampling,
-            on_change=_ignore if answer.text is None else partial(self._look_for_stop, answer),
+            on_change=_ignore if answer.text is None else partial(self._grown, answer),
             fork_of=None if answer.first is None else answer.first.live,
             multimodal=answer.multimodal,
             num_primed=answer.num_primed,
@@ -365,58 +343,14 @@ class LLM:
             raise ValueError("stop holds an empty text")
         return AnswerText(self._tokenizer, prompt_token_ids, stops)
 
-    def _look_for_stop(self, answer: _Answer) -> None:
-        live, text = answer.live, answer.text
-        assert live is not None
-        assert text is not None
-        was_stopped = text.is_stopped
-        if was_stopped:
-            return
-        end = live.finished
-        is_ended_by_token = end is not None and end.reason is FinishReason.STOPPED
-        new_ids = live.new_token_ids[text.num_tokens :]
-        answer.shown += text.append(new_ids[:-1] if is_ended_by_token else new_ids)
-        if end is not None:
-            answer.shown += text.finish()
-        message = self._requests.stop(live, text.num_tokens) if text.is_stopped else None
-        if message is not None:
-            self._engine.send(message)
+    def _grown(self, answer: Answer) -> None:
+        num_kept = answer.grow()
+        if num_kept is not None and answer.live is not None:
+            self._carrier.stop(answer.live, num_kept)
 
     def _abort_all(self) -> None:
         with contextlib.suppress(EngineDead):  # nothing is left to abort
             self._carrier.abort(self._requests.all())
-
-    def _output(self, answer: _Answer) -> RequestOutput:
-        live = answer.live
-        assert live is not None
-        assert live.finished is not None
-        end = live.finished
-        token_ids = live.take_token_ids()
-        logprobs = prompt_logprobs = None
-        if answer.sampling.logprobs is not None:
-            logprobs = [score.by_token() for score in live.take_scores(len(token_ids))]
-        text, reason = answer.shown, end.reason
-        if answer.text is None:
-            text = answer_text(self._decoder, answer.prompt_token_ids, token_ids, reason)
-        elif answer.text.is_stopped:  # what the engine did until it knew is nobody's
-            reason, num_tokens = FinishReason.STOPPED, answer.text.num_tokens
-            token_ids, logprobs = token_ids[:num_tokens], logprobs and logprobs[:num_tokens]
-        if answer.sampling.prompt_logprobs is not None and token_ids:
-            scores = live.take_prompt_scores()
-            prompt_logprobs = [None if score is None else score.by_token() for score in scores]
-        return RequestOutput(
-            request_id=live.request_id,
-            prompt_token_ids=answer.prompt_token_ids,
-            token_ids=token_ids,
-            text=text,
-            finish_reason=reason.api_name,
-            num_cached_tokens=end.num_cached_tokens,
-            num_preemptions=end.num_preemptions,
-            error=end.message,
-            index=answer.index,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
 
     def close(self) -> None:
         """Stop the engine and leave nothing behind. May be called twice."""
