@@ -2,7 +2,8 @@
 router chooses for it (Shazeer et al., 2017; `worker/layers/moe_router.py`).
 
 Rows are sorted by expert, so that each matrix is one product with all its tokens, whichever these
-are: in one call of a kernel (`worker/kernels/experts.py`) where there is one, else in torch. Tensor parallel ranks cut the width of every expert, so all have equal work and sum up once.
+are: in one call of a kernel (`worker/kernels/experts.py`) where there is one, else in torch. Tensor
+parallel ranks cut the width of every expert, so all have equal work and sum up once.
 """
 
 from collections.abc import Iterator

@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused(variant: str, dtype: torch.dtype) -> None:
     with using(variant):
         packed = case.packed()
         x, weights, chosen = case.x, case.weights, case.chosen
-        with pytest.raises(ValueError, match="x is torch.float16"):
+        with pytest.raises(ValueError, match=r"x is torch\.float16"):
             packed(x.half(), weights, chosen)
         with pytest.raises(ValueError, match=r"shared is .* the experts need .*\(40, 34\)"):
             packed(x, weights, chosen, x[:, :33])

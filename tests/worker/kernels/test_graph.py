@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from longshore.worker.kernels.argmax import argmax
+from longshore.worker.kernels.gate import SILU
 from longshore.worker.kernels.graph import Graph, NotCapturable, capture
 from longshore.worker.kernels.linear import PackedMatrix
 from longshore.worker.kernels.native import native
 from longshore.worker.kernels.rms_norm import add_rms_norm, rms_norm
 from longshore.worker.kernels.rotary import rotary_
-from longshore.worker.kernels.gate import SILU
 from tests.worker.kernels.variants import NATIVE, using
 
 TOKENS, SIZE = 24, 48

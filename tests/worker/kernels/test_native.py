@@ -8,6 +8,7 @@ import torch
 
 from longshore.worker.config import WorkerConfig
 from longshore.worker.kernels import native as native_module
+from longshore.worker.kernels.gate import SILU
 from longshore.worker.kernels.native import (
     INSTRUCTION_SETS,
     Native,
@@ -18,7 +19,6 @@ from longshore.worker.kernels.native import (
     num_threads,
     select,
 )
-from longshore.worker.kernels.gate import SILU
 from longshore.worker.worker import Worker
 from tests.models import make_tiny_llama
 from tests.worker.kernels.variants import NATIVE, native_only, using

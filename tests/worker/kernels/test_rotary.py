@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused() -> None:
         rotary_(q, k, positions.int(), table)
     with pytest.raises(ValueError, match="a head's norm"):
         rotary_(q, k, positions, table, q_norm=torch.ones(7))
-    with pytest.raises(ValueError, match="a head's norm is torch.float64"):
+    with pytest.raises(ValueError, match=r"a head's norm is torch\.float64"):
         rotary_(q, k, positions, table, k_norm=torch.ones(8).double())
     half = torch.ones(8).bfloat16()
     with pytest.raises(ValueError, match="not alike"):
