@@ -12,10 +12,11 @@ constexpr int64_t BLOCK_ROWS = 192;  // that meet all panels while they are in t
 template <class T>
 constexpr bool MULTIPLIES = HAS_BF16_DOT || sizeof(T) == 4;
 
-// finish(row, sums): takes the VECTORS sums of one row.
-template <class T, int ROWS, class Finish>
-static void multiply_panel(const uint32_t* x, int64_t x_stride, const uint32_t* panel,
-                           int64_t depth, int64_t first_row, const Finish& finish) {
+// A function of its own, as the loop needs all registers.
+template <class T, int ROWS>
+__attribute__((noinline)) static void multiply_panel(const uint32_t* x, int64_t x_stride,
+                                                     const uint32_t* panel, int64_t depth,
+                                                     Floats (*out)[VECTORS]) {
   Floats sums[ROWS][VECTORS] = {};
   for (int64_t k = 0; k < depth; ++k) {
     Words weights[VECTORS];
@@ -29,28 +30,30 @@ static void multiply_panel(const uint32_t* x, int64_t x_stride, const uint32_t* 
         sums[row][i] = multiply_add<PACK<T>>(sums[row][i], inputs, weights[i]);
     }
   }
-  for (int row = 0; row < ROWS; ++row) finish(first_row + row, sums[row]);
+#pragma GCC unroll 12
+  for (int row = 0; row < ROWS; ++row)
+#pragma GCC unroll 8
+    for (int i = 0; i < VECTORS; ++i) out[row][i] = sums[row][i];
 }
 
-template <class T, int ROWS = MAX_TILE, class Finish>
+template <class T, int ROWS = MAX_TILE>
 static inline void multiply_tile(int64_t rows, const uint32_t* x, int64_t x_stride,
-                                 const uint32_t* panel, int64_t depth, int64_t first_row,
-                                 const Finish& finish) {
-  if (rows == ROWS)
-    return multiply_panel<T, ROWS>(x, x_stride, panel, depth, first_row, finish);
-  if constexpr (ROWS > 1)
-    multiply_tile<T, ROWS - 1>(rows, x, x_stride, panel, depth, first_row, finish);
+                                 const uint32_t* panel, int64_t depth, Floats (*out)[VECTORS]) {
+  if (rows == ROWS) return multiply_panel<T, ROWS>(x, x_stride, panel, depth, out);
+  if constexpr (ROWS > 1) multiply_tile<T, ROWS - 1>(rows, x, x_stride, panel, depth, out);
 }
 
-// Rows [first, end) of x, `x_stride` words apart.
+// Rows [first, end) of x, `x_stride` words apart. finish(row, sums): takes the VECTORS sums of a row.
 template <class T, class Finish>
 static inline void multiply_rows(int64_t first, int64_t end, const uint32_t* x, int64_t x_stride,
                                  const uint32_t* panel, int64_t depth, const Finish& finish) {
   const int64_t num_rows = end - first, num_tiles = ceil_div(num_rows, MAX_TILE);
   for (int64_t tile = 0; tile < num_tiles; ++tile) {  // as equal as can be
     const int64_t begin = first + tile * num_rows / num_tiles;
-    multiply_tile<T>(first + (tile + 1) * num_rows / num_tiles - begin, x + begin * x_stride,
-                     x_stride, panel, depth, begin, finish);
+    const int64_t count = first + (tile + 1) * num_rows / num_tiles - begin;
+    Floats sums[MAX_TILE][VECTORS];
+    multiply_tile<T>(count, x + begin * x_stride, x_stride, panel, depth, sums);
+    for (int64_t row = 0; row < count; ++row) finish(begin + row, sums[row]);
   }
 }
 
