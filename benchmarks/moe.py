@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from longshore.worker.kernels.silu_and_mul import silu_and_mul
+from longshore.worker.kernels.gate import SILU
 from longshore.worker.layers.moe import ExpertForm, MixtureOfExperts, SplitExperts
 from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
@@ -100,7 +100,7 @@ class Case:
         experts, order = routed.experts.view(-1).sort(stable=True)
         weights = self.theirs.experts
         hidden = product(x[order // self.top_k], experts, weights.gate_up_proj)
-        out = product(silu_and_mul(hidden), experts, weights.down_proj)
+        out = product(SILU(hidden), experts, weights.down_proj)
         by_token = torch.empty_like(out).index_copy_(0, order, out).view(len(x), self.top_k, -1)
         return torch.bmm(routed.weights.to(x.dtype).unsqueeze(1), by_token).squeeze(1)
 

@@ -59,7 +59,21 @@ def sequential(tmp_path: Path) -> Sequential:
     return Sequential(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Phi3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Llama",
+        "Mistral",
+        "Qwen2",
+        "Qwen3",
+        "Phi3",
+        "Gemma2",
+        "Gemma3",
+        "Mixtral",
+        "Qwen3Moe",
+        "GptOss",
+    ],
+)
 def test_a_replayed_step_has_the_bits_of_its_kernels_one_by_one(
     family: str, tmp_path: Path
 ) -> None:

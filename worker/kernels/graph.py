@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longshore.worker.kernels.native import (
+    EXPERTS,
+    GATE,
     LINEAR,
     RMS_NORM,
     ROTARY,
-    SILU_AND_MUL,
+    ROUTE,
     Native,
     recording,
 )
@@ -33,10 +35,12 @@ logger = logging.getLogger(__name__)
 
 _ROWS: Final = {
     "rms_norm": (RMS_NORM, 4),
-    "silu_and_mul": (SILU_AND_MUL, 2),
+    "gate": (GATE, 2),
     "rotary": (ROTARY, 10),
     "paged_attention": None,
     "linear": (LINEAR, 4),
+    "route": (ROUTE, 7),
+    "experts": (EXPERTS, 12),
 }
 """In the order of Kernel in native/calls.h: where a call's number of rows is, which follows the
 tokens of a replay. Attention has its own, in its step."""

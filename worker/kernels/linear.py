@@ -22,19 +22,26 @@ def supports(weight: Tensor) -> bool:
     )
 
 
+def pack_panels(weight: Tensor) -> Tensor:
+    """weight: (rows, columns), float32 or of an even number of bfloat16 -> (panels, depth, PANEL,
+    columns / depth), words of four bytes; the last panel is padded with zeros."""
+    num_rows, num_columns = weight.shape
+    word = 4 // weight.element_size()
+    panels = torch.zeros(
+        (-(-num_rows // PANEL), num_columns // word, PANEL, word), dtype=weight.dtype
+    )
+    # Panel by panel, or packing a large matrix would take its memory once more.
+    for panel, rows in zip(panels, weight.split(PANEL), strict=True):
+        panel[:, : len(rows)] = rows.unflatten(1, (-1, word)).transpose(0, 1)
+    return panels
+
+
 class PackedMatrix:
-    """A copy of `weight`, (rows, columns), in panels of `PANEL` rows: (panels, columns / 2, PANEL,
-    2), the last one padded with zeros."""
+    """A copy of `weight`, (rows, columns), in panels."""
 
     def __init__(self, weight: Tensor) -> None:
         self._num_rows, self._num_columns = weight.shape
-        num_panels = -(-self._num_rows // PANEL)
-        self._panels = torch.zeros(
-            (num_panels, self._num_columns // 2, PANEL, 2), dtype=weight.dtype
-        )
-        # Panel by panel, or packing a large matrix would take its memory once more.
-        for panel, rows in zip(self._panels, weight.split(PANEL), strict=True):
-            panel[:, : len(rows)] = rows.unflatten(1, (-1, 2)).transpose(0, 1)
+        self._panels = pack_panels(weight)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: (n, columns), bias: (rows,) -> x M^T + bias, (n, rows). Raises ValueError for what

@@ -28,7 +28,7 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 MIN_THREAD_BYTES: Final = 1 << 15
 """What a thread should have to do at least: waking one up takes about a microsecond."""
 
-INTERFACE: Final = 3
+INTERFACE: Final = 4
 """Of native/calls.h; raise both with every change."""
 
 INSTRUCTION_SETS: Final = ("generic", "avx2", "avx512", "avx512bf16")
@@ -51,11 +51,13 @@ class _Variant(ctypes.Structure):
     )
     _fields_: ClassVar[Any] = [
         ("rms_norm", _one * 2),
-        ("silu_and_mul", _one * 2),
+        ("gate", _one * 2),
         ("rotary", _one * 2),
         ("paged_attention", _two * 2),
         ("argmax", _one * 1),
         ("linear", _one * 2),
+        ("route", _one * 2),
+        ("experts", _one * 2),
         ("run_graph", _graph * 1),
     ]
 
@@ -70,11 +72,13 @@ class Native:
 
     instruction_set: str
     rms_norm: Any
-    silu_and_mul: Any
+    gate: Any
     rotary: Any
     paged_attention: Any
     argmax: Any
     linear: Any
+    route: Any
+    experts: Any
     run_graph: Any
     plan_attention: Any
 
@@ -101,11 +105,13 @@ class Recorder(Protocol):
 
 
 # The layouts of native/calls.h.
-RMS_NORM: Final = struct.Struct("@PPPPqqqqqfi")
-SILU_AND_MUL: Final = struct.Struct("@PPqqqi")
+RMS_NORM: Final = struct.Struct("@PPPPqqqqqfii")
+GATE: Final = struct.Struct("@PPqqqiffi")
 ARGMAX: Final = struct.Struct("@PPPqqqi")
 LINEAR: Final = struct.Struct("@PPPPqqqqi")
-ROTARY: Final = struct.Struct("@PqqPPqqPPPqqqfi")
+ROTARY: Final = struct.Struct("@PqqPPqqPPPqqqfii")
+ROUTE: Final = struct.Struct("@7P7qfiii")
+EXPERTS: Final = struct.Struct("@12P6qiffii")
 ATTENTION_STEP: Final = struct.Struct("@qqqqqqqqqqqPPPPPqffii")
 ATTENTION_LAYER: Final = struct.Struct("@PPPPPqqqPPff")
 

@@ -1,6 +1,7 @@
 """Root mean square normalisation (Zhang and Sennrich, 2019), alone or of a residual stream.
 
-The normalised value is rounded to the model's dtype before the weight, as Llama was trained.
+The normalised value is rounded to the weight's dtype before it: to the model's, as Llama was
+trained, or not at all, as Gemma was.
 """
 
 import torch
@@ -12,7 +13,7 @@ from longshore.worker.kernels.native import RMS_NORM, empty, kernels_for, num_th
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
     """x: (..., size), each vector's elements adjacent -> the same shape.
 
-    weight: (size,), dtype and device of x.
+    weight: (size,), of x's dtype or float32, on its device.
     out:    contiguous, of x's shape; may be x itself. None makes a new tensor.
     Raises ValueError for what does not fit.
     """
@@ -38,10 +39,10 @@ def _normalise(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None
 ) -> Tensor:
     size = x.shape[-1]
-    if weight.shape != (size,) or weight.dtype != x.dtype:
+    if weight.shape != (size,) or weight.dtype not in (x.dtype, torch.float32):
         raise ValueError(
             f"the weight is {weight.dtype} {tuple(weight.shape)}, but x, {x.dtype} "
-            f"{tuple(x.shape)}, needs one of {x.dtype} ({size},)"
+            f"{tuple(x.shape)}, needs one of {x.dtype} ({size},), or of float32"
         )
     kernels = kernels_for(x)
     if out is None:
@@ -66,6 +67,7 @@ def _normalise(
             size,
             size,
             eps,
+            weight.dtype == torch.float32,
             num_threads(num_rows * size * x.element_size()),
         ),
     )
@@ -80,4 +82,4 @@ def reference(
         x = residual.add_(x)
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return out.copy_(weight * (wide * scale).to(x.dtype))
+    return out.copy_(weight * (wide * scale).to(weight.dtype))

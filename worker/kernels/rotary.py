@@ -24,7 +24,8 @@ def rotary_(
     positions: (n,) int64, below max_positions.
     table:     (max_positions, 2, num_pairs) float32, cosines and sines, times the rope's amplitude.
                Elements (i, i + num_pairs) of a head are a pair; those from 2 * num_pairs on stay.
-    q_norm, k_norm: (head_dim,), weights of a root mean square norm of each head before it turns.
+    q_norm, k_norm: (head_dim,), weights of a root mean square norm of each head before it turns,
+               both of the dtype of q or both float32: see `rms_norm`.
     Computed in float32 and rounded once. Raises ValueError for what does not fit.
     """
     head_dim, num_pairs = q.shape[2], table.shape[2]
@@ -34,6 +35,7 @@ def rotary_(
         for heads, norm in ((q, q_norm), (k, k_norm)):
             reference(heads, positions, table, norm, eps)
         return
+    norm = k_norm if q_norm is None else q_norm
     size_bytes = len(q) * (q.shape[1] + k.shape[1]) * head_dim * q.element_size()
     kernels.run(
         "rotary",
@@ -53,6 +55,7 @@ def rotary_(
             head_dim,
             num_pairs,
             eps,
+            norm is not None and norm.dtype == torch.float32,
             num_threads(size_bytes),
         ),
     )
@@ -93,10 +96,15 @@ def _check(
                 f"heads {heads.dtype} {tuple(heads.shape)} with strides {heads.stride()} must be "
                 f"{q.dtype} ({len(positions)}, heads, {head_dim}), each token contiguous"
             )
-        if norm is not None and (norm.shape != (head_dim,) or norm.dtype != q.dtype):
+        if norm is not None and (
+            norm.shape != (head_dim,) or norm.dtype not in (q.dtype, torch.float32)
+        ):
             raise ValueError(
-                f"a head's norm is {norm.dtype} {tuple(norm.shape)}, not {q.dtype} ({head_dim},)"
+                f"a head's norm is {norm.dtype} {tuple(norm.shape)}, not {q.dtype} ({head_dim},), "
+                "or float32"
             )
+    if q_norm is not None and k_norm is not None and q_norm.dtype != k_norm.dtype:
+        raise ValueError(f"the heads' norms are {q_norm.dtype} and {k_norm.dtype}, not alike")
     if (
         table.dtype != torch.float32
         or not table.is_contiguous()

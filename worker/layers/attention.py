@@ -126,8 +126,6 @@ class OffsetHeadNormAttention(SelfAttention):
         self.k_norm = OffsetRMSNorm(config.head_dim, config.rms_norm_eps, placement)
 
     def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        if q.dtype != torch.float32:
-            return super().prepare(self.q_norm(q), self.k_norm(k), rotation)
         positions, table = rotation
         norms = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight}
         rotary_(q, k, positions, table, **norms, eps=self.q_norm.eps)

@@ -8,30 +8,13 @@ from typing import Final
 import torch.nn.functional as F
 from torch import Tensor
 
-from longshore.worker.kernels.silu_and_mul import silu_and_mul
+from longshore.worker.kernels.gate import Gate
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors
 from longshore.worker.models.decoder_config import Activation, DecoderConfig
 
 SPLIT_GATE_UP: Final = ("gate_proj", "up_proj")
-
-
-def gelu_and_mul(gate_up: Tensor, *, approximate: str = "none") -> Tensor:
-    """gelu (Hendrycks and Gimpel, 2016) where `silu_and_mul` has silu; the same shapes.
-
-    approximate: "none" or "tanh", as of torch.nn.functional.gelu.
-    """
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate=approximate).mul_(up)
-
-
-GATES: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
-    "silu": silu_and_mul,
-    "gelu": gelu_and_mul,
-    "gelu_tanh": partial(gelu_and_mul, approximate="tanh"),
-}
-"""From gates and what they let through, (n, 2 * size), to (n, size)."""
 
 
 ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
@@ -57,7 +40,7 @@ class GatedMLP:
         size, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         half = Columns(width, placement.parallel.share(width))
         self._gate_up_names = gate_up_names
-        self._gate = GATES[config.activation]
+        self._gate = Gate(activation=config.activation)
         self.gate_up = ColumnParallelLinear(size, (half, half), bias=bias, placement=placement)
         self.down = RowParallelLinear(width, size, bias=bias, placement=placement)
 

@@ -2,16 +2,18 @@
 router chooses for it (Shazeer et al., 2017; `worker/layers/moe_router.py`).
 
 Rows are sorted by expert, so that each matrix is one product with all its tokens, whichever these
-are. Tensor parallel ranks cut the width of every expert, so all have equal work and sum up once.
+are: in one call of a kernel (`worker/kernels/experts.py`) where there is one, else in torch. Tensor
+parallel ranks cut the width of every expert, so all have equal work and sum up once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from longshore.worker.kernels.silu_and_mul import silu_and_mul
+from longshore.worker.kernels import experts as kernel
+from longshore.worker.kernels.gate import SILU, Gate
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.moe_matrices import ExpertMatrices
 from longshore.worker.layers.moe_router import Routed, Router, Routing
@@ -32,24 +34,19 @@ class SplitExperts:
 class StackedExperts:
     """The checkpoint has two tensors, of all experts, ready for x @ W: `experts.gate_up_proj`
     (num_experts, hidden_size, 2 * width) and `experts.down_proj` (num_experts, width, hidden_size).
-
-    is_interleaved: gate and up alternate; otherwise all gates come first. They stay in this order,
-                    and what combines them must know.
     """
-
-    is_interleaved: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertForm:
     """What a family's experts are like.
 
-    gate:          (n, 2 * width) -> (n, width), what is between their two products.
+    gate:          what is between their two products.
     weighs_inputs: a token's weights multiply what goes into its experts, not what comes out.
     """
 
     stored: SplitExperts | StackedExperts
-    gate: Callable[[Tensor], Tensor] = silu_and_mul
+    gate: Gate = SILU
     bias: bool = False
     weighs_inputs: bool = False
 
@@ -78,9 +75,35 @@ class Experts:
         self.gate_up_bias = placement.empty(num_experts, 2 * num_local) if form.bias else None
         adds_bias = form.bias and placement.parallel.shard == 0
         self.down_bias = placement.empty(num_experts, hidden_size) if adds_bias else None
+        self._packed: kernel.PackedExperts | None = None
+        placement.when_loaded(self._lay_out)
 
-    def __call__(self, x: Tensor, routed: Routed) -> Tensor:
-        """x: (n, hidden_size) -> the same shape, this shard's part of the sum."""
+    def _lay_out(self) -> None:
+        gate_up, down, form = self.gate_up.all_stored, self.down.all_stored, self._form
+        if not kernel.supports(gate_up, down):
+            self.gate_up.pack()
+            self.down.pack()
+            return
+        self._packed = kernel.PackedExperts(
+            gate_up,
+            down,
+            form.gate,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            weighs_inputs=form.weighs_inputs,
+        )
+        self.gate_up.let_go()
+        self.down.let_go()
+
+    def __call__(self, x: Tensor, routed: Routed, shared: Tensor | None = None) -> Tensor:
+        """x: (n, hidden_size) -> the same shape, this shard's part of the sum, and of `shared`,
+        which is like it."""
+        if self._packed is not None:
+            return self._packed(x, *routed, shared)
+        out = self._in_torch(x, routed)
+        return out if shared is None else out.add_(shared)
+
+    def _in_torch(self, x: Tensor, routed: Routed) -> Tensor:
         num_tokens, top_k = routed.experts.shape
         experts, order = routed.experts.view(-1).sort(stable=True)
         ends = torch.searchsorted(experts, self._ids, right=True, out_int32=True)
@@ -104,7 +127,7 @@ class Experts:
         match self._form.stored:
             case SplitExperts() as names:
                 return dict(self._split(name, names))
-            case StackedExperts(is_interleaved=True):
+            case StackedExperts() if self._form.gate.is_interleaved:
                 return self._stacked(name, [slice(2 * self._share.start, 2 * self._share.stop)])
             case StackedExperts():
                 first, last = self._share.start, self._share.stop
@@ -157,7 +180,7 @@ class SharedExpert:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (n, hidden_size) -> the same shape, this shard's part of the sum."""
-        return self.down.weight.product(silu_and_mul(self.gate_up(x)))
+        return self.down.weight.product(SILU(self.gate_up(x)))
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {
@@ -195,9 +218,8 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (n, hidden_size) -> the same shape."""
-        out = self.experts(x, self.router(x))
-        if self.shared is not None:
-            out.add_(self.shared(x))
+        shared = None if self.shared is None else self.shared(x)
+        out = self.experts(x, self.router(x), shared)
         return self._parallel.all_reduce(out)
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:

@@ -28,13 +28,27 @@ class ExpertMatrices:
         self._stored: Tensor | None = placement.empty(num_experts, rows, columns)
         self._packed: list[Tensor] = []
         self._is_grouped = _can_group(self._stored)
-        if _can_pack(self._stored):
-            placement.when_loaded(self._pack)
+
+    @property
+    def all_stored(self) -> Tensor:
+        """(num_experts, rows, columns): the memory to fill."""
+        assert self._stored is not None, "the matrices have been filled"
+        return self._stored
 
     def stored(self, expert: int) -> Tensor:
-        """(rows, columns): the memory to fill."""
-        assert self._stored is not None, "the matrices have been filled"
-        return self._stored[expert]
+        """(rows, columns) of one of them."""
+        return self.all_stored[expert]
+
+    def pack(self) -> None:
+        """All are filled: lay them out, where that is better."""
+        if _can_pack(self.all_stored):
+            linear = torch.ops.mkldnn._reorder_linear_weight
+            self._packed = [linear(matrix) for matrix in self.all_stored]
+            self._stored = None
+
+    def let_go(self) -> None:
+        """All are filled, and copied elsewhere."""
+        self._stored = None
 
     def product(self, x: Tensor, ends: Tensor) -> Tensor:
         """x: (n, columns), sorted by expert; ends: (num_experts,) int32, where each one's rows end.
@@ -45,15 +59,9 @@ class ExpertMatrices:
             return torch.cat(
                 [linear(rows, self._packed[i], None, "none", [], "") for i, rows in pieces]
             )
-        assert self._stored is not None
         if self._is_grouped:
-            return F.grouped_mm(x, self._stored.transpose(1, 2), offs=ends)
-        return torch.cat([F.linear(rows, self._stored[i]) for i, rows in _pieces(x, ends)])
-
-    def _pack(self) -> None:
-        assert self._stored is not None
-        self._packed = [torch.ops.mkldnn._reorder_linear_weight(matrix) for matrix in self._stored]
-        self._stored = None
+            return F.grouped_mm(x, self.all_stored.transpose(1, 2), offs=ends)
+        return torch.cat([F.linear(rows, self.stored(i)) for i, rows in _pieces(x, ends)])
 
 
 def _pieces(x: Tensor, ends: Tensor) -> list[tuple[int, Tensor]]:

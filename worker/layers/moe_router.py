@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshore.worker.kernels.native import Native, kernels_for
+from longshore.worker.kernels.route import route
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
 
@@ -108,7 +110,25 @@ class Router:
 
     def __call__(self, x: Tensor) -> Routed:
         """x: (n, hidden_size), the model's dtype."""
+        if kernels := kernels_for(x):
+            return Routed(*self._route(kernels, x))
         return self.routing.choose(F.linear(x.float(), self.weight, self.bias), self.correction)
+
+    def _route(self, kernels: Native, x: Tensor) -> tuple[Tensor, Tensor]:
+        routing = self.routing
+        return route(
+            kernels,
+            x,
+            self.weight,
+            bias=self.bias,
+            correction=self.correction,
+            top_k=routing.top_k,
+            num_groups=routing.num_groups,
+            top_k_groups=routing.top_k_groups,
+            scale=routing.scale,
+            is_sigmoid=routing.scoring == "sigmoid",
+            renormalises=routing.renormalise,
+        )
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         """name: of the gate, as `model.layers.0.mlp.gate`."""

@@ -1,6 +1,5 @@
 """Root mean square normalisation (Zhang and Sennrich, 2019), computed in float32."""
 
-import torch
 from torch import Tensor
 
 from longshore.worker.kernels.rms_norm import add_rms_norm, rms_norm
@@ -43,12 +42,3 @@ class OffsetRMSNorm(RMSNorm):
 
     def _add_one(self) -> None:
         self.weight = self.weight.float() + 1.0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x.float(), self.weight, self.eps).to(x.dtype)
-
-    def after_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        if residual is not None and x.dtype == torch.float32:
-            return super().after_add(x, residual)
-        total = x if residual is None else residual.add_(x)
-        return self(total), total

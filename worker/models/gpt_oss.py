@@ -1,11 +1,10 @@
 """GPT-OSS: a Llama whose heads may attend to nothing, with a mixture of experts for the MLP."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.kernels.gate import Gate
 from longshore.worker.layers.attention import SelfAttention
 from longshore.worker.layers.moe import ExpertForm, MixtureOfExperts, StackedExperts
 from longshore.worker.layers.moe_router import Routing
@@ -43,21 +42,19 @@ class SinkAttention(SelfAttention):
         return {**super().checkpoint_tensors(name), f"{name}.sinks": sinks}
 
 
-def clamped_swiglu(both: Tensor, *, alpha: float, limit: float) -> Tensor:
-    """both: (n, 2 * size), gates and what they let through in turn -> (n, size)."""
-    gate = both[:, 0::2].clamp(max=limit)
-    up = both[:, 1::2].clamp(-limit, limit)
-    return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1))
-
-
 class GptOss(Decoder):
     config: GptOssConfig
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         config = self.config
         form = ExpertForm(
-            stored=StackedExperts(is_interleaved=True),
-            gate=partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit),
+            stored=StackedExperts(),
+            gate=Gate(
+                activation="clamped_swiglu",
+                alpha=config.swiglu_alpha,
+                limit=config.swiglu_limit,
+                is_interleaved=True,
+            ),
             bias=True,
         )
         routing = Routing(

@@ -16,7 +16,7 @@ from longshore.worker.models.decoder import Decoder, DecoderLayer
 from longshore.worker.models.llama import FeedForward, PreNormLayer
 from longshore.worker.models.llama4_config import Llama4Config
 
-EXPERTS: Final = ExpertForm(stored=StackedExperts(is_interleaved=False), weighs_inputs=True)
+EXPERTS: Final = ExpertForm(stored=StackedExperts(), weighs_inputs=True)
 
 
 class RopeAttention(SelfAttention):

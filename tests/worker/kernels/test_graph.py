@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from longshore.worker.kernels.argmax import argmax
+from longshore.worker.kernels.gate import SILU
 from longshore.worker.kernels.graph import Graph, NotCapturable, capture
 from longshore.worker.kernels.linear import PackedMatrix
 from longshore.worker.kernels.native import native
 from longshore.worker.kernels.rms_norm import add_rms_norm, rms_norm
 from longshore.worker.kernels.rotary import rotary_
-from longshore.worker.kernels.silu_and_mul import silu_and_mul
 from tests.worker.kernels.variants import NATIVE, using
 
 TOKENS, SIZE = 24, 48
@@ -32,7 +32,7 @@ def layer(x: Tensor, residual: Tensor, positions: Tensor, table: Tensor, norm: T
     heads = rms_norm(x, norm, 1e-6).view(len(x), 3, SIZE // 3)
     rotary_(heads[:, :2], heads[:, 2:], positions, table)
     x = rms_norm(heads.view(len(x), SIZE), norm, 1e-6)
-    return rms_norm(silu_and_mul(x), norm[: SIZE // 2], 1e-6)
+    return rms_norm(SILU(x), norm[: SIZE // 2], 1e-6)
 
 
 @every_set

@@ -8,6 +8,7 @@ import torch
 
 from longshore.worker.config import WorkerConfig
 from longshore.worker.kernels import native as native_module
+from longshore.worker.kernels.gate import SILU
 from longshore.worker.kernels.native import (
     INSTRUCTION_SETS,
     Native,
@@ -18,7 +19,6 @@ from longshore.worker.kernels.native import (
     num_threads,
     select,
 )
-from longshore.worker.kernels.silu_and_mul import silu_and_mul
 from longshore.worker.worker import Worker
 from tests.models import make_tiny_llama
 from tests.worker.kernels.variants import NATIVE, native_only, using
@@ -34,7 +34,7 @@ def test_the_kernels_run_on_torchs_threads_and_start_none(kernels: Native) -> No
     with using(kernels.instruction_set, num_threads=3):
         torch.sigmoid(x)
         before = threads()
-        silu_and_mul(x)
+        SILU(x)
         assert threads() == before
 
 

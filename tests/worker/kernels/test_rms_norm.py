@@ -51,6 +51,26 @@ def test_the_residual_becomes_the_sum_that_is_normalised(
 
 
 @every_variant
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@given(rows=st.integers(1, 5), size=SIZES, has_residual=st.booleans())
+def test_a_wider_weight_multiplies_what_is_not_rounded_yet(
+    variant: str, dtype: torch.dtype, rows: int, size: int, has_residual: bool
+) -> None:
+    x, residual = torch.randn(2, rows, size).to(dtype)
+    weight = torch.randn(size)
+    total = x + residual if has_residual else x
+    wanted = expected(total, weight)
+    with using(variant):
+        if has_residual:
+            actual = add_rms_norm(x, residual, weight, EPS)
+        else:
+            actual = rms_norm(x, weight, EPS)
+    assert actual.dtype == dtype
+    once = 1.01 * torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(actual.double(), wanted, rtol=once, atol=1e-6)
+
+
+@every_variant
 def test_a_part_of_wider_lines_and_heads_of_lines_are_normalised(variant: str) -> None:
     wide = torch.randn(7, 100)
     part, heads = wide[:, 20:84], wide[:, :96].view(7, 3, 32)
@@ -81,6 +101,8 @@ def test_what_does_not_fit_is_refused() -> None:
         rms_norm(x, torch.ones(7), EPS)
     with pytest.raises(ValueError, match=r"weight is torch.bfloat16"):
         rms_norm(x, torch.ones(8).bfloat16(), EPS)
+    with pytest.raises(ValueError, match=r"weight is torch.float64"):
+        rms_norm(x, torch.ones(8).double(), EPS)
     with pytest.raises(ValueError, match="out must be contiguous"):
         rms_norm(x, torch.ones(8), EPS, out=torch.empty(8, 2).t())
     with pytest.raises(ValueError, match=r"the residual, torch.float32"):

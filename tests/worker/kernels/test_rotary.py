@@ -32,7 +32,7 @@ def expected(heads: Tensor, positions: Tensor, angles: Tensor, norm: Tensor | No
     num_pairs=st.integers(1, 40),
     num_rest=st.sampled_from([0, 1, 16]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    is_normed=st.booleans(),
+    norm_type=st.sampled_from([None, "like the heads", "float32"]),
     num_threads=st.sampled_from([1, 3]),
 )
 def test_heads_of_one_product_turn_in_place_and_values_stay(
@@ -43,7 +43,7 @@ def test_heads_of_one_product_turn_in_place_and_values_stay(
     num_pairs: int,
     num_rest: int,
     dtype: torch.dtype,
-    is_normed: bool,
+    norm_type: str | None,
     num_threads: int,
 ) -> None:
     head_dim = 2 * num_pairs + num_rest
@@ -52,7 +52,9 @@ def test_heads_of_one_product_turn_in_place_and_values_stay(
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     positions = torch.randint(0, MAX_POSITIONS, (num_tokens,))
-    norms = torch.randn(2, head_dim).to(dtype) if is_normed else (None, None)
+    norms = (None, None)
+    if norm_type is not None:
+        norms = torch.randn(2, head_dim).to(torch.float32 if norm_type == "float32" else dtype)
     wanted_q = expected(q, positions, angles, norms[0])
     wanted_k = expected(k, positions, angles, norms[1])
     values = v.clone()
@@ -81,3 +83,8 @@ def test_what_does_not_fit_is_refused() -> None:
         rotary_(q, k, positions.int(), table)
     with pytest.raises(ValueError, match="a head's norm"):
         rotary_(q, k, positions, table, q_norm=torch.ones(7))
+    with pytest.raises(ValueError, match=r"a head's norm is torch\.float64"):
+        rotary_(q, k, positions, table, k_norm=torch.ones(8).double())
+    half = torch.ones(8).bfloat16()
+    with pytest.raises(ValueError, match="not alike"):
+        rotary_(q.bfloat16(), k.bfloat16(), positions, table, q_norm=half, k_norm=torch.ones(8))

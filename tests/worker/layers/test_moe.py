@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from longshore.worker.kernels.gate import Gate
 from longshore.worker.layers.moe import (
     ExpertForm,
     MixtureOfExperts,
@@ -26,13 +27,11 @@ from tests.worker.models.thread_ranks import on_every_rank
 CPU = torch.device("cpu")
 FORMS = {
     "split": ExpertForm(stored=SplitExperts(gate="w1", up="w3", down="w2")),
-    "stacked": ExpertForm(stored=StackedExperts(is_interleaved=False), bias=True),
+    "stacked": ExpertForm(stored=StackedExperts(), bias=True),
     "interleaved": ExpertForm(
-        stored=StackedExperts(is_interleaved=True),
-        gate=lambda both: F.silu(both[:, ::2]) * both[:, 1::2],
-        bias=True,
+        stored=StackedExperts(), gate=Gate(activation="silu", is_interleaved=True), bias=True
     ),
-    "weighed inputs": ExpertForm(stored=StackedExperts(is_interleaved=False), weighs_inputs=True),
+    "weighed inputs": ExpertForm(stored=StackedExperts(), weighs_inputs=True),
 }
 
 
@@ -74,8 +73,8 @@ class Reference:
                     for name, stacked in matrices.items()
                     for i, matrix in enumerate(stacked)
                 }
-            case StackedExperts(is_interleaved=is_interleaved):
-                pair = torch.stack if is_interleaved else torch.cat
+            case StackedExperts():
+                pair = torch.stack if self.form.gate.is_interleaved else torch.cat
                 stored = router | {
                     "m.experts.gate_up_proj": pair([self.gate, self.up], -1).flatten(2),
                     "m.experts.down_proj": self.down,

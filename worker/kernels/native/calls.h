@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-constexpr int INTERFACE = 3;  // of this file, as in native.py; raise both with every change
+constexpr int INTERFACE = 4;  // of this file, as in native.py; raise both with every change
 
 struct BFloat16 {
   uint16_t bits;
@@ -15,7 +15,8 @@ struct Fp8 {
 
 constexpr int64_t MAX_HEAD_DIM = 576;
 
-// rows (num_rows, size) of x and out, `*_stride` elements apart; residual may be null.
+// rows (num_rows, size) of x and out, `*_stride` elements apart; residual may be null. A float weight
+// multiplies what is not rounded yet.
 struct RmsNorm {
   const void* x;
   void* residual;
@@ -23,14 +24,24 @@ struct RmsNorm {
   void* out;
   int64_t num_rows, size, x_stride, residual_stride, out_stride;
   float eps;
+  int has_float_weight;
   int threads;
 };
 
-// gate_up (num_rows, 2 * size), out (num_rows, size) contiguous.
-struct SiluAndMul {
+enum Activation : int32_t { SILU, GELU, GELU_TANH, CLAMPED_SWIGLU };
+
+// What is between the two products of a feed-forward layer; alpha and limit: of CLAMPED_SWIGLU.
+struct Gate {
+  Activation activation;
+  float alpha, limit;
+};
+
+// gate_up (num_rows, 2 * size), gates first; out (num_rows, size) contiguous.
+struct GateAndMul {
   const void* gate_up;
   void* out;
   int64_t num_rows, size, stride;
+  Gate gate;
   int threads;
 };
 
@@ -48,6 +59,7 @@ struct Rotary {
   const float* table;
   int64_t num_tokens, head_dim, num_pairs;
   float eps;
+  int has_float_norms;
   int threads;
 };
 
@@ -121,8 +133,40 @@ struct Linear {
   int threads;
 };
 
+// x (num_tokens, size), `x_stride` elements apart; weight (num_experts, size); bias, correction
+// (num_experts,) or null; scores: room for 3 * num_experts of each token. Results (num_tokens, top_k).
+struct Route {
+  const void* x;
+  const float *weight, *bias, *correction;
+  float *scores, *weights;
+  int64_t* chosen;
+  int64_t num_tokens, num_experts, size, x_stride, top_k, num_groups, top_k_groups;
+  float scale;
+  int is_sigmoid, renormalises;
+  int threads;
+};
+
+// x (num_tokens, size), `x_stride` elements apart; weights, chosen (num_tokens, top_k); gate_up, down
+// and gate_up_bias: packed, see experts.h; down_bias (num_experts, size); biases may be null; shared
+// (num_tokens, size): is added to the result, may be null; out (num_tokens, size).
+// Room: rows (num_tokens * top_k, size), hidden (num_tokens * top_k, width), sorted
+// (1 + 2 * num_experts + num_tokens * top_k).
+struct Experts {
+  const void* x;
+  const float* weights;
+  const int64_t* chosen;
+  const void *gate_up, *down, *gate_up_bias, *down_bias, *shared;
+  void *rows, *hidden;
+  int64_t* sorted;
+  void* out;
+  int64_t num_tokens, num_experts, top_k, size, width, x_stride;
+  Gate gate;
+  int weighs_inputs;
+  int threads;
+};
+
 // What a graph can call; step: which of a run's attention steps.
-enum Kernel : int32_t { RMS_NORM, SILU_AND_MUL, ROTARY, PAGED_ATTENTION, LINEAR };
+enum Kernel : int32_t { RMS_NORM, GATE, ROTARY, PAGED_ATTENTION, LINEAR, ROUTE, EXPERTS };
 
 struct GraphCall {
   Kernel kernel;
@@ -134,11 +178,13 @@ struct GraphCall {
 // The functions of one instruction set, each for float and for bfloat16, or for float alone.
 struct Variant {
   void (*rms_norm[2])(const RmsNorm&);
-  void (*silu_and_mul[2])(const SiluAndMul&);
+  void (*gate[2])(const GateAndMul&);
   void (*rotary[2])(const Rotary&);
   void (*paged_attention[2])(const AttentionStep&, const AttentionLayer&);
   void (*argmax[1])(const Argmax&);
   void (*linear[2])(const Linear&);  // for bfloat16 alone, where the processor multiplies it
+  void (*route[2])(const Route&);
+  void (*experts[2])(const Experts&);  // for bfloat16, where there is a `linear`
   void (*run_graph)(const GraphCall*, int64_t num_calls, int64_t captured, int64_t tokens,
                     const AttentionStep* const*, int threads);
 };

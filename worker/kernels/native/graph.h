@@ -13,10 +13,10 @@ static void run_call(const GraphCall& call, int64_t captured, int64_t tokens,
       one.num_rows = rows(one.num_rows);
       return rms_norm_in_team<T>(one);
     }
-    case SILU_AND_MUL: {
-      SiluAndMul one = *(const SiluAndMul*)call.arguments;
+    case GATE: {
+      GateAndMul one = *(const GateAndMul*)call.arguments;
       one.num_rows = rows(one.num_rows);
-      return silu_and_mul_in_team<T>(one);
+      return gate_in_team<T>(one);
     }
     case ROTARY: {
       Rotary one = *(const Rotary*)call.arguments;
@@ -31,6 +31,16 @@ static void run_call(const GraphCall& call, int64_t captured, int64_t tokens,
       one.num_rows = rows(one.num_rows);
       return linear_in_team(one);
 #endif
+    }
+    case ROUTE: {
+      Route one = *(const Route*)call.arguments;
+      one.num_tokens = rows(one.num_tokens);
+      return route_in_team<T>(one);
+    }
+    case EXPERTS: {
+      Experts one = *(const Experts*)call.arguments;
+      one.num_tokens = rows(one.num_tokens);
+      if constexpr (MULTIPLIES<T>) return experts_in_team<T>(one);
     }
   }
 }

@@ -6,6 +6,7 @@
 #include "calls.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 #include <utility>

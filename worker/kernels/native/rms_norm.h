@@ -1,8 +1,9 @@
 // Root mean square normalisation, optionally of a sum with the residual stream.
 
-// residual, if given, becomes x + residual (rounded to T), and that is what is normalised.
-template <class T>
-static void rms_norm_row(const T* x, T* residual, const T* weight, T* out, int64_t size,
+// residual, if given, becomes x + residual (rounded to T), and that is what is normalised. What is
+// normalised is rounded as the weight is, before it multiplies.
+template <class T, class W>
+static void rms_norm_row(const T* x, T* residual, const W* weight, T* out, int64_t size,
                          float eps) {
   Floats squares{};
   for (int64_t i = 0; i < size; i += LANES) {
@@ -16,19 +17,24 @@ static void rms_norm_row(const T* x, T* residual, const T* weight, T* out, int64
   const float scale = 1.0f / __builtin_sqrtf(sum(squares) / size + eps);
   const T* summed = residual ? residual : x;
   for (int64_t i = 0; i < size; i += LANES) {
-    Floats normal = rounded_to<T>(load_part(summed + i, size - i) * scale);
+    Floats normal = rounded_to<W>(load_part(summed + i, size - i) * scale);
     store_part(out + i, normal * load_part(weight + i, size - i), size - i);
   }
 }
 
-template <class T>
-static void rms_norm_in_team(const RmsNorm& call) {
+template <class T, class W>
+static void rms_norm_rows(const RmsNorm& call) {
   const int64_t size = call.size;
 #pragma omp for
   for (int64_t row = 0; row < call.num_rows; ++row)
     rms_norm_row((const T*)call.x + row * call.x_stride,
                  call.residual ? (T*)call.residual + row * call.residual_stride : nullptr,
-                 (const T*)call.weight, (T*)call.out + row * call.out_stride, size, call.eps);
+                 (const W*)call.weight, (T*)call.out + row * call.out_stride, size, call.eps);
+}
+
+template <class T>
+static void rms_norm_in_team(const RmsNorm& call) {
+  call.has_float_weight ? rms_norm_rows<T, float>(call) : rms_norm_rows<T, T>(call);
 }
 
 template <class T>

@@ -21,7 +21,9 @@ static void rotary_in_team(const Rotary& call) {
     for (const Heads& heads : call.heads)
       for (int64_t h = 0; h < heads.num_heads; ++h) {
         T* head = (T*)heads.data + token * heads.stride + h * call.head_dim;
-        if (heads.norm)
+        if (heads.norm && call.has_float_norms)
+          rms_norm_row(head, (T*)nullptr, (const float*)heads.norm, head, call.head_dim, call.eps);
+        else if (heads.norm)
           rms_norm_row(head, (T*)nullptr, (const T*)heads.norm, head, call.head_dim, call.eps);
         turn_head(head, cos, cos + call.num_pairs, call.num_pairs);
       }

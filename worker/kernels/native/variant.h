@@ -8,13 +8,15 @@
 #include "paged_attention.h"
 #include "rms_norm.h"
 #include "rotary.h"
-#include "silu_and_mul.h"
+#include "gate.h"
 #include "linear.h"
+#include "route.h"
+#include "experts.h"
 #include "graph.h"
 
 static const Variant VARIANT = {
     {rms_norm<float>, rms_norm<BFloat16>},
-    {silu_and_mul<float>, silu_and_mul<BFloat16>},
+    {gate<float>, gate<BFloat16>},
     {rotary<float>, rotary<BFloat16>},
     {paged_attention<float>, paged_attention<BFloat16>},
     {argmax},
@@ -22,6 +24,12 @@ static const Variant VARIANT = {
     {nullptr, linear},
 #else
     {},
+#endif
+    {route<float>, route<BFloat16>},
+#if HAS_BF16_DOT
+    {experts<float>, experts<BFloat16>},
+#else
+    {experts<float>},
 #endif
     run_graph,
 };

@@ -1,0 +1,197 @@
+"""All experts in one call: every instruction set against the experts one by one, in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from longshore.worker.kernels.experts import PackedExperts, supports
+from longshore.worker.kernels.gate import Gate
+from longshore.worker.kernels.graph import capture
+from longshore.worker.kernels.native import native
+from tests.worker.kernels.variants import NATIVE, using
+
+COMPUTED = [
+    pytest.param(name, dtype, id=f"{name}-{dtype}")
+    for name in NATIVE
+    for dtype in (torch.float32, torch.bfloat16)
+    if dtype == torch.float32 or name == "avx512bf16"
+]
+every_set = pytest.mark.parametrize(("variant", "dtype"), COMPUTED)
+
+CLAMPED = Gate(activation="clamped_swiglu", alpha=1.5, limit=2.0, is_interleaved=True)
+GATES = [Gate(activation="silu"), Gate(activation="gelu_tanh", is_interleaved=True), CLAMPED]
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Case:
+    """Experts, tokens, and which chooses which: not all experts need be chosen."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        num_experts: int = 5,
+        size: int = 34,
+        width: int = 22,
+        num_tokens: int = 40,
+        top_k: int = 2,
+        gate: Gate = GATES[0],
+        has_biases: bool = False,
+        has_shared: bool = False,
+        weighs_inputs: bool = False,
+    ) -> None:
+        self.gate, self.weighs_inputs = gate, weighs_inputs
+        self.gate_up = random(num_experts, 2 * width, size, seed=1, dtype=dtype) / 4
+        self.down = random(num_experts, size, width, seed=2, dtype=dtype) / 4
+        self.gate_up_bias = random(num_experts, 2 * width, seed=3, dtype=dtype)
+        self.down_bias = random(num_experts, size, seed=4, dtype=dtype)
+        self.biases = (self.gate_up_bias, self.down_bias) if has_biases else (None, None)
+        self.x = random(num_tokens, size, seed=5, dtype=dtype)
+        self.shared = random(num_tokens, size, seed=6, dtype=dtype) if has_shared else None
+        self.weights = random(num_tokens, top_k, seed=7).sigmoid()
+        self.chosen = random(num_tokens, num_experts, seed=8).topk(top_k).indices
+        self.chosen[num_tokens // 2 :] = self.chosen[:1]  # some have many rows
+
+    def packed(self) -> PackedExperts:
+        return PackedExperts(
+            self.gate_up,
+            self.down,
+            self.gate,
+            gate_up_bias=self.biases[0],
+            down_bias=self.biases[1],
+            weighs_inputs=self.weighs_inputs,
+        )
+
+    def compute(self, packed: PackedExperts, tokens: slice = slice(None)) -> Tensor:
+        shared = None if self.shared is None else self.shared[tokens]
+        return packed(self.x[tokens], self.weights[tokens], self.chosen[tokens], shared)
+
+    def exact(self) -> Tensor:
+        out = torch.zeros(self.x.shape, dtype=torch.float64)
+        if self.shared is not None:
+            out += self.shared
+        for token, (weights, experts) in enumerate(zip(self.weights, self.chosen, strict=True)):
+            for weight, e in zip(weights.double(), experts.tolist(), strict=True):
+                x = self.x[token].double() * (weight if self.weighs_inputs else 1)
+                both = self.gate_up[e].double() @ x
+                if self.biases[0] is not None:
+                    both += self.gate_up_bias[e]
+                y = self.down[e].double() @ self.gate.reference(both.unsqueeze(0))[0]
+                if self.biases[1] is not None:
+                    y += self.down_bias[e]
+                out[token] += y * (1 if self.weighs_inputs else weight)
+        return out
+
+
+@every_set
+@settings(max_examples=25)
+@given(
+    num_experts=st.integers(1, 6),
+    size=st.integers(1, 40).map(lambda pairs: 2 * pairs),
+    width=st.integers(1, 40).map(lambda pairs: 2 * pairs),
+    num_tokens=st.sampled_from([0, 1, 2, 13, 60]),
+    gate=st.sampled_from(GATES),
+    has_biases=st.booleans(),
+    has_shared=st.booleans(),
+    weighs_inputs=st.booleans(),
+    num_threads=st.sampled_from([1, 3]),
+    data=st.data(),
+)
+def test_each_token_gets_the_weighed_sum_of_its_experts(
+    variant: str,
+    dtype: torch.dtype,
+    num_experts: int,
+    num_threads: int,
+    data: st.DataObject,
+    **form: object,
+) -> None:
+    top_k = data.draw(st.integers(1, num_experts))
+    case = Case(dtype, num_experts=num_experts, top_k=top_k, **form)  # type: ignore[arg-type]
+    with using(variant, num_threads=num_threads):
+        got = case.compute(case.packed())
+    wanted = case.exact()
+    rounding = 16 * torch.finfo(dtype).eps
+    largest = float(wanted.abs().amax()) if len(wanted) else 0.0
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=rounding * (1 + largest))
+
+
+@every_set
+def test_a_token_has_the_same_bits_alone_and_among_others(variant: str, dtype: torch.dtype) -> None:
+    case = Case(dtype, num_tokens=300, size=96, width=70)
+    with using(variant, num_threads=3):
+        packed = case.packed()
+        together = case.compute(packed)
+        for token in (0, 1, 150, 299):
+            assert torch.equal(case.compute(packed, slice(token, token + 1))[0], together[token])
+        assert torch.equal(case.compute(packed, slice(7, 40)), together[7:40])
+
+
+@every_set
+def test_a_nan_stays_in_its_token_and_in_experts_that_are_chosen(
+    variant: str, dtype: torch.dtype
+) -> None:
+    case = Case(dtype, num_experts=3, num_tokens=9)
+    case.chosen = torch.tensor([[0, 1]]).repeat(9, 1)
+    case.gate_up[2] = torch.nan
+    case.x[4, 0] = torch.nan
+    with using(variant):
+        got = case.compute(case.packed())
+    assert got[4].isnan().all()
+    assert not got[[0, 1, 2, 3, 5, 6, 7, 8]].isnan().any()
+
+
+@every_set
+def test_a_replay_computes_other_tokens_with_other_experts(
+    variant: str, dtype: torch.dtype
+) -> None:
+    case = Case(dtype, num_tokens=24, has_biases=True)
+    with using(variant, num_threads=2):
+        packed, kernels = case.packed(), native()
+        assert kernels is not None
+        wanted = case.compute(packed)
+        x, weights, chosen = case.x.clone(), case.weights.clone(), case.chosen.clone()
+        result, graph = capture(kernels, lambda: packed(x, weights, chosen), 24, ())
+        for place, values in ((x, case.x), (weights, case.weights), (chosen, case.chosen)):
+            place[:7] = values[-7:]
+        graph.replay(7, ())
+        assert torch.equal(result[:7], wanted[-7:])
+
+
+@every_set
+def test_what_does_not_fit_is_refused(variant: str, dtype: torch.dtype) -> None:
+    case = Case(dtype)
+    with using(variant):
+        packed = case.packed()
+        x, weights, chosen = case.x, case.weights, case.chosen
+        with pytest.raises(ValueError, match=r"x is torch\.float16"):
+            packed(x.half(), weights, chosen)
+        with pytest.raises(ValueError, match=r"shared is .* the experts need .*\(40, 34\)"):
+            packed(x, weights, chosen, x[:, :33])
+        with pytest.raises(ValueError, match="weights are"):
+            packed(x, weights[:, :1], chosen)
+        with pytest.raises(ValueError, match="contiguous"):
+            packed(x, weights, chosen.int())
+
+
+@pytest.mark.skipif("avx512bf16" not in NATIVE, reason="the processor has no such products")
+def test_what_is_packed_is_what_a_kernel_multiplies() -> None:
+    def both(size: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return torch.zeros(2, 2 * width, size, dtype=dtype), torch.zeros(
+            2, size, width, dtype=dtype
+        )
+
+    with using("avx2"):
+        assert supports(*both(3, 5, torch.float32))
+        assert not supports(*both(4, 4, torch.bfloat16))
+    with using("avx512bf16"):
+        assert not supports(*both(4, 5, torch.bfloat16))
+        assert not supports(*both(5, 4, torch.bfloat16))
+        assert not supports(*both(4, 4, torch.float16))
+    for variant in ("torch", "generic"):
+        with using(variant):
+            assert not supports(*both(4, 4, torch.float32))

@@ -1,0 +1,160 @@
+"""The choice of experts: every instruction set against plain torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from longshore.worker.kernels.graph import capture
+from longshore.worker.kernels.native import native
+from longshore.worker.layers.moe_router import Router, Routing
+from longshore.worker.layers.placement import Placement
+from tests.worker.kernels.variants import NATIVE, using
+
+every_set = pytest.mark.parametrize("variant", NATIVE)
+
+
+def make_router(routing: Routing, size: int, *, seed: int = 0) -> Router:
+    router = Router(size, routing, Placement(torch.float32, torch.device("cpu")))
+    generator = torch.Generator().manual_seed(seed)
+    for weight in (router.weight, router.bias, router.correction):
+        if weight is not None:
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    return router
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> Routing:
+    has_correction = draw(st.booleans())
+    num_groups = draw(st.integers(1, 4))
+    per_group = draw(st.integers(2 if has_correction else 1, 6))
+    top_k_groups = draw(st.integers(1, num_groups))
+    return Routing(
+        num_experts=num_groups * per_group,
+        top_k=draw(st.integers(1, min(5, top_k_groups * per_group))),
+        scoring=draw(st.sampled_from(["softmax", "sigmoid"])),
+        renormalise=draw(st.booleans()),
+        scale=draw(st.sampled_from([1.0, 2.5])),
+        num_groups=num_groups,
+        top_k_groups=top_k_groups,
+        has_bias=draw(st.booleans()),
+        has_correction=has_correction,
+    )
+
+
+def least_gap(router: Router, x: Tensor) -> float:
+    """Between the merits of two experts, or of two groups, of one token."""
+    routing = router.routing
+    scores = F.linear(x.double(), router.weight.double())
+    if router.bias is not None:
+        scores += router.bias
+    merits = scores.softmax(1) if routing.scoring == "softmax" else scores.sigmoid()
+    if router.correction is not None:
+        merits += router.correction
+    num_best = 1 if router.correction is None else 2
+    groups = merits.view(len(x), routing.num_groups, -1).topk(num_best).values.sum(2)
+    gaps = [values.sort(1).values.diff().flatten() for values in (merits, groups)]
+    return min(torch.cat(gaps).tolist(), default=1.0)
+
+
+@every_set
+@given(
+    routing=routings(),
+    num_tokens=st.integers(1, 11),
+    size=st.integers(1, 70),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    num_threads=st.sampled_from([1, 3]),
+    seed=st.integers(0, 2**16),
+)
+def test_experts_and_weights_are_those_of_plain_torch(
+    variant: str,
+    routing: Routing,
+    num_tokens: int,
+    size: int,
+    dtype: torch.dtype,
+    num_threads: int,
+    seed: int,
+) -> None:
+    router = make_router(routing, size, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(num_tokens, size, generator=generator) / size**0.5).to(dtype)
+    assume(least_gap(router, x) > 2e-6)  # of nearly equal ones, rounding chooses
+    with using("torch"):
+        wanted = router(x)
+    with using(variant, num_threads=num_threads):
+        got = router(x)
+    torch.testing.assert_close(got.weights, wanted.weights, rtol=2e-5, atol=1e-6)
+    assert torch.equal(got.experts, wanted.experts)
+
+
+@every_set
+def test_a_token_has_the_same_bits_alone_and_among_others(variant: str) -> None:
+    router = make_router(Routing(num_experts=10, top_k=3, renormalise=True), 70)
+    x = torch.randn(30, 2, 70)[:, 1]
+    with using(variant, num_threads=3):
+        together = router(x)
+        for token in (0, 1, 3, 29):
+            alone = router(x[token : token + 1])
+            assert torch.equal(alone.weights[0], together.weights[token])
+            assert torch.equal(alone.experts[0], together.experts[token])
+
+
+@every_set
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("has_correction", [False, True])
+def test_what_is_no_number_shows_in_the_weights_of_real_experts(
+    variant: str, scoring: str, has_correction: bool
+) -> None:
+    routing = Routing(
+        num_experts=8,
+        top_k=3,
+        scoring=scoring,  # type: ignore[arg-type]
+        num_groups=4,
+        top_k_groups=2,
+        has_correction=has_correction,
+    )
+    x = torch.randn(3, 20)
+    x[1, 5] = torch.nan
+    with using(variant):
+        routed = make_router(routing, 20)(x)
+    assert routed.weights.isnan().any(1).tolist() == [False, True, False]
+    assert all(len(set(chosen)) == 3 for chosen in routed.experts.tolist())
+    assert 0 <= int(routed.experts.min()) <= int(routed.experts.max()) < 8
+
+
+@every_set
+def test_equal_experts_are_chosen_in_their_order(variant: str) -> None:
+    router = make_router(Routing(num_experts=6, top_k=3, scoring="sigmoid"), 4)
+    router.weight.zero_()
+    router.weight[4] = 1.0
+    with using(variant):
+        assert router(torch.ones(1, 4)).experts.tolist() == [[4, 0, 1]]
+
+
+@every_set
+def test_a_replay_routes_other_tokens(variant: str) -> None:
+    router = make_router(Routing(num_experts=9, top_k=2), 20)
+    x, others = torch.zeros(12, 20), torch.randn(5, 20)
+    with using(variant, num_threads=2):
+        kernels = native()
+        assert kernels is not None
+        routed, graph = capture(kernels, lambda: router(x), 12, ())
+        x[:5] = others
+        graph.replay(5, ())
+        wanted = router(others)
+        assert torch.equal(routed.weights[:5], wanted.weights)
+        assert torch.equal(routed.experts[:5], wanted.experts)
+
+
+@every_set
+def test_what_does_not_fit_is_refused(variant: str) -> None:
+    router = make_router(Routing(num_experts=4, top_k=2), 8)
+    with using(variant):
+        for wrong in (torch.zeros(3, 7), torch.zeros(8, 3).t(), torch.zeros(8)):
+            with pytest.raises(ValueError, match=r"must be \(n, 8\)"):
+                router(wrong)
+        router.weight = router.weight.half()
+        with pytest.raises(ValueError, match=r"what routes is torch.float16"):
+            router(torch.zeros(3, 8))

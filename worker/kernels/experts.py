@@ -1,0 +1,140 @@
+"""All experts of a mixture in one call, from matrices that were packed for it once."""
+
+import torch
+from torch import Tensor
+
+from longshore.worker.kernels import linear
+from longshore.worker.kernels.gate import Gate
+from longshore.worker.kernels.linear import PANEL, pack_panels
+from longshore.worker.kernels.native import EXPERTS, empty, native, num_threads
+
+
+def supports(gate_up: Tensor, down: Tensor) -> bool:
+    """Whether the kernel computes with such matrices: (num_experts, 2 * width, size) and
+    (num_experts, size, width)."""
+    if gate_up.dtype == torch.float32:
+        kernels = native()
+        return (
+            kernels is not None
+            and kernels.instruction_set != "generic"  # slower than what torch has
+            and gate_up.device.type == "cpu"
+        )
+    return linear.supports(gate_up[0]) and linear.supports(down[0])
+
+
+class PackedExperts:
+    """Copies of the matrices, in panels of `PANEL` rows; one of `gate_up` has the gates of half as
+    many outputs, and then what they let through. Each is padded with zeros.
+
+    gate_up, down:           see `supports`.
+    gate_up_bias, down_bias: (num_experts, 2 * width), (num_experts, size), both or one or none.
+    gate:                    what combines gates and the others, and says where they are.
+    weighs_inputs:           a token's weights multiply what goes into its experts.
+    """
+
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        gate: Gate,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        weighs_inputs: bool = False,
+    ) -> None:
+        self._num_experts, self._size, self._width = down.shape
+        self._dtype, self._gate, self._weighs_inputs = down.dtype, gate, weighs_inputs
+        order = _gate_order(self._width, gate.is_interleaved)
+        self._gate_up = _pack(gate_up, order)
+        self._down = _pack(down, torch.arange(self._size))
+        self._gate_up_bias = None if gate_up_bias is None else _take(gate_up_bias.t(), order).t()
+        self._down_bias = down_bias
+        if self._gate_up_bias is not None:
+            self._gate_up_bias = self._gate_up_bias.contiguous()
+
+    def __call__(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, shared: Tensor | None = None
+    ) -> Tensor:
+        """x: (n, size) -> the same shape: the weighed sum of what the chosen experts compute, and
+        of `shared`, which is like it.
+
+        weights: (n, top_k) float32; chosen: (n, top_k) int64, below the number of experts; both
+        contiguous. Raises ValueError for what does not fit.
+        """
+        num_tokens, top_k = chosen.shape
+        shape = (num_tokens, self._size)
+        for name, given in (("x", x), ("shared", shared)):
+            if given is not None and (given.shape != shape or given.dtype != self._dtype):
+                raise ValueError(
+                    f"{name} is {given.dtype} {tuple(given.shape)}, the experts need {self._dtype} "
+                    f"{shape}"
+                )
+        if weights.shape != chosen.shape or weights.dtype != torch.float32:
+            raise ValueError(
+                f"weights are {weights.dtype} {tuple(weights.shape)}, the experts need "
+                f"torch.float32 {tuple(chosen.shape)}"
+            )
+        if chosen.dtype != torch.int64 or not (weights.is_contiguous() and chosen.is_contiguous()):
+            raise ValueError("experts must be torch.int64, and like weights contiguous")
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if shared is not None:
+            shared = shared.contiguous()
+        kernels = native()
+        assert kernels is not None, "experts were packed for kernels that are gone"
+        num_rows = num_tokens * top_k
+        rows = empty((num_rows, self._size), x.dtype)
+        hidden = empty((num_rows, self._width), x.dtype)
+        is_sorted = empty((1 + 2 * self._num_experts + num_rows,), torch.int64)
+        out = empty(shape, x.dtype)
+        expert_bytes = (self._gate_up.nbytes + self._down.nbytes) // self._num_experts
+        kernels.run(
+            "experts",
+            x.dtype,
+            EXPERTS.pack(
+                x.data_ptr(),
+                weights.data_ptr(),
+                chosen.data_ptr(),
+                self._gate_up.data_ptr(),
+                self._down.data_ptr(),
+                0 if self._gate_up_bias is None else self._gate_up_bias.data_ptr(),
+                0 if self._down_bias is None else self._down_bias.data_ptr(),
+                0 if shared is None else shared.data_ptr(),
+                rows.data_ptr(),
+                hidden.data_ptr(),
+                is_sorted.data_ptr(),
+                out.data_ptr(),
+                num_tokens,
+                self._num_experts,
+                top_k,
+                self._size,
+                self._width,
+                x.stride(0),
+                *self._gate.native,
+                self._weighs_inputs,
+                num_threads(num_rows * expert_bytes),
+            ),
+        )
+        return out
+
+
+def _gate_order(width: int, is_interleaved: bool) -> Tensor:
+    """Which rows of `gate_up` are those of its panels; -1 is padding."""
+    half = PANEL // 2
+    columns = torch.arange(-(-width // half) * half).view(-1, 1, half)
+    both = torch.tensor([0, 1]).view(2, 1)
+    rows = 2 * columns + both if is_interleaved else columns + width * both
+    return torch.where(columns < width, rows, -1).flatten()
+
+
+def _take(rows: Tensor, order: Tensor) -> Tensor:
+    """rows: (n, ...), of which `order` says where they go; zeros where it is negative."""
+    taken = rows.index_select(0, order.clamp(min=0))
+    taken[order < 0] = 0
+    return taken
+
+
+def _pack(matrices: Tensor, order: Tensor) -> Tensor:
+    """(num_experts, panels, ...) of matrices (num_experts, rows, columns)."""
+    packed = [pack_panels(_take(matrix, order)) for matrix in matrices]
+    return torch.stack(packed)

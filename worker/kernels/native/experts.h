@@ -1,0 +1,119 @@
+// A mixture's gated feed-forward layers, each of the rows that chose it.
+//
+// Rows are sorted by expert, so a panel of weights is read once for all rows of its expert, and not
+// at all if there are none. A panel of `gate_up` has the gates and what they let through of PANEL / 2
+// outputs, so they meet in the registers. See linear.h for the order of the sums.
+
+constexpr int64_t GATED = PANEL / 2;
+
+// The scratch of a call, in order: experts that have rows; where each expert's rows end; where the
+// row of a (token, choice) went.
+struct Sorted {
+  int64_t &num_active, *active, *ends, *places;
+
+  explicit Sorted(const Experts& call)
+      : num_active(call.sorted[0]),
+        active(call.sorted + 1),
+        ends(active + call.num_experts),
+        places(ends + call.num_experts) {}
+
+  int64_t begin(int64_t expert) const { return expert ? ends[expert - 1] : 0; }
+};
+
+static void sort_by_expert(const Experts& call, const Sorted& sorted) {
+  const int64_t num_rows = call.num_tokens * call.top_k;
+  std::fill_n(sorted.ends, call.num_experts, 0);
+  for (int64_t i = 0; i < num_rows; ++i) ++sorted.ends[call.chosen[i]];
+  sorted.num_active = 0;
+  int64_t end = 0;
+  for (int64_t expert = 0; expert < call.num_experts; ++expert) {
+    const int64_t count = sorted.ends[expert];
+    if (count) sorted.active[sorted.num_active++] = expert;
+    sorted.ends[expert] = end;  // of those placed so far
+    end += count;
+  }
+  for (int64_t i = 0; i < num_rows; ++i) sorted.places[i] = sorted.ends[call.chosen[i]]++;
+}
+
+// task(expert, panel), of experts that have rows.
+template <class Task>
+static inline void for_active_panels(const Sorted& sorted, int64_t num_panels, const Task& task) {
+  const int64_t num_tasks = sorted.num_active * num_panels;
+  const int64_t chunk = std::max<int64_t>(1, num_tasks / (16 * omp_get_num_threads()));
+#pragma omp for schedule(dynamic, chunk)
+  for (int64_t i = 0; i < num_tasks; ++i) task(sorted.active[i / num_panels], i % num_panels);
+}
+
+template <class T>
+static void experts_in_team(const Experts& call) {
+  const int64_t size = call.size, width = call.width, top_k = call.top_k;
+  const int64_t into = size / PACK<T>, back = width / PACK<T>;  // depths
+  const int64_t gate_panels = ceil_div(width, GATED), down_panels = ceil_div(size, PANEL);
+  T *rows = (T*)call.rows, *hidden = (T*)call.hidden;
+  const Sorted sorted(call);
+#pragma omp single
+  sort_by_expert(call, sorted);
+
+#pragma omp for
+  for (int64_t i = 0; i < call.num_tokens * top_k; ++i) {
+    const T* x = (const T*)call.x + i / top_k * call.x_stride;
+    T* row = rows + sorted.places[i] * size;
+    if (!call.weighs_inputs) {
+      memcpy(row, x, size * sizeof(T));
+      continue;
+    }
+    const Floats weight = rounded_to<T>(splat(call.weights[i]));
+    for (int64_t c = 0; c < size; c += LANES)
+      store_part(row + c, load_part(x + c, size - c) * weight, size - c);
+  }
+
+  for_active_panels(sorted, gate_panels, [&](int64_t expert, int64_t p) {
+    const int64_t panel = expert * gate_panels + p;
+    Floats bias[VECTORS];
+    load_columns((const T*)call.gate_up_bias, panel * PANEL, INT64_MAX, bias);
+    multiply_rows<T>(sorted.begin(expert), sorted.ends[expert], (const uint32_t*)rows, into,
+                     (const uint32_t*)call.gate_up + panel * into * PANEL, into,
+                     [&](int64_t row, const Floats* sums) {
+                       for (int i = 0; i < VECTORS / 2; ++i) {
+                         const int64_t column = p * GATED + i * LANES;
+                         if (column >= width) break;
+                         const int up = i + VECTORS / 2;
+                         const Floats value =
+                             gated<T>(call.gate, rounded_to<T>(sums[i] + bias[i]),
+                                      rounded_to<T>(sums[up] + bias[up]));
+                         store_part(hidden + row * width + column, value, width - column);
+                       }
+                     });
+  });
+
+  for_active_panels(sorted, down_panels, [&](int64_t expert, int64_t p) {
+    Floats bias[VECTORS];
+    const T* biases = (const T*)call.down_bias;
+    load_columns(biases ? biases + expert * size : nullptr, p * PANEL, size, bias);
+    multiply_rows<T>(sorted.begin(expert), sorted.ends[expert], (const uint32_t*)hidden, back,
+                     (const uint32_t*)call.down + (expert * down_panels + p) * back * PANEL, back,
+                     [&](int64_t row, const Floats* sums) {
+                       store_columns(rows + row * size, p * PANEL, size, sums, bias);
+                     });
+  });
+
+#pragma omp for
+  for (int64_t token = 0; token < call.num_tokens; ++token) {
+    const T* shared = call.shared ? (const T*)call.shared + token * size : nullptr;
+    for (int64_t c = 0; c < size; c += LANES) {
+      Floats total = shared ? load_part(shared + c, size - c) : Floats{};
+      for (int64_t i = token * top_k; i < (token + 1) * top_k; ++i) {
+        const float weight = call.weighs_inputs ? 1.0f : call.weights[i];
+        total += load_part(rows + sorted.places[i] * size + c, size - c) *
+                 rounded_to<T>(splat(weight));
+      }
+      store_part((T*)call.out + token * size + c, total, size - c);
+    }
+  }
+}
+
+template <class T>
+static void experts(const Experts& call) {
+#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
+  experts_in_team<T>(call);
+}

@@ -1,0 +1,67 @@
+"""The experts of each token: scores in float32, and the choice among them, in one call. What the
+choice is, and the same in plain torch, is in `worker/layers/moe_router.py`."""
+
+import torch
+from torch import Tensor
+
+from longshore.worker.kernels.native import ROUTE, Native, empty, num_threads
+
+
+def route(
+    kernels: Native,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    top_k: int,
+    num_groups: int,
+    top_k_groups: int,
+    scale: float,
+    is_sigmoid: bool,
+    renormalises: bool,
+) -> tuple[Tensor, Tensor]:
+    """x: (n, size), float32 or bfloat16; weight: (num_experts, size) float32, contiguous; bias,
+    correction: (num_experts,) float32. The settings: see Routing.
+
+    Returns weights, (n, top_k) float32, and experts, (n, top_k) int64, the best first, the lowest
+    of equal ones; a NaN counts as the best. Raises ValueError for what does not fit.
+    """
+    num_experts, size = weight.shape
+    for tensor in (weight, bias, correction):
+        if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_contiguous()):
+            raise ValueError(f"what routes is {tensor.dtype}, not contiguous torch.float32")
+    if x.shape[1:] != (size,) or x.stride(1) != 1:
+        raise ValueError(
+            f"x {tuple(x.shape)} with strides {x.stride()} must be (n, {size}), contiguous within "
+            "each line"
+        )
+    num_tokens = len(x)
+    scores = empty((num_tokens, 3, num_experts), torch.float32)
+    weights = empty((num_tokens, top_k), torch.float32)
+    chosen = empty((num_tokens, top_k), torch.int64)
+    kernels.run(
+        "route",
+        x.dtype,
+        ROUTE.pack(
+            x.data_ptr(),
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if correction is None else correction.data_ptr(),
+            scores.data_ptr(),
+            weights.data_ptr(),
+            chosen.data_ptr(),
+            num_tokens,
+            num_experts,
+            size,
+            x.stride(0),
+            top_k,
+            num_groups,
+            top_k_groups,
+            scale,
+            is_sigmoid,
+            renormalises,
+            num_threads(num_tokens * weight.nbytes),
+        ),
+    )
+    return weights, chosen
