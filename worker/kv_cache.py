@@ -8,12 +8,11 @@ as in PagedAttention (Kwon et al., 2023, section 4).
 
 import logging
 import math
-import mmap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +38,7 @@ are all that remains, and on a CPU share the machine with everybody else."""
 MAX_DEFAULT_CPU_BYTES: Final = 4 << 30
 """What a CPU rank takes at most without being asked to."""
 
+_ALIGNMENT_BYTES: Final = 64  # of torch's own CPU memory
 _STATE_DTYPES: Final = {4: torch.float32, 8: torch.float64}
 
 
@@ -301,13 +301,11 @@ def _positions(block_size: int, like: Tensor) -> Tensor:
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
-    """On a CPU the system provides the memory, as zeros, when it is first touched: gigabytes of
-    cache do not delay the start. In huge pages where it has them, since a step reads a little of
-    very many blocks; they are asked for here because not every allocator of a process does."""
+    """On a CPU the system provides each page, as zeros, when it is first touched: gigabytes of
+    cache do not delay the start."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     size_bytes = math.prod(shape)
-    memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes].view(shape)
+    memory = np.zeros(size_bytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return torch.from_numpy(memory[start : start + size_bytes]).view(shape)
