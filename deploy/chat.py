@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
-from longshore.deploy.options import ChatOptions
+from longshore.deploy.client_options import ChatOptions
 from longshore.protocol.errors import LongshoreError
 
 HELP: Final = (

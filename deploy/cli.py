@@ -12,15 +12,10 @@ from cyclopts.config import Env, Toml
 
 import longshore
 from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
+from longshore.deploy.client_options import ChatOptions, DoctorOptions, TopOptions
 from longshore.deploy.demo import DEMO_MODEL_DIR
 from longshore.deploy.logs import OWN, set_up_logging
-from longshore.deploy.options import (
-    CachePlanOptions,
-    ChatOptions,
-    DoctorOptions,
-    ServeOptions,
-    TopOptions,
-)
+from longshore.deploy.options import CachePlanOptions, ServeOptions
 from longshore.protocol.errors import ConfigError, LongshoreError
 
 logger = logging.getLogger(__name__)

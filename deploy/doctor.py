@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
-from longshore.deploy.options import DoctorOptions
+from longshore.deploy.client_options import DoctorOptions
 from longshore.protocol.client import EngineReport
 from longshore.scheduler.pause import PauseState
 

@@ -157,10 +157,7 @@ class EngineOptions:
         if fraction is not None and not 0 < fraction <= 1:
             raise ConfigError(f"kv_memory_fraction={fraction} must be above 0 and at most 1")
         for name in ("startup_timeout_s", "load_timeout_s", "rank_timeout_s"):
-            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} must be above 0 and at most {MAX_TIMEOUT_S}"
-                )
+            check_duration(name, getattr(self, name))
         if self.num_ranks > 1 and ":" in self.device:
             raise ConfigError(
                 f"device={self.device!r} names one GPU, but tensor_parallel_size="
@@ -261,93 +258,6 @@ class ServeOptions(EngineOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """A look at a running engine.
-
-    Attributes:
-        engine: Address of its server, as `longshore serve` prints it.
-        api_key: Key that the server wants.
-        json: Print the engine's report and the verdict as JSON instead of a table.
-        stall_after_s: An engine with requests of which none advances for so long is stalled.
-        timeout_s: How long the server may take to answer.
-    """
-
-    engine: str = "http://127.0.0.1:8000"
-    api_key: str | None = None
-    json: bool = False
-    stall_after_s: float = 10.0
-    timeout_s: float = 15.0
-
-    def __post_init__(self) -> None:
-        for name in ("stall_after_s", "timeout_s"):
-            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} must be above 0 and at most {MAX_TIMEOUT_S}"
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """A conversation with a running server. What is not given, the model's defaults say.
-
-    Attributes:
-        url: Address of the server, as `longshore serve` prints it.
-        api_key: Key that the server wants.
-        model: Name of the model. Default: the first that the server lists.
-        system: What the model is told before everything else.
-        temperature: 0 always takes the likeliest token.
-        top_p: Share of the probability that tokens are drawn from.
-        max_tokens: Of an answer.
-        seed: Makes answers repeatable.
-        timeout_s: For one answer.
-    """
-
-    url: str = "http://127.0.0.1:8000"
-    api_key: str | None = None
-    model: str | None = None
-    system: str = ""
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        check_at_least("max_tokens", self.max_tokens, 1)
-        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
-            raise ConfigError(
-                f"timeout_s={self.timeout_s} must be above 0 and at most {MAX_TIMEOUT_S}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TopOptions:
-    """A live view of a running server.
-
-    Attributes:
-        url: Address of the server, as `longshore serve` prints it.
-        api_key: Key that the server wants.
-        interval_s: Between two looks.
-        num_looks: End after so many. Default: Ctrl-C ends it.
-        timeout_s: How long the server may take to answer.
-    """
-
-    url: str = "http://127.0.0.1:8000"
-    api_key: str | None = None
-    interval_s: float = 1.0
-    num_looks: int | None = None
-    timeout_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        check_at_least("num_looks", self.num_looks, 1)
-        for name in ("interval_s", "timeout_s"):
-            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} must be above 0 and at most {MAX_TIMEOUT_S}"
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
 class CachePlanOptions:
     """What the KV cache of a model will hold.
 
@@ -408,6 +318,12 @@ def check_range(name: str, value: int | None, least: int, most: int) -> None:
     """Raise ConfigError naming the setting if it is given and outside least..most."""
     if value is not None and not least <= value <= most:
         raise ConfigError(f"{name}={value} must lie between {least} and {most}")
+
+
+def check_duration(name: str, seconds: float) -> None:
+    """Raise ConfigError naming the setting unless it is positive, and not absurd."""
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise ConfigError(f"{name}={seconds} must be above 0 and at most {MAX_TIMEOUT_S}")
 
 
 def check_at_least(name: str, value: int | None, minimum: int) -> None:

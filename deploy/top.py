@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longshore.deploy.bench.sse_client import HttpEndpoint
-from longshore.deploy.options import TopOptions
+from longshore.deploy.client_options import TopOptions
 from longshore.protocol.errors import LongshoreError
 
 TIMES: Final = (

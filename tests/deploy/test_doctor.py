@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from longshore.deploy.client_options import DoctorOptions
 from longshore.deploy.doctor import Health, examine, judge
-from longshore.deploy.options import DoctorOptions
 from longshore.protocol.client import EngineReport, WaitingReport
 from longshore.scheduler.pause import PauseState
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway, start_gateway
