@@ -16,6 +16,7 @@ from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
 from longshore.deploy.gateway.front_door import FrontDoor
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_responses import Model, ModelList
+from longshore.deploy.gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 from longshore.deploy.gateway.transcriptions import TranscriptionsEndpoint, TranslationsEndpoint
 from longshore.protocol.errors import EngineDead
 
@@ -45,6 +46,8 @@ class Gateway:
             ChatEndpoint(self.metrics),
             TranscriptionsEndpoint(self.metrics),
             TranslationsEndpoint(self.metrics),
+            TokenizeEndpoint(self.metrics),
+            DetokenizeEndpoint(self.metrics),
         )
         app = Starlette(
             routes=[

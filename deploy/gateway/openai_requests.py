@@ -301,10 +301,12 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
             )
         return (best or 0) if self.logprobs else None
 
-    def template_input(self) -> list[dict[str, object]]:
-        if not self.messages:
-            raise invalid("messages is empty; a chat needs at least one", param="messages")
-        return [message.as_template_input(i) for i, message in enumerate(self.messages)]
+
+def template_input(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
+    """A chat as templates know it. Raises ApiError for what cannot be served."""
+    if not messages:
+        raise invalid("messages is empty; a chat needs at least one", param="messages")
+    return [message.as_template_input(i) for i, message in enumerate(messages)]
 
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)

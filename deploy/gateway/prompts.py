@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
 from longshore.deploy.gateway.answer_text import Stops
@@ -12,6 +12,7 @@ from longshore.deploy.gateway.openai_requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    template_input,
 )
 from longshore.deploy.gateway.tokenizer import ModelTokenizer
 from longshore.deploy.model_folder import SamplingDefaults
@@ -61,7 +62,7 @@ class PromptReader:
             if isinstance(prompt, str):
                 tokenizer = self._tokenizer
                 if tokenizer is None:
-                    raise _no_tokenizer("prompt")
+                    raise no_tokenizer("prompt")
                 self._refuse_hopeless(prompt, tokenizer, "prompt")
                 prompt = tokenizer.encode(prompt)
             self._check_prompt(prompt, "prompt")
@@ -72,13 +73,8 @@ class PromptReader:
         """The chat as one prompt that ends where the answer begins."""
         tokenizer = self._tokenizer
         if tokenizer is None:
-            raise _no_tokenizer("messages")
-        try:
-            text = tokenizer.chat_template.render(request.template_input())
-        except TemplateRefused as error:
-            raise invalid(
-                f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+            raise no_tokenizer("messages")
+        text = render_chat(tokenizer, template_input(request.messages))
         if len(text) > MAX_INLINE_CHARACTERS:
             return await asyncio.to_thread(self._encode_chat, text, tokenizer)
         return self._encode_chat(text, tokenizer)
@@ -148,7 +144,7 @@ class PromptReader:
         """The texts that end an answer."""
         stops = request.stops()
         if stops.texts and self._tokenizer is None:
-            raise _no_tokenizer("stop")
+            raise no_tokenizer("stop")
         return stops
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -156,7 +152,7 @@ class PromptReader:
         if not words:
             return ()
         if self._tokenizer is None:
-            raise _no_tokenizer("bad_words")
+            raise no_tokenizer("bad_words")
         if not all(word.strip() for word in words):
             raise invalid("bad_words holds a text without any character", param="bad_words")
         spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
@@ -203,7 +199,17 @@ def _invalid_setting(problem: str) -> ApiError:
     return invalid(problem, param=re.split(r"\W", problem, maxsplit=1)[0])
 
 
-def _no_tokenizer(param: str) -> ApiError:
+def render_chat(tokenizer: ModelTokenizer, messages: Sequence[Mapping[str, object]]) -> str:
+    """The prompt's text, which ends where the answer begins. Raises ApiError."""
+    try:
+        return tokenizer.chat_template.render(messages)
+    except TemplateRefused as error:
+        raise invalid(
+            f"the model's chat template refuses these messages: {error}", param="messages"
+        ) from error
+
+
+def no_tokenizer(param: str) -> ApiError:
     return invalid(
         f"{param} needs a tokenizer, and this model folder has no tokenizer.json: give the prompt "
         "of /v1/completions as token ids, and neither bad_words nor stop",

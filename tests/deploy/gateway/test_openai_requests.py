@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.deploy.gateway.errors import ApiError
-from longshore.deploy.gateway.openai_requests import ChatRequest, CompletionRequest, parse_request
+from longshore.deploy.gateway.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    parse_request,
+    template_input,
+)
 
 CHAT = [{"role": "user", "content": "Where?"}]
 
@@ -152,7 +157,7 @@ def test_body_that_is_no_json_object_is_refused(body: bytes) -> None:
 def test_text_parts_of_a_message_are_joined() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     request = chat(messages=[{"role": "developer", "content": parts}])
-    assert request.template_input() == [{"role": "system", "content": "one\ntwo"}]
+    assert template_input(request.messages) == [{"role": "system", "content": "one\ntwo"}]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,7 @@ def test_text_parts_of_a_message_are_joined() -> None:
 )
 def test_message_that_cannot_be_served_is_refused(message: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refusal:
-        chat(messages=[*CHAT, message]).template_input()
+        template_input(chat(messages=[*CHAT, message]).messages)
     assert refusal.value.body.param == "messages"
     assert "messages[1]" in refusal.value.body.message
 

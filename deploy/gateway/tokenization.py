@@ -1,0 +1,120 @@
+"""POST /tokenize and /detokenize, with vLLM's bodies: text to token ids and back, no engine asked.
+
+What is given to `/tokenize` becomes the very ids that `/v1/completions` (`prompt`) or
+`/v1/chat/completions` (`messages`) would send.
+"""
+
+import asyncio
+from typing import Any, TypeVar
+
+import msgspec
+
+from longshore.deploy.gateway.endpoint import Endpoint, Service, check_model
+from longshore.deploy.gateway.errors import invalid
+from longshore.deploy.gateway.http import Exchange
+from longshore.deploy.gateway.openai_requests import ChatMessage, field_at_fault, template_input
+from longshore.deploy.gateway.prompts import MAX_INLINE_CHARACTERS, no_tokenizer, render_chat
+from longshore.deploy.gateway.tokenizer import ModelTokenizer
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """One of `prompt` and `messages`.
+
+    add_special_tokens: those that the model's text begins with; None: as the text's endpoint does,
+        which leaves them to the template of a chat.
+    return_token_strs: each token's text, too.
+    """
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+class TokenizeEndpoint(Endpoint):
+    """Long texts are tokenized on another thread, so that live streams do not wait for them."""
+
+    path = "/tokenize"
+
+    async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
+        request = await _read(exchange, service, TokenizeRequest)
+        check_model(request.model, service)
+        tokenizer = _tokenizer(service, "prompt" if request.messages is None else "messages")
+        text, with_special = _text(request, tokenizer)
+        encode = tokenizer.encode if with_special else tokenizer.encode_rendered
+        token_ids = await _off_loop_if_long(len(text), encode, text)
+        strings = None
+        if request.return_token_strs:
+            strings = [tokenizer.decode([token_id]) for token_id in token_ids]
+        response = TokenizeResponse(
+            len(token_ids), service.prompts.max_model_len, token_ids, strings
+        )
+        await exchange.send_json(msgspec.json.encode(response))
+
+
+class DetokenizeEndpoint(Endpoint):
+    """Ids that the vocabulary does not hold have no text."""
+
+    path = "/detokenize"
+
+    async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
+        request = await _read(exchange, service, DetokenizeRequest)
+        check_model(request.model, service)
+        tokenizer = _tokenizer(service, "tokens")
+        for token_id in request.tokens:
+            if not 0 <= token_id < 2**31:
+                raise invalid(f"tokens holds {token_id}, which is no token id", param="tokens")
+        text = await _off_loop_if_long(len(request.tokens), tokenizer.decode, request.tokens)
+        await exchange.send_json(msgspec.json.encode(DetokenizeResponse(text)))
+
+
+def _text(request: TokenizeRequest, tokenizer: ModelTokenizer) -> tuple[str, bool]:
+    """What to tokenize, and whether special tokens stand before it."""
+    special = request.add_special_tokens
+    match request.prompt, request.messages:
+        case str(text), None:
+            return text, special is None or special
+        case None, list(messages):
+            return render_chat(tokenizer, template_input(messages)), bool(special)
+    raise invalid("give either prompt or messages", param="prompt")
+
+
+async def _off_loop_if_long(length: int, function: Any, argument: Any) -> Any:
+    if length > MAX_INLINE_CHARACTERS:
+        return await asyncio.to_thread(function, argument)
+    return function(argument)
+
+
+async def _read(exchange: Exchange, service: Service, kind: type[BodyT]) -> BodyT:
+    body = await exchange.read_body(service.max_body_bytes, "max-body-mib")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise invalid(str(error), param=field_at_fault(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the request body is not JSON: {error}") from error
+
+
+def _tokenizer(service: Service, param: str) -> ModelTokenizer:
+    if service.tokenizer is None:
+        raise no_tokenizer(param)
+    return service.tokenizer
