@@ -66,11 +66,16 @@ async def test_what_makes_no_sense_is_refused_by_name(
         assert words in error_of(answer)["message"]
 
 
-async def test_other_models_broken_json_and_no_tokenizer(start_gateway: StartGateway) -> None:
+async def test_another_model_and_a_broken_body_are_refused(start_gateway: StartGateway) -> None:
     async with start_gateway() as gateway:
         other = await gateway.post("/tokenize", {"prompt": "a", "model": "large"})
         assert other.status == 404
         assert (await gateway.post("/tokenize", b"{")).status == 400
+
+
+async def test_a_model_without_a_tokenizer_has_no_text(start_gateway: StartGateway) -> None:
     async with start_gateway(tokenizer=False) as gateway:
-        answer = await gateway.post("/detokenize", {"tokens": [1]})
-        assert "tokenizer.json" in error_of(answer)["message"]
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+            answer = await gateway.post(path, body)
+            assert answer.status == 400
+            assert "tokenizer.json" in error_of(answer)["message"]
