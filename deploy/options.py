@@ -6,13 +6,22 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
+
+# Headings of `--help`, in this order.
+_MODEL: Final = Parameter(group=Group.create_ordered("Model"))
+_SERVER: Final = Parameter(group=Group.create_ordered("Server"))
+_CACHE: Final = Parameter(group=Group.create_ordered("KV cache"))
+_SCHEDULING: Final = Parameter(group=Group.create_ordered("Scheduling"))
+_RANKS: Final = Parameter(group=Group.create_ordered("Several workers"))
+_CONNECTOR: Final = Parameter(group=Group.create_ordered("KV beyond the device"))
+_OPERATION: Final = Parameter(group=Group.create_ordered("Operation"))
 
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 MAX_AUDIO_S: Final = 24 * 3600
@@ -100,43 +109,43 @@ class EngineOptions:
         log_level: Least level of the log lines shown.
     """
 
-    device: str = "auto"
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    decode_context_parallel_size: Annotated[int, Parameter(alias="-dcp")] = 1
-    cp_kv_cache_interleave_size: int = 1
-    rank_timeout_s: float = 120.0
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    kv_cache_dtype: KVCacheDtype = "auto"
-    num_blocks: int | None = None
-    kv_memory_fraction: float | None = None
-    block_size: int | None = None
-    hash_block_size: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_num_scheduled_tokens: int | None = None
-    max_num_encoder_input_tokens: int | None = None
-    max_model_len: int | None = None
-    scheduling_policy: str = "fcfs"
-    async_scheduling: bool | None = None
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0
-    scheduler_reserve_full_isl: bool = False
-    watermark: float = 0.01
-    preempt_threshold: float = 0.95
-    admit_threshold: float = 0.80
-    kv_connector: str | None = None
-    kv_connector_config: str = "{}"
-    load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    load_timeout_s: float = 60.0
-    max_loading_blocks: int | None = None
-    cpu_kernels: Literal["auto", "torch"] = "auto"
-    threads: int | None = None
-    seed: int | None = None
-    verify_plan: bool = False
-    startup_timeout_s: float = 600.0
-    log_level: LogLevel = "info"
+    device: Annotated[str, _MODEL] = "auto"
+    tensor_parallel_size: Annotated[int, _RANKS] = 1
+    pipeline_parallel_size: Annotated[int, _RANKS] = 1
+    decode_context_parallel_size: Annotated[int, _RANKS, Parameter(alias="-dcp")] = 1
+    cp_kv_cache_interleave_size: Annotated[int, _RANKS] = 1
+    rank_timeout_s: Annotated[float, _RANKS] = 120.0
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _MODEL] = "auto"
+    kv_cache_dtype: Annotated[KVCacheDtype, _CACHE] = "auto"
+    num_blocks: Annotated[int | None, _CACHE] = None
+    kv_memory_fraction: Annotated[float | None, _CACHE] = None
+    block_size: Annotated[int | None, _CACHE] = None
+    hash_block_size: Annotated[int | None, _CACHE] = None
+    max_num_seqs: Annotated[int, _SCHEDULING] = 256
+    max_num_batched_tokens: Annotated[int, _SCHEDULING] = 2048
+    max_num_scheduled_tokens: Annotated[int | None, _SCHEDULING] = None
+    max_num_encoder_input_tokens: Annotated[int | None, _MODEL] = None
+    max_model_len: Annotated[int | None, _MODEL] = None
+    scheduling_policy: Annotated[str, _SCHEDULING] = "fcfs"
+    async_scheduling: Annotated[bool | None, _SCHEDULING] = None
+    enable_prefix_caching: Annotated[bool, _CACHE] = True
+    enable_chunked_prefill: Annotated[bool, _SCHEDULING] = True
+    long_prefill_token_threshold: Annotated[int, _SCHEDULING] = 0
+    scheduler_reserve_full_isl: Annotated[bool, _SCHEDULING] = False
+    watermark: Annotated[float, _SCHEDULING] = 0.01
+    preempt_threshold: Annotated[float, _SCHEDULING] = 0.95
+    admit_threshold: Annotated[float, _SCHEDULING] = 0.80
+    kv_connector: Annotated[str | None, _CONNECTOR] = None
+    kv_connector_config: Annotated[str, _CONNECTOR] = "{}"
+    load_failure_policy: Annotated[Literal["recompute", "fail"], _CONNECTOR] = "recompute"
+    load_timeout_s: Annotated[float, _CONNECTOR] = 60.0
+    max_loading_blocks: Annotated[int | None, _CONNECTOR] = None
+    cpu_kernels: Annotated[Literal["auto", "torch"], _MODEL] = "auto"
+    threads: Annotated[int | None, _MODEL] = None
+    seed: Annotated[int | None, _MODEL] = None
+    verify_plan: Annotated[bool, _OPERATION] = False
+    startup_timeout_s: Annotated[float, _OPERATION] = 600.0
+    log_level: Annotated[LogLevel, _OPERATION] = "info"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
@@ -226,16 +235,16 @@ class ServeOptions(EngineOptions):
         drain_timeout_s: How long running answers may take to finish after SIGTERM.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    chat_template: Path | None = None
-    max_body_mib: int = 16
-    max_audio_mib: int = 25
-    max_audio_s: float = 3600.0
-    max_live_requests: int = 16_384
-    api_key: tuple[str, ...] = ()
-    drain_timeout_s: float = 30.0
+    host: Annotated[str, _SERVER] = "127.0.0.1"
+    port: Annotated[int, _SERVER] = 8000
+    served_model_name: Annotated[str | None, _SERVER] = None
+    chat_template: Annotated[Path | None, _SERVER] = None
+    max_body_mib: Annotated[int, _SERVER] = 16
+    max_audio_mib: Annotated[int, _SERVER] = 25
+    max_audio_s: Annotated[float, _SERVER] = 3600.0
+    max_live_requests: Annotated[int, _SERVER] = 16_384
+    api_key: Annotated[tuple[str, ...], _SERVER] = ()
+    drain_timeout_s: Annotated[float, _OPERATION] = 30.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -129,3 +129,13 @@ def test_help_names_every_flag_with_what_it_does() -> None:
     for flag in ("--no-async-scheduling", "--max-num-batched-tokens", "--drain-timeout-s"):
         assert flag in run.stdout
     assert "power of two" in run.stdout
+
+
+def test_help_puts_every_setting_under_a_heading() -> None:
+    first, *sections = longshore("serve", "--help").stdout.split("╭─ ")[1:]
+    assert {line.split()[1] for line in first.splitlines() if "│ --" in line} == {"--config"}
+    headings = [section.partition(" ─")[0] for section in sections]
+    assert headings == [
+        "Model", "Server", "KV cache", "Scheduling", "Several workers", "KV beyond the device",
+        "Operation",
+    ]  # fmt: skip
