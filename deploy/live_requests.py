@@ -103,11 +103,13 @@ class LiveRequests:
         multimodal: tuple[MultimodalFeature, ...] = (),
         num_primed: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        skips_reading: bool = False,
     ) -> tuple[LiveRequest, AddRequest]:
         """A new request, and the message that queues it.
 
         fork_of:      it begins with the KV of this one.
         keeps_blocks: at its end it keeps its KV for others to fork, until it is aborted.
+        skips_reading: it finds nothing in the prefix cache.
         num_primed:   so many tokens at the prompt's end are sent as output that was there before,
                       which limits and bad words of `sampling` look at and the answer leaves out.
         """
@@ -129,6 +131,7 @@ class LiveRequests:
             resumable=keeps_blocks,
             keeps_blocks=keeps_blocks,
             trace_headers=dict(trace_headers) if trace_headers else None,
+            skip_reading_prefix_cache=skips_reading,
             fork_of=None if fork_of is None else fork_of.handle,
         )
         self._by_handle[handle] = live

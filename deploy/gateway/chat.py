@@ -42,7 +42,6 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
                 prompt_logprobs=request.prompt_logprobs,
             ),
             priority=request.priority or 0,
-            cache_salt=request.cache_salt,
             is_stream=bool(request.stream),
             arrived_s=arrived_s,
             num_samples=request.num_samples,

@@ -50,7 +50,6 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             prompts=prompts,
             sampling=sampling,
             priority=request.priority or 0,
-            cache_salt=request.cache_salt,
             is_stream=bool(request.stream),
             arrived_s=arrived_s,
             num_samples=num_samples,

@@ -1,9 +1,11 @@
 """What the generation endpoints share: parse, ask the engine, answer whole or as a stream."""
 
+import asyncio
 import logging
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Generic
 
 import msgspec
@@ -133,7 +135,13 @@ class GenerationEndpoint(Endpoint, Generic[RequestT]):
         check_model(request.model, service)
         request_id = request_id_of(exchange.scope, self.id_prefix)
         spec = await self.specify(service, request, request_id, arrived_s)
-        spec = msgspec.structs.replace(spec, trace_headers=trace_headers_of(exchange.scope))
+        spec = msgspec.structs.replace(
+            spec,
+            trace_headers=trace_headers_of(exchange.scope),
+            # Under a salt that nobody else has.
+            cache_salt=uuid.uuid4().hex if request.no_store else request.cache_salt,
+            skips_reading=bool(request.skip_reading_prefix_cache),
+        )
         check_room(spec, service)
         writer = self.writer(service, request, request_id)
         kind = Generation if spec.beams is None else BeamGeneration
@@ -142,7 +150,7 @@ class GenerationEndpoint(Endpoint, Generic[RequestT]):
                 answer = stream(exchange, generation, writer, include_usage=request.include_usage)
             else:
                 answer = answer_whole(exchange, generation, writer)
-            await exchange.run_while_connected(answer)
+            await _within(request.deadline_s, arrived_s, exchange.run_while_connected(answer))
 
 
 def check_model(name: str | None, service: Service) -> None:
@@ -157,6 +165,21 @@ def check_room(spec: GenerationSpec, service: Service) -> None:
     num_live = service.client.num_live_requests
     if num_live and num_live + spec.num_answers > service.max_live_requests:
         raise queue_full(num_live, service.max_live_requests)
+
+
+async def _within(deadline_s: float | None, arrived_s: float, answer: Awaitable[None]) -> None:
+    """Raises ApiError once the deadline has passed; the answer is cancelled by then."""
+    left_s = None if deadline_s is None else deadline_s - (time.perf_counter() - arrived_s)
+    try:
+        async with asyncio.timeout(left_s):
+            await answer
+    except TimeoutError:
+        raise ApiError(
+            504,
+            f"the answer was not complete within deadline_s={deadline_s:g}",
+            param="deadline_s",
+            code="deadline_exceeded",
+        ) from None
 
 
 async def stream(

@@ -94,6 +94,7 @@ class EngineClient:
         multimodal: tuple[MultimodalFeature, ...] = (),
         num_primed: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        skips_reading: bool = False,
     ) -> LiveRequest:
         """Queue one request; see `LiveRequests.open`. Raises EngineDead if there is no engine."""
         if self.death is not None:
@@ -110,6 +111,7 @@ class EngineClient:
             multimodal=multimodal,
             num_primed=num_primed,
             trace_headers=trace_headers,
+            skips_reading=skips_reading,
         )
         self._send(message)
         return live

@@ -33,6 +33,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     multimodal: what each prompt brings beside its tokens; empty: none brings anything.
     num_primed: tokens at each prompt's end that are sent as output, see `LiveRequests.open`.
     trace_headers: passed on to the engine.
+    skips_reading: nothing is looked up in the prefix cache.
     is_stream: pieces are wanted as they grow, not only each answer's whole at its end.
     arrived_s: on the clock of `time.perf_counter`.
     """
@@ -41,9 +42,10 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     prompts: Sequence[list[int]]
     sampling: SamplingParams
     priority: int
-    cache_salt: str | None
     is_stream: bool
     arrived_s: float
+    cache_salt: str | None = None
+    skips_reading: bool = False
     num_samples: int = 1
     scores_only: bool = False
     stops: Stops = NO_STOPS
@@ -211,6 +213,7 @@ class _Answer:
             multimodal=tuple(spec.multimodal[number : number + 1]),
             num_primed=spec.num_primed,
             trace_headers=spec.trace_headers,
+            skips_reading=spec.skips_reading,
         )
 
     def _on_change(self) -> None:

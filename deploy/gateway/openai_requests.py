@@ -12,6 +12,7 @@ import msgspec
 
 from longshore.deploy.gateway.answer_text import Stops
 from longshore.deploy.gateway.errors import invalid
+from longshore.deploy.options import MAX_TIMEOUT_S
 from longshore.protocol.client import MAX_NAME_CHARACTERS
 from longshore.protocol.sampling import MAX_LOGPROBS
 
@@ -76,6 +77,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
                 `include_stop_str_in_output`; no earlier than `min_tokens`.
     bad_words:  texts that must not appear in the answer, at the start of a word or within one.
     prompt_logprobs: as vLLM has it.
+    deadline_s: an answer that is not complete so long after the request arrived is given up.
+    no_store:   nothing of the request is found in the prefix cache by others, nor anything for it.
+    skip_reading_prefix_cache: everything is computed; what that leaves is found by others.
     """
 
     model: str | None = None
@@ -99,6 +103,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     ignore_eos: bool | None = None
     priority: Int32 | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] | None = None
+    deadline_s: float | None = None
+    no_store: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -154,6 +161,7 @@ _NOT_OF_BEAMS: Final[dict[str, tuple[object, ...]]] = {
     "bad_words": ([],),
     "stop": ([], ""),
     "include_stop_str_in_output": (False,),
+    "skip_reading_prefix_cache": (False,),
     "logprobs": (),
     "prompt_logprobs": (),
     "echo": (False,),
@@ -326,6 +334,16 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
         request = msgspec.convert(_served(parameters, kind.__struct_fields__), kind)
     except msgspec.ValidationError as error:
         raise invalid(str(error), param=field_at_fault(error)) from error
+    if request.deadline_s is not None and not 0 < request.deadline_s <= MAX_TIMEOUT_S:
+        raise invalid(
+            f"deadline_s={request.deadline_s} must be above 0 and at most {MAX_TIMEOUT_S}",
+            param="deadline_s",
+        )
+    if request.no_store and request.cache_salt is not None:
+        raise invalid(
+            "no_store shares with nobody, cache_salt says with whom; leave one of the two out",
+            param="no_store",
+        )
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream=true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:

@@ -101,7 +101,6 @@ class SpeechEndpoint(Endpoint):
             prompts=[prompt] * len(features),
             sampling=sampling,
             priority=request.priority,
-            cache_salt=None,
             is_stream=request.stream,
             arrived_s=arrived_s,
             multimodal=features,
