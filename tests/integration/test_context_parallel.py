@@ -138,7 +138,7 @@ def test_a_request_that_one_rank_cannot_hold_fits_where_two_share_it(
 ) -> None:
     checkpoint = checkpoints["Llama"]
     settings = {"num_blocks": 1 + 64 // BLOCK_SIZE, "max_model_len": 128}
-    with pytest.raises(ConfigError, match="max_model_len=128 needs"):
+    with pytest.raises(ConfigError, match="max_model_len=128 tokens needs 33"):
         make_llm(checkpoint.path, in_process=True, block_size=BLOCK_SIZE, **settings)
     longest = max(checkpoint.prompts, key=len)
     assert len(longest) > 64
