@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longshore.deploy.model_folder import AudioInput, read_model_folder
-from longshore.deploy.options import CachePlanOptions
+from longshore.deploy.options import CachePlanOptions, resolve_device
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype
 from longshore.scheduler.config import CacheConfig
@@ -79,7 +79,7 @@ def plan(options: CachePlanOptions) -> PlanReport:
             f"max_model_len={max_model_len}, but {folder.name} was made for "
             f"{folder.max_model_len} tokens"
         )
-    dtype = folder.resolve_dtype(options.dtype, options.device)
+    dtype = folder.resolve_dtype(options.dtype, resolve_device(options.device))
     kept, num_sharing = options.kv_cache_dtype, options.decode_context_parallel_size
     cache, in_dtype, whole = (
         _cache(options, config, name, DTYPE_BYTES[dtype], max_model_len, size)

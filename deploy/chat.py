@@ -93,13 +93,17 @@ class Conversation:
             )
         except (OSError, TimeoutError) as error:
             raise ChatFailed(f"no answer: {error or type(error).__name__}") from error
-        finally:
-            if answer.text:
-                self.messages += [question, {"role": "assistant", "content": answer.text}]
+        except asyncio.CancelledError:
+            self._said(question, answer)
+            raise
         if response.status != 200 or answer.error is not None:
             raise ChatFailed(answer.error or _error_of(response))
+        self._said(question, answer)
         self.last = answer.stats()
         self.total.add(self.last)
+
+    def _said(self, question: dict[str, str], answer: "_Answer") -> None:
+        self.messages += [question, {"role": "assistant", "content": answer.text}]
 
     def _body(self, messages: list[dict[str, str]]) -> bytes:
         options = self.options
@@ -163,11 +167,9 @@ def chat(options: ChatOptions) -> None:
     console = Console(highlight=False)
     endpoint = HttpEndpoint(options.url, api_key=options.api_key)
     model = options.model or asyncio.run(_served_model(endpoint, options.timeout_s))
-    conversation = Conversation(
-        endpoint, options, model, lambda piece: console.print(piece, end="", markup=False)
-    )
+    conversation = Conversation(endpoint, options, model, lambda piece: show(console, piece))
     conversation.set_system(options.system)
-    console.print(f"[bold]{model}[/bold] at {options.url}; /help lists the commands")
+    console.print(f"{model} at {options.url}; /help lists the commands", markup=False)
     while True:
         try:
             line = console.input("[bold cyan]you[/bold cyan]  ").strip()
@@ -189,8 +191,14 @@ def _ask(console: Console, conversation: Conversation, line: str) -> None:
     except asyncio.CancelledError:
         console.print(" [dim](cut off)[/dim]", end="")
     except ChatFailed as error:
-        console.print(f"[red]{error}[/red]", end="", markup=True)
+        console.print(str(error), end="", style="red", markup=False, emoji=False)
     console.print()
+
+
+def show(console: Console, text: str) -> None:
+    """As the model wrote it, but for what would command the terminal."""
+    console.file.write("".join(c for c in text if c in "\n\t" or c.isprintable()))
+    console.file.flush()
 
 
 async def _interruptible(work: Any) -> None:
@@ -235,7 +243,10 @@ async def _served_model(endpoint: HttpEndpoint, timeout_s: float) -> str:
         ) from error
     if answer.status != 200:
         raise ChatFailed(_error_of(answer))
-    return str(json.loads(answer.body)["data"][0]["id"])
+    try:
+        return str(json.loads(answer.body)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ChatFailed("what answers there is no OpenAI-compatible server") from error
 
 
 def _error_of(answer: HttpAnswer) -> str:

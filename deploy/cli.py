@@ -4,8 +4,9 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env, Toml
@@ -21,7 +22,8 @@ from longshore.protocol.errors import ConfigError, LongshoreError
 logger = logging.getLogger(__name__)
 
 app = App(name="longshore", help="Serve language models.", version=longshore.__version__)
-_ENVIRONMENT = Env("LONGSHORE_", command=False)
+PREFIX: Final = "LONGSHORE_"
+_ENVIRONMENT = Env(PREFIX, command=False)
 bench = App(name="bench", help="Measure throughput and latency; results as JSON.")
 app.command(bench)
 
@@ -122,17 +124,49 @@ def launch(
     Args:
         config: TOML file with settings. Default: none is read.
     """
+    _check_variables(os.environ)
     app.config = (_ENVIRONMENT,) if config is None else (_ENVIRONMENT, _settings_file(config))
     app(tokens)
 
 
+def _check_variables(variables: Mapping[str, str]) -> None:
+    """Raise ConfigError for a variable that means something and would be passed over, or that is
+    set to nothing: a key that a deployment forgot to fill in must not open the server."""
+    for name, value in variables.items():
+        if name.startswith(PREFIX + "NO_"):
+            setting = name.removeprefix(PREFIX + "NO_")
+            raise ConfigError(f"{name} is not read; say {PREFIX}{setting}=false")
+        if name.startswith(PREFIX) and not value.strip():
+            raise ConfigError(f"{name} is set, but empty; give it a value or unset it")
+
+
 def _settings_file(path: Path) -> Toml:
+    """Raises ConfigError for what no command would read."""
     settings = Toml(path, must_exist=True)
     try:
-        settings.config  # noqa: B018  # reads the file
+        tables = settings.config
     except (OSError, CycloptsError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    commands = [*_commands(app), *(f"bench.{name}" for name in _commands(bench))]
+    commands.remove("bench")
+    nested = tables.pop("bench", {})
+    named = {**tables, **({f"bench.{n}": t for n, t in nested.items()} if nested else {})}
+    for name, table in named.items():
+        if name not in commands or not isinstance(table, dict):
+            raise ConfigError(
+                f"--config {path}: {name} is no table of a command; settings stand under "
+                f"{', '.join(f'[{command}]' for command in commands)}"
+            )
+        for key in table:
+            if key.startswith(("no-", "no_")):
+                raise ConfigError(f"--config {path}: say {key[3:]} = false in place of {key}")
+    if nested:
+        tables["bench"] = nested
     return settings
+
+
+def _commands(of: App) -> list[str]:
+    return [name for name in of if not name.startswith("-")]
 
 
 def main() -> None:

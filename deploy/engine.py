@@ -7,7 +7,7 @@ from typing import Final
 
 from longshore.connectors.registry import check_connector, parse_options
 from longshore.deploy.model_folder import ModelFolder
-from longshore.deploy.options import EngineOptions
+from longshore.deploy.options import EngineOptions, resolve_device
 from longshore.deploy.process import ProcessSpec
 from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.protocol.channel import Endpoint
@@ -68,7 +68,7 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     parse_options(options.kv_connector_config)
     if options.kv_connector is not None:
         check_connector(options.kv_connector)
-    device = options.resolve_device()
+    device = resolve_device(options.device)
     hash_seed = secrets.token_bytes(HASH_SEED_BYTES)
     cache = CacheConfig(
         block_size=options.block_size or config.default_block_size,

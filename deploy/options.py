@@ -148,8 +148,7 @@ class EngineOptions:
     log_level: Annotated[LogLevel, _OPERATION] = "info"
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ConfigError(f"device={self.device!r} is unknown; use auto, cpu, cuda or cuda:N")
+        check_device(self.device)
         for name, allowed in (
             ("dtype", ("auto", "float32", "bfloat16", "float16")),
             ("kv_cache_dtype", get_args(KVCacheDtype)),
@@ -204,16 +203,6 @@ class EngineOptions:
             return self.pipeline_parallel_size
         return 1 if self.async_scheduling is False else 2
 
-    def resolve_device(self) -> str:
-        """`auto` is `cuda` where the driver is loaded and the installed torch is not a CPU build.
-
-        Found without importing torch, which only the worker does.
-        """
-        if self.device != "auto":
-            return self.device
-        has_driver = Path("/dev/nvidiactl").exists()
-        return "cuda" if has_driver and not _torch_version().endswith("+cpu") else "cpu"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(EngineOptions):
@@ -243,7 +232,7 @@ class ServeOptions(EngineOptions):
     max_audio_mib: Annotated[int, _SERVER] = 25
     max_audio_s: Annotated[float, _SERVER] = 3600.0
     max_live_requests: Annotated[int, _SERVER] = 16_384
-    api_key: Annotated[tuple[str, ...], _SERVER] = ()
+    api_key: Annotated[tuple[str, ...] | None, _SERVER] = None
     drain_timeout_s: Annotated[float, _OPERATION] = 30.0
 
     def __post_init__(self) -> None:
@@ -258,8 +247,12 @@ class ServeOptions(EngineOptions):
                 "audio is held in memory as a whole"
             )
         check_at_least("max_live_requests", self.max_live_requests, 1)
-        if not all(key.isascii() and key.isprintable() and key.strip() for key in self.api_key):
-            raise ConfigError("api_key: a key must be visible ASCII characters")
+        keys = self.api_key
+        if keys is not None and not (keys and all(re.fullmatch(r"[!-~]+", key) for key in keys)):
+            raise ConfigError(
+                "api_key: give one or several keys, each of visible ASCII characters without "
+                "spaces, or leave it out to serve everybody"
+            )
         if not 0 <= self.drain_timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
                 f"drain_timeout_s={self.drain_timeout_s} must lie between 0 and {MAX_TIMEOUT_S}"
@@ -297,9 +290,12 @@ class CachePlanOptions:
     decode_context_parallel_size: Annotated[int, Parameter(alias="-dcp")] = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
+        if self.plan is None:
+            return  # the rest may be meant for another command
+        check_device(self.device)
         for name in (
             "block_size",
             "max_model_len",
@@ -311,6 +307,23 @@ class CachePlanOptions:
         ):
             check_at_least(name, getattr(self, name), 1)
         check_context_parallel_size(self.decode_context_parallel_size, self.tensor_parallel_size)
+
+
+def check_device(device: str) -> None:
+    """Raise ConfigError for what names no device."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"device={device!r} is unknown; use auto, cpu, cuda or cuda:N")
+
+
+def resolve_device(device: str) -> str:
+    """`auto` is `cuda` where the driver is loaded and the installed torch is not a CPU build.
+
+    Found without importing torch, which only the worker does.
+    """
+    if device != "auto":
+        return device
+    has_driver = Path("/dev/nvidiactl").exists()
+    return "cuda" if has_driver and not _torch_version().endswith("+cpu") else "cpu"
 
 
 def check_context_parallel_size(size: int, tensor_parallel_size: int) -> None:

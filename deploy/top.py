@@ -80,11 +80,10 @@ class Window:
 
     def quantile(self, name: str, q: float) -> float | None:
         """Of what a histogram observed meanwhile: the upper bound of its bucket, in seconds."""
-        earlier = self.before.buckets.get(name, {})
-        counts = {
-            bound: count - earlier.get(bound, 0.0)
-            for bound, count in self.now.buckets.get(name, {}).items()
-        }
+        earlier, now = self.before.buckets.get(name, {}), self.now.buckets.get(name, {})
+        if any(count < earlier.get(bound, 0.0) for bound, count in now.items()):
+            earlier = {}  # another process's, which ended
+        counts = {bound: count - earlier.get(bound, 0.0) for bound, count in now.items()}
         total = max(counts.values(), default=0.0)
         if total <= 0:
             return None
@@ -182,4 +181,7 @@ def _look(endpoint: HttpEndpoint, options: TopOptions) -> Sample:
         ) from error
     if answer.status != 200:
         raise TopFailed(f"{options.url}/metrics answers HTTP {answer.status}; is it Longshore's?")
-    return read_metrics(answer.body.decode(), time.perf_counter())
+    try:
+        return read_metrics(answer.body.decode(), time.perf_counter())
+    except ValueError as error:
+        raise TopFailed(f"{options.url}/metrics holds no metrics: {error}") from error

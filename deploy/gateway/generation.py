@@ -217,7 +217,8 @@ class _Answer:
         )
 
     def _on_change(self) -> None:
-        assert self.live is not None
+        if self.live is None:  # the engine died of being sent this very request
+            return
         num_tokens = len(self.live.new_token_ids) - self._num_seen
         if num_tokens:
             self._num_seen += num_tokens

@@ -60,14 +60,14 @@ class TokenizeEndpoint(Endpoint):
         check_model(request.model, service)
         tokenizer = _tokenizer(service, "prompt" if request.messages is None else "messages")
         text, with_special = _text(request, tokenizer)
-        encode = tokenizer.encode if with_special else tokenizer.encode_rendered
-        token_ids = await _off_loop_if_long(len(text), encode, text)
-        strings = None
-        if request.return_token_strs:
-            strings = [tokenizer.decode([token_id]) for token_id in token_ids]
-        response = TokenizeResponse(
-            len(token_ids), service.prompts.max_model_len, token_ids, strings
-        )
+
+        def answer(text: str) -> TokenizeResponse:
+            encode = tokenizer.encode if with_special else tokenizer.encode_rendered
+            ids = encode(text)
+            strings = [tokenizer.decode([i]) for i in ids] if request.return_token_strs else None
+            return TokenizeResponse(len(ids), service.prompts.max_model_len, ids, strings)
+
+        response = await _off_loop_if_long(len(text), answer, text)
         await exchange.send_json(msgspec.json.encode(response))
 
 

@@ -106,6 +106,13 @@ def test_a_setting_comes_from_its_flag_else_a_variable_else_the_file_else_a_defa
         ("[serve]\nno-such = 1\n", ["no-such"]),
         ("[serve\n", ["--config", "cannot be read"]),
         ("[serve]\nport = 'http'\n", ["port", "http"]),
+        ("num-blocks = 5\n", ["num-blocks is no table", "[bench.serve]"]),
+        ("api-key = ['k']\n[serve]\n", ["api-key is no table"]),
+        ("[srve]\nnum-blocks = 5\n", ["srve is no table"]),
+        ("[bench.srve]\n", ["bench.srve is no table"]),
+        ("[serve]\nno-enable-prefix-caching = true\n", ["enable-prefix-caching = false"]),
+        ("[serve]\napi-key = []\n", ["api_key", "leave it out"]),
+        ("[serve]\napi-key = ['two words']\n", ["api_key", "spaces"]),
         (None, ["--config", "No such file"]),
     ],
 )
@@ -121,6 +128,33 @@ def test_a_settings_file_that_makes_no_sense_is_refused(
     assert "Traceback" not in printed
     for word in words:
         assert word in printed
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("LONGSHORE_API_KEY", "", "LONGSHORE_API_KEY is set, but empty"),
+        ("LONGSHORE_API_KEY", " ", "LONGSHORE_API_KEY is set, but empty"),
+        ("LONGSHORE_NO_ENABLE_PREFIX_CACHING", "1", "LONGSHORE_ENABLE_PREFIX_CACHING=false"),
+    ],
+)
+def test_a_variable_that_would_be_passed_over_is_refused(
+    variable: str, value: str, words: str
+) -> None:
+    run = longshore("serve", "/no/such/folder", **{variable: value})
+    assert run.returncode == 2
+    assert words in run.stderr
+
+
+def test_variables_for_serving_do_not_keep_doctor_from_asking() -> None:
+    run = longshore(
+        "doctor",
+        "--engine",
+        "http://127.0.0.1:9",
+        LONGSHORE_DEVICE="auto",
+        LONGSHORE_BLOCK_SIZE="0",
+    )
+    assert "unreachable" in run.stdout
 
 
 def test_help_names_every_flag_with_what_it_does() -> None:

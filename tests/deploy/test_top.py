@@ -54,6 +54,12 @@ def test_quantiles_are_of_the_observations_between_the_looks(q: float, bound: fl
     assert Window(window.now, window.now).quantile("t_seconds", q) is None
 
 
+def test_quantiles_of_a_server_that_began_again_are_its_own() -> None:
+    before = Sample(1.0, {"x": 1.0}, {"t": {1.0: 50.0, 5.0: 90.0, float("inf"): 90.0}})
+    now = Sample(2.0, {"x": 1.0}, {"t": {1.0: 0.0, 5.0: 4.0, float("inf"): 4.0}})
+    assert Window(now, before).quantile("t", 0.5) == 5.0
+
+
 def test_every_metric_that_is_shown_exists() -> None:
     metrics = GatewayMetrics()
     metrics.observe_scheduler(STATS)
