@@ -14,7 +14,7 @@ from longshore.scheduler.block_pool import FEW_BLOCKS
 
 
 class ReleaseOrder:
-    """For groups with blocks of these sizes.
+    """For two groups or more, with blocks of these sizes.
 
     block_sizes: tokens per block, by group.
     forgets:     by group, whether its tables may begin with null blocks.
