@@ -23,7 +23,9 @@ class BigramModel:
 
     def __init__(self, table: Tensor) -> None:
         self.table = table
-        self.config = SimpleNamespace(vocab_size=len(table))
+        self.config = SimpleNamespace(
+            vocab_size=len(table), max_encoder_tokens=0, max_audio_samples=0
+        )
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: object) -> Tensor:
         return token_ids

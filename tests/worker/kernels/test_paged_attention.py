@@ -126,8 +126,10 @@ class Step:
         return list(out.view(-1, self.num_heads, head_dim).split(counts))
 
     def check(self, kernels: Native) -> None:
+        # What a score is off by grows with its size, and makes the weights so much wrong.
+        excess = max(1.0, (self.kind.scale or 0.0) * self.cache.head_dim**0.5)
         for row, actual in enumerate(self.attend(kernels)):
-            tolerance = TOLERANCES[actual.dtype]
+            tolerance = TOLERANCES[actual.dtype] * excess
             k, v = kept((self.k[row], self.v[row]), self.scales)
             expected = attention_oracle.attention(self.kind, self.q[row], k, v, self.sinks)
             torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
