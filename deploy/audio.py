@@ -4,10 +4,12 @@ Decoded and resampled block by block, so that a small file cannot unfold to more
 audio longer than the model's window is cut into pieces at quiet places.
 """
 
+import contextlib
 import importlib
 import io
+import numbers
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, TypeAlias
@@ -24,6 +26,11 @@ Audio: TypeAlias = str | Path | bytes | tuple[npt.ArrayLike, int]
 
 BLOCK_SAMPLES: Final = 1 << 18
 LEAST_RATE, MOST_RATE = 1_000, 768_000
+MOST_CHANNELS: Final = 64
+# Decoding takes as long as a file has samples in all channels. As many are taken as stereo of the
+# longest audio has at the usual rate; with a short limit, as of LEAST_WORK_S.
+WORK_PER_S: Final = 2 * 48_000
+LEAST_WORK_S: Final = 600.0
 # The quietest so many seconds, within so many before or behind the place of an even cut.
 QUIET_S: Final = 0.1
 SEARCH_S: Final = 2.5
@@ -45,79 +52,166 @@ def require_extra(*names: str) -> list[ModuleType]:
         ) from error
 
 
-def read_audio(audio: Audio, sampling_rate: int, *, max_s: float | None = None) -> Samples:
-    """Mono samples at `sampling_rate`, the mean of all channels.
+def read_audio(
+    audio: Audio,
+    sampling_rate: int,
+    *,
+    max_s: float | None = None,
+    on_block: Callable[[], None] = lambda: None,
+) -> Samples:
+    """Mono samples at `sampling_rate`, the mean of all channels, held in memory once.
 
-    max_s: longer audio is refused, as soon as it is known to be.
+    max_s: longer audio is refused, as soon as it is known to be, and what takes far longer to
+           decode than sound of that length does.
+    on_block: called again and again while it is decoded; what it raises ends that.
     Raises BadAudio, or ConfigError if the extra `audio` is not installed and needed.
     """
     if isinstance(audio, tuple):
-        array, rate = _given_samples(*audio)
-        blocks: Iterator[Samples] = iter([array])
-        return _collect(blocks, rate, sampling_rate, max_s)
+        array, rate = _given_samples(audio)
+        blocks: Iterator[npt.NDArray[Any]] = iter([array])
+        return _collect(blocks, rate, sampling_rate, max_s, on_block)
+    with _opened(audio) as file:
+        return _collect(_blocks(file), file.samplerate, sampling_rate, max_s, on_block)
+
+
+def longest_s(audio: Audio) -> float:
+    """Seconds that it lasts at most, by its header alone: far too many if that does not say.
+
+    Raises as `read_audio` does for what is no audio from the first byte on.
+    """
+    if isinstance(audio, tuple):
+        array, rate = _given_samples(audio)
+        return len(array) / rate
+    with _opened(audio) as file:
+        seconds: float = file.frames / file.samplerate
+    return seconds
+
+
+class _Content(io.BytesIO):
+    """Stays at its start where a broken file has the library seek before it, which it notices. An
+    exception from here would be a traceback in the log, at the will of who sends files."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        return super().seek(max(offset, 0) if whence == os.SEEK_SET else offset, whence)
+
+
+@contextlib.contextmanager
+def _opened(audio: str | Path | bytes) -> Iterator[Any]:
+    """The file; what goes wrong while it is read is BadAudio too."""
+    if not isinstance(audio, str | os.PathLike | bytes):
+        raise BadAudio(
+            f"the audio is of the type {type(audio).__name__}; it must be a path, a file's content "
+            "as bytes, or a pair (samples, rate)"
+        )
     (soundfile,) = require_extra("soundfile")
-    source = io.BytesIO(audio) if isinstance(audio, bytes) else os.fspath(audio)
+    source = _Content(audio) if isinstance(audio, bytes) else os.fspath(audio)
     try:
         with soundfile.SoundFile(source) as file:
-            return _collect(_blocks(file), file.samplerate, sampling_rate, max_s)
+            yield file
     except (soundfile.SoundFileError, TypeError, OSError) as error:  # TypeError: raw samples
         what = "the file" if isinstance(audio, bytes) else str(audio)
+        reason = str(getattr(error, "error_string", error)).rstrip(".")
         raise BadAudio(
-            f"{what} cannot be read as audio: {error}. It may be wav, flac, ogg (vorbis or opus), "
+            f"{what} cannot be read as audio: {reason}. It may be wav, flac, ogg (vorbis or opus), "
             "mp3, or what else libsndfile reads"
         ) from error
 
 
-def _given_samples(array: npt.ArrayLike, rate: int) -> tuple[npt.NDArray[Any], int]:
-    samples = np.asarray(array)
-    if samples.ndim not in (1, 2) or samples.dtype.kind not in "fiu":
+def _given_samples(audio: tuple[Any, ...]) -> tuple[npt.NDArray[Any], float]:
+    """(n,) or (n, channels) in float32, and their rate."""
+    if len(audio) != 2:
+        raise BadAudio(f"the audio is a tuple of {len(audio)}; it must be a pair (samples, rate)")
+    given, rate = audio
+    if not isinstance(rate, numbers.Real):
         raise BadAudio(
-            f"the audio is an array of {samples.dtype} with {samples.ndim} dimensions; it must "
+            f"the audio's rate is of the type {type(rate).__name__}; give samples with their rate "
+            "in Hz, and several audios as a list"
+        )
+    _check_rate(float(rate))
+    try:
+        samples = np.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise BadAudio(f"the audio's samples are no array of numbers: {error}") from error
+    dtype = samples.dtype
+    if samples.ndim not in (1, 2) or dtype.kind not in "fiu":
+        raise BadAudio(
+            f"the audio is an array of {dtype} with {samples.ndim} dimensions; it must "
             "hold numbers, as (samples,) or (samples, channels)"
         )
-    if samples.dtype.kind == "u":
-        raise BadAudio(f"the audio is an array of {samples.dtype}; give floats or signed integers")
-    if samples.dtype.kind == "i":
-        samples = samples / -float(np.iinfo(samples.dtype).min)
-    return samples.astype(np.float32, copy=False), rate
+    # Wider integers are a list's or those of numpy's arithmetic: their full scale is not known.
+    if dtype.kind == "u" or (dtype.kind == "i" and dtype.itemsize > 4):
+        raise BadAudio(
+            f"the audio is an array of {dtype}, whose full scale is not known; give floats within "
+            "-1..1, int8, int16 or int32"
+        )
+    if samples.ndim == 2 and samples.shape[1] > MOST_CHANNELS:
+        raise BadAudio(
+            f"the audio is an array of {samples.shape[1]} channels, and {MOST_CHANNELS} are taken; "
+            "if it is (channels, samples), give its transpose: .T"
+        )
+    if dtype.kind == "i":
+        samples = samples / -float(np.iinfo(dtype).min)
+    return samples.astype(np.float32, copy=False), float(rate)
 
 
-def _blocks(file: Any) -> Iterator[Samples]:
+def _blocks(file: Any) -> Iterator[npt.NDArray[Any]]:
     frames = max(1, BLOCK_SAMPLES // file.channels)
     while len(block := file.read(frames, dtype="float32")):
         yield block
 
 
-def _collect(
-    blocks: Iterator[Samples], rate: int, wanted_rate: int, max_s: float | None
-) -> Samples:
-    """blocks: (n,) or (n, channels)."""
+def _check_rate(rate: float) -> None:
     if not LEAST_RATE <= rate <= MOST_RATE:
         raise BadAudio(
-            f"the audio has a rate of {rate} Hz; it must lie within {LEAST_RATE}..{MOST_RATE}"
+            f"the audio has a rate of {rate:g} Hz; it must lie within {LEAST_RATE}..{MOST_RATE}"
         )
+
+
+def _collect(
+    blocks: Iterator[npt.NDArray[Any]],
+    rate: float,
+    wanted_rate: int,
+    max_s: float | None,
+    on_block: Callable[[], None],
+) -> Samples:
+    """blocks: (n,) or (n, channels) of float32."""
+    _check_rate(rate)
     resampler = None
     if rate != wanted_rate:
         (soxr,) = require_extra("soxr")
         resampler = soxr.ResampleStream(rate, wanted_rate, 1, dtype="float32")
-    parts: list[Samples] = []
-    num_read = 0
+    pcm = bytearray()  # grows where it is, while parts to join would lie there twice
+    num_read = work = 0
     for block in blocks:
+        on_block()
+        num_read += len(block)
+        work += block.size
+        if max_s is not None:
+            _check_size(num_read / rate, work, max_s)
         mono = block if block.ndim == 1 else block.mean(axis=1, dtype=np.float32)
-        num_read += len(mono)
-        if max_s is not None and num_read > max_s * rate:
-            raise BadAudio(
-                f"the audio is longer than the {max_s:g} s that are taken at once; cut it"
-            )
         if not np.isfinite(mono).all():
             raise BadAudio("the audio holds samples that are no finite numbers")
-        parts.append(mono if resampler is None else resampler.resample_chunk(mono))
+        _append(pcm, mono if resampler is None else resampler.resample_chunk(mono))
     if resampler is not None:
-        parts.append(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
-    samples = np.concatenate(parts) if parts else np.zeros(0, np.float32)
-    if not len(samples):
+        _append(pcm, resampler.resample_chunk(np.zeros(0, np.float32), last=True))
+    if not pcm:
         raise BadAudio("the audio has no samples")
-    return samples
+    return np.frombuffer(pcm, np.float32)
+
+
+def _append(pcm: bytearray, samples: Samples) -> None:
+    pcm.extend(np.ascontiguousarray(samples).data)
+
+
+def _check_size(seconds: float, work: int, max_s: float) -> None:
+    if seconds > max_s:
+        raise BadAudio(f"the audio is longer than the {max_s:g} s that are taken at once; cut it")
+    most = max(max_s, LEAST_WORK_S) * WORK_PER_S
+    if work > most:
+        raise BadAudio(
+            f"the audio has more than the {most:.0f} samples in all its channels that are taken at "
+            "once; lower its rate, mix its channels or cut it"
+        )
 
 
 def split_audio(samples: Samples, sampling_rate: int, max_samples: int) -> list[Samples]:

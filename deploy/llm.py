@@ -137,7 +137,8 @@ class LLM:
             for index, sample in enumerate(sample_params(sampling, n)):
                 answers.append(Answer(ids, sample, index, first, self._watched(ids, stops)))
                 first = first or answers[-1]
-        return self._answer_all(answers, "generate", progress=progress)
+        with _progress_bar("generate", len(answers), is_shown=progress) as bar:
+            return self._answer_all(answers, bar)
 
     def transcribe(
         self,
@@ -151,7 +152,8 @@ class LLM:
     ) -> list[TranscriptionOutput]:
         """What is said in one audio or many; for models that turn audio into text.
 
-        audio:    paths, contents of files, or pairs of samples and rate; of any length.
+        audio:    paths, contents of files, or pairs of samples and rate; of any length. Not all are
+                  held at once: as many as have some four hours together, or a longer one.
         language: code of what is spoken, as `en`; None has it detected, once per audio.
         task:     `translate` answers in English.
         prompt:   text that is taken to stand before the audio's, for its style and names.
@@ -171,20 +173,22 @@ class LLM:
                 )
                 for each in requests
             ]
-            return self._answer_all(answers, "transcribe", progress=progress)
+            bar.total += len(answers)
+            return self._answer_all(answers, bar)
 
         if params is None:
             params = SamplingParams(temperature=0, max_tokens=None)
         (params,) = self._params_per_prompt(params, 1)
-        return transcribe(
-            self._speech,
-            as_list(audio),
-            language=language,
-            task=task,
-            prompt=prompt,
-            params=params,
-            answer=answer,
-        )
+        with _progress_bar("transcribe", 0, is_shown=progress) as bar:
+            return transcribe(
+                self._speech,
+                as_list(audio),
+                language=language,
+                task=task,
+                prompt=prompt,
+                params=params,
+                answer=answer,
+            )
 
     def _check_takes(self, *, text: bool) -> None:
         """Raise EngineDead if it is closed, ValueError if the model takes the other."""
@@ -296,11 +300,8 @@ class LLM:
             raise ValueError(f"prompts[{index}]: {problem}")
         return token_ids
 
-    def _answer_all(
-        self, answers: Sequence[Answer], what: str, *, progress: bool
-    ) -> list[RequestOutput]:
-        bar = tqdm(total=len(answers), desc=what, unit="req", disable=not progress, file=sys.stderr)
-        with bar, self._cleaned_up():
+    def _answer_all(self, answers: Sequence[Answer], bar: "tqdm[Any]") -> list[RequestOutput]:
+        with self._cleaned_up():
             self._run(answers, bar)
         return [answer.output(self._decoder) for answer in answers]
 
@@ -361,6 +362,10 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _progress_bar(what: str, num_requests: int, *, is_shown: bool) -> "tqdm[Any]":
+    return tqdm(total=num_requests, desc=what, unit="req", disable=not is_shown, file=sys.stderr)
 
 
 def _as_ids(values: Sequence[int], index: int) -> list[int]:

@@ -19,3 +19,6 @@ def set_up_logging(level: str, line_format: str = RELAYED) -> None:
     )
     for noisy in ("asyncio", "uvicorn.error"):
         logging.getLogger(noisy).setLevel(max(logging.getLogger().level, logging.WARNING))
+    # It warns of every form that is none, which the client is told: logs are not for clients.
+    parser = logging.getLogger("python_multipart")
+    parser.setLevel(max(logging.getLogger().level, logging.ERROR))

@@ -116,8 +116,8 @@ class SpeechModel:
         return tuple(words)
 
     def feature(self, piece: Samples) -> MultimodalFeature:
-        """piece: at most `audio.max_samples`, at its rate."""
-        data = np.frombuffer(piece.astype("<f4", copy=False).tobytes(), np.uint8)
+        """piece: at most `audio.max_samples`, at its rate; the feature is a view of it."""
+        data = np.ascontiguousarray(piece, "<f4").view(np.uint8)
         return MultimodalFeature(
             hash=hashlib.sha256(data).hexdigest(),
             offset=0,

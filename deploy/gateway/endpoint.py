@@ -27,6 +27,7 @@ from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_requests import RequestT, parse_request
 from longshore.deploy.gateway.openai_responses import Usage
 from longshore.deploy.gateway.prompts import PromptReader
+from longshore.deploy.gateway.sound_decoder import SoundDecoder
 from longshore.deploy.gateway.tokenizer import ModelTokenizer
 from longshore.deploy.speech import SpeechModel
 
@@ -41,6 +42,7 @@ class Service(msgspec.Struct, frozen=True):
     speech: of a model that turns audio into text; None: this one takes text.
     max_audio_bytes, max_audio_s: of a file, and of its sound.
     max_live_requests: answers under way at most, running or waiting.
+    sounds: what decodes files, within a bound of memory.
     """
 
     model_name: str
@@ -53,6 +55,7 @@ class Service(msgspec.Struct, frozen=True):
     speech: SpeechModel | None = None
     max_audio_bytes: int = 25 << 20
     max_audio_s: float = 3600.0
+    sounds: SoundDecoder = msgspec.field(default_factory=SoundDecoder)
 
 
 class ResponseWriter(ABC):
@@ -142,7 +145,7 @@ class GenerationEndpoint(Endpoint, Generic[RequestT]):
             cache_salt=uuid.uuid4().hex if request.no_store else request.cache_salt,
             skips_reading=bool(request.skip_reading_prefix_cache),
         )
-        check_room(spec, service)
+        check_room(spec.num_answers, service)
         writer = self.writer(service, request, request_id)
         kind = Generation if spec.beams is None else BeamGeneration
         with kind(spec, service.client, service.tokenizer, service.metrics) as generation:
@@ -159,11 +162,11 @@ def check_model(name: str | None, service: Service) -> None:
         raise unknown_model(name, service.model_name)
 
 
-def check_room(spec: GenerationSpec, service: Service) -> None:
+def check_room(num_answers: int, service: Service) -> None:
     """Raise ApiError if too many answers are under way already. What would not fit alone either is
     taken when nothing else is."""
     num_live = service.client.num_live_requests
-    if num_live and num_live + spec.num_answers > service.max_live_requests:
+    if num_live and num_live + num_answers > service.max_live_requests:
         raise queue_full(num_live, service.max_live_requests)
 
 

@@ -32,6 +32,8 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     beams:     the answers are the likeliest ones, which `BeamGeneration` finds.
     multimodal: what each prompt brings beside its tokens; empty: none brings anything.
     num_primed: tokens at each prompt's end that are sent as output, see `LiveRequests.open`.
+    max_in_flight: answers that the engine has at a time at most, of one sample per prompt: the next
+               is asked for when one has ended. None: all.
     trace_headers: passed on to the engine.
     skips_reading: nothing is looked up in the prefix cache.
     is_stream: pieces are wanted as they grow, not only each answer's whole at its end.
@@ -52,13 +54,14 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     beams: BeamSearchParams | None = None
     multimodal: Sequence[MultimodalFeature] = ()
     num_primed: int = 0
+    max_in_flight: int | None = None
     trace_headers: Mapping[str, str] = {}
 
     @property
     def num_answers(self) -> int:
         """Requests that the engine gets at most at a time."""
         width = self.num_samples if self.beams is None else self.beams.beam_width
-        return width * len(self.prompts)
+        return width * len(self.prompts[: self.max_in_flight])
 
 
 class AnsweredPrompt(msgspec.Struct, frozen=True):
@@ -115,14 +118,22 @@ class Generation:
 
     def __enter__(self) -> "Generation":
         try:
-            for index, answer in enumerate(self._answers):
-                first = self._answers[index - index % self._spec.num_samples]
-                answer.submit(fork_of=first.live)
-                self._metrics.live_requests.inc()
-        except EngineDead as error:
+            self._submit(self._answers[: self._spec.max_in_flight])
+        except ApiError:
             self.__exit__()
-            raise unavailable(str(error)) from error
+            raise
         return self
+
+    def _submit(self, answers: Sequence["_Answer"]) -> None:
+        """Those that have not been yet."""
+        try:
+            for answer in answers:
+                if answer.live is None:
+                    first = self._answers[answer.index - answer.index % self._spec.num_samples]
+                    answer.submit(fork_of=first.live)
+                    self._metrics.live_requests.inc()
+        except EngineDead as error:
+            raise unavailable(str(error)) from error
 
     def __exit__(self, *_: object) -> None:
         started = [answer for answer in self._answers if answer.live is not None]
@@ -137,11 +148,12 @@ class Generation:
         Raises ApiError when the engine fails or refuses.
         """
         unfinished = list(self._answers)
-        while unfinished:
+        while in_flight := unfinished[: self._spec.max_in_flight]:
             await self._changed.wait()
             self._changed.clear()
-            pieces = [piece for answer in unfinished if (piece := answer.take()) is not None]
+            pieces = [piece for answer in in_flight if (piece := answer.take()) is not None]
             unfinished = [answer for answer in unfinished if not answer.is_complete]
+            self._submit(unfinished[: self._spec.max_in_flight])
             if pieces:
                 yield pieces
 
@@ -181,7 +193,7 @@ class _Answer:
         metrics: GatewayMetrics,
         changed: asyncio.Event,
     ) -> None:
-        self._index = index
+        self.index = index
         self._spec = spec
         self._sampling = sampling
         self._prompt_number = index // spec.num_samples
@@ -203,7 +215,7 @@ class _Answer:
     def submit(self, *, fork_of: LiveRequest | None) -> None:
         spec, number = self._spec, self._prompt_number
         self.live = self._client.submit(
-            f"{spec.request_id}-{self._index}",
+            f"{spec.request_id}-{self.index}",
             self._prompt,
             self._sampling,
             on_change=self._on_change,
@@ -256,9 +268,9 @@ class _Answer:
         self._growth = _Growth()
         reason = self._end_reason.api_name if self.is_complete else None
         if self._spec.scores_only:
-            return Piece(self._index, "", [], reason, [], growth.prompt)
+            return Piece(self.index, "", [], reason, [], growth.prompt)
         return Piece(
-            self._index, growth.text, growth.token_ids, reason, growth.scores, growth.prompt
+            self.index, growth.text, growth.token_ids, reason, growth.scores, growth.prompt
         )
 
     def _absorb(self) -> LiveRequest:

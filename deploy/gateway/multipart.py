@@ -1,5 +1,6 @@
 """A multipart/form-data body, as files are uploaded: one file and a few small fields."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -9,6 +10,9 @@ from longshore.deploy.gateway.errors import invalid
 
 MAX_FIELDS: Final = 64
 MAX_FIELD_BYTES: Final = 64 << 10
+# A name in another charset (RFC 5987), which the parser's options leave out.
+_QUOTED: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_EXTENDED_FILENAME: Final = re.compile(rb";\s*filename\*", re.IGNORECASE)
 
 
 @dataclass
@@ -80,7 +84,8 @@ class _Parts:
         if name.lower() == b"content-disposition":
             options = self._options_of(value)
             self._name = options.get(b"name", b"").decode()
-            self._is_file = b"filename" in options
+            extended = _EXTENDED_FILENAME.search(_QUOTED.sub(b"", value))
+            self._is_file = b"filename" in options or extended is not None
 
     def _end(self) -> None:
         data = b"".join(self._data)

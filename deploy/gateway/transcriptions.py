@@ -1,16 +1,16 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations: audio in, text out.
 
-An audio is as many requests to the engine as it has pieces, which run side by side; their texts are
-put together in order.
+An audio is as many requests to the engine as it has pieces, of which a few run side by side at a
+time; their texts are put together in order.
 """
 
 import asyncio
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import msgspec
 
-from longshore.deploy.audio import BadAudio, read_audio, split_audio
+from longshore.deploy.audio import BadAudio
 from longshore.deploy.gateway.endpoint import (
     Endpoint,
     ResponseWriter,
@@ -44,7 +44,9 @@ from longshore.deploy.speech import (
 from longshore.protocol.inputs import MultimodalFeature
 from longshore.protocol.sampling import SamplingParams
 
-FORM_BYTES = 1 << 20  # of a request's body beside the file
+FORM_BYTES: Final = 1 << 20  # of a request's body beside the file
+MAX_IN_FLIGHT: Final = 16
+"""Pieces of one audio that the engine has at a time, so that long ones do not fill its queue"""
 
 
 class SpeechEndpoint(Endpoint):
@@ -53,13 +55,13 @@ class SpeechEndpoint(Endpoint):
     task: ClassVar[Task]
 
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
-        body = await exchange.read_body(service.max_audio_bytes + FORM_BYTES, "max-audio-mib")
-        if service.speech is None:
+        if service.speech is None:  # before a file is read
             raise invalid(
                 f"{service.model_name} takes text, no audio: use /v1/chat/completions or "
                 "/v1/completions, or serve a speech model",
                 param="model",
             )
+        body = await exchange.read_body(service.max_audio_bytes + FORM_BYTES, "max-audio-mib")
         headers = dict(exchange.scope["headers"])
         form = await asyncio.to_thread(parse_form, headers.get(b"content-type", b""), body)
         del body
@@ -73,6 +75,7 @@ class SpeechEndpoint(Endpoint):
                 param="file",
             )
         work = self._answer(exchange, service, service.speech, request, file, arrived_s)
+        del form, file  # not kept beside what is decoded of it
         try:
             await exchange.run_while_connected(work)
         except BadAudio as error:
@@ -91,30 +94,36 @@ class SpeechEndpoint(Endpoint):
     ) -> None:
         language = speech.language(request.language, self.task)
         sampling = speech.params(_sampling(request))
-        features = await asyncio.to_thread(_features, file, speech, service.max_audio_s)
+        check_room(1, service)  # before the work of decoding
         request_id = request_id_of(exchange.scope, "audio")
-        if speech.must_detect(language):
-            language = await _detect(service, speech, request, features[0], request_id, arrived_s)
-        prompt = speech.prompt(language, self.task, request.prompt)
-        spec = GenerationSpec(
-            request_id=request_id,
-            prompts=[prompt] * len(features),
-            sampling=sampling,
-            priority=request.priority,
-            is_stream=request.stream,
-            arrived_s=arrived_s,
-            multimodal=features,
-            num_primed=NUM_PRIMED,
-            trace_headers=trace_headers_of(exchange.scope),
-        )
-        check_room(spec, service)
-        num_audio_tokens = speech.audio.num_tokens * len(features)
-        writer = TranscriptWriter(len(features), request.response_format, num_audio_tokens)
-        with Generation(spec, service.client, speech.tokenizer, service.metrics) as generation:
-            if request.stream:
-                await stream(exchange, generation, writer, include_usage=True)
-            else:
-                await answer_whole(exchange, generation, writer)
+        async with service.sounds.features(file, speech, service.max_audio_s) as features:
+            del file
+            if speech.must_detect(language):
+                language = await _detect(
+                    service, speech, request, features[0], request_id, arrived_s
+                )
+            prompt = speech.prompt(language, self.task, request.prompt)
+            num_free = service.max_live_requests - service.client.num_live_requests
+            spec = GenerationSpec(
+                request_id=request_id,
+                prompts=[prompt] * len(features),
+                sampling=sampling,
+                priority=request.priority,
+                is_stream=request.stream,
+                arrived_s=arrived_s,
+                multimodal=features,
+                num_primed=NUM_PRIMED,
+                max_in_flight=max(1, min(MAX_IN_FLIGHT, num_free)),
+                trace_headers=trace_headers_of(exchange.scope),
+            )
+            check_room(spec.num_answers, service)
+            num_audio_tokens = speech.audio.num_tokens * len(features)
+            writer = TranscriptWriter(len(features), request.response_format, num_audio_tokens)
+            with Generation(spec, service.client, speech.tokenizer, service.metrics) as generation:
+                if request.stream:
+                    await stream(exchange, generation, writer, include_usage=True)
+                else:
+                    await answer_whole(exchange, generation, writer)
 
 
 class TranscriptionsEndpoint(SpeechEndpoint):
@@ -129,13 +138,6 @@ class TranslationsEndpoint(SpeechEndpoint):
 
     path = "/v1/audio/translations"
     task = "translate"
-
-
-def _features(file: bytes, speech: SpeechModel, max_s: float) -> list[MultimodalFeature]:
-    audio = speech.audio
-    samples = read_audio(file, audio.sampling_rate, max_s=max_s)
-    pieces = split_audio(samples, audio.sampling_rate, audio.max_samples)
-    return [speech.feature(piece) for piece in pieces]
 
 
 def _sampling(request: TranscriptionRequest) -> SamplingParams:
@@ -173,6 +175,7 @@ async def _detect(
         arrived_s=arrived_s,
         multimodal=[feature],
     )
+    check_room(spec.num_answers, service)
     with Generation(spec, service.client, None, service.metrics) as generation:
         answers = [piece async for pieces in generation.pieces() for piece in pieces]
     return speech.detected(answers[0].token_ids)

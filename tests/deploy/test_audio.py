@@ -1,6 +1,8 @@
 """Files of sound to samples, and where long ones are cut."""
 
+import contextlib
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.deploy.audio import BadAudio, read_audio, split_audio
+from longshore.deploy.audio import BadAudio, longest_s, read_audio, split_audio
 from longshore.protocol.errors import ConfigError
 from tests.deploy.sounds import as_file, tone
 
@@ -67,8 +69,9 @@ def test_blocks_are_resampled_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
     np.testing.assert_allclose(in_blocks, soxr.resample(sound, 44_100, RATE), atol=1e-6)
 
 
-def test_whole_numbers_are_samples_of_full_scale() -> None:
-    samples = np.array([-(2**15), 0, 2**14], np.int16)
+@pytest.mark.parametrize("bits", [8, 16, 32])
+def test_whole_numbers_are_samples_of_full_scale(bits: int) -> None:
+    samples = np.array([-(2 ** (bits - 1)), 0, 2 ** (bits - 2)], f"i{bits // 8}")
     assert read_audio((samples, RATE), RATE).tolist() == [-1.0, 0.0, 0.5]
 
 
@@ -86,12 +89,79 @@ def test_whole_numbers_are_samples_of_full_scale() -> None:
         ((np.zeros(9, np.uint8), RATE), "uint8"),
         ((np.array(["a"]), RATE), "must hold numbers"),
         ((np.zeros(9), 5), "rate of 5 Hz"),
+        ((np.zeros(9), float("nan")), "rate of nan Hz"),
+        ((np.zeros(9), "a.wav"), "rate is of the type str.*several audios as a list"),
+        ((np.zeros(9),), r"tuple of 1.*pair \(samples, rate\)"),
+        (([[1.0], [1.0, 2.0]], RATE), "no array of numbers"),
+        (([1, 2, 3], RATE), "int64, whose full scale is not known"),
+        ((np.zeros(9, np.int16) + np.int64(1), RATE), "give floats within -1..1, int8, int16"),
+        ((np.zeros((2, RATE)), RATE), r"16000 channels.*\.T"),
+        (np.zeros(9), "of the type ndarray"),
+        (bytearray(b"RIFF"), "of the type bytearray.*content as bytes"),
+        (0.5, "of the type float"),
     ],
     ids=str,
 )
 def test_what_is_no_sound_is_refused_with_the_reason(audio: Any, reason: str) -> None:
     with pytest.raises(BadAudio, match=reason):
         read_audio(audio, RATE)
+    if "finite" not in reason and "no samples" not in reason:
+        with pytest.raises(BadAudio, match=reason):
+            longest_s(audio)
+
+
+def test_refusal_says_what_the_library_says_and_nothing_of_this_process() -> None:
+    with pytest.raises(BadAudio) as caught:
+        read_audio(b"no sound at all" * 100, RATE)
+    assert "cannot be read as audio: Format not recognised. It may be" in str(caught.value)
+    assert "0x" not in str(caught.value)
+
+
+def test_file_that_points_before_its_start_leaves_no_traceback_behind(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = as_file(tone(0.1), kind="AIFF")
+    for place in range(38, 42):  # the length of a chunk
+        with contextlib.suppress(BadAudio):
+            read_audio(file[:place] + b"\xff" + file[place + 1 :], RATE)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
+def test_header_says_how_long_a_file_is(kind: str) -> None:
+    file = as_file(tone(2.0, rate=8_000), 8_000, kind)
+    assert len(read_audio(file, 8_000)) / 8_000 <= longest_s(file) < 2.2
+    assert longest_s((tone(2.0), RATE)) == 2.0
+
+
+def test_samples_are_held_once() -> None:
+    file = as_file(np.zeros(300 * RATE, np.int16), kind="FLAC")
+    tracemalloc.start()
+    samples = read_audio(file, RATE)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert samples.nbytes == 300 * RATE * 4
+    assert peak < 1.5 * samples.nbytes
+
+
+def test_what_is_told_of_each_block_can_end_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longshore.deploy.audio.BLOCK_SAMPLES", RATE)
+    places = [2, 1]
+    with pytest.raises(IndexError):  # at the third
+        read_audio(as_file(tone(9.0)), RATE, on_block=places.pop)
+    places = [2, 1]
+    assert len(read_audio(as_file(tone(1.5)), RATE, on_block=places.pop)) == 1.5 * RATE
+    assert places == []
+
+
+def test_work_is_limited_as_the_length_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longshore.deploy.audio.LEAST_WORK_S", 1.0)
+    surround = as_file(np.zeros((2 * RATE, 8), np.float32))
+    with pytest.raises(BadAudio, match="more than the 192000 samples in all its channels"):
+        read_audio(surround, RATE, max_s=2.0)
+    assert len(read_audio(surround, RATE, max_s=3.0)) == 2 * RATE
+    stereo = as_file(np.zeros((96_000, 2), np.float32), 48_000)
+    assert len(read_audio(stereo, RATE, max_s=2.0)) == 2 * RATE
 
 
 def test_length_is_limited_at_the_file_s_own_rate() -> None:

@@ -225,11 +225,13 @@ def test_ranks_that_share_tokens_hold_as_many_times_more_of_them(
     assert shared.cache.num_tokens == pytest.approx(4 * whole.cache.num_tokens, rel=1e-2)
     (group,) = shared.cache.groups
     assert (group.block_tokens, group.max_blocks) == (64, 4)
-    print_plan(options_for(tmp_path, **shards, decode_context_parallel_size=4), as_json=False)
-    shown = capsys.readouterr().out
-    assert "tokens gained by 4 context ranks" in shown
+    _, lines = shown_plan(capsys, tmp_path, **shards, decode_context_parallel_size=4)
     gained = shared.cache.num_tokens - whole.cache.num_tokens
-    assert f"{gained:,} (4.00 times); {whole.cache.num_tokens:,} fit" in shown
+    assert lines["tokens gained by 4 context ranks"] == (
+        f"{gained:,} (4.00 times); {whole.cache.num_tokens:,} fit without"
+    )
+    assert "of those, for what is in flight" not in lines, "nothing is forgotten"
+    assert "beside it, once a prompt is long" not in lines, "latents are always absorbed"
 
 
 @pytest.mark.parametrize(

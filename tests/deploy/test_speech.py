@@ -182,6 +182,7 @@ def test_feature_is_the_piece_s_samples(tmp_path: Path) -> None:
     piece = tone(0.1)
     feature = speech_model(tmp_path).feature(piece)
     assert np.array_equal(feature.data.view("<f4"), piece)
+    assert np.shares_memory(feature.data, piece)
     assert feature.hash == hashlib.sha256(piece.tobytes()).hexdigest()
     assert (feature.offset, feature.num_tokens, feature.modality) == (0, 100, "audio")
 

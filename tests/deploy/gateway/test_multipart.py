@@ -1,5 +1,8 @@
 """Forms: what a client encodes comes back, and what is no form is refused."""
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,3 +56,36 @@ def test_fields_are_few_and_small() -> None:
     with pytest.raises(ApiError, match=f"longer than {MAX_FIELD_BYTES} bytes") as caught:
         parse_form(KIND, field % (b"a" * (MAX_FIELD_BYTES + 1)) + b"--x--\r\n")
     assert caught.value.body.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_file"),
+    [
+        (rb"name=file; filename*=UTF-8''a%20b.mp3", True),
+        (rb"""name="a \"quoted\" name"; FileName*=x""", True),
+        (rb'name="prompt; filename*=x"', False),
+        (rb'name="prompt"; xfilename=x', False),
+    ],
+)
+def test_part_is_a_file_whatever_charset_its_filename_has(options: bytes, is_file: bool) -> None:
+    body = b"--x\r\ncontent-disposition: form-data; %s\r\n\r\nsound\r\n--x--\r\n" % options
+    form = parse_form(KIND, body)
+    assert list(form.files.values()) == [b"sound"] * is_file
+    assert [value for _, value in form.fields] == ["sound"] * (not is_file)
+
+
+def test_what_is_no_form_leaves_nothing_in_the_log() -> None:
+    program = """
+from longshore.deploy.gateway.errors import ApiError
+from longshore.deploy.gateway.multipart import parse_form
+from longshore.deploy.logs import set_up_logging
+set_up_logging("info")
+try:
+    parse_form(b"multipart/form-data; boundary=x", b"no boundary")
+except ApiError:
+    print("refused")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (ended.stdout, ended.stderr) == ("refused\n", "")

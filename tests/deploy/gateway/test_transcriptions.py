@@ -13,6 +13,7 @@ import pytest
 from longshore.deploy.audio import Samples
 from longshore.deploy.bench.sse_client import HttpAnswer
 from longshore.deploy.gateway.tokenizer import ModelTokenizer, load_tokenizer
+from longshore.deploy.gateway.transcriptions import MAX_IN_FLIGHT
 from longshore.deploy.model_folder import AudioInput
 from longshore.protocol.client import AddRequest, FinishReason
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway
@@ -183,11 +184,90 @@ async def test_pieces_answered_out_of_order_are_joined_in_order(
     assert done == {"type": "transcript.text.done", "text": text, "usage": body["usage"]}
 
 
-async def test_stream_grows_with_the_tokens(start: Start) -> None:
-    async with start() as gateway:
-        answer = await gateway.post_form(PATH, file=as_file(sound(2)), language="en", stream="1")
-        deltas = [json.loads(data).get("delta") for _, data in answer.events[:-2]]
-        assert "".join(deltas) == "ster"
+async def test_stream_grows_with_the_tokens(start: Start, tokenizer: ModelTokenizer) -> None:
+    first, *others = tokenizer.encode_rendered(" ster")
+    deltas: list[str] = []
+    async with start(lambda engine, request: engine.send_tokens(request, [first])) as gateway:
+        engine = gateway.engine
+
+        def read(data: bytes) -> None:
+            event = {} if data == b"[DONE]" else json.loads(data)
+            if "delta" not in event:
+                return
+            deltas.append(event["delta"])
+            if len(deltas) == 1:  # what follows is sent once this is here
+                (request,) = engine.requests
+                engine.send_tokens(request, others)
+                engine.finish(request, FinishReason.LENGTH_CAPPED, num_output_tokens=4)
+
+        kind, body = encode_form({"language": "en", "stream": "1"}, {"file": as_file(sound(2))})
+        await gateway.client.request(
+            "POST", PATH, body, timeout_s=5, content_type=kind, on_event=read
+        )
+    assert len(deltas) == 2
+    assert "".join(deltas) == "ster"
+
+
+async def test_long_audio_leaves_the_engine_s_queue_to_others(start: Start) -> None:
+    async with start(never_answer) as gateway:
+        engine = gateway.engine
+        long = gateway.post_form(PATH, file=as_file(sound(*[1] * 40)), language="en")
+        waiting = [asyncio.create_task(long)]
+        await engine.wait_for(lambda: len(engine.requests) >= MAX_IN_FLIGHT)
+        short = gateway.post_form(PATH, file=as_file(sound(2)), language="en")
+        waiting.append(asyncio.create_task(short))
+        await engine.wait_for(lambda: loudness_of(engine.requests[-1]) == 2)
+        assert len(engine.requests) == MAX_IN_FLIGHT + 1
+        for num_more in (1, 2):
+            engine.finish(engine.requests[num_more], FinishReason.STOPPED, num_output_tokens=1)
+            await engine.wait_for(
+                lambda num_more=num_more: len(engine.requests) == MAX_IN_FLIGHT + 1 + num_more
+            )
+        for task in waiting:
+            task.cancel()
+        await engine.wait_for(lambda: len(engine.aborted) == MAX_IN_FLIGHT + 1)
+
+
+async def test_audio_of_many_pieces_is_transcribed_in_the_room_that_there_is(
+    start: Start, tokenizer: ModelTokenizer
+) -> None:
+    listener = Listener(tokenizer, num_pieces=2)  # it answers when it has two
+
+    def listen(engine: FakeEngine, request: AddRequest) -> None:
+        if loudness_of(request) != 4:
+            listener(engine, request)
+
+    async with start(listen, max_live_requests=3) as gateway:
+        engine = gateway.engine
+        endless = gateway.post_form(PATH, file=as_file(sound(4)), language="en")
+        task = asyncio.create_task(endless)
+        await engine.wait_for(lambda: len(engine.requests) == 1)
+        answer = await gateway.post_form(PATH, file=as_file(sound(*[1] * 8)), language="en")
+        assert json.loads(answer.body)["text"] == " ".join(["a"] * 8)
+        task.cancel()
+        await engine.wait_for(lambda: len(engine.aborted) == 1)
+
+
+@pytest.mark.parametrize("fields", [{}, {"language": "en"}], ids=["detected", "given"])
+async def test_no_more_answers_are_under_way_than_are_taken(
+    start: Start, fields: dict[str, str]
+) -> None:
+    async with start(never_answer, max_live_requests=3) as gateway:
+        file = as_file(sound(1))
+        pending = {
+            asyncio.create_task(gateway.post_form(PATH, file=file, **fields)) for _ in range(10)
+        }
+        refused: set[asyncio.Task[HttpAnswer]] = set()
+        while len(refused) < 7:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            refused |= done
+        assert {task.result().status for task in refused} == {429}
+        assert len(gateway.engine.requests) == 3
+        noise = await gateway.post_form(PATH, file=b"noise", **fields)  # is not even looked at
+        assert noise.status == 429
+        for task in pending:
+            task.cancel()
+        await gateway.engine.wait_for(lambda: len(gateway.engine.aborted) == 3)
 
 
 @pytest.mark.parametrize(
@@ -290,9 +370,10 @@ async def test_each_model_names_the_endpoint_that_serves_it(
             assert PATH in error_of(answer)["message"]
     async with start_gateway() as gateway:
         for path in (PATH, TRANSLATIONS):
-            answer = await gateway.post_form(path, file=as_file(sound(0)))
-            assert answer.status == 400
-            assert "/v1/chat/completions" in error_of(answer)["message"]
+            for file in (as_file(sound(0)), b"a" * (27 << 20)):  # which is not read
+                answer = await gateway.post_form(path, file=file)
+                assert answer.status == 400
+                assert "/v1/chat/completions" in error_of(answer)["message"]
 
 
 async def test_engine_s_refusal_and_failure_are_errors(start: Start) -> None:
