@@ -36,7 +36,7 @@ from longshore.worker.attention.torch_backend import TorchAttention
 from longshore.worker.cache_plan import element_bytes
 from longshore.worker.kernels.native import native
 from longshore.worker.kv_cache import KVCache, PagedKV
-from longshore.worker.slot_mapping import slot_mapping
+from longshore.worker.slot_mapping import slots_at
 from longshore.worker.step_batch import make_batch
 
 BLOCK_SIZE = 16
@@ -114,7 +114,8 @@ class Case:
         table = np.zeros((batch, end_block), np.int32)
         table[:, first_block:] = np.array(ids).reshape(batch, -1)
         step = make_batch(np.full(batch, new), np.full(batch, length), BLOCK_SIZE)
-        slots = slot_mapping(table, step.token_rows(), step.positions(), BLOCK_SIZE)
+        places = np.divmod(step.positions(), BLOCK_SIZE)
+        slots = slots_at(table, step.token_rows(), places, BLOCK_SIZE)
         self.metadata = AttentionMetadata(
             slot_mapping=torch.from_numpy(slots),
             block_table=torch.from_numpy(table),

@@ -29,7 +29,7 @@ from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.segments import decode_segments
 from longshore.worker.kernels.native import native
 from longshore.worker.kv_cache import PagedLatents
-from longshore.worker.slot_mapping import slot_mapping
+from longshore.worker.slot_mapping import slots_at
 from longshore.worker.step_batch import StepBatch, make_batch
 
 BLOCK_SIZE = 16
@@ -101,7 +101,8 @@ class Case:
 
 
 def metadata(step: StepBatch, table: np.ndarray) -> AttentionMetadata:
-    slots = slot_mapping(table, step.token_rows(), step.positions(), BLOCK_SIZE)
+    places = np.divmod(step.positions(), BLOCK_SIZE)
+    slots = slots_at(table, step.token_rows(), places, BLOCK_SIZE)
     return AttentionMetadata(
         slot_mapping=torch.from_numpy(slots),
         block_table=torch.from_numpy(table),

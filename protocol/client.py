@@ -100,13 +100,9 @@ class AddRequest(
 
 
 class MalformedAdd(msgspec.Struct, tag="add", frozen=True):
-    """What can be read of an `AddRequest` that is none, so that its client need not wait for ever.
-
-    request_id: whatever stands there.
-    """
+    """What can be read of an `AddRequest` that is none: its client need not wait for ever."""
 
     handle: Annotated[int, msgspec.Meta(ge=0)]
-    request_id: Any = None
 
 
 class ContinueSession(

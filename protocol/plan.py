@@ -107,7 +107,8 @@ class SchedulerOutput(
                     that the worker itself proposed last, which it alone knows yet.
     num_invalid_draft_tokens: drafts that the grammar refused, for the statistics.
     freed_encoder_hashes: encoder outputs whose place is needed; one may be encoded anew right away.
-    encoder_inputs: (row, index of the multimodal item) to encode in this step.
+    encoder_inputs: (row, index of the multimodal item) to encode in this step; of a model with
+                    cross attention, one item of every row in `added` and of no other.
     common_prefix_blocks: per group, leading blocks that all running rows share, for cascade
                     attention; empty if they are as in the plan before.
     copy_source_ids, copy_target_ids, copy_num_tokens: blocks to copy, pair by pair, all layers,

@@ -197,7 +197,9 @@ class Engine:
         index, add = self._index_of_peer.get(peer), read_malformed_add(header)
         if index is None or add is None:
             return False
-        logger.warning("request %.100r of client %d is refused: %s", add.request_id, index, error)
+        logger.warning(
+            "request with handle %d of client %d is refused: %s", add.handle, index, error
+        )
         self._scheduler.refuse_request(str(error), client=index, handle=add.handle)
         return True
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from longshore.protocol.errors import PlanMismatch
 from longshore.worker.compute_queue import Completion
 from longshore.worker.context_share import WHOLE_CONTEXT, ContextShare
-from longshore.worker.slot_mapping import slot_mapping, slots_at
+from longshore.worker.slot_mapping import slots_at
 from longshore.worker.staging import StagingRing
 
 IntArray = npt.NDArray[np.integer]
@@ -125,19 +125,13 @@ class BlockTable:
         """(max_num_seqs,) tokens for which each row has blocks."""
         return self.num_blocks * self.block_size
 
-    def slots(
-        self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """Where the KV of each token goes, -1 if to another rank; every position must have a
-        block."""
-        return slot_mapping(self.host, rows, positions, self.kept_block_size, self.share)
-
     def step_slots(
         self,
         rows: npt.NDArray[np.int64],
         places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
     ) -> npt.NDArray[np.int64]:
-        """The same, where it is known which column each position is in, and where there."""
+        """Where the KV of each token goes, -1 if to another rank; every position must have a
+        block. places: which column each position is in, and where there."""
         return slots_at(self.host, rows, places, self.kept_block_size, self.share)
 
     def commit(self) -> "TableUpload | None":

@@ -50,7 +50,8 @@ class CacheReport(msgspec.Struct, frozen=True):
     padding_share:   of the bytes that the longest request holds.
     num_blocks_in_flight: of its blocks, those that it holds as `num_steps` steps of
                      `max_tokens_in_flight` tokens may be in flight, instead of one of one token.
-    expanded_bytes:  of memory beside the cache, taken once keys and values are made of latents.
+    expanded_bytes:  of memory beside the cache, taken once keys and values are made of latents:
+                     never where ranks share tokens.
     """
 
     groups: tuple[GroupReport, ...]
@@ -113,8 +114,9 @@ def report_on(
         padding_share=padding_bytes / (needed * size_bytes),
         num_steps=num_steps,
         max_tokens_in_flight=max_num_batched_tokens,
-        num_blocks_in_flight=needed - max_blocks(groups, max_model_len, 1, 1),
-        expanded_bytes=expanded_bytes(groups),
+        num_blocks_in_flight=needed
+        - max_blocks(groups, max_model_len, 1, 1, context_parallel_size=context_parallel_size),
+        expanded_bytes=expanded_bytes(groups) if context_parallel_size == 1 else 0,
     )
 
 

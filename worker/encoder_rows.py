@@ -23,6 +23,9 @@ from longshore.worker.block_table import BlockTable, IntArray
 _NO_TOKENS: Final = np.empty(0, np.int64)
 _UNLIMITED: Final = np.iinfo(np.int64).max
 _SAMPLE: Final = np.dtype("<f4")
+_LOUDEST: Final = float(1 << 31)
+"""Of a sample. Sound lies within -1 and 1, or within this if it kept the scale of its integers. The
+squares of much more are infinite, and the spectrogram then is no number anywhere."""
 
 
 class CrossBlockTable(BlockTable):
@@ -133,9 +136,11 @@ class EncoderRows:
 
     def _samples(self, item: MultimodalFeature) -> Tensor:
         """Memory of its own, which the message does not share. What is no number is silence, and so
-        is what a short item lacks; a long one is cut. A bad item must not end the engine."""
+        is what a short item lacks; a long one is cut, and so is what is louder than any sound. A
+        bad item must not end the engine, or its request."""
         given = item.data[: 4 * min(self._max_samples, len(item.data) // 4)].view(_SAMPLE)
         samples = np.zeros(self._max_samples, np.float32)
         np.copyto(samples[: len(given)], given, where=np.isfinite(given))
+        samples.clip(-_LOUDEST, _LOUDEST, out=samples)
         tensor = torch.from_numpy(samples)
         return tensor.pin_memory() if self._pin_memory else tensor

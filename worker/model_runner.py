@@ -290,6 +290,8 @@ class ModelRunner:
             size: decode_segments(batch.decode_blocks(size), size)
             for size in set(tables.block_sizes)
         }
+        # Those of an encoder are in the order of the step's tokens. In practice all are equal; else
+        # there are more segments than need be.
         step = DeviceStep(
             state=self._device_state,
             inputs=inputs,

@@ -15,21 +15,6 @@ NO_SLOT: Final = -1
 """Of a token that another rank keeps."""
 
 
-def slot_mapping(
-    block_table: npt.NDArray[np.int32],
-    rows: npt.NDArray[np.int64],
-    positions: npt.NDArray[np.int64],
-    block_size: int,
-    share: ContextShare = WHOLE_CONTEXT,
-) -> npt.NDArray[np.int64]:
-    """block_table: (max_num_seqs, max_blocks); rows, positions: (num_tokens,) -> (num_tokens,).
-
-    block_size: tokens of a block that this rank keeps.
-    """
-    places = np.divmod(positions, block_size * share.size)
-    return slots_at(block_table, rows, places, block_size, share)
-
-
 def slots_at(
     block_table: npt.NDArray[np.int32],
     rows: npt.NDArray[np.int64],
@@ -37,7 +22,12 @@ def slots_at(
     block_size: int,
     share: ContextShare = WHOLE_CONTEXT,
 ) -> npt.NDArray[np.int64]:
-    """The same, where it is known which column a position is in, and how far behind its start."""
+    """block_table: (max_num_seqs, max_blocks); rows: (num_tokens,) -> (num_tokens,).
+
+    places:     which column each token's position is in, and how far behind its start: divmod by
+                the tokens that an entry stands for.
+    block_size: tokens of a block that this rank keeps.
+    """
     columns, offsets = places
     starts = block_table[rows, columns].astype(np.int64) * block_size
     if share.size == 1:

@@ -189,6 +189,24 @@ def test_long_audio_is_transcribed_in_pieces_that_are_joined(
     assert usage.input_token_details.audio_tokens == 4 * 50 * MAX_AUDIO_S
 
 
+def test_audios_in_groups_are_heard_as_together(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sounds = some_sounds()
+    audios = [(np.concatenate([each, *sounds[:3]]), SAMPLING_RATE) for each in sounds]
+    together = llm.transcribe(audios, params=GREEDY, progress=False)
+    num_pieces = sum(len(output.pieces) for output in together)
+    assert num_pieces > len(audios)
+    monkeypatch.setattr("longshore.deploy.transcriber.MAX_PIECES", 5)
+    grouped = llm.transcribe(audios, params=GREEDY)
+    assert [output.text for output in grouped] == [output.text for output in together]
+    assert [output.language for output in grouped] == [output.language for output in together]
+    num_requests = num_pieces + len(audios)  # each language is detected
+    assert f"transcribe: 100%|██████████| {num_requests}/{num_requests}" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"audio\[0\]: .*ndarray.*pair \(samples, rate\)"):
+        llm.transcribe(sounds[0], progress=False)  # type: ignore[arg-type]
+
+
 @pytest.mark.req("FEA-10")
 def test_official_client_gets_the_text_of_transformers_whole_and_streamed(
     client: openai.OpenAI, model: str, reference: Reference

@@ -192,7 +192,7 @@ def test_settings_under_which_no_request_could_be_admitted_are_refused_at_the_st
     check_encoder(config, config_of(20, full(), window(4)), has_connector=True)
     with pytest.raises(ConfigError, match="cannot be run with kv_connector"):
         check_encoder(config, config_of(20, full(), cross()), has_connector=True)
-    with pytest.raises(ConfigError, match="num_blocks=19 are too few.* needs 20"):
+    with pytest.raises(ConfigError, match=r"num_blocks=19 are too few.* needs 20"):
         HearingDriver(num_blocks=19)
 
 

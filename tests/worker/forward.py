@@ -15,7 +15,7 @@ from longshore.worker.context_share import WHOLE_CONTEXT, ContextShare
 from longshore.worker.fp8 import KVScales
 from longshore.worker.kv_cache import KVCache
 from longshore.worker.models.decoder import Decoder
-from longshore.worker.slot_mapping import slot_mapping
+from longshore.worker.slot_mapping import slots_at
 from longshore.worker.step_batch import StepBatch
 from longshore.worker.worker import Worker
 
@@ -105,7 +105,8 @@ def metadata(
 ) -> AttentionMetadata:
     """What the runner would say about `batch`, on the CPU. block_size: of what a rank keeps."""
     positions, all_ranks = batch.positions(), block_size * share.size
-    slots = slot_mapping(table, batch.token_rows(), positions, block_size, share)
+    places = np.divmod(positions, all_ranks)
+    slots = slots_at(table, batch.token_rows(), places, block_size, share)
     kept = torch.from_numpy(np.flatnonzero(share.keeps(positions)))
     return AttentionMetadata(
         slot_mapping=torch.from_numpy(slots),

@@ -3,7 +3,7 @@
 import math
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.worker.attention import context_parallel
-from longshore.worker.attention.context_parallel import merge, shared_backend
-from longshore.worker.attention.kind import PagedAttentionKind
+from longshore.worker.attention.context_parallel import (
+    KeptContext,
+    attend,
+    merge,
+    shared_backend,
+)
+from longshore.worker.attention.grouped import GroupedAttention
+from longshore.worker.attention.kind import CachedLayer, PagedAttentionKind
 from longshore.worker.attention.latent_backend import LatentAttentionKind, LatentProjections
 from longshore.worker.context_share import ContextShare
 from longshore.worker.errors import UnsupportedModel
@@ -23,9 +29,10 @@ from longshore.worker.kv_cache import PagedKV, PagedLatents
 from longshore.worker.parallel import Parallel
 from longshore.worker.step_batch import StepBatch, blocks_to_clear, make_batch
 from tests.worker import attention_oracle
-from tests.worker.caches import paged_kv
+from tests.worker.caches import attention_cache, paged_kv
 from tests.worker.forward import metadata
 from tests.worker.fp8_oracle import kept
+from tests.worker.live_memory import peak_bytes
 from tests.worker.models.thread_ranks import ThreadParallel, on_every_rank
 
 NUM_LAYERS, HEADS, HEAD_DIM = 2, 3, 8
@@ -291,6 +298,46 @@ def test_no_value_of_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     step = backend.begin_step(replace(on_host, **tensors))
     q = torch.empty(counts.sum(), HEADS, HEAD_DIM, device="meta")
     assert step.forward(0, q, q[:, :1], q[:, :1]).shape == (counts.sum(), HEADS * HEAD_DIM)
+
+
+class Ones:
+    """Of a context what `attend` asks for."""
+
+    def attend(self, layer: int, q: Tensor) -> Tensor:
+        return torch.ones(*q.shape[:3], q.shape[3] + 1)
+
+
+class Copying(Echo):
+    """What is received has memory of its own."""
+
+    def exchange_context(self, parts: Tensor) -> Tensor:
+        return parts.clone()
+
+
+def test_two_parts_are_in_memory_at_once_the_one_sent_and_the_one_received() -> None:
+    place, context = Copying(context_share=ContextShare(0, 4)), cast(KeptContext, Ones())
+    q = torch.zeros(50, HEADS, 127)
+    part_bytes = 4 * 50 * HEADS * 128 * 4
+    peak = peak_bytes(lambda: attend(place, context, 0, q, torch.zeros(HEADS)))
+    assert 2 * part_bytes <= peak < 2.1 * part_bytes
+
+
+def test_parts_are_weighed_where_they_were_received() -> None:
+    parts = torch.randn(4, 2, 3, 5, generator=torch.Generator().manual_seed(0))
+    merged = merge(parts)
+    torch.testing.assert_close(parts[..., :-1].sum(0), merged, rtol=0, atol=0)
+
+
+def test_the_log_says_once_that_ranks_share_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    place = Parallel(num_shards=2, context_share=ContextShare(0, 2))
+    cache = attention_cache(3, num_layers=2, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM)
+    kind = PagedAttentionKind(num_heads=HEADS)
+    layers = [CachedLayer(name, kind) for name in cache.groups[0].layer_names]
+    with caplog.at_level("INFO"):
+        GroupedAttention(cache, layers, place)
+    assert caplog.messages == [f"attention: torch, 2 ranks share tokens, {kind}"]
+    latents = PagedLatents(torch.zeros(2, 1, 4, LATENT.latent_dim + LATENT.rope_dim))
+    assert str(shared_backend(LATENT, latents, place)) == f"torch, 2 ranks share tokens, {LATENT}"
 
 
 def test_a_rank_that_sees_no_token_has_no_say_in_the_result() -> None:

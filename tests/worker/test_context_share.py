@@ -20,7 +20,6 @@ from longshore.protocol.kv_cache_spec import (
 from longshore.worker.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.context_share import ContextShare, check_context_parallel
 from longshore.worker.errors import UnsupportedModel
-from longshore.worker.slot_mapping import slot_mapping
 
 FULL = FullAttentionSpec(16, num_kv_heads=1, head_size=8, dtype_bytes=2)
 FIT: dict[str, Any] = {
@@ -54,7 +53,10 @@ def table_of(
 
 
 def slots_of_row_0(table: BlockTable, num_tokens: int) -> list[int]:
-    return table.slots(np.zeros(num_tokens, np.int64), np.arange(num_tokens)).tolist()
+    """As a step asks for them."""
+    positions = np.arange(num_tokens)
+    (slots,) = MultiGroupBlockTable([table]).slots(np.zeros_like(positions), positions)
+    return slots.tolist()
 
 
 @pytest.mark.req("WBT-05")
@@ -117,11 +119,8 @@ def test_slots_are_those_of_tokens_dealt_out_one_by_one(
             dcp_size=dcp_size,
             interleave=interleave,
         )
-        positions = np.arange(num_tokens)
-        rows = np.zeros(num_tokens, np.int64)
-        table = np.array([block_ids], np.int32)
-        slots = slot_mapping(table, rows, positions, block_size, share)
-        assert slots.tolist() == expected[rank].tolist()
+        table = table_of([block_ids], share, block_size=block_size, max_model_len=1000)
+        assert slots_of_row_0(table, num_tokens) == expected[rank].tolist()
         counts = np.arange(num_tokens + 1)
         by_count = [(expected[rank, :count] >= 0).sum() for count in counts]
         assert share.num_kept(counts).tolist() == by_count

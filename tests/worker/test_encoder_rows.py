@@ -127,7 +127,9 @@ def test_samples_are_the_sound_and_silence_behind_it() -> None:
     data = SAMPLES[:5].copy()
     data[1:3] = np.nan, np.inf
     raw = data.view(np.uint8)
+    loud = np.float32([1e38, -1e10, 2**31, -3.5, -(2.0**31)]).view(np.uint8)
     for given, wanted in (
+        (loud, [2**31, -(2**31), 2**31, -3.5, -(2**31), 0]),  # back to integers' scale
         (raw, [data[0], 0, 0, data[3], data[4], 0]),
         (raw[:19], [data[0], 0, 0, data[3], 0, 0]),  # no whole number of samples
         (raw[:0], [0] * 6),

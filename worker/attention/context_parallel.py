@@ -9,7 +9,6 @@ The tokens that a rank keeps of a sequence lie in order of their positions, so t
 sees are the first ones. Everything is plain torch, in float32, the same on a CPU and on CUDA.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -27,8 +26,6 @@ from longshore.worker.fp8 import KVScales, from_fp8, to_fp8
 from longshore.worker.kv_cache import PagedKV, PagedLatents
 from longshore.worker.parallel import Parallel
 
-logger = logging.getLogger(__name__)
-
 MAX_SCORES: Final = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Of a tile of a chunk, over the heads of all ranks: what is in memory at once. A CPU's caches hold
 few, and small tiles have few keys that none of their tokens sees."""
@@ -38,7 +35,6 @@ def shared_backend(kind: object, view: Any, parallel: Parallel) -> AttentionBack
     """The backend for layers of `kind` whose tokens this rank shares with others. Raises
     UnsupportedModel if such layers cannot be computed so."""
     share = parallel.context_share
-    logger.info("attention: torch, %d ranks share tokens, %s", share.size, kind)
     match kind:
         case PagedAttentionKind(window=None, chunk=None):
             return SharedAttention(view, kind, parallel)
@@ -49,6 +45,10 @@ def shared_backend(kind: object, view: Any, parallel: Parallel) -> AttentionBack
                 f"decode_context_parallel_size={share.size}: layers of {kind} "
                 "cannot share tokens out. Leave decode_context_parallel_size out."
             )
+
+
+def _description(parallel: Parallel, kind: object) -> str:
+    return f"torch, {parallel.context_share.size} ranks share tokens, {kind}"
 
 
 class SharedAttention:
@@ -63,18 +63,20 @@ class SharedAttention:
             )
         self._memory = _KeysAndValues(cache)
         self._scale = cache.head_dim**-0.5 if kind.scale is None else kind.scale
-        self._softcap = kind.softcap
-        self._num_heads = kind.num_heads
+        self._kind = kind
         self._parallel = parallel
+
+    def __str__(self) -> str:
+        return _description(self._parallel, self._kind)
 
     def begin_step(self, metadata: AttentionMetadata) -> "SharedAttentionStep":
         context = KeptContext(
             self._memory,
             self._parallel.context_share,
             metadata,
-            num_heads=self._num_heads,
+            num_heads=self._kind.num_heads,
             scale=self._scale,
-            softcap=self._softcap,
+            softcap=self._kind.softcap,
         )
         return SharedAttentionStep(self._parallel, context)
 
@@ -104,6 +106,9 @@ class SharedLatentAttention:
         self._memory = _Latents(view, kind.latent_dim)
         self._kind = kind
         self._parallel = parallel
+
+    def __str__(self) -> str:
+        return _description(self._parallel, self._kind)
 
     def begin_step(self, metadata: AttentionMetadata) -> "SharedLatentStep":
         context = KeptContext(
@@ -151,21 +156,23 @@ def attend(
 ) -> Tensor:
     """(num_tokens, num_heads, value_dim) float32, of this rank's queries over the tokens of all
     ranks, each of which calls this. q: (num_tokens, num_heads, dim); sinks: (num_heads,)."""
-    partial = context.attend(layer, parallel.gather_context(q))
-    return merge(parallel.exchange_context(partial), sinks)
+    # What is sent is not kept: beside what is received, it is the largest memory of a step.
+    return merge(
+        parallel.exchange_context(context.attend(layer, parallel.gather_context(q))), sinks
+    )
 
 
 def merge(parts: Tensor, sinks: Tensor | None = None) -> Tensor:
     """What each rank found, put together.
 
-    parts: (ranks, num_tokens, num_heads, value_dim + 1) as of KeptContext.attend. sinks: None, or
-    (num_heads,), logits without values. Returns (num_tokens, num_heads, value_dim).
+    parts: (ranks, num_tokens, num_heads, value_dim + 1) as of KeptContext.attend, overwritten.
+    sinks: None, or (num_heads,), logits without values. Returns (num_tokens, num_heads, value_dim).
     """
     sums, logs = parts[..., :-1], parts[..., -1:]
     total = logs.logsumexp(0)
     if sinks is not None:
         total = torch.logaddexp(total, sinks.unsqueeze(1))
-    return (sums * (logs - total).exp()).sum(0)
+    return sums.mul_((logs - total).exp_()).sum(0)
 
 
 class KeptContext:

@@ -34,6 +34,9 @@ class CrossAttention:
         self._cache = cache
         self._paged = PagedAttentionKind(num_heads=kind.num_heads).make_backend(cache)
 
+    def __str__(self) -> str:
+        return f"cross attention, {self._paged}"
+
     def begin_step(self, metadata: AttentionMetadata) -> "CrossAttentionStep":
         step = self._paged.begin_step(metadata)
         return CrossAttentionStep(self._cache, step, metadata.block_table)

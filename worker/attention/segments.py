@@ -22,7 +22,8 @@ def length_classes(num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def decode_segments(num_blocks: npt.NDArray[np.int64], block_size: int) -> list[DecodeSegment]:
-    """num_blocks: (n,) blocks of each decode, already ordered by `length_classes`."""
+    """num_blocks: (n,) blocks of each decode. A segment ends where `length_classes` change, so
+    decodes ordered by them have the fewest."""
     if len(num_blocks) == 0:
         return []
     classes = length_classes(num_blocks)

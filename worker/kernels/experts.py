@@ -5,7 +5,7 @@ from torch import Tensor
 
 from longshore.worker.kernels import linear
 from longshore.worker.kernels.gate import Gate
-from longshore.worker.kernels.linear import PANEL, pack_panels
+from longshore.worker.kernels.linear import PANEL, empty_panels, fill_panels
 from longshore.worker.kernels.native import EXPERTS, empty, native, num_threads
 
 
@@ -22,11 +22,20 @@ def supports(gate_up: Tensor, down: Tensor) -> bool:
     return linear.supports(gate_up[0]) and linear.supports(down[0])
 
 
-class PackedExperts:
-    """Copies of the matrices, in panels of `PANEL` rows; one of `gate_up` has the gates of half as
-    many outputs, and then what they let through. Each is padded with zeros.
+def pack_gate_up(gate_up: Tensor, gate: Gate) -> Tensor:
+    """A copy in panels of `PANEL` rows: the gates of half as many outputs, and then what they let
+    through. Each is padded with zeros. gate_up: see `supports`."""
+    return _pack(gate_up, _gate_order(gate_up.shape[1] // 2, gate.is_interleaved))
 
-    gate_up, down:           see `supports`.
+
+def pack_down(down: Tensor) -> Tensor:
+    """A copy in panels of `PANEL` rows, padded with zeros. down: see `supports`."""
+    return _pack(down, torch.arange(down.shape[1]))
+
+
+class PackedExperts:
+    """gate_up, down:        of `pack_gate_up` and `pack_down`.
+    width, size:             of the matrices that they were made of.
     gate_up_bias, down_bias: (num_experts, 2 * width), (num_experts, size), both or one or none.
     gate:                    what combines gates and the others, and says where they are.
     weighs_inputs:           a token's weights multiply what goes into its experts.
@@ -38,15 +47,16 @@ class PackedExperts:
         down: Tensor,
         gate: Gate,
         *,
+        width: int,
+        size: int,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         weighs_inputs: bool = False,
     ) -> None:
-        self._num_experts, self._size, self._width = down.shape
+        self._num_experts, self._size, self._width = len(down), size, width
         self._dtype, self._gate, self._weighs_inputs = down.dtype, gate, weighs_inputs
-        order = _gate_order(self._width, gate.is_interleaved)
-        self._gate_up = _pack(gate_up, order)
-        self._down = _pack(down, torch.arange(self._size))
+        self._gate_up, self._down = gate_up, down
+        order = _gate_order(width, gate.is_interleaved)
         self._gate_up_bias = None if gate_up_bias is None else _take(gate_up_bias.t(), order).t()
         self._down_bias = down_bias
         if self._gate_up_bias is not None:
@@ -135,6 +145,13 @@ def _take(rows: Tensor, order: Tensor) -> Tensor:
 
 
 def _pack(matrices: Tensor, order: Tensor) -> Tensor:
-    """(num_experts, panels, ...) of matrices (num_experts, rows, columns)."""
-    packed = [pack_panels(_take(matrix, order)) for matrix in matrices]
-    return torch.stack(packed)
+    """(num_experts, panels, ...) of matrices (num_experts, rows, columns). Beside the result one
+    expert's rows are in memory at a time."""
+    num_experts, _, num_columns = matrices.shape
+    panels = empty_panels(
+        num_experts * -(-len(order) // PANEL) * PANEL, num_columns, matrices.dtype
+    )
+    packed = panels.unflatten(0, (num_experts, -1))
+    for matrix, panels in zip(matrices, packed, strict=True):
+        fill_panels(panels, _take(matrix, order))
+    return packed

@@ -22,18 +22,18 @@ def supports(weight: Tensor) -> bool:
     )
 
 
-def pack_panels(weight: Tensor) -> Tensor:
-    """weight: (rows, columns), float32 or of an even number of bfloat16 -> (panels, depth, PANEL,
-    columns / depth), words of four bytes; the last panel is padded with zeros."""
-    num_rows, num_columns = weight.shape
-    word = 4 // weight.element_size()
-    panels = torch.zeros(
-        (-(-num_rows // PANEL), num_columns // word, PANEL, word), dtype=weight.dtype
-    )
+def empty_panels(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
+    """For matrices in float32, or of an even number of columns in bfloat16: (panels, depth, PANEL,
+    columns / depth), words of four bytes, all zeros."""
+    word = 4 // dtype.itemsize
+    return torch.zeros((-(-num_rows // PANEL), num_columns // word, PANEL, word), dtype=dtype)
+
+
+def fill_panels(panels: Tensor, weight: Tensor) -> None:
+    """weight: (rows, columns); of the last panel, what is behind them is left as it is."""
     # Panel by panel, or packing a large matrix would take its memory once more.
     for panel, rows in zip(panels, weight.split(PANEL), strict=True):
-        panel[:, : len(rows)] = rows.unflatten(1, (-1, word)).transpose(0, 1)
-    return panels
+        panel[:, : len(rows)] = rows.unflatten(1, (-1, panels.shape[-1])).transpose(0, 1)
 
 
 class PackedMatrix:
@@ -41,7 +41,8 @@ class PackedMatrix:
 
     def __init__(self, weight: Tensor) -> None:
         self._num_rows, self._num_columns = weight.shape
-        self._panels = pack_panels(weight)
+        self._panels = empty_panels(self._num_rows, self._num_columns, weight.dtype)
+        fill_panels(self._panels, weight)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: (n, columns), bias: (rows,) -> x M^T + bias, (n, rows). Raises ValueError for what

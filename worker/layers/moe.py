@@ -79,21 +79,26 @@ class Experts:
         placement.when_loaded(self._lay_out)
 
     def _lay_out(self) -> None:
-        gate_up, down, form = self.gate_up.all_stored, self.down.all_stored, self._form
-        if not kernel.supports(gate_up, down):
+        form, width = self._form, self._share.stop - self._share.start
+        if not kernel.supports(self.gate_up.all_stored, self.down.all_stored):
             self.gate_up.pack()
             self.down.pack()
             return
+        # One copy after the other, so that the memory of both is never there twice.
+        gate_up = kernel.pack_gate_up(self.gate_up.all_stored, form.gate)
+        self.gate_up.let_go()
+        down = kernel.pack_down(self.down.all_stored)
+        self.down.let_go()
         self._packed = kernel.PackedExperts(
             gate_up,
             down,
             form.gate,
+            width=width,
+            size=self._size,
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
             weighs_inputs=form.weighs_inputs,
         )
-        self.gate_up.let_go()
-        self.down.let_go()
 
     def __call__(self, x: Tensor, routed: Routed, shared: Tensor | None = None) -> Tensor:
         """x: (n, hidden_size) -> the same shape, this shard's part of the sum, and of `shared`,

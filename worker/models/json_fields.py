@@ -1,6 +1,7 @@
 """Typed reads from a checkpoint's config.json: a wrong value is refused with its key and file."""
 
 import json
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +26,7 @@ class JsonFields:
         return self._number(int, key, default, minimum)
 
     def real(self, key: str, default: float | None = None, *, minimum: float = 0.0) -> float:
-        """A float (or an int, converted) of at least `minimum`."""
+        """A finite float (or an int, converted) of at least `minimum`."""
         return float(self._number(float, key, default, minimum))
 
     def reals(self, key: str, count: int) -> tuple[float, ...]:
@@ -105,8 +106,10 @@ class JsonFields:
                 )
             return default
         accepted = (int,) if kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, accepted) or not value >= minimum:
+        if isinstance(value, bool) or not isinstance(value, accepted):
             raise self.wrong(key, f"a number of at least {minimum}")
+        if not minimum <= value <= sys.float_info.max:
+            raise self.wrong(key, f"a finite number of at least {minimum}")
         return kind(value)
 
 

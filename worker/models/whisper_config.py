@@ -155,17 +155,20 @@ def _read_audio(fields: JsonFields, num_encoder_tokens: int) -> AudioSettings:
     rate, hop_length = given.integer("sampling_rate", 16_000), given.integer("hop_length", 160)
     num_frames = FRAMES_PER_TOKEN * num_encoder_tokens
     default_s = num_frames * hop_length / rate
-    num_samples = int(given.real("chunk_length", default_s) * rate)
-    if num_samples // hop_length != num_frames:
+    samples = given.real("chunk_length", default_s) * rate  # may be infinite
+    if samples // hop_length != num_frames:
         raise given.wrong(
             "chunk_length",
             f"{default_s:g}: max_source_positions={num_encoder_tokens} in config.json takes "
             f"{num_frames} frames of hop_length={hop_length}",
         )
+    num_samples, window_length = int(samples), given.integer("n_fft", 400)
+    if window_length // 2 >= num_samples:  # so much is mirrored at both ends
+        raise given.wrong("n_fft", f"below twice the {num_samples} samples of chunk_length")
     return AudioSettings(
         num_mel_bins=num_mel_bins,
         sampling_rate=rate,
         hop_length=hop_length,
-        window_length=given.integer("n_fft", 400),
+        window_length=window_length,
         num_samples=num_samples,
     )

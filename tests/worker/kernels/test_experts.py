@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longshore.worker.kernels.experts import PackedExperts, supports
+from longshore.worker.kernels.experts import PackedExperts, pack_down, pack_gate_up, supports
 from longshore.worker.kernels.gate import Gate
 from longshore.worker.kernels.graph import capture
 from longshore.worker.kernels.native import native
@@ -59,9 +59,11 @@ class Case:
 
     def packed(self) -> PackedExperts:
         return PackedExperts(
-            self.gate_up,
-            self.down,
+            pack_gate_up(self.gate_up, self.gate),
+            pack_down(self.down),
             self.gate,
+            width=self.down.shape[2],
+            size=self.down.shape[1],
             gate_up_bias=self.biases[0],
             down_bias=self.biases[1],
             weighs_inputs=self.weighs_inputs,

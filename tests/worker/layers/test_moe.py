@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.worker.kernels.gate import Gate
+from longshore.worker.kernels.native import native
 from longshore.worker.layers.moe import (
     ExpertForm,
+    Experts,
     MixtureOfExperts,
     SplitExperts,
     StackedExperts,
@@ -22,6 +24,7 @@ from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors
 from longshore.worker.parallel import Parallel
+from tests.worker.live_memory import peak_bytes
 from tests.worker.models.thread_ranks import on_every_rank
 
 CPU = torch.device("cpu")
@@ -165,6 +168,23 @@ def test_big_matrices_laid_out_for_their_products_give_the_same(
     if dtype != torch.float32:
         tolerance = {"rtol": 0.0, "atol": 8 * torch.finfo(dtype).eps * float(wanted.abs().max())}
     torch.testing.assert_close(layer(x).float(), wanted, **tolerance)
+
+
+@pytest.mark.skipif(
+    native() is None or native().instruction_set == "generic", reason="nothing is packed"
+)
+def test_while_experts_are_laid_out_one_of_their_two_stacks_is_there_twice() -> None:
+    placement = Placement(torch.float32, CPU)
+    experts = Experts(16, 64, 128, FORMS["split"], placement)
+    stacks = [experts.gate_up.all_stored, experts.down.all_stored]
+    gate_up, down = (stack.nbytes for stack in stacks)
+
+    def lay_out() -> None:
+        stacks.clear()
+        placement.loaded()
+
+    peak = peak_bytes(lay_out, beside=stacks)
+    assert 2 * gate_up + down <= peak < 1.1 * (2 * gate_up + down)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

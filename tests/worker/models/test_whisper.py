@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -276,7 +277,7 @@ def test_a_scheduler_without_room_for_all_preempts_and_every_answer_is_right(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"cpu_kernels": "off"}, {"block_size": 32}, {"threads": 2}], ids=str
+    "settings", [{"cpu_kernels": "torch"}, {"block_size": 32}, {"threads": 2}], ids=str
 )
 def test_answers_do_not_depend_on_kernels_or_blocks(
     settings: dict[str, Any], plain: Heard, transcribe: Callable[..., Transcriber]
@@ -299,6 +300,29 @@ def test_what_is_no_number_is_silence(plain: Heard, transcribe: Callable[..., Tr
     rows.finish([0, 1, 2])
     wanted = [plain.answer(samples) for samples in (silenced, SOUNDS[3], np.zeros_like(broken))]
     assert_greedy_equal(rows.answers([0, 1, 2]), wanted)
+
+
+def test_a_sound_louder_than_any_is_answered_and_beside_it_the_others_as_ever(
+    plain: Heard, transcribe: Callable[..., Transcriber]
+) -> None:
+    rows = transcribe(plain)
+    rows.start({0: 1e30 * SOUNDS[0], 1: SOUNDS[1]})
+    rows.finish([0, 1])  # no step may say that its logits are no numbers
+    assert_greedy_equal(rows.answers([1]), [plain.answer(SOUNDS[1])])
+
+
+@pytest.mark.parametrize("cpu_kernels", ["auto", "torch"])
+def test_the_log_says_what_computes_cross_attention(
+    cpu_kernels: str,
+    plain: Heard,
+    transcribe: Callable[..., Transcriber],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO"):
+        transcribe(plain, cpu_kernels=cpu_kernels)
+    own, cross = (text for text in caplog.messages if text.startswith("attention: "))
+    assert "num_heads=4" in own
+    assert cross == own.replace("attention: ", "attention: cross attention, ", 1)
 
 
 def test_two_shards_give_the_tokens_of_transformers(heard: Heard) -> None:
@@ -445,6 +469,10 @@ def edited(heard: Heard, folder: Path, file_name: str, changes: dict[str, object
         ("preprocessor_config.json", {"dither": 0.1}, UnsupportedModel, "noise"),
         ("preprocessor_config.json", {"padding_value": 1.0}, UnsupportedModel, "silence"),
         ("preprocessor_config.json", {"chunk_length": 30}, BrokenCheckpoint, "chunk_length=30"),
+        ("preprocessor_config.json", {"chunk_length": 1e308}, BrokenCheckpoint, "chunk_length=1e"),
+        ("preprocessor_config.json", {"chunk_length": math.inf}, BrokenCheckpoint, "a finite num"),
+        ("preprocessor_config.json", {"chunk_length": 10**400}, BrokenCheckpoint, "a finite num"),
+        ("preprocessor_config.json", {"n_fft": 32_000}, BrokenCheckpoint, "twice the 16000 samp"),
     ],
 )
 def test_settings_that_cannot_be_served_are_refused_by_name(

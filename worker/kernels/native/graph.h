@@ -31,6 +31,7 @@ static void run_call(const GraphCall& call, int64_t captured, int64_t tokens,
       one.num_rows = rows(one.num_rows);
       return linear_in_team(one);
 #endif
+      __builtin_trap();  // never recorded here
     }
     case ROUTE: {
       Route one = *(const Route*)call.arguments;
@@ -41,6 +42,7 @@ static void run_call(const GraphCall& call, int64_t captured, int64_t tokens,
       Experts one = *(const Experts*)call.arguments;
       one.num_tokens = rows(one.num_tokens);
       if constexpr (MULTIPLIES<T>) return experts_in_team<T>(one);
+      __builtin_trap();  // never recorded here
     }
   }
 }
