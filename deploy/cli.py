@@ -75,10 +75,11 @@ def doctor(
     options: Annotated[DoctorOptions, Parameter(name="*")] = DoctorOptions(),  # noqa: B008  # frozen
     plan: Annotated[CachePlanOptions, Parameter(name="*")] = CachePlanOptions(),  # noqa: B008  # frozen
 ) -> None:
-    """Ask a running engine what it does, and what each waiting request waits for; or, with --plan,
-    print what the KV cache of a model will hold.
+    """Ask a running engine what it does, and what each waiting request waits for; or, with
+    --machine, look at this machine; or, with --plan, print what the KV cache of a model will hold.
 
-    Exit status 0: healthy; 1: requests wait and nothing advances; 2: it cannot be reached.
+    Exit status 0: healthy; 1: requests wait and nothing advances, or something of the machine will
+    not do; 2: the engine cannot be reached.
     """
     if plan.plan is not None:
         from longshore.deploy.cache_plan import print_plan
@@ -86,9 +87,9 @@ def doctor(
         print_plan(plan, as_json=options.json)
         return
 
-    from longshore.deploy.doctor import examine
+    from longshore.deploy.doctor import examine, examine_machine
 
-    sys.exit(examine(options))
+    sys.exit(examine_machine(options) if options.machine else examine(options))
 
 
 @bench.command

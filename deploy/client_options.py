@@ -7,16 +7,19 @@ from longshore.deploy.options import check_at_least, check_duration
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """A look at a running engine.
+    """A look at a running engine, or at the machine.
 
     Attributes:
+        machine: Look at this machine instead: versions, processors, memory, limits, the port, and
+            which optional packages there are.
         engine: Address of its server, as `longshore serve` prints it.
         api_key: Key that the server wants.
-        json: Print the engine's report and the verdict as JSON instead of a table.
+        json: Print JSON instead of tables.
         stall_after_s: An engine with requests of which none advances for so long is stalled.
         timeout_s: How long the server may take to answer.
     """
 
+    machine: bool = False
     engine: str = "http://127.0.0.1:8000"
     api_key: str | None = None
     json: bool = False

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.client_options import DoctorOptions
+from longshore.deploy.machine import findings, table
 from longshore.protocol.client import EngineReport
 from longshore.scheduler.pause import PauseState
 
@@ -62,6 +63,16 @@ def examine(options: DoctorOptions) -> Health:
                 console.print(table)
         console.print(str(verdict), markup=False)
     return verdict.health
+
+
+def examine_machine(options: DoctorOptions) -> int:
+    """Look and print; the result is the exit status: 1 if something will not do."""
+    found = findings(HttpEndpoint(options.engine).port)
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        Console(soft_wrap=True, highlight=False).print(table(found))
+    return int(any(finding.state == "bad" for finding in found))
 
 
 async def _ask(options: DoctorOptions) -> HttpAnswer | Exception:

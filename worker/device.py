@@ -1,14 +1,13 @@
 """What a device is called, how much memory it has left, and which dtype a model runs in on it."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from longshore.protocol.errors import ConfigError
+from longshore.worker.host import available_host_bytes
 
 TORCH_DTYPES: Final = {
     "float32": torch.float32,
@@ -77,35 +76,4 @@ def available_bytes(device: torch.device) -> int:
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return free_bytes
-    return min(_available_host_bytes(), _available_cgroup_bytes())
-
-
-def num_physical_cores() -> int:
-    """Physical cores that this process may run on: hyperthreads share the units that matter."""
-    allowed = os.sched_getaffinity(0)
-    cores = set()
-    for cpu in allowed:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text().strip())
-        except OSError:
-            return len(allowed)
-    return len(cores)
-
-
-def _available_host_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _available_cgroup_bytes() -> int:
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        used_bytes = int((root / "memory.current").read_text())
-    except (OSError, ValueError):
-        return 2**63
-    return 2**63 if limit == "max" else max(0, int(limit) - used_bytes)
+    return available_host_bytes()

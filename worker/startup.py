@@ -28,9 +28,10 @@ from longshore.protocol.plan import Shutdown
 from longshore.protocol.results import WorkerFailed
 from longshore.worker.cache_plan import block_bytes
 from longshore.worker.config import WorkerProcessConfig
-from longshore.worker.device import num_physical_cores, open_device
+from longshore.worker.device import open_device
 from longshore.worker.engine import WorkerEngine
 from longshore.worker.errors import RankLost
+from longshore.worker.host import num_physical_cores
 from longshore.worker.parallel import Parallel
 from longshore.worker.rank_groups import joined_ranks
 from longshore.worker.worker import Worker

@@ -36,7 +36,7 @@ class HttpEndpoint:
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ConfigError(f"url={url!r} must look like http://HOST:PORT")
         self._host = parts.hostname
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -68,7 +68,7 @@ class HttpEndpoint:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(timeout_s):
             transport, protocol = await loop.create_connection(
-                _ResponseReader, self._host, self._port, ssl=self._ssl
+                _ResponseReader, self._host, self.port, ssl=self._ssl
             )
             try:
                 protocol.on_event = on_event

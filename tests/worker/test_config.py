@@ -19,10 +19,10 @@ from longshore.worker.config import (
 from longshore.worker.device import (
     available_bytes,
     fits_in_memory,
-    num_physical_cores,
     open_device,
     resolve_dtype,
 )
+from longshore.worker.host import num_physical_cores
 
 IDENTITY = EngineIdentity(
     model_fingerprint="f",
