@@ -100,7 +100,7 @@ class Cache:
         computed = self._manager.get_computed_blocks(request)
         # Up to the border first: a state is kept where a step ends.
         assert self._manager.start(0, self._manager.demand(computed, num_cached))
-        self._manager.name_blocks(0, request, token_ids, num_cached)
+        self._manager.naming.name_blocks(0, request, token_ids, num_cached)
         assert self._manager.grow_row(0, self.num_tokens) is not None
         self._manager.free(0)
 

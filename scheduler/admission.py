@@ -323,7 +323,7 @@ class Admission:
             self._loras.enter(request.lora.name)
         if request.multimodal:
             self._encoder.admit(request, num_computed, need)
-        self._kv_cache.name_blocks(
+        self._kv_cache.naming.name_blocks(
             row, request, request.token_ids, num_computed + need, step=self._plan.step + 1
         )
         self._num_scheduled[row] = need

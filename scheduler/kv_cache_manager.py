@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longshore.connectors.base import NamedBlocks
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
 from longshore.protocol.kv_cache_spec import (
     DEFAULT_STEPS_IN_FLIGHT,
@@ -26,7 +25,7 @@ from longshore.scheduler.block_demand import HeldBlocks as HeldBlocks
 from longshore.scheduler.block_demand import laid_out
 from longshore.scheduler.block_hash import BlockHasher
 from longshore.scheduler.block_metrics import BlockMetrics
-from longshore.scheduler.block_naming import BlockNaming, TokenTable
+from longshore.scheduler.block_naming import BlockNaming
 from longshore.scheduler.block_pool import BlockIds, BlockPool
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.forgetting_managers import ForgettingManager, MambaManager
@@ -64,7 +63,8 @@ class KVCacheManager:
                which there are `max_steps_in_flight`; None sets no limit. They bound what a group
                that forgets holds.
     metrics:   is told how blocks live.
-    record_named: keep for `take_named` what gets a name.
+    record_named: keep for `naming.take_named` what gets a name.
+    naming:    gives full blocks their names; to be told what is computed.
 
     Arrays indexed by row are (max_num_seqs,) int64. `num_tokens` of a row counts everything it
     needs slots for, lookahead included; more than `max_model_len` is taken as `max_model_len`.
@@ -107,7 +107,7 @@ class KVCacheManager:
         self._states = [m for m in self._managers if isinstance(m, MambaManager)]
         self._settled = SettledCounts()
         hasher = BlockHasher(cache.tokens_per_name, hash_seed, cache.hash_algorithm)
-        self._naming = BlockNaming(
+        self.naming = BlockNaming(
             self._caching, self._pool, hasher, events=self._events, record_named=record_named
         )
         nothing: BlockIds = []
@@ -152,7 +152,7 @@ class KVCacheManager:
         if not self._looks_up(request):
             return self._nothing_computed
         num_tokens = request.num_tokens
-        self._naming.extend_chain(request, request.token_ids, num_tokens)
+        self.naming.extend_chain(request, request.token_ids, num_tokens)
         hits, num_hit_tokens = self._coordinator.find_longest_hit(
             request.block_names, num_tokens - 1
         )
@@ -500,32 +500,7 @@ class KVCacheManager:
         num_free = self._pool.num_free
         return demand.num_blocks <= num_free or self.num_blocks_needed(demand) <= num_free
 
-    # Names: see `BlockNaming`
-
-    def rows_to_name(self, num_tokens: Int64Array) -> Int64Array:
-        """See `BlockNaming.rows_to_name`."""
-        return self._naming.rows_to_name(num_tokens)
-
-    def name_rows(
-        self,
-        rows: Int64Array,
-        num_tokens: Int64Array,
-        token_ids: TokenTable,
-        requests: Sequence[Request | None],
-        step: int = 0,
-    ) -> None:
-        """See `BlockNaming.name_rows`."""
-        self._naming.name_rows(rows, num_tokens, token_ids, requests, step)
-
-    def name_blocks(
-        self, row: int, request: Request, token_ids: Int32Array, num_tokens: int, step: int = 0
-    ) -> None:
-        """See `BlockNaming.name_blocks`."""
-        self._naming.name_blocks(row, request, token_ids, num_tokens, step)
-
-    def take_named(self) -> list[NamedBlocks]:
-        """See `BlockNaming.take_named`."""
-        return self._naming.take_named()
+    # Names beside those of `naming`
 
     def forget_from(self, block_ids: Int32Array) -> None:
         """Un-name exactly these blocks; the content of each cannot be trusted."""
@@ -546,7 +521,7 @@ class KVCacheManager:
         """A new epoch: rows are empty, all blocks are free and unnamed, nothing is fenced, and
         whoever held blocks elsewhere holds them no longer."""
         self._pool.clear()
-        self._naming.clear()
+        self.naming.clear()
         self._settled.clear()
         for manager in self._managers:
             manager.clear()

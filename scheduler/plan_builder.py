@@ -240,7 +240,7 @@ class PlanBuilder:
                 answered_step=answered_step,
                 admitted=[start.request_id for start in self._added],
                 unnamed=self.unnamed,
-                named=self._kv_cache.take_named(),
+                named=self._kv_cache.naming.take_named(),
                 preempted=list(self._preempted.values()),
                 finished=list(self._finished.values()),
             )

@@ -227,10 +227,10 @@ class StepPlanner:
         """
         running = self._running
         num_named = np.minimum(running.num_computed + num_scheduled, running.num_tokens)
-        rows = self._kv_cache.rows_to_name(num_named)
+        rows = self._kv_cache.naming.rows_to_name(num_named)
         if len(rows):
             rows = rows[running.generation[rows].argsort()]
-            self._kv_cache.name_rows(
+            self._kv_cache.naming.name_rows(
                 rows, num_named, running.token_ids, running.requests, self._plan.step + 1
             )
         return len(rows) > 0

@@ -89,10 +89,10 @@ def test_a_copy_gets_a_name_of_its_own_when_it_is_full() -> None:
     manager.free(0)
     child = request_of([*range(6), 90, 91])
     assert manager.go_on(0, fork, 6, 7, step=1, answered_step=0)
-    manager.name_blocks(0, child, child.token_ids, 7)
+    manager.naming.name_blocks(0, child, child.token_ids, 7)
     copy = table(manager, 0)[1]
     assert manager._pool.name(copy) is None
-    manager.name_blocks(0, child, child.token_ids, 8)
+    manager.naming.name_blocks(0, child, child.token_ids, 8)
     assert manager._pool.name(copy) == child.block_names[1]
     wanted = manager.get_computed_blocks(request_of([*range(6), 90, 91, 5]))
     assert list(wanted.block_ids[0]) == table(manager, 0)
@@ -179,7 +179,7 @@ class ForkingRows(RuleBasedStateMachine):
             self.content[block_id, position % 4] = tokens[position]
         request = self.rows[row]
         request.token_ids = np.array(tokens, np.int32)
-        self.manager.name_blocks(row, request, request.token_ids, len(tokens))
+        self.manager.naming.name_blocks(row, request, request.token_ids, len(tokens))
 
     def copy(self, copies: list[BlockCopy]) -> None:
         assert len(copies) <= 1

@@ -80,7 +80,7 @@ def run(manager: KVCacheManager, row: int, request: Request) -> bool:
     if not manager.start(row, manager.demand(computed, request.num_tokens)):
         return False
     manager.count_lookup(request, computed.num_tokens)
-    manager.name_blocks(row, request, request.token_ids, request.num_tokens)
+    manager.naming.name_blocks(row, request, request.token_ids, request.num_tokens)
     return True
 
 
@@ -292,7 +292,7 @@ def test_equal_blocks_computed_at_the_same_time_are_both_kept() -> None:
         assert manager.start(row, manager.demand(computed[row], 9))
     tables = [table(manager, row) for row in (0, 1)]
     for row, request in enumerate(together):
-        manager.name_blocks(row, request, request.token_ids, 9)
+        manager.naming.name_blocks(row, request, request.token_ids, 9)
     assert [table(manager, row) for row in (0, 1)] == tables
     assert set(tables[0]).isdisjoint(tables[1])
     manager.free(0)
@@ -387,7 +387,9 @@ def test_slots_begin_behind_the_local_hits_and_end_behind_the_lookahead() -> Non
     assert manager.start(1, demand)
     assert table(manager, 1) == [*table(manager, 0), 3, 4, 5]
     # what is computed is what is named: neither lookahead nor what is not there yet
-    manager.name_blocks(1, request, request.token_ids, computed.num_tokens + num_external + num_new)
+    manager.naming.name_blocks(
+        1, request, request.token_ids, computed.num_tokens + num_external + num_new
+    )
     assert [manager._pool.name(b) is not None for b in (3, 4, 5)] == [True, True, False]
 
 
@@ -419,9 +421,9 @@ def test_draft_tokens_name_nothing(by_rows: bool) -> None:
         token_ids = np.zeros((8, 128), np.int32)
         token_ids[0, :13] = [*range(10), 70, 71, 72]
         num_tokens = np.minimum([13, 0, 0, 0, 0, 0, 0, 0], [10, 0, 0, 0, 0, 0, 0, 0])
-        manager.name_rows(np.array([0]), num_tokens, token_ids, [request, *[None] * 7])
+        manager.naming.name_rows(np.array([0]), num_tokens, token_ids, [request, *[None] * 7])
     else:
-        manager.name_blocks(0, request, request.token_ids, 13)
+        manager.naming.name_blocks(0, request, request.token_ids, 13)
     drafted = request_of([*range(10), 70, 71, 72])
     assert manager.get_computed_blocks(drafted).num_tokens == 8
     assert manager._pool.name(3) is None
@@ -436,7 +438,7 @@ def test_blocks_that_are_being_loaded_are_found_by_nobody_until_the_load_is_over
     assert manager.get_computed_blocks(other).num_tokens == 0
     manager.attach(0, held, 0)
     assert manager.get_computed_blocks(other).num_tokens == 0
-    manager.name_blocks(0, request, request.token_ids, 8)
+    manager.naming.name_blocks(0, request, request.token_ids, 8)
     assert manager.get_computed_blocks(other).num_tokens == 8
 
 
@@ -446,7 +448,7 @@ def test_a_chunked_prompt_is_found_as_far_as_it_is_scheduled() -> None:
     request, other = request_of(range(16)), request_of(range(16))
     assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 16))
     for num_scheduled, hit in ((0, 0), (3, 0), (7, 4), (12, 12)):
-        manager.name_blocks(0, request, request.token_ids, num_scheduled)
+        manager.naming.name_blocks(0, request, request.token_ids, num_scheduled)
         assert manager.get_computed_blocks(other).num_tokens == hit
 
 
@@ -457,7 +459,7 @@ def test_a_held_hit_keeps_its_name_when_a_row_takes_it_over() -> None:
     held = manager.reserve(manager.demand(manager.get_computed_blocks(request), 17))
     assert held is not None
     manager.attach(1, held, 0)
-    manager.name_blocks(1, request, request.token_ids, 17)
+    manager.naming.name_blocks(1, request, request.token_ids, 17)
     assert manager.get_computed_blocks(request_of(request.token_ids.tolist())).num_tokens == 16
 
 
@@ -474,7 +476,7 @@ def test_encoder_tokens_size_the_cross_attention_group_which_then_never_grows() 
     assert manager.num_blocks_needed(manager.demand(computed, 9, num_encoder_tokens=18)) == 3 + 5
     assert manager.start(0, manager.demand(computed, 9, num_encoder_tokens=18))
     assert [len(block_ids) for block_ids in manager.block_ids(0)] == [3, 5]
-    manager.name_blocks(0, request, request.token_ids, 9)
+    manager.naming.name_blocks(0, request, request.token_ids, 9)
     appended = manager.grow(np.array([20, 0, 0, 0, 0, 0, 0, 0]), SENIORITY)
     assert appended is not None
     assert [(blocks.group, len(blocks.block_ids)) for blocks in appended] == [(0, 2)]
@@ -682,15 +684,15 @@ def test_rows_named_together_get_the_names_of_their_tokens_and_keys(
         request = request_of(tokens[:length], **fields)
         assert manager.start(row, manager.demand(nothing(manager), length + more))
         if kind % 2:  # some are named as far as their prompt goes, as at admission
-            manager.name_blocks(row, request, request.token_ids, length)
+            manager.naming.name_blocks(row, request, request.token_ids, length)
         requests[row], num_tokens[row] = request, length + more
         token_ids[row, : length + more] = tokens
         whole = request_of(tokens, **fields)
         fresh = make_manager(num_blocks=80)
         run(fresh, 0, whole)
         expected[row] = whole.block_names
-    order = manager.rows_to_name(num_tokens)
-    manager.name_rows(order, num_tokens, token_ids, requests)
+    order = manager.naming.rows_to_name(num_tokens)
+    manager.naming.name_rows(order, num_tokens, token_ids, requests)
     for row, names in expected.items():
         request = requests[row]
         assert request is not None
@@ -703,11 +705,11 @@ def test_events_tell_parents_tokens_group_and_adapter_of_proven_blocks() -> None
     manager = make_manager(num_blocks=6, enable_kv_cache_events=True)
     request = request_of(range(8), lora=LoRARequest("a"))
     assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 8))
-    manager.name_blocks(0, request, request.token_ids, 4, step=3)
+    manager.naming.name_blocks(0, request, request.token_ids, 4, step=3)
     num_tokens = np.array([8, 0, 0, 0, 0, 0, 0, 0])
     token_ids = np.zeros((8, 128), np.int32)
     token_ids[0, :8] = range(8)
-    manager.name_rows(np.array([0]), num_tokens, token_ids, [request, *[None] * 7], step=4)
+    manager.naming.name_rows(np.array([0]), num_tokens, token_ids, [request, *[None] * 7], step=4)
     first, second = request.block_names
     assert manager.take_events(2) == []
     (event,) = manager.take_events(3)
@@ -729,8 +731,8 @@ def test_a_name_that_a_failed_step_takes_back_was_never_announced() -> None:
     manager = make_manager(enable_kv_cache_events=True)
     request = request_of(range(8))
     assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 8))
-    manager.name_blocks(0, request, request.token_ids, 4, step=3)
-    manager.name_blocks(0, request, request.token_ids, 8, step=4)
+    manager.naming.name_blocks(0, request, request.token_ids, 4, step=3)
+    manager.naming.name_blocks(0, request, request.token_ids, 8, step=4)
     assert len(manager.take_events(3)) == 1
     manager.forget_from(manager.block_ids(0)[0])
     events = manager.take_events(4)
@@ -863,7 +865,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def name_row(self, row: int) -> None:
         request = self.requests[row]
         num_tokens = min(request.num_tokens, 4 * len(self.rows[row][0]))
-        self.manager.name_blocks(row, request, request.token_ids, num_tokens, self.step)
+        self.manager.naming.name_blocks(row, request, request.token_ids, num_tokens, self.step)
         for group, block_ids in enumerate(self.rows[row]):
             for index in range(num_tokens // 4):
                 prefix = request.token_ids[: 4 * (index + 1)].tobytes()
@@ -877,9 +879,9 @@ class ManagerMachine(RuleBasedStateMachine):
             count = min(request.num_tokens, 4 * len(self.rows[row][0]))
             num_tokens[row] = data.draw(st.integers(0, count))
             token_ids[row, :count] = request.token_ids[:count]
-        rows = self.manager.rows_to_name(num_tokens)
+        rows = self.manager.naming.rows_to_name(num_tokens)
         requests = [self.requests.get(row) for row in range(8)]
-        self.manager.name_rows(rows, num_tokens, token_ids, requests, self.step)
+        self.manager.naming.name_rows(rows, num_tokens, token_ids, requests, self.step)
         for row, request in self.requests.items():
             for group, block_ids in enumerate(self.rows[row]):
                 for index in range(int(num_tokens[row]) // 4):
