@@ -15,7 +15,8 @@ import longshore
 from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
 from longshore.deploy.client_options import ChatOptions, DoctorOptions, TopOptions
 from longshore.deploy.demo import DEMO_MODEL_DIR
-from longshore.deploy.logs import OWN, set_up_logging
+from longshore.deploy.log_lines import LINE_FORMATS
+from longshore.deploy.logs import set_up_logging
 from longshore.deploy.options import CachePlanOptions, ServeOptions
 from longshore.protocol.errors import ConfigError, LongshoreError
 
@@ -43,7 +44,7 @@ def serve(
     from longshore.deploy.model_folder import read_model_folder
     from longshore.deploy.serve import serve as serve_model
 
-    set_up_logging(options.log_level, OWN)
+    set_up_logging(options.log_level, LINE_FORMATS[options.log_format])
     serve_model(read_model_folder(model), options, announce=_announce)
 
 

@@ -1,26 +1,22 @@
 """The output of all processes on one stream: whole lines, each with the name of its process."""
 
 import threading
-import time
-from collections.abc import Callable
 from typing import Final, TextIO
+
+from longshore.deploy.log_lines import LineFormat, text_line
 
 ERASE_TO_END: Final = "\x1b[K"  # of a longer progress bar that stood on this line
 
 
-def time_of_day() -> str:
-    return time.strftime("%H:%M:%S")
-
-
 class LogRelay:
-    """Thread-safe. `stamp` gives the time that each line begins with.
+    """Thread-safe.
 
     What a carriage return would overwrite (a progress bar) is shown in place on a
     terminal and left out elsewhere; only its last state stays."""
 
-    def __init__(self, stream: TextIO, stamp: Callable[[], str] = time_of_day) -> None:
+    def __init__(self, stream: TextIO, format_line: LineFormat = text_line) -> None:
         self._stream = stream
-        self._stamp = stamp
+        self._format_line = format_line
         self._is_terminal = stream.isatty()
         self._unfinished: dict[str, bytes] = {}
         self._lock = threading.Lock()
@@ -49,7 +45,7 @@ class LogRelay:
             return
         erase = ERASE_TO_END if self._is_terminal else ""
         try:
-            self._stream.write(f"{self._stamp()} [{name}] {text}{erase}{end}")
+            self._stream.write(f"{self._format_line(name, text)}{erase}{end}")
             self._stream.flush()
         except ValueError:
             return  # the stream has been closed: the program that owns it is ending

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 from cyclopts import Group, Parameter
 
+from longshore.deploy.log_lines import LogFormat
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype
 
@@ -221,6 +222,7 @@ class ServeOptions(EngineOptions):
             with Retry-After.
         api_key: Clients must present one of these keys; without any, everybody is served. Better
             given as LONGSHORE_API_KEY or in a file: other users see command lines.
+        log_format: Of the lines on standard error: for people, or a JSON object each.
         drain_timeout_s: How long running answers may take to finish after SIGTERM.
     """
 
@@ -233,6 +235,7 @@ class ServeOptions(EngineOptions):
     max_audio_s: Annotated[float, _SERVER] = 3600.0
     max_live_requests: Annotated[int, _SERVER] = 16_384
     api_key: Annotated[tuple[str, ...] | None, _SERVER] = None
+    log_format: Annotated[LogFormat, _OPERATION] = "text"
     drain_timeout_s: Annotated[float, _OPERATION] = 30.0
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from longshore.deploy.audio import require_extra
 from longshore.deploy.engine import NO_BLAS_THREADS, EnginePlan, engine_processes, plan_engine
 from longshore.deploy.gateway.config import GatewayConfig
+from longshore.deploy.log_lines import LINE_FORMATS
 from longshore.deploy.model_folder import ModelFolder
 from longshore.deploy.options import ServeOptions
 from longshore.deploy.process import ProcessSpec
@@ -35,7 +36,7 @@ def serve(
     with (
         StopSignals() as stop_signal,
         _bind(options.host, options.port) as listener,
-        Supervisor(RuntimeDir(), sys.stderr) as supervisor,
+        Supervisor(RuntimeDir(), sys.stderr, LINE_FORMATS[options.log_format]) as supervisor,
     ):
         url = _url(listener)
         logger.info("starting at %s; its /ready tells how far that is", url)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol, TextIO
 
+from longshore.deploy.log_lines import LineFormat, text_line
 from longshore.deploy.log_relay import LogRelay
 from longshore.deploy.process import ManagedProcess, ProcessSpec
 from longshore.deploy.runtime_dir import RuntimeDir
@@ -51,11 +52,14 @@ class Supervisor:
     a context manager does at the latest.
 
     stream: where the processes' output goes, each line with its process's name.
+    format_line: how.
     """
 
-    def __init__(self, runtime_dir: RuntimeDir, stream: TextIO) -> None:
+    def __init__(
+        self, runtime_dir: RuntimeDir, stream: TextIO, format_line: LineFormat = text_line
+    ) -> None:
         self.runtime_dir = runtime_dir
-        self._relay = LogRelay(stream)
+        self._relay = LogRelay(stream, format_line)
         self.processes: list[ManagedProcess] = []
 
     def __enter__(self) -> "Supervisor":

@@ -276,3 +276,14 @@ def test_what_a_request_does_not_say_generation_config_does(
     assert chat.usage is not None
     assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (len(chat_ids), len(wanted))
     assert chat.choices[0].message.content == byte_level_tokenizer().decode(wanted)
+
+
+def test_a_log_for_programs_has_an_object_in_every_line(start_deployment: StartDeployment) -> None:
+    deployment = start_deployment("--log-format", "json").wait_until_ready()
+    assert deployment.stop() == 0
+    lines = deployment.output.splitlines()
+    (ready,) = (line for line in lines if not line.startswith("{"))
+    assert ready.startswith("longshore: ready at ")
+    records = [json.loads(line) for line in lines if line != ready]
+    assert {"supervisor", "worker 0", "scheduler", "gateway"} == {r["process"] for r in records}
+    assert all(r["level"] in ("INFO", "WARNING") and r["logger"] for r in records)
