@@ -16,6 +16,7 @@ from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
 from longshore.deploy.gateway.front_door import FrontDoor
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_responses import Model, ModelList
+from longshore.deploy.gateway.openapi import document
 from longshore.deploy.gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 from longshore.deploy.gateway.transcriptions import TranscriptionsEndpoint, TranslationsEndpoint
 from longshore.protocol.errors import EngineDead
@@ -58,6 +59,7 @@ class Gateway:
                 Route("/ready", self._ready),
                 Route("/metrics", self._metrics),
                 Route("/engine/report", self._engine_report),
+                Route("/openapi.json", self._openapi),
             ],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )
@@ -111,6 +113,9 @@ class Gateway:
             raise unavailable(str(error)) from error
         content = msgspec.json.encode(msgspec.structs.asdict(report))  # an empty list is shown too
         return Response(content, media_type="application/json")
+
+    async def _openapi(self, request: Request) -> Response:
+        return Response(msgspec.json.encode(document()), media_type="application/json")
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")

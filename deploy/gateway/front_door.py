@@ -34,13 +34,13 @@ class FrontDoor:
     """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], metrics: GatewayMetrics) -> None:
-        self._app = app
+        self.app = app
         self._api_keys = [key.encode() for key in api_keys]
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         trace = {
@@ -65,7 +65,7 @@ class FrontDoor:
             self._metrics.responses.labels("refused at the door", str(error.status)).inc()
             await Exchange(scope, receive, send_with_headers).send_error(error)
             return
-        await self._app(scope, receive, send_with_headers)
+        await self.app(scope, receive, send_with_headers)
 
     def _check_key(self, path: str, authorization: bytes) -> None:
         if not self._api_keys or path in OPEN_PATHS:

@@ -27,7 +27,7 @@ MAX_STOP_CHARACTERS: Final = 256
 # Accepted and without any effect on the answer.
 IGNORED: Final = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
 # Not done yet; the values here (and null) ask for nothing, so they are accepted.
-_UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
+UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
     "audio": (),
     "best_of": (1,),
@@ -364,7 +364,7 @@ def _served(parameters: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]
     for name, value in parameters.items():
         if name in fields:
             served[name] = value
-        elif name in _UNSUPPORTED:
+        elif name in UNSUPPORTED:
             _check_changes_nothing(name, value)
         elif name not in IGNORED:
             raise invalid(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
@@ -372,7 +372,7 @@ def _served(parameters: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]
 
 
 def _check_changes_nothing(name: str, value: object) -> None:
-    neutral = _UNSUPPORTED[name]
+    neutral = UNSUPPORTED[name]
     if value is None or any(
         value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
     ):
