@@ -165,7 +165,7 @@ def test_between_two_block_borders_no_row_and_no_block_is_looked_at(
     driver.steps(8)
     worked_out = calls(driver.scheduler.running, "wanted")
     grown = calls(driver.scheduler.kv_cache, "grow")
-    named = calls(driver.scheduler.kv_cache, "rows_to_name")
+    named = calls(driver.scheduler.kv_cache.naming, "rows_to_name")
     driver.steps(160)
     assert len(worked_out) == 0
     # Per block: one needs it, one names what is full (later, if its last token was on its way),
