@@ -96,21 +96,8 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         num_shards=options.tensor_parallel_size,
         num_kv_heads=config.num_kv_heads,
     )
-    scheduler = SchedulerConfig(
-        max_model_len=_max_model_len(options, model, config, specs),
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_num_scheduled_tokens=options.max_num_scheduled_tokens,
-        max_num_encoder_input_tokens=_max_num_encoder_input_tokens(options, config),
-        long_prefill_token_threshold=options.long_prefill_token_threshold,
-        enable_chunked_prefill=options.enable_chunked_prefill,
-        scheduler_reserve_full_isl=options.scheduler_reserve_full_isl,
-        policy=options.scheduling_policy,
-        load_failure_policy=options.load_failure_policy,
-        load_timeout_s=options.load_timeout_s,
-        max_loading_blocks=options.max_loading_blocks,
-        max_steps_in_flight=options.max_steps_in_flight,
-        feed_back_tokens=options.pipeline_parallel_size > 1,
+    scheduler = _scheduler_config(
+        options, config, max_model_len=_max_model_len(options, model, config, specs)
     )
     check_states(scheduler, specs.values(), has_connector=options.kv_connector is not None)
     if options.num_blocks is not None:
@@ -134,6 +121,27 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         hash_seed_digest=hash_seed_digest(hash_seed),
     )
     return EnginePlan(options, model, device, identity, scheduler, cache, hash_seed)
+
+
+def _scheduler_config(
+    options: EngineOptions, config: DecoderConfig, *, max_model_len: int
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_scheduled_tokens=options.max_num_scheduled_tokens,
+        max_num_encoder_input_tokens=_max_num_encoder_input_tokens(options, config),
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        scheduler_reserve_full_isl=options.scheduler_reserve_full_isl,
+        policy=options.scheduling_policy,
+        load_failure_policy=options.load_failure_policy,
+        load_timeout_s=options.load_timeout_s,
+        max_loading_blocks=options.max_loading_blocks,
+        max_steps_in_flight=options.max_steps_in_flight,
+        feed_back_tokens=options.pipeline_parallel_size > 1,
+    )
 
 
 def _check_policy(name: str) -> None:

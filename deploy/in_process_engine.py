@@ -19,7 +19,6 @@ from longshore.protocol.client import (
     StopFound,
 )
 from longshore.protocol.errors import ConfigError, EngineDead
-from longshore.protocol.handshake import Feature
 from longshore.protocol.results import ModelRunnerOutput, WorkerFailed, WorkerReport
 from longshore.scheduler.scheduler import Scheduler
 
@@ -68,7 +67,7 @@ class InProcessEngine:
                 hash_seed=plan.hash_seed,
                 vocab_size=plan.model.vocab_size,
                 eos_token_ids=plan.model.eos_token_ids,
-                features=frozenset({Feature.MULTIMODAL} if plan.model.audio else ()),
+                features=frozenset(self._worker.features),
                 verify_plan=plan.options.verify_plan,
             )
         except BaseException:

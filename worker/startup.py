@@ -14,7 +14,6 @@ import zmq
 from longshore.protocol.channel import Channel, open_socket
 from longshore.protocol.errors import EngineDead, HandshakeRefused, LongshoreError
 from longshore.protocol.handshake import (
-    Feature,
     FromWorker,
     Refused,
     ToWorker,
@@ -145,8 +144,7 @@ def _shake_hands(
         decode_context_parallel_size=config.ranks.decode_context_parallel_size,
         cp_kv_cache_interleave_size=config.ranks.cp_kv_cache_interleave_size,
     )
-    features = (Feature.MULTIMODAL,) if worker.model_config.max_encoder_tokens else ()
-    channel.send(WorkerHello(config.rank, identity, worker.kv_cache, features))
+    channel.send(WorkerHello(config.rank, identity, worker.kv_cache, worker.features))
     lifeline.report(Progress("loaded; waiting for the scheduler's welcome"))
     answer = channel.receive(config.startup_timeout_s)
     match answer:

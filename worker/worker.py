@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import (
     DEFAULT_STEPS_IN_FLIGHT,
     FP8_E4M3,
@@ -157,6 +158,11 @@ class Worker:
         )
         self._log_plan(agreed)
         return runner
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """What it does beyond plain text."""
+        return (Feature.MULTIMODAL,) if self.model_config.max_encoder_tokens else ()
 
     def make_cache(self, config: KVCacheConfig) -> kv_cache.KVCache:
         """A cache of this rank's layers, for its model and device."""

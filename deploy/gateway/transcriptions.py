@@ -170,7 +170,6 @@ async def _detect(
         prompts=[prompt],
         sampling=sampling,
         priority=request.priority,
-        cache_salt=None,
         is_stream=False,
         arrived_s=arrived_s,
         multimodal=[feature],
