@@ -19,6 +19,7 @@ from longshore.protocol.inputs import (
 )
 from longshore.protocol.results import TokenLogprobs
 from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.statistics import WorkerStats
 
 MAX_NAME_CHARACTERS: Final = 1024
 """Of a request id, a job id and a cache salt; longer ones are refused."""
@@ -190,6 +191,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encoder_cache_usage: share of the encoder cache that holds outputs.
     num_quarantined_blocks: targets of loads that nobody waits for any more, not confirmed ended.
     num_rewinds:     requests sent back because KV they had computed on proved wrong.
+    workers:         the latest report of every rank that has sent one, by rising rank.
     """
 
     num_running: int
@@ -214,6 +216,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encoder_cache_usage: float = 0.0
     num_quarantined_blocks: int = 0
     num_rewinds: int = 0
+    workers: tuple[WorkerStats, ...] = ()
 
 
 class EngineOutputs(

@@ -28,8 +28,9 @@ from longshore.protocol.errors import HandshakeRefused
 from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.results import ModelRunnerOutput, TransferReport, WorkerFailed
+from longshore.protocol.statistics import WorkerStats
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 """Raised by every change of a message; both sides must run the same one."""
 
 
@@ -127,7 +128,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
 ToWorker: TypeAlias = SchedulerOutput | SampleMask | Shutdown | Welcome | Refused
 FromWorker: TypeAlias = (
-    ModelRunnerOutput | TransferReport | WorkerFailed | WorkerHello | WorkerReady
+    ModelRunnerOutput | TransferReport | WorkerStats | WorkerFailed | WorkerHello | WorkerReady
 )
 ToEngine: TypeAlias = (
     AddRequest | ContinueSession | AbortRequests | StopFound | DescribeEngine | ClientHello

@@ -40,8 +40,10 @@ from longshore.protocol.handshake import (
 from longshore.protocol.lifeline import stop_signals
 from longshore.protocol.plan import Shutdown
 from longshore.protocol.results import ModelRunnerOutput, TransferReport, WorkerFailed
+from longshore.protocol.statistics import WorkerStats
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.scheduler import Scheduler
+from longshore.scheduler.worker_statistics import WorkerStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class Engine:
         self._index_of_peer: dict[bytes, int] = {}
         self._peer_of_index: dict[int, bytes] = {}
         self._num_clients = 0
+        self._statistics = WorkerStatistics(config.epoch)
         self._reported_state: tuple[int, ...] = ()
         self._failure: BaseException | None = None
         self._is_failing = False
@@ -157,6 +160,8 @@ class Engine:
                 case TransferReport():
                     self._scheduler.update_from_transfers(message, time.monotonic())
                     self._send_outputs_and_plans()
+                case WorkerStats():
+                    self._statistics.update(rank, message)
                 case WorkerFailed():
                     error = EngineError(f"worker {message.rank} failed: {message.reason}")
                     if not message.is_consequence:
@@ -226,6 +231,7 @@ class Engine:
             self._num_clients += 1
         num_blocks = self._scheduler.kv_cache.num_blocks
         self._clients.send(peer, EngineReady(self._engine_id, self._config.identity, num_blocks))
+        self._reported_state = ()  # it has no statistics yet
 
     def _send_outputs_and_plans(self) -> None:
         """Whoever would wait for it comes first: the device if it has nothing left to do, else
@@ -321,13 +327,17 @@ class Engine:
             await asyncio.sleep(STATS_INTERVAL_S)
             self._check_answers()
             self._warn_of_stall()
-            state = (self._scheduler.num_steps, *self._scheduler.get_request_counts())
+            workers = self._statistics.latest()
+            num_worker_steps = sum(stats.num_steps for stats in workers)
+            counts = self._scheduler.get_request_counts()
+            state = (self._scheduler.num_steps, num_worker_steps, *counts)
             if state == self._reported_state:
                 continue
             self._reported_state = state
             num_bad = self._clients.num_bad.total()
             num_bad += sum(worker.num_bad.total() for worker in self._workers)
-            stats = self._scheduler.make_stats(num_bad)
+            num_bad += self._statistics.num_dropped
+            stats = self._scheduler.make_stats(num_bad, workers)
             for index in list(self._peer_of_index):
                 self._send(index, EngineOutputs(stats=stats))
             # A send may have swallowed the edge that announced a request.

@@ -29,6 +29,7 @@ from longshore.protocol.kv_cache_spec import (
 )
 from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput, TransferReport
+from longshore.protocol.statistics import WorkerStats
 from longshore.scheduler.admission import Admission
 from longshore.scheduler.answers import Answers
 from longshore.scheduler.block_metrics import BlockMetrics
@@ -377,7 +378,9 @@ class Scheduler:
             self._progress.advanced(now)
         return self._progress.idle_s(now)
 
-    def make_stats(self, num_bad_messages: int = 0) -> SchedulerStats:
+    def make_stats(
+        self, num_bad_messages: int = 0, workers: tuple[WorkerStats, ...] = ()
+    ) -> SchedulerStats:
         """The state now; the mean of steps in flight starts anew with each call."""
         num_steps = self._plan.step - self._num_steps_reported
         steps_in_flight = self._sum_in_flight / num_steps if num_steps else 0.0
@@ -407,4 +410,5 @@ class Scheduler:
             encoder_cache_usage=self._encoder.usage,
             num_quarantined_blocks=self._transfers.num_quarantined_blocks,
             num_rewinds=self._recovery.num_rewinds,
+            workers=workers,
         )

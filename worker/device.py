@@ -67,6 +67,11 @@ def wait_for_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def held_bytes(device: torch.device) -> int:
+    """Bytes of a GPU's memory that torch holds in this process; 0 for a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
 def available_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`.
 

@@ -1,15 +1,18 @@
 """The worker's loop: plans come in, answers go out, in order.
 
 Every rank of an engine gets every plan; the one that samples answers, the others say only why they
-cannot go on.
+cannot go on. All of them report about once a second what their steps took.
 
 The loop itself computes nothing. It sleeps until a plan arrives or the compute thread has an
 answer, so the next plan is taken in while the last one still runs.
 """
 
 import logging
+import math
 import os
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import assert_never
 
 import zmq
@@ -20,7 +23,9 @@ from longshore.protocol.handshake import FromWorker, Refused, ToWorker, Welcome
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.results import WorkerFailed, WorkerReport
 from longshore.worker.errors import RankLost
+from longshore.worker.host import resident_bytes
 from longshore.worker.model_runner import ModelRunner
+from longshore.worker.step_statistics import StepStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +33,8 @@ logger = logging.getLogger(__name__)
 class WorkerEngine:
     """Carries out one scheduler's plans until it says Shutdown.
 
-    answers: this rank samples; the other ones report failures only.
+    answers: this rank samples; the other ones report failures and statistics only.
+    device_bytes: memory that this rank holds of a GPU.
     """
 
     def __init__(
@@ -39,13 +45,16 @@ class WorkerEngine:
         epoch: int,
         rank: int,
         answers: bool = True,
+        device_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._channel = channel
         self._runner = runner
         self._epoch = epoch
         self._rank = rank
         self._answers = answers
-        self._num_unanswered = 0
+        self._device_bytes = device_bytes
+        self._statistics = StepStatistics(epoch=epoch, rank=rank)
+        self._unanswered: deque[int] = deque()  # tokens of each plan
         self._is_stopping = False
         # The compute thread appends and then rings; the loop alone uses the channel.
         self._reports: deque[WorkerReport] = deque()
@@ -61,8 +70,11 @@ class WorkerEngine:
         poller.register(self._channel.socket, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
         try:
-            while not self._is_stopping or self._num_unanswered:
-                for ready, _ in poller.poll():
+            while not self._is_stopping or self._unanswered:
+                due_s = self._statistics.due_in_s(time.monotonic())
+                if due_s == 0:
+                    self._send_statistics()
+                for ready, _ in poller.poll(math.ceil(due_s * 1e3) if due_s else None):
                     if ready == self._bell:
                         os.eventfd_read(self._bell)
                 self._send_reports()
@@ -82,7 +94,7 @@ class WorkerEngine:
             match message:
                 case SchedulerOutput():
                     if self._runner.submit(message, self._on_report) is not None:
-                        self._num_unanswered += 1
+                        self._unanswered.append(message.num_scheduled_tokens)
                 case Shutdown(reason=reason):
                     logger.info("shutting down: %s", reason)
                     self._is_stopping = True
@@ -105,9 +117,17 @@ class WorkerEngine:
     def _send_reports(self) -> None:
         while self._reports:
             report = self._reports.popleft()
-            self._num_unanswered -= 1
+            num_tokens = self._unanswered.popleft()
             if isinstance(report, WorkerFailed):
                 self._channel.send(report)
                 raise (RankLost if report.is_consequence else EngineDead)(report.reason)
             if self._answers:
                 self._channel.send(report)
+            self._statistics.count(report.compute_s, num_tokens, time.monotonic())
+
+    def _send_statistics(self) -> None:
+        self._channel.send(
+            self._statistics.take(
+                resident_bytes=resident_bytes(), device_bytes=self._device_bytes()
+            )
+        )

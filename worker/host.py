@@ -23,6 +23,11 @@ def available_host_bytes() -> int:
     return min(_available_bytes(), _available_cgroup_bytes())
 
 
+def resident_bytes() -> int:
+    """Of this process: what it holds in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")

@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +28,7 @@ from longshore.protocol.plan import Shutdown
 from longshore.protocol.results import WorkerFailed
 from longshore.worker.cache_plan import block_bytes
 from longshore.worker.config import WorkerProcessConfig
-from longshore.worker.device import open_device
+from longshore.worker.device import held_bytes, open_device
 from longshore.worker.engine import WorkerEngine
 from longshore.worker.errors import RankLost
 from longshore.worker.host import num_physical_cores
@@ -74,11 +75,12 @@ def _serve(
                     config.ranks, config.rank, device, startup_timeout_s=config.startup_timeout_s
                 )
             )
-        _load_and_run(config, parallel, lifeline, channel)
+        _load_and_run(config, device, parallel, lifeline, channel)
 
 
 def _load_and_run(
     config: WorkerProcessConfig,
+    device: torch.device,
     parallel: Parallel,
     lifeline: Lifeline,
     channel: Channel[FromWorker, ToWorker],
@@ -101,7 +103,12 @@ def _load_and_run(
         gc.collect()
         gc.freeze()
         WorkerEngine(
-            channel, runner, epoch=welcome.epoch, rank=config.rank, answers=parallel.samples
+            channel,
+            runner,
+            epoch=welcome.epoch,
+            rank=config.rank,
+            answers=parallel.samples,
+            device_bytes=partial(held_bytes, device),
         ).run()
 
 

@@ -15,7 +15,12 @@ import numpy as np
 import zmq
 
 from longshore.protocol.channel import Channel, Endpoint, open_socket
-from longshore.protocol.client import AddRequest, EngineOutputs, FinishedRequest
+from longshore.protocol.client import (
+    AddRequest,
+    EngineOutputs,
+    FinishedRequest,
+    SchedulerStats,
+)
 from longshore.protocol.handshake import (
     ClientHello,
     EngineIdentity,
@@ -187,6 +192,7 @@ class Client:
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, FinishedRequest] = {}
         self.steps_in_flight: list[float] = []
+        self.stats: SchedulerStats | None = None
 
     def add(self, handle: int, *, prompt_len: int = 40, max_tokens: int = 5) -> None:
         self.channel.send(
@@ -213,6 +219,7 @@ class Client:
                 self.finished[finished.handle] = finished
             if message.stats is not None:
                 self.steps_in_flight.append(message.stats.steps_in_flight)
+                self.stats = message.stats
 
 
 class ScriptedWorker:

@@ -23,6 +23,7 @@ from tests.integration.engine_process import (
     ready_engine,
     running_engine,
 )
+from tests.scheduler.worker_reports import report
 
 
 @pytest.fixture
@@ -246,6 +247,27 @@ def test_answer_of_another_epoch_is_dropped() -> None:
         client.add(1, max_tokens=2)
         client.receive_until(lambda: 1 in client.finished)
         assert client.tokens[1] == [40, 41]
+
+
+def test_clients_get_the_statistics_of_the_rank_that_sent_them(engine: EngineProcess) -> None:
+    client = ready_engine(engine)
+    engine.worker.send(report(epoch=1, num_steps=5))
+    for stranger in (report(epoch=1, rank=1), report(epoch=2, num_steps=6)):
+        engine.worker.send(stranger)
+    engine.worker.socket.send(msgspec.msgpack.encode({"type": "stats", "epoch": 1}))
+    ScriptedWorker(engine)
+    client.add(1)
+    client.receive_until(lambda: client.stats is not None and client.stats.num_bad_messages == 3)
+    assert client.stats is not None
+    assert client.stats.workers == (report(epoch=1, num_steps=5),)
+
+
+def test_a_client_that_comes_to_an_idle_engine_gets_its_statistics(engine: EngineProcess) -> None:
+    first = ready_engine(engine)
+    first.receive_until(lambda: first.stats is not None)
+    second, _ = engine.connect()
+    second.receive_until(lambda: second.stats is not None)
+    assert second.stats == first.stats
 
 
 def test_being_told_to_stop_shuts_the_worker_down_and_exits_with_zero(

@@ -66,6 +66,11 @@ from longshore.protocol.results import (
     WorkerFailed,
 )
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
+from longshore.protocol.statistics import (
+    STEP_SECONDS_BOUNDS,
+    STEP_TOKENS_BOUNDS,
+    WorkerStats,
+)
 
 counts = st.integers(0, 2**31 - 1)
 texts = st.text(max_size=12)
@@ -217,12 +222,26 @@ ends = st.builds(
     num_nans_in_logits=counts,
     num_invalid_draft_tokens=counts,
 )
+worker_stats = st.builds(
+    WorkerStats,
+    epoch=counts,
+    rank=counts,
+    steps_by_seconds=st.tuples(*[counts] * (len(STEP_SECONDS_BOUNDS) + 1)),
+    steps_by_tokens=st.tuples(*[counts] * (len(STEP_TOKENS_BOUNDS) + 1)),
+    compute_s=st.floats(0, 9),
+    num_tokens=counts,
+    longest_step_s=st.floats(0, 9),
+    resident_bytes=counts,
+    device_bytes=counts,
+)
 stats = st.builds(
     SchedulerStats,
     **{
         field: counts if field.startswith("num_") else st.floats(0, 2)
         for field in SchedulerStats.__struct_fields__
+        if field != "workers"
     },
+    workers=st.lists(worker_stats, max_size=2).map(tuple),
 )
 adds = st.builds(
     AddRequest,
@@ -285,6 +304,7 @@ FROM_WORKER = {
         failed_block_ids=int32s,
         connector_metadata=st.binary(max_size=9),
     ),
+    WorkerStats: worker_stats,
     WorkerFailed: st.builds(WorkerFailed, counts, counts, texts, st.booleans()),
     WorkerHello: st.builds(
         WorkerHello,

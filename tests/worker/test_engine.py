@@ -17,6 +17,7 @@ from longshore.protocol.errors import EngineDead, LongshoreError, PlanMismatch
 from longshore.protocol.handshake import FromWorker, ToWorker, Welcome
 from longshore.protocol.plan import SampleMask, Shutdown
 from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
+from longshore.protocol.statistics import WorkerStats
 from longshore.worker.compute_queue import CpuComputeQueue
 from longshore.worker.config import WorkerConfig
 from longshore.worker.engine import WorkerEngine
@@ -25,12 +26,13 @@ from tests.worker.plans import Entry, Planner
 
 TIMEOUT_S = 20.0
 EPOCH = 3
+DEVICE_BYTES = 4096
 
 
 class EngineThread:
     """A WorkerEngine that runs in a thread, and the scheduler's end of its channel."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *, answers: bool = True) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="longshore-test-"))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         endpoint = Endpoint(f"ipc://{self.directory}/worker-0")
@@ -48,7 +50,14 @@ class EngineThread:
         runner = self._worker.start(epoch=EPOCH, queue=queue)
         self.plans = Planner(num_blocks=40, block_size=16, epoch=EPOCH)
         self.error: LongshoreError | None = None
-        engine = WorkerEngine(self._channel, runner, epoch=EPOCH, rank=0)
+        engine = WorkerEngine(
+            self._channel,
+            runner,
+            epoch=EPOCH,
+            rank=0,
+            answers=answers,
+            device_bytes=lambda: DEVICE_BYTES,
+        )
         self._thread = threading.Thread(target=self._run, args=(engine,))
         self._thread.start()
 
@@ -59,8 +68,16 @@ class EngineThread:
             self.error = error
 
     def receive(self) -> FromWorker:
-        message = self.scheduler.receive(TIMEOUT_S)
+        """The next message that is no statistics."""
+        while isinstance(message := self.scheduler.receive(TIMEOUT_S), WorkerStats):
+            pass
         assert message is not None, "the worker said nothing"
+        return message
+
+    def receive_statistics(self) -> WorkerStats:
+        """The next ones, whatever comes before them."""
+        while not isinstance(message := self.scheduler.receive(TIMEOUT_S), WorkerStats):
+            assert message is not None, "the worker said nothing"
         return message
 
     def join(self) -> None:
@@ -188,3 +205,26 @@ def test_a_malformed_message_is_dropped_and_counted(engine: EngineThread) -> Non
     engine.scheduler.send(first_plan(engine))
     assert isinstance(engine.receive(), ModelRunnerOutput)
     assert engine._channel.num_bad.total() == 1
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["it samples", "another rank samples"])
+def test_a_rank_reports_what_its_steps_took_also_when_no_more_plans_come(
+    answers: bool, checkpoint: tuple[Path, Any]
+) -> None:
+    engine = EngineThread(checkpoint[0], answers=answers)
+    try:
+        engine.scheduler.send(first_plan(engine))
+        for _ in range(3):
+            engine.scheduler.send(engine.plans.plan())
+        stats = engine.receive_statistics()
+        while stats.num_steps < 4:  # a slow machine needs longer than one report's interval
+            assert stats.longest_step_s <= stats.compute_s
+            stats = engine.receive_statistics()
+        assert (stats.epoch, stats.rank, stats.num_tokens) == (EPOCH, 0, 23)
+        assert stats.steps_by_tokens[:6] == (3, 0, 0, 0, 0, 1)  # 20 are more than 16
+        assert stats.compute_s > 0
+        assert stats.resident_bytes > 1 << 20
+        assert stats.device_bytes == DEVICE_BYTES
+        assert engine.scheduler.receive(0.05) is None  # nothing has changed since
+    finally:
+        engine.close()

@@ -1,0 +1,52 @@
+"""What this rank's steps took, counted step by step and reported about once a second."""
+
+from bisect import bisect_left
+from typing import Final
+
+from longshore.protocol.statistics import STEP_SECONDS_BOUNDS, STEP_TOKENS_BOUNDS, WorkerStats
+
+REPORT_INTERVAL_S: Final = 1.0
+
+
+class StepStatistics:
+    """Counts of one rank in one epoch. Times of day are arguments, on one monotonic clock."""
+
+    def __init__(self, *, epoch: int, rank: int) -> None:
+        self._epoch = epoch
+        self._rank = rank
+        self._by_seconds = [0] * (len(STEP_SECONDS_BOUNDS) + 1)
+        self._by_tokens = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
+        self._compute_s = 0.0
+        self._num_tokens = 0
+        self._longest_step_s = 0.0
+        self._due_s: float | None = None
+
+    def count(self, compute_s: float, num_tokens: int, now_s: float) -> None:
+        """A step has ended: seconds on the device, and tokens computed."""
+        self._by_seconds[bisect_left(STEP_SECONDS_BOUNDS, compute_s)] += 1
+        self._by_tokens[bisect_left(STEP_TOKENS_BOUNDS, num_tokens)] += 1
+        self._compute_s += compute_s
+        self._num_tokens += num_tokens
+        self._longest_step_s = max(self._longest_step_s, compute_s)
+        if self._due_s is None:
+            self._due_s = now_s + REPORT_INTERVAL_S
+
+    def due_in_s(self, now_s: float) -> float | None:
+        """Until the next report, 0 if it is due; None while there is nothing to report."""
+        return None if self._due_s is None else max(0.0, self._due_s - now_s)
+
+    def take(self, *, resident_bytes: int, device_bytes: int) -> WorkerStats:
+        """The report. Nothing is due until another step has been counted."""
+        longest_step_s, self._longest_step_s = self._longest_step_s, 0.0
+        self._due_s = None
+        return WorkerStats(
+            epoch=self._epoch,
+            rank=self._rank,
+            steps_by_seconds=tuple(self._by_seconds),
+            steps_by_tokens=tuple(self._by_tokens),
+            compute_s=self._compute_s,
+            num_tokens=self._num_tokens,
+            longest_step_s=longest_step_s,
+            resident_bytes=resident_bytes,
+            device_bytes=device_bytes,
+        )
