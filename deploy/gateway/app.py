@@ -39,16 +39,17 @@ class Gateway:
         api_keys: Sequence[str] = (),
     ) -> None:
         self.metrics = GatewayMetrics()
+        self.metrics.watch_readiness(not_ready_reason)
         self._model = model
         self._report_timeout_s = report_timeout_s
         self._not_ready_reason = not_ready_reason
         self._endpoints: tuple[Endpoint, ...] = (
-            CompletionsEndpoint(self.metrics),
-            ChatEndpoint(self.metrics),
-            TranscriptionsEndpoint(self.metrics),
-            TranslationsEndpoint(self.metrics),
-            TokenizeEndpoint(self.metrics),
-            DetokenizeEndpoint(self.metrics),
+            CompletionsEndpoint(),
+            ChatEndpoint(),
+            TranscriptionsEndpoint(),
+            TranslationsEndpoint(),
+            TokenizeEndpoint(),
+            DetokenizeEndpoint(),
         )
         app = Starlette(
             routes=[
@@ -63,7 +64,8 @@ class Gateway:
             ],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )
-        self.app = FrontDoor(app, api_keys, self.metrics)
+        paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+        self.app = FrontDoor(app, api_keys, self.metrics, paths)
 
     def serve_with(self, service: Service) -> None:
         """There is an engine: requests are taken from now on."""

@@ -46,6 +46,8 @@ class BeamGeneration:
             )
             for number, prompt in enumerate(spec.prompts)
         ]
+        for prompt in spec.prompts:
+            metrics.prompt_lengths.observe(len(prompt))
         metrics.prompt_tokens.inc(sum(map(len, spec.prompts)))
 
     def __enter__(self) -> "BeamGeneration":
@@ -62,9 +64,9 @@ class BeamGeneration:
         self._close()
         metrics = self._metrics
         metrics.live_requests.dec(len(self._searches))
-        metrics.request_s.observe(time.perf_counter() - self._spec.arrived_s)
+        duration_s = time.perf_counter() - self._spec.arrived_s
         for reason in self._ends or [FinishReason.ABORTED]:
-            metrics.finished.labels(reason.api_name).inc()
+            metrics.request_ended(reason, duration_s)
 
     def _close(self) -> None:
         for search in self._searches:
@@ -100,6 +102,7 @@ class BeamGeneration:
         self._ends.append(reason)
         self._num_output_tokens += len(token_ids)
         self._metrics.generated_tokens.inc(len(token_ids))
+        self._metrics.answer_lengths.observe(len(token_ids))
         text = self._text(search.prompt_token_ids, token_ids[:-1] if beam.has_ended else token_ids)
         return Piece(index, text, token_ids, reason.api_name)
 

@@ -83,9 +83,8 @@ class Endpoint(ABC):
 
     path: str
 
-    def __init__(self, metrics: GatewayMetrics) -> None:
+    def __init__(self) -> None:
         self.service: Service | None = None
-        self._metrics = metrics
 
     @abstractmethod
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
@@ -106,8 +105,6 @@ class Endpoint(ABC):
         except Exception:
             logger.exception("a request to %s failed", self.path)
             await exchange.send_error(ApiError(500, "internal error; the server's log says more"))
-        status = "gone" if exchange.status is None else str(exchange.status)
-        self._metrics.responses.labels(self.path, status).inc()
 
 
 class GenerationEndpoint(Endpoint, Generic[RequestT]):

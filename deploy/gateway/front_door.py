@@ -7,7 +7,7 @@ engine's reports and logs, and comes back as a header, as do the headers of a W3
 import hmac
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,10 +31,18 @@ class FrontDoor:
     """An ASGI application around another one.
 
     api_keys: what clients may present as `Authorization: Bearer KEY`; empty: anybody may ask.
+    paths:    those that are counted by name; a client may ask for any number of others.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Sequence[str],
+        metrics: GatewayMetrics,
+        paths: Collection[str] = (),
+    ) -> None:
         self.app = app
+        self._paths = paths
         self._api_keys = [key.encode() for key in api_keys]
         self._metrics = metrics
 
@@ -52,8 +60,12 @@ class FrontDoor:
         scope[_TRACE_KEY] = {name.decode(): value.decode() for name, value in trace.items()}
         extra = [(REQUEST_ID_HEADER, scope[_ID_KEY].encode()), *trace.items()]
 
+        status = "gone"
+
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
+                nonlocal status
+                status = str(message["status"])
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
@@ -62,10 +74,12 @@ class FrontDoor:
                 raise invalid("x-request-id must be 1 to 128 visible ASCII characters")
             self._check_key(scope["path"], headers.get(b"authorization", b""))
         except ApiError as error:
-            self._metrics.responses.labels("refused at the door", str(error.status)).inc()
             await Exchange(scope, receive, send_with_headers).send_error(error)
-            return
-        await self.app(scope, receive, send_with_headers)
+        else:
+            await self.app(scope, receive, send_with_headers)
+        finally:
+            endpoint = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.responses.labels(endpoint, status).inc()
 
     def _check_key(self, path: str, authorization: bytes) -> None:
         if not self._api_keys or path in OPEN_PATHS:

@@ -115,6 +115,8 @@ class Generation:
             for index, sampling in enumerate(samples * len(spec.prompts))
         ]
         metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        for prompt in spec.prompts:
+            metrics.prompt_lengths.observe(len(prompt))
 
     def __enter__(self) -> "Generation":
         try:
@@ -203,6 +205,8 @@ class _Answer:
         self._metrics = metrics
         self._changed = changed
         self._last_token_s: float | None = None
+        self._submitted_s = 0.0
+        self._first_token_s: float | None = None  # after that
         self._num_seen = 0
         self._growth = _Growth()
         self.live: LiveRequest | None = None
@@ -214,6 +218,7 @@ class _Answer:
 
     def submit(self, *, fork_of: LiveRequest | None) -> None:
         spec, number = self._spec, self._prompt_number
+        self._submitted_s = time.perf_counter()
         self.live = self._client.submit(
             f"{spec.request_id}-{self.index}",
             self._prompt,
@@ -245,6 +250,7 @@ class _Answer:
         metrics = self._metrics
         if self._last_token_s is None:
             metrics.time_to_first_token_s.observe(now_s - self._spec.arrived_s)
+            self._first_token_s = now_s - self._submitted_s
         else:
             metrics.inter_token_latency_s.observe((now_s - self._last_token_s) / num_tokens)
         self._last_token_s = now_s
@@ -333,10 +339,10 @@ class _Answer:
         """Into the metrics, once, when the HTTP request ends."""
         metrics = self._metrics
         metrics.live_requests.dec()
-        metrics.request_s.observe(time.perf_counter() - self._spec.arrived_s)
-        metrics.finished.labels(self._end_reason.api_name).inc()
+        metrics.request_ended(self._end_reason, time.perf_counter() - self._spec.arrived_s)
         if self.end is not None:
-            metrics.cached_tokens.inc(self.end.num_cached_tokens)
+            metrics.answer_lengths.observe(self.num_output_tokens)
+            metrics.phases_known(self.end, self._first_token_s)
 
 
 def _check_end(end: FinishedRequest) -> None:

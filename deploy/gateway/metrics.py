@@ -1,36 +1,60 @@
-"""What Prometheus scrapes: counters and latencies of the gateway, gauges of the scheduler."""
+"""What Prometheus scrapes: counters and latencies of the gateway, and what its engines report.
 
+docs/metrics.md lists them all; a test compares. Times in seconds.
+"""
+
+import platform
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.process_collector import ProcessCollector
 
-from longshore.protocol.client import SchedulerStats
+import longshore
+from longshore.deploy.gateway.engine_metrics import EngineMetrics
+from longshore.deploy.gateway.hot_metrics import HotCounter, HotHistogram
+from longshore.protocol.client import FinishedRequest, FinishReason, RequestEvent, SchedulerStats
+from longshore.protocol.handshake import PROTOCOL_VERSION
 
-_FIRST_TOKEN_BUCKETS_S: Final = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
+_PHASE_BOUNDS_S: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300,
 )  # fmt: skip
-_TOKEN_GAP_BUCKETS_S: Final = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5,
+_TOKEN_GAP_BOUNDS_S: Final = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 )  # fmt: skip
-_REQUEST_BUCKETS_S: Final = (
-    0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600,
+_REQUEST_BOUNDS_S: Final = (
+    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600,
 )  # fmt: skip
+_LENGTH_BOUNDS: Final = (
+    1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072,
+)  # fmt: skip
+_REASONS: Final = frozenset(reason.api_name for reason in FinishReason)
 
 
 class GatewayMetrics:
-    """One registry per gateway, so that several live in one test process. Times in seconds."""
+    """One registry per gateway, so that several live in one test process."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
-        ProcessCollector(namespace="longshore_gateway", registry=registry)
+        ProcessCollector(registry=registry)
+        Info("longshore_build", "What this gateway is; the value is 1", registry=registry).info(
+            {
+                "version": longshore.__version__,
+                "protocol_version": str(PROTOCOL_VERSION),
+                "python_version": platform.python_version(),
+            }
+        )
+        self._ready = Gauge(
+            "longshore_ready", "1 if a request sent now would be taken, else 0", registry=registry
+        )
         self.responses = Counter(
             "longshore_http_responses",
-            "HTTP responses by endpoint and status",
+            "HTTP responses by path and status; `other` is any path that is not served, status "
+            "`gone` a client that left before there was one",
             ["endpoint", "status"],
             registry=registry,
         )
-        self.finished = Counter(
+        finished = Counter(
             "longshore_requests_finished",
             "Requests to the engine by why they ended; `abort` is a client that went away",
             ["reason"],
@@ -49,97 +73,81 @@ class GatewayMetrics:
             "Tokens of prompts found in the prefix cache",
             registry=registry,
         )
-        self.generated_tokens = Counter(
-            "longshore_generated_tokens", "Tokens of answers", registry=registry
+        self.generated_tokens = HotCounter(
+            "longshore_generated_tokens", "Tokens of answers", registry
         )
-        self.time_to_first_token_s = Histogram(
+        self.prompt_lengths = self._histogram(
+            "longshore_request_prompt_tokens", "Tokens of a prompt", _LENGTH_BOUNDS
+        )
+        self.answer_lengths = self._histogram(
+            "longshore_request_generated_tokens", "Tokens of an answer", _LENGTH_BOUNDS
+        )
+        self.time_to_first_token_s = self._histogram(
             "longshore_time_to_first_token_seconds",
             "From the request's arrival to its first token",
-            buckets=_FIRST_TOKEN_BUCKETS_S,
-            registry=registry,
+            _PHASE_BOUNDS_S,
         )
-        self.inter_token_latency_s = Histogram(
+        self.inter_token_latency_s = HotHistogram(
             "longshore_inter_token_latency_seconds",
             "Gap between two tokens of an answer",
-            buckets=_TOKEN_GAP_BUCKETS_S,
-            registry=registry,
+            _TOKEN_GAP_BOUNDS_S,
+            registry,
         )
-        self.request_s = Histogram(
+        self.queue_s = self._histogram(
+            "longshore_request_queue_seconds",
+            "From the engine's receipt of a request to its first step",
+            _PHASE_BOUNDS_S,
+        )
+        self.prefill_s = self._histogram(
+            "longshore_request_prefill_seconds",
+            "From a request's first step to its first token",
+            _PHASE_BOUNDS_S,
+        )
+        durations = Histogram(
             "longshore_request_seconds",
-            "From the request's arrival to its end",
-            buckets=_REQUEST_BUCKETS_S,
+            "From the request's arrival to its end, by why it ended",
+            ["reason"],
+            buckets=_REQUEST_BOUNDS_S,
             registry=registry,
         )
-        self._scheduler = _SchedulerMetrics(registry)
+        # All there can be, from the start: a rate needs the zero before the first one.
+        self._finished = {reason: finished.labels(reason) for reason in _REASONS}
+        self._durations = {reason: durations.labels(reason) for reason in _REASONS}
+        self._engines = EngineMetrics()
+        registry.register(self._engines)
 
-    def observe_scheduler(self, stats: SchedulerStats) -> None:
-        """The scheduler's latest statistics replace the ones before."""
-        self._scheduler.observe(stats)
+    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
+        return Histogram(name, text, buckets=bounds, registry=self._registry)
+
+    def watch_readiness(self, not_ready_reason: Callable[[], str | None]) -> None:
+        """`longshore_ready` asks it at every scrape."""
+        self._ready.set_function(lambda: not_ready_reason() is None)
+
+    def request_ended(self, reason: FinishReason, duration_s: float) -> None:
+        """A request to the engine is over, `duration_s` after its arrival here."""
+        self._finished[reason.api_name].inc()
+        self._durations[reason.api_name].observe(duration_s)
+
+    def phases_known(self, end: FinishedRequest, first_token_s: float | None) -> None:
+        """What the engine says of a request at its end.
+
+        first_token_s: from the request's submission to its first token, None without one.
+        """
+        self.cached_tokens.inc(end.num_cached_tokens)
+        for event, queue_s in end.events:
+            if event is RequestEvent.SCHEDULED:
+                self.queue_s.observe(queue_s)
+                if first_token_s is not None:
+                    self.prefill_s.observe(max(0.0, first_token_s - queue_s))
+                return
+
+    def observe_scheduler(self, engine: str, stats: SchedulerStats) -> None:
+        """An engine's latest statistics replace the ones before.
+
+        engine: its name among those of this gateway, the label of all that comes of it.
+        """
+        self._engines.observe(engine, stats)
 
     def render(self) -> bytes:
         """The Prometheus text format."""
         return generate_latest(self._registry)
-
-
-class _SchedulerMetrics:
-    """Every field of SchedulerStats. Its counters are absolute, so the difference is added."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._gauges = {
-            field: Gauge(f"longshore_scheduler_{name}", text, registry=registry)
-            for field, name, text in (
-                ("num_running", "running_requests", "Requests that hold a row"),
-                ("num_waiting", "waiting_requests", "Requests that wait for a row"),
-                ("num_blocks", "blocks", "KV blocks, the null block included"),
-                ("num_free_blocks", "free_blocks", "KV blocks that nobody holds"),
-                ("kv_usage", "kv_usage_ratio", "Share of the usable KV blocks that is held"),
-                ("steps_in_flight", "steps_in_flight", "Plans not yet answered, recent mean"),
-                ("encoder_cache_usage", "encoder_cache_usage_ratio", "Share of it that is filled"),
-                (
-                    "num_quarantined_blocks",
-                    "quarantined_blocks",
-                    "Targets of loads that nobody waits for any more and that have not ended",
-                ),
-            )
-        }
-        self._counters = {
-            field: Counter(f"longshore_scheduler_{name}", text, registry=registry)
-            for field, name, text in (
-                ("num_steps", "steps", "Steps planned"),
-                ("num_preemptions", "preemptions", "Requests that lost their row"),
-                ("num_prefix_queried_tokens", "prefix_queried_tokens", "Looked up in the cache"),
-                ("num_prefix_hit_tokens", "prefix_hit_tokens", "Found in the prefix cache"),
-                (
-                    "num_preempted_queried_tokens",
-                    "preempted_queried_tokens",
-                    "Looked up by requests that had been preempted",
-                ),
-                (
-                    "num_preempted_hit_tokens",
-                    "preempted_hit_tokens",
-                    "Found by requests that had been preempted",
-                ),
-                ("num_stale_tokens", "stale_tokens", "Sampled for a row that changed hands"),
-                ("num_bad_messages", "bad_messages", "Messages dropped as malformed"),
-                (
-                    "num_external_queried_tokens",
-                    "external_queried_tokens",
-                    "The connector was asked for",
-                ),
-                ("num_external_hit_tokens", "external_hit_tokens", "The connector has"),
-                ("num_draft_tokens", "draft_tokens", "Speculated"),
-                ("num_accepted_tokens", "accepted_draft_tokens", "Speculated and right"),
-                ("num_invalid_draft_tokens", "invalid_draft_tokens", "Refused by a grammar"),
-                ("num_rewinds", "rewinds", "Requests sent back because KV proved wrong"),
-            )
-        }
-        self._last: dict[str, int] = dict.fromkeys(self._counters, 0)
-
-    def observe(self, stats: SchedulerStats) -> None:
-        for field, gauge in self._gauges.items():
-            gauge.set(getattr(stats, field))
-        for field, counter in self._counters.items():
-            value = getattr(stats, field)
-            # A smaller value is another engine's count, which began again.
-            counter.inc(value - self._last[field] if value >= self._last[field] else value)
-            self._last[field] = value

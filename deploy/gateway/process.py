@@ -40,6 +40,7 @@ from longshore.protocol.lifeline import Failed, Lifeline, Progress, Ready, stop_
 logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 1
+ENGINE: Final = "0"  # its name in metrics
 
 
 def main(argv: Sequence[str]) -> int:
@@ -98,7 +99,7 @@ class GatewayProcess:
             config.engine,
             hello,
             seed=config.seed,
-            on_stats=self._gateway.metrics.observe_scheduler,
+            on_stats=partial(self._gateway.metrics.observe_scheduler, ENGINE),
             why_stopped=partial(read_death_note, self._runtime_dir),
         )
         self._server = _Server(

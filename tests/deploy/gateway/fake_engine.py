@@ -32,6 +32,7 @@ from longshore.protocol.handshake import (
 )
 from longshore.protocol.results import TokenLogprobs
 from longshore.scheduler.pause import PauseState
+from tests.scheduler.worker_reports import report
 
 IDENTITY = EngineIdentity(
     model_fingerprint="a model",
@@ -57,6 +58,7 @@ STATS = SchedulerStats(
     num_preempted_hit_tokens=0,
     num_stale_tokens=0,
     num_bad_messages=0,
+    workers=(report(epoch=1, num_steps=7, compute_s=1.5),),
 )
 REPORT = EngineReport(
     engine_id="engine-0.1",

@@ -305,15 +305,22 @@ async def test_models_metrics_and_probes_answer(start_gateway: StartGateway) -> 
         await gateway.post("/v1/completions", {"prompt": "xyz"})
         metrics = (await gateway.get("/metrics")).body.decode()
         for line in (
-            "longshore_scheduler_steps_in_flight 2.0",
-            "longshore_scheduler_running_requests 3.0",
-            "longshore_scheduler_kv_usage_ratio 0.25",
-            "longshore_scheduler_prefix_hit_tokens_total 16.0",
+            'longshore_scheduler_steps_in_flight{engine="0"} 2.0',
+            'longshore_scheduler_running_requests{engine="0"} 3.0',
+            'longshore_scheduler_kv_usage_ratio{engine="0"} 0.25',
+            'longshore_scheduler_prefix_hit_tokens_total{engine="0"} 16.0',
+            'longshore_worker_step_seconds_count{engine="0",worker="0"} 7.0',
+            "longshore_ready 1.0",
+            "longshore_request_prompt_tokens_sum 3.0",
+            "longshore_request_generated_tokens_sum 3.0",
+            'longshore_request_seconds_count{reason="length"} 1.0',
             "longshore_generated_tokens_total 3.0",
             "longshore_cached_prompt_tokens_total 2.0",
             "longshore_time_to_first_token_seconds_count 1.0",
             "longshore_inter_token_latency_seconds_count 2.0",
             'longshore_http_responses_total{endpoint="/v1/completions",status="200"} 1.0',
+            'longshore_http_responses_total{endpoint="/v1/models",status="200"} 1.0',
+            'longshore_http_responses_total{endpoint="other",status="404"} 1.0',
         ):
             assert line in metrics.splitlines(), line
 

@@ -1,27 +1,110 @@
 """What Prometheus scrapes."""
 
+from collections.abc import Sequence
+
 import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from longshore.deploy.gateway.hot_metrics import HotCounter, HotHistogram
 from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.protocol.client import FinishedRequest, FinishReason, RequestEvent
 from tests.deploy.gateway.fake_engine import STATS
+from tests.scheduler.worker_reports import report
 
 
-def value(metrics: GatewayMetrics, name: str) -> float:
+def samples(metrics: GatewayMetrics) -> dict[str, float]:
     lines = metrics.render().decode().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{name} "))
-    return float(line.partition(" ")[2])
+    pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+    return {name: float(value) for name, _, value in pairs}
 
 
-def test_scheduler_s_counters_go_on_over_a_restart_of_the_engine() -> None:
+@pytest.mark.req("MET-01")
+def test_every_statistic_of_the_scheduler_is_shown_under_its_engine() -> None:
     metrics = GatewayMetrics()
-    for num_steps in (7, 10, 2):
-        metrics.observe_scheduler(msgspec.structs.replace(STATS, num_steps=num_steps))
-    assert value(metrics, "longshore_scheduler_steps_total") == 12
+    distinct = {
+        name: 1000.0 + i for i, name in enumerate(STATS.__struct_fields__) if name != "workers"
+    }
+    metrics.observe_scheduler("3", msgspec.convert(distinct, type(STATS), strict=False))
+    shown = {value for name, value in samples(metrics).items() if name.endswith('{engine="3"}')}
+    assert shown == set(distinct.values())
 
 
-def test_every_statistic_of_the_scheduler_is_shown() -> None:
+def test_every_statistic_of_a_worker_is_shown_under_its_engine_and_rank() -> None:
     metrics = GatewayMetrics()
-    distinct = {name: 1000 + i for i, name in enumerate(STATS.__struct_fields__)}
-    metrics.observe_scheduler(msgspec.convert(distinct, type(STATS), strict=False))
-    shown = {line.rpartition(" ")[2] for line in metrics.render().decode().splitlines()}
-    assert {f"{float(number)}" for number in distinct.values()} <= shown
+    workers = (
+        report(num_steps=5, compute_s=0.5, num_tokens=20, longest_step_s=0.25),
+        report(rank=1, num_steps=6, resident_bytes=11, device_bytes=12),
+    )
+    metrics.observe_scheduler("0", msgspec.structs.replace(STATS, workers=workers))
+    shown = samples(metrics)
+    for name, value in (
+        ('step_seconds_count{engine="0",worker="0"}', 5),
+        ('step_seconds_sum{engine="0",worker="0"}', 0.5),
+        ('step_seconds_bucket{engine="0",le="0.0005",worker="0"}', 5),
+        ('step_seconds_bucket{engine="0",le="+Inf",worker="0"}', 5),
+        ('step_tokens_count{engine="0",worker="1"}', 6),
+        ('step_tokens_sum{engine="0",worker="0"}', 20),
+        ('longest_step_seconds{engine="0",worker="0"}', 0.25),
+        ('resident_memory_bytes{engine="0",worker="1"}', 11),
+        ('device_memory_bytes{engine="0",worker="1"}', 12),
+    ):
+        assert shown[f"longshore_worker_{name}"] == value
+
+
+def test_engines_have_series_of_their_own() -> None:
+    metrics = GatewayMetrics()
+    metrics.observe_scheduler("0", STATS)
+    metrics.observe_scheduler("1", msgspec.structs.replace(STATS, num_running=9))
+    metrics.observe_scheduler("0", msgspec.structs.replace(STATS, num_running=4))
+    shown = samples(metrics)
+    running = [shown[f'longshore_scheduler_running_requests{{engine="{name}"}}'] for name in "01"]
+    assert running == [4, 9]
+
+
+def test_what_takes_time_before_the_first_token_is_told_apart() -> None:
+    metrics = GatewayMetrics()
+    events = ((RequestEvent.QUEUED, 0.0), (RequestEvent.SCHEDULED, 0.25))
+    again = ((RequestEvent.PREEMPTED, 1.0), (RequestEvent.SCHEDULED, 2.0))
+    end = FinishedRequest(
+        1, FinishReason.STOPPED, 3, num_cached_tokens=16, events=(*events, *again)
+    )
+    metrics.phases_known(end, first_token_s=0.75)
+    metrics.phases_known(end, first_token_s=None)  # it never had one
+    metrics.phases_known(msgspec.structs.replace(end, events=events[:1]), None)  # nor a step
+    shown = samples(metrics)
+    assert shown["longshore_cached_prompt_tokens_total"] == 48
+    assert shown["longshore_request_queue_seconds_sum"] == 0.5
+    assert shown["longshore_request_queue_seconds_count"] == 2
+    assert shown["longshore_request_prefill_seconds_sum"] == 0.5
+    assert shown["longshore_request_prefill_seconds_count"] == 1
+
+
+def test_every_reason_to_end_is_there_before_a_request_has_ended_for_it() -> None:
+    metrics = GatewayMetrics()
+    for reason in FinishReason:
+        assert samples(metrics)[
+            f'longshore_requests_finished_total{{reason="{reason.api_name}"}}'
+        ] in (0, 1)
+        metrics.request_ended(reason, 0.5)
+    assert samples(metrics)['longshore_request_seconds_sum{reason="stop"}'] == 0.5
+
+
+@given(st.lists(st.floats(0, 20), max_size=30), st.sampled_from([(0.5, 1), (1, 2, 5.5, 10)]))
+def test_metrics_for_one_thread_are_rendered_as_those_of_prometheus_client_are(
+    values: list[float], bounds: Sequence[float]
+) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    hot = HotHistogram("t_seconds", "time", bounds, ours), HotCounter("n", "number", ours)
+    known = (
+        Histogram("t_seconds", "time", buckets=bounds, registry=theirs),
+        Counter("n", "number", registry=theirs),
+    )
+    for histogram, counter in (hot, known):
+        for value in values:
+            histogram.observe(value)
+            counter.inc(3)
+    lines = [line for line in generate_latest(theirs).splitlines() if b"_created" not in line]
+    assert generate_latest(ours).splitlines() == lines

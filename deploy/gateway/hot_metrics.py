@@ -1,0 +1,54 @@
+"""Metrics that are written per token: those of prometheus_client take a lock each time, which costs
+several times the rest. These belong to the gateway's one thread, which also renders them."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+from longshore.protocol.statistics import cumulative
+
+
+class HotCounter:
+    """A count without labels. name: without `_total`."""
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+        self._name = name
+        self._text = text
+        self._value = 0
+        registry.register(self)
+
+    def inc(self, amount: int) -> None:
+        self._value += amount
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(self._name, self._text, self._value)
+
+
+class HotHistogram:
+    """Observations by size, without labels. bounds: of the buckets, rising."""
+
+    def __init__(
+        self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterable[Metric]:
+        buckets = bucket_samples(self._bounds, self._counts)
+        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
+
+
+def bucket_samples(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """(bound as Prometheus writes it, observations up to there), the last without a bound."""
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return list(zip(names, map(float, cumulative(counts)), strict=True))

@@ -1,0 +1,39 @@
+"""docs/metrics.md lists what `/metrics` shows."""
+
+from pathlib import Path
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from longshore.deploy.gateway.metrics import GatewayMetrics
+from tests.deploy.gateway.fake_engine import STATS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+
+
+def rows() -> set[str]:
+    metrics = GatewayMetrics()
+    metrics.observe_scheduler("0", STATS)
+    metrics.responses.labels("/v1/models", "200").inc()
+    rows = set()
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        if family.name.endswith("_created"):
+            continue  # the gateway process switches them off
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        shown = ", ".join(f"`{label}`" for label in labels)
+        rows.add(f"| `{name}` | {family.type} | {shown} | {family.documentation} |")
+    return rows
+
+
+def test_the_page_lists_every_metric_as_it_describes_itself() -> None:
+    listed = {line for line in PAGE.read_text().splitlines() if line.startswith("| `")}
+    expected = rows()
+    assert sorted(expected - listed) == [], "not in docs/metrics.md"
+    assert sorted(listed - expected) == [], "in docs/metrics.md only"
+
+
+def test_every_statistic_of_an_engine_has_a_value_here() -> None:
+    """Else its labels would not be seen above."""
+    assert STATS.workers
+    assert all(value is not None for value in msgspec.structs.asdict(STATS).values())
