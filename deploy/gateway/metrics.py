@@ -72,9 +72,9 @@ class GatewayMetrics:
         )
         self._scheduler = _SchedulerMetrics(registry)
 
-    def observe_scheduler(self, stats: SchedulerStats) -> None:
-        """The scheduler's latest statistics replace the ones before."""
-        self._scheduler.observe(stats)
+    def observe_scheduler(self, engine: str, stats: SchedulerStats) -> None:
+        """The latest statistics of an engine's scheduler replace the ones before."""
+        self._scheduler.observe(engine, stats)
 
     def render(self) -> bytes:
         """The Prometheus text format."""
@@ -86,7 +86,7 @@ class _SchedulerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._gauges = {
-            field: Gauge(f"longshore_scheduler_{name}", text, registry=registry)
+            field: Gauge(f"longshore_scheduler_{name}", text, ["engine"], registry=registry)
             for field, name, text in (
                 ("num_running", "running_requests", "Requests that hold a row"),
                 ("num_waiting", "waiting_requests", "Requests that wait for a row"),
@@ -103,7 +103,7 @@ class _SchedulerMetrics:
             )
         }
         self._counters = {
-            field: Counter(f"longshore_scheduler_{name}", text, registry=registry)
+            field: Counter(f"longshore_scheduler_{name}", text, ["engine"], registry=registry)
             for field, name, text in (
                 ("num_steps", "steps", "Steps planned"),
                 ("num_preemptions", "preemptions", "Requests that lost their row"),
@@ -133,13 +133,14 @@ class _SchedulerMetrics:
                 ("num_rewinds", "rewinds", "Requests sent back because KV proved wrong"),
             )
         }
-        self._last: dict[str, int] = dict.fromkeys(self._counters, 0)
+        self._last: dict[str, dict[str, int]] = {}
 
-    def observe(self, stats: SchedulerStats) -> None:
+    def observe(self, engine: str, stats: SchedulerStats) -> None:
+        last = self._last.setdefault(engine, dict.fromkeys(self._counters, 0))
         for field, gauge in self._gauges.items():
-            gauge.set(getattr(stats, field))
+            gauge.labels(engine).set(getattr(stats, field))
         for field, counter in self._counters.items():
             value = getattr(stats, field)
-            # A smaller value is another engine's count, which began again.
-            counter.inc(value - self._last[field] if value >= self._last[field] else value)
-            self._last[field] = value
+            # A smaller value is another epoch's count, which began again.
+            counter.labels(engine).inc(value - last[field] if value >= last[field] else value)
+            last[field] = value

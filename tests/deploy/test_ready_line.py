@@ -2,7 +2,7 @@
 
 import pytest
 
-from longshore.deploy.serve import ready_line
+from longshore.deploy.ready_line import ready_line
 from longshore.protocol.lifeline import Ready
 
 

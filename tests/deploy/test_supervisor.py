@@ -94,7 +94,10 @@ def test_reason_of_the_first_failure_is_the_error_not_what_follows_from_it(
 def test_children_that_another_tells_to_end_are_not_told_by_the_supervisor(
     supervisor: Supervisor, output: io.StringIO, teller: str
 ) -> None:
-    told = [spec(f"worker {rank}", "wait", told_by="scheduler") for rank in range(2)]
+    told = [
+        spec(f"worker {rank}", "wait", ends_with="workers", told_by="scheduler")
+        for rank in range(2)
+    ]
     supervisor.start([*told, spec("scheduler", teller)], timeout_s=20)
     assert supervisor.stop(drain_timeout_s=5)
     assert nothing_is_left(supervisor)
@@ -105,7 +108,10 @@ def test_children_that_another_tells_to_end_are_not_told_by_the_supervisor(
 def test_children_whose_teller_fails_are_told_by_the_supervisor(
     supervisor: Supervisor, output: io.StringIO
 ) -> None:
-    told = [spec(f"worker {rank}", "serve", told_by="scheduler") for rank in range(2)]
+    told = [
+        spec(f"worker {rank}", "serve", ends_with="workers", told_by="scheduler")
+        for rank in range(2)
+    ]
     supervisor.start([*told, spec("scheduler", "deaf")], timeout_s=20)
     assert not supervisor.stop(drain_timeout_s=0.2)
     assert nothing_is_left(supervisor)

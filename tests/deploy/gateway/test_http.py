@@ -305,10 +305,10 @@ async def test_models_metrics_and_probes_answer(start_gateway: StartGateway) -> 
         await gateway.post("/v1/completions", {"prompt": "xyz"})
         metrics = (await gateway.get("/metrics")).body.decode()
         for line in (
-            "longshore_scheduler_steps_in_flight 2.0",
-            "longshore_scheduler_running_requests 3.0",
-            "longshore_scheduler_kv_usage_ratio 0.25",
-            "longshore_scheduler_prefix_hit_tokens_total 16.0",
+            'longshore_scheduler_steps_in_flight{engine="0"} 2.0',
+            'longshore_scheduler_running_requests{engine="0"} 3.0',
+            'longshore_scheduler_kv_usage_ratio{engine="0"} 0.25',
+            'longshore_scheduler_prefix_hit_tokens_total{engine="0"} 16.0',
             "longshore_generated_tokens_total 3.0",
             "longshore_cached_prompt_tokens_total 2.0",
             "longshore_time_to_first_token_seconds_count 1.0",
