@@ -13,7 +13,7 @@ from starlette.routing import Route
 from longshore.deploy.gateway.chat import ChatEndpoint
 from longshore.deploy.gateway.completions import CompletionsEndpoint
 from longshore.deploy.gateway.endpoint import Endpoint, Service
-from longshore.deploy.gateway.errors import ApiError, invalid, unavailable, unknown_model
+from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
 from longshore.deploy.gateway.front_door import FrontDoor
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_responses import Model, ModelList
@@ -123,7 +123,8 @@ class Gateway:
         elif asked is None or asked in map(str, range(num_engines)):
             reports = await self._report(service, int(asked or 0))
         else:
-            raise invalid(
+            raise ApiError(
+                404,
                 f"engine={asked!r} is none of the {num_engines} here; they are numbered from 0",
                 param="engine",
             )

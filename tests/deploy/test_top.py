@@ -62,7 +62,7 @@ def test_quantiles_of_a_server_that_began_again_are_its_own() -> None:
 
 def test_every_metric_that_is_shown_exists() -> None:
     metrics = GatewayMetrics()
-    metrics.observe_scheduler(STATS)
+    metrics.observe_scheduler("0", STATS)
     sample = read_metrics(metrics.render().decode(), 1.0)
     assert {metric for _, metric in RATES} <= sample.values.keys()
     assert {metric for _, metric in TIMES} <= sample.buckets.keys()
