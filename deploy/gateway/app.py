@@ -18,7 +18,7 @@ from longshore.deploy.gateway.front_door import FrontDoor
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_responses import Model, ModelList
 from longshore.deploy.gateway.openapi import document
-from longshore.deploy.gateway.siblings import Siblings
+from longshore.deploy.gateway.siblings import READY, Siblings
 from longshore.deploy.gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 from longshore.deploy.gateway.transcriptions import TranscriptionsEndpoint, TranslationsEndpoint
 from longshore.deploy.replica import Replica
@@ -50,7 +50,7 @@ class Gateway:
             siblings,
             {
                 "metrics": self.metrics.render,
-                "not ready": lambda: (not_ready_reason() or "").encode(),
+                "ready": lambda: (not_ready_reason() or "").encode() or READY,
             },
         )
         self._model = model

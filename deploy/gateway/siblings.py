@@ -17,6 +17,8 @@ MAX_QUESTION_BYTES: Final = 64
 ENGINE_FAMILIES: Final = (b"longshore_scheduler_", b"longshore_worker_")
 """Metrics of engines: every gateway has them all, so those of one are given."""
 
+READY: Final = b"ready"
+
 logger = logging.getLogger(__name__)
 
 
@@ -25,7 +27,7 @@ class Siblings:
 
     number:  of this one.
     paths:   of their sockets, in order of their numbers; empty or one path: it is alone.
-    answers: to the questions that are asked, by their names.
+    answers: to the questions, which are `metrics` and `ready` (READY, or why not); never empty.
     """
 
     def __init__(
@@ -35,10 +37,6 @@ class Siblings:
         self._paths = paths if len(paths) > 1 else ()
         self._answers = {name.encode(): answer for name, answer in answers.items()}
         self._server: asyncio.Server | None = None
-
-    @property
-    def are_several(self) -> bool:
-        return bool(self._paths)
 
     async def listen(self) -> None:
         """From now on the others get answers."""
@@ -55,7 +53,8 @@ class Siblings:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 question = await reader.read(MAX_QUESTION_BYTES)
-                writer.write(self._answers[question.rstrip()]())
+                answer = self._answers.get(question.rstrip())
+                writer.write(b"" if answer is None else answer())
                 await writer.drain()
         except (OSError, TimeoutError):
             logger.debug("another gateway did not wait for its answer")
@@ -79,7 +78,7 @@ class Siblings:
                 reader, writer = await asyncio.open_unix_connection(self._paths[number])
                 try:
                     writer.write(question.encode() + b"\n")
-                    return await reader.read()
+                    return await reader.read() or None
                 finally:
                     writer.close()
         except (OSError, TimeoutError) as error:
@@ -96,10 +95,10 @@ class Siblings:
 
     async def not_ready_reason(self) -> str | None:
         """The first gateway's that would take no request; None if all of them would."""
-        for number, answer in enumerate(await self.ask("not ready")):
+        for number, answer in enumerate(await self.ask("ready")):
             if answer is None:
                 return f"gateway {number} does not answer"
-            if answer:
+            if answer != READY:
                 reason = answer.decode()
                 return f"gateway {number}: {reason}" if self._paths else reason
         return None

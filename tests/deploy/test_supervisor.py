@@ -118,6 +118,19 @@ def test_children_whose_teller_fails_are_told_by_the_supervisor(
     assert output.getvalue().count("told to stop") == 2
 
 
+def test_children_that_end_together_are_told_at_once(
+    supervisor: Supervisor, output: io.StringIO
+) -> None:
+    """Each of the last two ends only when the other one has been told, too."""
+    workers = [spec(f"worker {engine}.0", "serve", ends_with="workers") for engine in range(2)]
+    gateways = [spec(f"gateway {n}", "await others", ends_with="gateways") for n in range(2)]
+    supervisor.start([*workers, *gateways], timeout_s=20)
+    assert supervisor.stop(drain_timeout_s=10)
+    assert nothing_is_left(supervisor)
+    told = [line.split("[")[1] for line in output.getvalue().splitlines() if "told" in line]
+    assert [name[:7] for name in told] == ["gateway"] * 2 + ["worker "] * 2
+
+
 def test_child_that_dies_at_start_without_a_word_is_named(supervisor: Supervisor) -> None:
     with pytest.raises(StartFailed, match=r"worker 0 has died \(exit status 3\)"):
         supervisor.start([spec("worker 0", "die")], timeout_s=20)
