@@ -37,7 +37,7 @@ class Engines:
         on_stats: Callable[[str, SchedulerStats], None],
         why_stopped: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._choice = EngineChoice(len(endpoints), number=number, is_alone=num_gateways == 1)
+        self._choice = EngineChoice(len(endpoints), number=number, num_gateways=num_gateways)
         self._seeds = seed_source(seed, number)
         self._on_stats = on_stats
         self.clients = [

@@ -51,7 +51,7 @@ def test_an_engine_that_is_not_usable_takes_nothing(usable: list[bool], num_prom
 
 
 def test_gateways_with_one_report_begin_with_different_engines() -> None:
-    gateways = [Gateway(4, number=number, is_alone=False) for number in range(4)]
+    gateways = [Gateway(4, number=number, num_gateways=4) for number in range(4)]
     assert sorted(str(gateway.send(5)) for gateway in gateways) == ["0", "1", "2", "3"]
 
 
@@ -72,18 +72,19 @@ def test_a_prompt_whose_request_has_ended_weighs_nothing() -> None:
     assert choice.load(0, 0) == 0
 
 
-@pytest.mark.parametrize(("is_alone", "num_others"), [(False, 7), (True, 0)])
+@pytest.mark.parametrize(("num_gateways", "num_others", "weight"), [(1, 0, 0), (2, 7, 3.5)])
 def test_an_engine_s_report_tells_of_other_gateways_if_there_are_any(
-    is_alone: bool, num_others: int
+    num_gateways: int, num_others: int, weight: float
 ) -> None:
-    choice = EngineChoice(2, is_alone=is_alone)
+    choice = EngineChoice(2, num_gateways=num_gateways)
     choice.note_report(0, num_requests=10, num_own=3)
     choice.note_report(1, num_requests=2, num_own=6)  # four have ended there that nobody knows of
     assert choice.num_others == num_others
-    assert [choice.load(0, 3), choice.load(1, 6)] == [3 + num_others, 6]
+    assert [choice.load(0, 3), choice.load(1, 6)] == [3 + weight, 6]
 
 
 NUM_ENGINES = 3
+NUM_GATEWAYS = 4
 
 
 class SeveralGateways(RuleBasedStateMachine):
@@ -91,7 +92,7 @@ class SeveralGateways(RuleBasedStateMachine):
 
     @initialize(number=st.integers(0, 3))
     def start(self, number: int) -> None:
-        self.gateway = Gateway(NUM_ENGINES, number=number, is_alone=False)
+        self.gateway = Gateway(NUM_ENGINES, number=number, num_gateways=NUM_GATEWAYS)
         self.others = [0] * NUM_ENGINES
         self.sent: list[list[LiveRequest]] = [[] for _ in range(NUM_ENGINES)]
         self.is_usable = [True] * NUM_ENGINES
@@ -102,7 +103,7 @@ class SeveralGateways(RuleBasedStateMachine):
         num_tokens = sum(len(live.prompt_token_ids) for live in waiting)
         return (
             sum(live.is_live for live in self.sent[engine])
-            + self.others[engine]
+            + self.others[engine] / NUM_GATEWAYS
             + num_tokens / TOKENS_PER_REQUEST
         )
 
@@ -153,3 +154,17 @@ class SeveralGateways(RuleBasedStateMachine):
 
 
 TestSeveralGateways = SeveralGateways.TestCase
+
+
+def test_gateways_that_read_an_old_report_do_not_overshoot_by_what_they_make_up_for() -> None:
+    num_fewer = 40
+    gateways = [Gateway(4, number=number, num_gateways=4) for number in range(4)]
+    for gateway in gateways:
+        gateway.num_own = [25, 25, 25, 25 - num_fewer // 4]
+        for engine, num_own in enumerate(gateway.num_own):
+            gateway.choice.note_report(engine, num_requests=4 * num_own, num_own=num_own)
+    for _ in range(80):
+        for gateway in gateways:
+            gateway.send(1)
+    totals = [sum(gateway.num_own[engine] for gateway in gateways) for engine in range(4)]
+    assert max(totals) - min(totals) < num_fewer

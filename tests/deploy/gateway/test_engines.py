@@ -96,7 +96,7 @@ async def test_what_other_gateways_have_at_an_engine_is_known_from_its_report() 
         assert seen == [("1", 9)]
         assert engines.num_own_requests == 2
         assert engines.num_live_requests == 2 + 3  # four are there, one of them is from here
-        assert engines_of([submit(engines) for _ in range(3)]) == [0, 0, 0]
+        assert engines_of([submit(engines) for _ in range(3)]) == [0, 0, 1]  # half of them count
 
 
 async def test_seeds_are_repeatable_and_each_gateway_s_own() -> None:
