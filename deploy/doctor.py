@@ -5,6 +5,7 @@ import contextlib
 import enum
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
@@ -44,25 +45,32 @@ class Verdict(msgspec.Struct, frozen=True):
 def examine(options: DoctorOptions) -> Health:
     """Ask, judge, print; the result is the exit status."""
     answer = asyncio.run(_ask(options))
-    report = None
-    if isinstance(answer, HttpAnswer) and answer.status == 200:
-        with contextlib.suppress(msgspec.MsgspecError):
-            report = msgspec.json.decode(answer.body, type=EngineReport)
-    verdict = judge_silence(answer) if report is None else judge(report, options.stall_after_s)
+    reports = _read(answer)
+    verdict = judge_all(reports, options.stall_after_s) if reports else judge_silence(answer)
     if options.json:
+        shown = [msgspec.structs.asdict(report) for report in reports]
         content = {
             "state": verdict.state,
             "verdict": str(verdict),
-            "report": None if report is None else msgspec.structs.asdict(report),
+            "report": shown if len(shown) > 1 else next(iter(shown), None),
         }
         print(msgspec.json.format(msgspec.json.encode(content)).decode())
     else:
         console = Console(soft_wrap=True, highlight=False)
-        if report is not None:
+        for report in reports:
             for table in tables(report):
                 console.print(table)
         console.print(str(verdict), markup=False)
     return verdict.health
+
+
+def _read(answer: HttpAnswer | Exception) -> list[EngineReport]:
+    """Of every engine; empty if that is not what was answered."""
+    if isinstance(answer, HttpAnswer) and answer.status == 200:
+        with contextlib.suppress(msgspec.MsgspecError):
+            content = msgspec.json.decode(answer.body, type=EngineReport | list[EngineReport])
+            return content if isinstance(content, list) else [content]
+    return []
 
 
 def examine_machine(options: DoctorOptions) -> int:
@@ -82,6 +90,19 @@ async def _ask(options: DoctorOptions) -> HttpAnswer | Exception:
         return await endpoint.request("GET", REPORT_PATH, timeout_s=options.timeout_s)
     except (OSError, TimeoutError) as error:
         return error
+
+
+def judge_all(reports: Sequence[EngineReport], stall_after_s: float) -> Verdict:
+    """The worst of several engines' verdicts, and what the others are."""
+    verdicts = [judge(report, stall_after_s) for report in reports]
+    if len(verdicts) == 1:
+        return verdicts[0]
+    worst = max(verdicts, key=lambda verdict: (verdict.health, verdict.state != "idle"))
+    each = " ".join(
+        f"{report.engine_id} is {verdict.state}: {verdict.what}"
+        for report, verdict in zip(reports, verdicts, strict=True)
+    )
+    return Verdict(worst.health, worst.state, each, worst.advice)
 
 
 def judge(report: EngineReport, stall_after_s: float) -> Verdict:

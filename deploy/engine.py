@@ -9,6 +9,7 @@ from longshore.connectors.registry import check_connector, parse_options
 from longshore.deploy.model_folder import ModelFolder
 from longshore.deploy.options import EngineOptions, resolve_device
 from longshore.deploy.process import ProcessSpec
+from longshore.deploy.replica import Replica
 from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.protocol.channel import Endpoint
 from longshore.protocol.errors import ConfigError
@@ -35,6 +36,7 @@ from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
 
 HASH_SEED_BYTES: Final = 32
+_ONLY: Final = Replica()
 # Processes that use numpy for counting need no pool of threads, nor the memory of their stacks.
 NO_BLAS_THREADS: Final = {"OPENBLAS_NUM_THREADS": "1"}
 # The ranks are on one host, and no other one may talk to them: gloo and NCCL know no keys.
@@ -160,24 +162,27 @@ def worker_config(plan: EnginePlan) -> WorkerConfig:
             f"pipeline_parallel_size={plan.options.pipeline_parallel_size}: each worker needs a "
             "process of its own. Leave in_process out."
         )
-    return _worker_process(plan, 0, Endpoint("inproc://unused"), RankLayout()).worker
+    return _worker_process(plan, 0, Endpoint("inproc://unused"), RankLayout(), _ONLY).worker
 
 
 def engine_processes(
-    plan: EnginePlan, runtime_dir: RuntimeDir
+    plan: EnginePlan, runtime_dir: RuntimeDir, replica: Replica = _ONLY
 ) -> tuple[list[ProcessSpec], Endpoint]:
-    """What to start, workers first, and where clients connect."""
-    clients = runtime_dir.endpoint("clients")
+    """What to start, workers first and the scheduler last, and where clients connect."""
+    clients = runtime_dir.endpoint(replica.file_name("clients"))
     options = plan.options
     layout = RankLayout(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         decode_context_parallel_size=options.decode_context_parallel_size,
         cp_kv_cache_interleave_size=options.cp_kv_cache_interleave_size,
-        rendezvous=str(runtime_dir.path / "rendezvous"),
+        rendezvous=str(runtime_dir.path / replica.file_name("rendezvous")),
         timeout_s=options.rank_timeout_s,
     )
-    workers = tuple(runtime_dir.endpoint(f"worker-{rank}") for rank in range(options.num_ranks))
+    workers = tuple(
+        runtime_dir.endpoint(replica.worker(rank).replace(" ", "-"))
+        for rank in range(options.num_ranks)
+    )
     scheduler = SchedulerProcessConfig(
         scheduler=plan.scheduler,
         cache=plan.cache,
@@ -192,34 +197,43 @@ def engine_processes(
         verify_plan=plan.options.verify_plan,
         kv_connector=plan.options.kv_connector,
         kv_connector_config=plan.options.kv_connector_config,
+        engine_id=f"engine-{replica.number}",
         log_level=plan.options.log_level,
     )
     return [
         *(
             ProcessSpec(
-                f"worker {rank}",
+                replica.worker(rank),
                 "longshore.worker",
-                _worker_process(plan, rank, endpoint, layout),
+                _worker_process(plan, rank, endpoint, layout, replica),
                 environment=LOOPBACK_ONLY if options.num_ranks > 1 else {},
-                told_by="scheduler",
+                ends_with="workers",
+                told_by=replica.scheduler,
             )
             for rank, endpoint in enumerate(workers)
         ),
-        ProcessSpec("scheduler", "longshore.scheduler", scheduler, environment=NO_BLAS_THREADS),
+        ProcessSpec(
+            replica.scheduler,
+            "longshore.scheduler",
+            scheduler,
+            environment=NO_BLAS_THREADS,
+            ends_with="schedulers",
+        ),
     ], clients
 
 
 def _worker_process(
-    plan: EnginePlan, rank: int, endpoint: Endpoint, layout: RankLayout
+    plan: EnginePlan, rank: int, endpoint: Endpoint, layout: RankLayout, replica: Replica
 ) -> WorkerProcessConfig:
-    is_one_of_gpus = layout.num_ranks > 1 and plan.device == "cuda"
+    is_one_of_gpus = layout.num_ranks * replica.count > 1 and plan.device == "cuda"
     return WorkerProcessConfig(
         model=str(plan.model.path),
         identity=plan.identity,
         endpoint=endpoint,
         rank=rank,
         ranks=layout,
-        device=f"cuda:{rank}" if is_one_of_gpus else plan.device,
+        num_replicas=replica.count,
+        device=replica.gpu(rank, layout.num_ranks) if is_one_of_gpus else plan.device,
         num_blocks=plan.options.num_blocks,
         kv_memory_fraction=plan.options.kv_memory_fraction,
         max_num_scheduled_tokens=plan.options.max_num_scheduled_tokens,

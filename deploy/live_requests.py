@@ -25,6 +25,19 @@ from longshore.protocol.sampling import SamplingParams
 SEED_BITS = 63
 
 
+def seed_source(seed: int | None, number: int = 0) -> random.Random:
+    """Where requests without a seed get theirs: at random, or repeatably from a deployment's seed,
+    for each of its clients (by `number`) others."""
+    if seed is None:
+        return random.SystemRandom()
+    return random.Random(seed if number == 0 else f"{seed} of client {number}")
+
+
+def new_seed(source: random.Random) -> int:
+    """The next one."""
+    return source.getrandbits(SEED_BITS)
+
+
 @dataclass(eq=False)
 class LiveRequest:
     """One request as its client sees it.
@@ -36,6 +49,7 @@ class LiveRequest:
                    consumer has not taken yet, of a request that asks for them.
     finished:      its end; no token comes after it.
     failure:       the engine died before the end.
+    engine:        which of several engines has it.
     on_change:     called after either of them changed.
     """
 
@@ -49,6 +63,12 @@ class LiveRequest:
     scores: dict[int, TokenScore] = field(default_factory=dict)
     finished: FinishedRequest | None = None
     failure: EngineDead | None = None
+    engine: int = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """A token has come, or the end."""
+        return bool(self.num_taken or self.new_token_ids) or not self.is_live
 
     @property
     def is_live(self) -> bool:
@@ -80,7 +100,7 @@ class LiveRequests:
     def __init__(self, seed: int | None = None) -> None:
         self._by_handle: dict[int, LiveRequest] = {}
         self._next_handle = 0
-        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
+        self._seeds = seed_source(seed)
 
     def __len__(self) -> int:
         return len(self._by_handle)
@@ -116,7 +136,7 @@ class LiveRequests:
         handle = self._next_handle
         self._next_handle = (handle + 1) & 0x7FFFFFFF
         if sampling.seed is None:
-            sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(SEED_BITS))
+            sampling = msgspec.structs.replace(sampling, seed=new_seed(self._seeds))
         live = LiveRequest(request_id, handle, prompt_token_ids, on_change, num_primed=num_primed)
         num_prompt = len(prompt_token_ids) - num_primed
         message = AddRequest(

@@ -41,6 +41,7 @@ _MOST: Final = {
     "cp_kv_cache_interleave_size": 1 << 20,
     "threads": 1024,
 }
+MAX_PROCESSES: Final = 64  # replicas, and gateways
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,9 +208,13 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(EngineOptions):
-    """A deployment: one engine behind the OpenAI-compatible gateway.
+    """A deployment: engines behind the OpenAI-compatible API.
 
     Attributes:
+        replicas: Engines with the same model and settings, each with a scheduler and workers of its
+            own; a prompt goes to the one with the least to do. Several take the GPUs in their
+            order, or share the CPU and its memory.
+        gateways: Processes that serve the port. One writes some thousand tokens per second.
         host: Address to listen on; 0.0.0.0 is every interface.
         port: Port to listen on; 0 takes a free one.
         served_model_name: What requests call the model. Default: the name of its folder, or its id
@@ -218,14 +223,17 @@ class ServeOptions(EngineOptions):
         max_body_mib: Size of a request body at most, without audio.
         max_audio_mib: Size of an audio file at most.
         max_audio_s: Length of its sound at most.
-        max_live_requests: Answers under way at most, running or waiting; further requests get a 429
-            with Retry-After.
+        max_live_requests: Answers under way at most in all engines, running or waiting; further
+            requests get a 429 with Retry-After. A gateway knows of the others' what the engines say
+            once a second.
         api_key: Clients must present one of these keys; without any, everybody is served. Better
             given as LONGSHORE_API_KEY or in a file: other users see command lines.
         log_format: Of the lines on standard error: for people, or a JSON object each.
         drain_timeout_s: How long running answers may take to finish after SIGTERM.
     """
 
+    replicas: Annotated[int, _RANKS] = 1
+    gateways: Annotated[int, _SERVER] = 1
     host: Annotated[str, _SERVER] = "127.0.0.1"
     port: Annotated[int, _SERVER] = 8000
     served_model_name: Annotated[str | None, _SERVER] = None
@@ -240,6 +248,14 @@ class ServeOptions(EngineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_range("replicas", self.replicas, 1, MAX_PROCESSES)
+        check_range("gateways", self.gateways, 1, MAX_PROCESSES)
+        if self.replicas > 1 and ":" in self.device:
+            raise ConfigError(
+                f"device={self.device!r} names one GPU, but replicas={self.replicas} take "
+                f"{self.num_ranks * self.replicas}. Use device='cuda'; CUDA_VISIBLE_DEVICES "
+                "chooses which."
+            )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port={self.port} must lie between 0 and 65535")
         check_at_least("max_body_mib", self.max_body_mib, 1)

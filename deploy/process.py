@@ -35,8 +35,9 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     config: the process's configuration; `lifeline_fd` and `runtime_dir` are filled in here.
     environment: variables beside the inherited ones.
     pass_fds: descriptors that the process inherits beside its lifeline.
-    told_by: name of the process that, coming to an orderly end, tells this one to end too. Those
-             told by one are the ranks of one engine, which need each other until then.
+    ends_with: those neighbours in the order of starting for which this is the same are told to end
+             together. None: it ends alone.
+    told_by: name of the process that, coming to an orderly end, tells this one to end too.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     config: msgspec.Struct
     environment: Mapping[str, str] = {}
     pass_fds: tuple[int, ...] = ()
+    ends_with: str | None = None
     told_by: str | None = None
 
 
@@ -68,6 +70,7 @@ class ManagedProcess:
 
     def __init__(self, spec: ProcessSpec, runtime_dir: Path, relay: LogRelay) -> None:
         self.name = spec.name
+        self.ends_with = spec.ends_with
         self.told_by = spec.told_by
         self.ready: Ready | None = None
         self.failed: Failed | None = None

@@ -23,13 +23,17 @@ class RuntimeDir:
 
     def endpoint(self, name: str) -> Endpoint:
         """A socket inside. Raises ConfigError if the path is too long for a socket."""
+        return Endpoint(f"ipc://{self.socket_path(name)}")
+
+    def socket_path(self, name: str) -> Path:
+        """As `endpoint`, for a socket that is not ZMQ's."""
         path = self.path / f"{name}.sock"
         if len(bytes(path)) > MAX_SOCKET_PATH_BYTES:
             raise ConfigError(
                 f"{path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that a socket's path may "
                 "have. Set TMPDIR to a shorter directory."
             )
-        return Endpoint(f"ipc://{path}")
+        return path
 
     def note_death(self, reason: str) -> None:
         """Before the processes are stopped because one has died: let the others tell why."""

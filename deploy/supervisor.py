@@ -172,9 +172,9 @@ class Supervisor:
 
     def stop(self, drain_timeout_s: float, stop_signal: StopSignal | None = None) -> bool:
         """Stop in reverse order, so that each process finishes what the ones behind it still need;
-        the ranks of an engine together.
+        those that `ends_with` joins together.
 
-        The last one started (the gateway) has `drain_timeout_s` to finish its streams. True if all
+        The last ones (the gateways) have `drain_timeout_s` to finish their streams. True if all
         ended by themselves and well. If `stop_signal` is set meanwhile, the rest is cut short; so
         it is, and the dead one named in the log, if a process dies that others still need.
         """
@@ -188,7 +188,7 @@ class Supervisor:
                     process.terminate()
             deadline_s = time.monotonic() + timeout_s
             for process in ending:
-                if not self._wait_for_end(process, deadline_s, stop_signal, needed):
+                if not self._wait_for_end(process, deadline_s, stop_signal, ending, needed):
                     if stop_signal is not None and stop_signal.is_set():
                         logger.warning("told to stop again: %s is killed", process.name)
                     elif process.poll() is None:
@@ -208,13 +208,15 @@ class Supervisor:
         process: ManagedProcess,
         deadline_s: float,
         stop_signal: StopSignal | None,
+        ending: Sequence[ManagedProcess],
         needed: Sequence[ManagedProcess],
     ) -> bool:
+        tellers = {other.name for other in ending}
         while not process.wait(min(0.05, deadline_s - time.monotonic())):
             if time.monotonic() >= deadline_s or (stop_signal and stop_signal.is_set()):
                 return False
             for other in needed:
-                is_told = other.told_by == process.name  # and may have come to its end first
+                is_told = other.told_by in tellers  # and may have come to its end first
                 if other.poll() is not None and not (is_told and other.poll() == 0):
                     logger.error(
                         "%s has died (%s) while %s was finishing; its answers are lost",
@@ -250,7 +252,7 @@ class Supervisor:
 def _pop_last_to_end(needed: list[ManagedProcess]) -> list[ManagedProcess]:
     """Take from `needed` the last process, and those before it that end together with it."""
     ending = [needed.pop()]
-    told_by = ending[0].told_by
-    while told_by is not None and needed and needed[-1].told_by == told_by:
+    ends_with = ending[0].ends_with
+    while ends_with is not None and needed and needed[-1].ends_with == ends_with:
         ending.append(needed.pop())
     return ending

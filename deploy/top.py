@@ -33,6 +33,8 @@ RATES: Final = (
     ("steps", "longshore_scheduler_steps_total"),
     ("preemptions", "longshore_scheduler_preemptions_total"),
 )
+# Of several engines or gateways the sum is shown, but of these.
+MEANS: Final = ("longshore_scheduler_kv_usage_ratio", "longshore_scheduler_steps_in_flight")
 
 
 class TopFailed(LongshoreError):
@@ -102,6 +104,8 @@ def read_metrics(text: str, taken_s: float) -> Sample:
                 of_family[bound] = of_family.get(bound, 0.0) + sample.value
             else:
                 values[sample.name] = values.get(sample.name, 0.0) + sample.value
+        if family.name in MEANS and family.samples:
+            values[family.name] /= len(family.samples)
     return Sample(taken_s, values, buckets)
 
 

@@ -137,9 +137,10 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     identity:    what this rank must agree on with its scheduler; sizes and dtypes come from it.
     endpoint:    the scheduler's, for this rank; the worker connects.
     ranks:       of the engine.
+    num_replicas: engines of as many ranks on this host; they share its CPU and its memory.
     max_num_scheduled_tokens, max_steps_in_flight: see WorkerConfig; how much may be in flight says
                  how many blocks a request can hold.
-    threads:     of CPU kernels; None shares the physical cores out among the ranks.
+    threads:     of CPU kernels; None shares the physical cores out among the ranks of all engines.
     startup_timeout_s: how long this rank waits for others, and for its scheduler, until all of them
                  are warm.
     lifeline_fd: inherited descriptor that ties the process to its supervisor.
@@ -151,6 +152,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     endpoint: Endpoint
     rank: int = 0
     ranks: RankLayout = RankLayout()
+    num_replicas: int = 1
     device: str = "cpu"
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
@@ -169,11 +171,13 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks.num_ranks:
             raise ConfigError(f"rank={self.rank} is none of the {self.ranks.num_ranks} ranks.")
+        if self.num_replicas < 1:
+            raise ConfigError(f"num_replicas={self.num_replicas} must be at least 1.")
 
     @property
     def num_ranks_on_device(self) -> int:
-        """All ranks share the CPU; each has a GPU of its own."""
-        return self.ranks.num_ranks if self.device == "cpu" else 1
+        """All ranks of all engines share the CPU; each has a GPU of its own."""
+        return self.ranks.num_ranks * self.num_replicas if self.device == "cpu" else 1
 
     @property
     def worker(self) -> WorkerConfig:

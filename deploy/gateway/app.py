@@ -1,5 +1,6 @@
 """The gateway's routes."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -17,8 +18,10 @@ from longshore.deploy.gateway.front_door import FrontDoor
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_responses import Model, ModelList
 from longshore.deploy.gateway.openapi import document
+from longshore.deploy.gateway.siblings import READY, Siblings
 from longshore.deploy.gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 from longshore.deploy.gateway.transcriptions import TranscriptionsEndpoint, TranslationsEndpoint
+from longshore.deploy.replica import Replica
 from longshore.protocol.errors import EngineDead
 
 
@@ -27,6 +30,7 @@ class Gateway:
 
     not_ready_reason: says why, until the engine serves and again once it is gone or draining.
     report_timeout_s: how long a scheduler may take to describe itself.
+    number, siblings: see Siblings.
     api_keys: see FrontDoor.
     """
 
@@ -36,13 +40,22 @@ class Gateway:
         not_ready_reason: Callable[[], str | None],
         *,
         report_timeout_s: float,
+        number: int = 0,
+        siblings: Sequence[str] = (),
         api_keys: Sequence[str] = (),
     ) -> None:
         self.metrics = GatewayMetrics()
         self.metrics.watch_readiness(not_ready_reason)
+        self.siblings = Siblings(
+            number,
+            siblings,
+            {
+                "metrics": self.metrics.render,
+                "ready": lambda: (not_ready_reason() or "").encode() or READY,
+            },
+        )
         self._model = model
         self._report_timeout_s = report_timeout_s
-        self._not_ready_reason = not_ready_reason
         self._endpoints: tuple[Endpoint, ...] = (
             CompletionsEndpoint(),
             ChatEndpoint(),
@@ -91,36 +104,55 @@ class Gateway:
         return Response("alive\n", media_type="text/plain")
 
     async def _ready(self, request: Request) -> Response:
-        """Whether a request sent now would be taken."""
-        reason = self._not_ready_reason()
+        """Whether a request sent now would be taken, whichever gateway gets it."""
+        reason = await self.siblings.not_ready_reason()
         if reason is None:
             return Response("ready\n", media_type="text/plain")
         return Response(f"{reason}\n", status_code=503, media_type="text/plain")
 
     async def _engine_report(self, request: Request) -> Response:
-        """What the engine does, and what each waiting request waits for."""
+        """What an engine does, and what each waiting request waits for: of the one that `engine`
+        numbers, or of the only one, or a list of all."""
         service = self._endpoints[0].service
         if service is None:
             raise unavailable("the engine is still starting; /ready tells when it serves")
+        num_engines = len(service.client)
+        asked = request.query_params.get("engine")
+        if asked is None and num_engines > 1:
+            reports: object = await asyncio.gather(
+                *(self._report(service, engine) for engine in range(num_engines))
+            )
+        elif asked is None or asked in map(str, range(num_engines)):
+            reports = await self._report(service, int(asked or 0))
+        else:
+            raise ApiError(
+                404,
+                f"engine={asked!r} is none of the {num_engines} here; they are numbered from 0",
+                param="engine",
+            )
+        return Response(msgspec.json.encode(reports), media_type="application/json")
+
+    async def _report(self, service: Service, engine: int) -> dict[str, object]:
         try:
-            report = await service.client.describe(self._report_timeout_s)
+            report = await service.client.describe(self._report_timeout_s, engine)
         except TimeoutError:
+            name = Replica(engine, len(service.client)).scheduler
             raise ApiError(
                 504,
-                f"the scheduler has not answered for {self._report_timeout_s:g} s: its process "
+                f"the {name} has not answered for {self._report_timeout_s:g} s: its process "
                 "hangs or is stopped",
                 code="scheduler_silent",
             ) from None
         except EngineDead as error:
             raise unavailable(str(error)) from error
-        content = msgspec.json.encode(msgspec.structs.asdict(report))  # an empty list is shown too
-        return Response(content, media_type="application/json")
+        return msgspec.structs.asdict(report)  # an empty list is shown too
 
     async def _openapi(self, request: Request) -> Response:
         return Response(msgspec.json.encode(document()), media_type="application/json")
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
+        content = await self.siblings.metrics()
+        return Response(content, media_type="text/plain; version=0.0.4")
 
 
 def _json(content: msgspec.Struct) -> Response:

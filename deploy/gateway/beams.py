@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from longshore.deploy.beam_search import BeamSearch, BeamSearchFailed, FinishedBeam
 from longshore.deploy.gateway.answer_text import AnswerText
 from longshore.deploy.gateway.detokenizer import TokenDecoder
-from longshore.deploy.gateway.engine_client import EngineClient
+from longshore.deploy.gateway.engines import Engines
 from longshore.deploy.gateway.errors import ApiError, invalid, unavailable
 from longshore.deploy.gateway.generation import GenerationSpec, Piece
 from longshore.deploy.gateway.metrics import GatewayMetrics
@@ -23,7 +23,7 @@ class BeamGeneration:
     def __init__(
         self,
         spec: GenerationSpec,
-        client: EngineClient,
+        client: Engines,
         tokenizer: TokenDecoder | None,
         metrics: GatewayMetrics,
     ) -> None:

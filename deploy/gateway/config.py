@@ -13,7 +13,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     served_model_name: what clients call the model.
     vocab_size:        token ids at or above it are refused.
     eos_token_ids:     end an answer.
-    engine:            where the scheduler takes clients.
+    engines:           where their schedulers take clients.
+    number:            of this gateway among those of the deployment.
+    siblings:          paths of the private sockets of all of them, this one included.
     listen_fd:         inherited socket, bound already; the gateway listens on it.
     chat_template:     file that replaces the model's own template.
     max_body_bytes:    of a request without audio.
@@ -33,8 +35,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     sampling_defaults: SamplingDefaults
-    engine: Endpoint
+    engines: tuple[Endpoint, ...]
     listen_fd: int
+    number: int = 0
+    siblings: tuple[str, ...] = ()
     chat_template: str | None = None
     max_body_bytes: int = 16 << 20
     audio: AudioInput | None = None

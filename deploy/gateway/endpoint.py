@@ -12,7 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from longshore.deploy.gateway.beams import BeamGeneration
-from longshore.deploy.gateway.engine_client import EngineClient
+from longshore.deploy.gateway.engines import Engines
 from longshore.deploy.gateway.errors import (
     ApiError,
     invalid,
@@ -46,7 +46,7 @@ class Service(msgspec.Struct, frozen=True):
     """
 
     model_name: str
-    client: EngineClient
+    client: Engines
     tokenizer: ModelTokenizer | None
     prompts: PromptReader
     metrics: GatewayMetrics

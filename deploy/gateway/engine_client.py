@@ -44,7 +44,6 @@ class EngineClient:
         endpoint: Endpoint,
         hello: ClientHello,
         *,
-        seed: int | None = None,
         on_stats: Callable[[SchedulerStats], None],
         why_stopped: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -52,7 +51,7 @@ class EngineClient:
         socket = open_socket(self._context, zmq.DEALER, endpoint, bind=False)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._channel: Channel[ToEngine, ToClient] = Channel(socket, ToClient)
-        self._requests = LiveRequests(seed)
+        self._requests = LiveRequests()
         self._on_stats = on_stats
         self._why_stopped = why_stopped
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()

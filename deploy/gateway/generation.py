@@ -10,7 +10,7 @@ import msgspec
 from longshore.deploy.beam_search import BeamSearchParams
 from longshore.deploy.gateway.answer_text import NO_STOPS, AnswerText, Stops
 from longshore.deploy.gateway.detokenizer import TokenDecoder
-from longshore.deploy.gateway.engine_client import EngineClient
+from longshore.deploy.gateway.engines import Engines
 from longshore.deploy.gateway.errors import ApiError, invalid, unavailable
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_responses import Usage, usage
@@ -100,7 +100,7 @@ class Generation:
     def __init__(
         self,
         spec: GenerationSpec,
-        client: EngineClient,
+        client: Engines,
         tokenizer: TokenDecoder | None,
         metrics: GatewayMetrics,
     ) -> None:
@@ -190,7 +190,7 @@ class _Answer:
         index: int,
         spec: GenerationSpec,
         sampling: SamplingParams,
-        client: EngineClient,
+        client: Engines,
         tokenizer: TokenDecoder | None,
         metrics: GatewayMetrics,
         changed: asyncio.Event,

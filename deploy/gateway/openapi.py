@@ -41,7 +41,8 @@ _REF: Final = "#/components/schemas/{name}"
 
 @dataclass(frozen=True)
 class _Operation:
-    """answers: what a 200 may hold, by media type; None: plain text. errors: beside 401."""
+    """answers: what a 200 may hold, by media type; None: plain text. errors: beside 401. query: a
+    number that may stand in the URL. is_list_too: it may hold several answers."""
 
     method: str
     path: str
@@ -50,6 +51,8 @@ class _Operation:
     body: type | None = None
     body_type: str = JSON
     errors: Sequence[int] = ()
+    query: str | None = None
+    is_list_too: bool = False
 
 
 _ASKING: Final = (400, 404, 413, 429, 500, 503, 504)
@@ -111,7 +114,9 @@ _OPERATIONS: Final = (
         "/engine/report",
         "What the engine does, and what each waiting request waits for.",
         {JSON: EngineReport},
-        errors=(503, 504),
+        errors=(404, 503, 504),
+        query="engine",
+        is_list_too=True,
     ),
 )
 
@@ -161,11 +166,15 @@ def _described(operation: _Operation) -> dict[str, Any]:
     if "{name}" in operation.path:
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         described["parameters"] = [name]
+    if operation.query is not None:
+        number = {"type": "integer", "minimum": 0}
+        query = {"name": operation.query, "in": "query", "schema": number}
+        described["parameters"] = [query]
     if operation.body is not None:
         content = {operation.body_type: {"schema": _reference(operation.body)}}
         described["requestBody"] = {"required": True, "content": content}
     answers = {
-        media: {"schema": {"type": "string"} if kind is None else _reference(kind)}
+        media: {"schema": {"type": "string"} if kind is None else _answer(operation, kind)}
         for media, kind in operation.answers.items()
     }
     described["responses"] = {"200": {"description": "The answer.", "content": answers}}
@@ -178,6 +187,11 @@ def _described(operation: _Operation) -> dict[str, Any]:
             "content": {media: {"schema": schema}},
         }
     return described
+
+
+def _answer(operation: _Operation, kind: type) -> dict[str, Any]:
+    one = _reference(kind)
+    return {"anyOf": [one, {"type": "array", "items": one}]} if operation.is_list_too else one
 
 
 def _reference(kind: type) -> dict[str, str]:

@@ -26,7 +26,7 @@ from longshore.deploy.gateway.app import Gateway
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.connection import BoundedConnection
 from longshore.deploy.gateway.endpoint import Service
-from longshore.deploy.gateway.engine_client import EngineClient
+from longshore.deploy.gateway.engines import Engines
 from longshore.deploy.gateway.openai_responses import Model
 from longshore.deploy.gateway.prompts import PromptReader
 from longshore.deploy.gateway.tokenizer import load_tokenizer
@@ -91,13 +91,18 @@ class GatewayProcess:
             model,
             self._not_ready_reason,
             report_timeout_s=config.report_timeout_s,
+            number=config.number,
+            siblings=config.siblings,
             api_keys=config.api_keys,
         )
         self._runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
-        hello = ClientHello(name="gateway", model_fingerprint=config.model_fingerprint)
-        self._client = EngineClient(
-            config.engine,
+        name = f"gateway {config.number}" if len(config.siblings) > 1 else "gateway"
+        hello = ClientHello(name=name, model_fingerprint=config.model_fingerprint)
+        self._engines = Engines(
+            config.engines,
             hello,
+            number=config.number,
+            num_gateways=max(1, len(config.siblings)),
             seed=config.seed,
             on_stats=partial(self._gateway.metrics.observe_scheduler, ENGINE),
             why_stopped=partial(read_death_note, self._runtime_dir),
@@ -135,7 +140,7 @@ class GatewayProcess:
                 max_model_len=config.max_model_len,
             )
         lifeline.report(Progress("waiting for the scheduler"))
-        engine = await self._client.wait_until_ready()
+        engine = await self._engines.wait_until_ready()
         prompts = PromptReader(
             tokenizer,
             config.sampling_defaults,
@@ -146,7 +151,7 @@ class GatewayProcess:
         self._gateway.serve_with(
             Service(
                 config.served_model_name,
-                self._client,
+                self._engines,
                 tokenizer,
                 prompts,
                 self._gateway.metrics,
@@ -167,30 +172,34 @@ class GatewayProcess:
         loop = asyncio.get_running_loop()
         for signal_number in stop_signals(self._config.lifeline_fd):
             loop.add_signal_handler(signal_number, self.stop)
-        with socket.socket(fileno=self._config.listen_fd) as listener:
-            listener.setblocking(False)
-            await self._server.serve(sockets=[listener])
+        await self._gateway.siblings.listen()
+        try:
+            with socket.socket(fileno=self._config.listen_fd) as listener:
+                listener.setblocking(False)
+                await self._server.serve(sockets=[listener])
+        finally:
+            self._gateway.siblings.close()
 
     def stop(self) -> None:
         """Take no more requests, and end when the live answers have."""
         if self._server.should_exit:
             return
-        logger.info("no more requests are taken; %d are live", self._client.num_live_requests)
+        logger.info("no more requests are taken; %d are live", self._engines.num_own_requests)
         self._server.should_exit = True
         asyncio.get_running_loop().call_later(
-            self._config.drain_timeout_s, self._client.give_up, "the server is shutting down"
+            self._config.drain_timeout_s, self._engines.give_up, "the server is shutting down"
         )
 
     def _not_ready_reason(self) -> str | None:
-        if self._client.death is not None:
-            return str(self._client.death)
+        if self._engines.death is not None:
+            return str(self._engines.death)
         if not self._gateway.is_serving:
             doing = read_progress_note(self._runtime_dir)
             return "the engine is still starting" + (f": {doing}" if doing else "")
         return "draining" if self._server.should_exit else None
 
     def close(self) -> None:
-        self._client.close()
+        self._engines.close()
 
 
 class _Server(uvicorn.Server):

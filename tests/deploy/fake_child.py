@@ -10,6 +10,7 @@ behaviour: serve     report ready, then wait to be told to stop and exit 0
            tell      like serve, and tells those who wait
            outlive   like tell, and ends when they have
            wait      like serve, and exit 0 when told by another child
+           await others  like serve, and ends when all that wait for each other have been told
 """
 
 import os
@@ -42,6 +43,9 @@ def main(config_file: str) -> int:
 
     def exit_well(number: int, frame: FrameType | None) -> None:
         print("told to stop", flush=True)
+        waiting.unlink(missing_ok=True)
+        while config.behaviour == "await others" and any(told.parent.glob("waits.*")):
+            time.sleep(0.02)
         if config.behaviour in ("tell", "outlive"):
             told.touch()
         while config.behaviour == "outlive" and any(map(_is_there, told.parent.glob("waits.*"))):
@@ -66,7 +70,7 @@ def main(config_file: str) -> int:
             if config.behaviour == "socket":
                 listener = socket.socket(socket.AF_UNIX)
                 listener.bind(f"{config.runtime_dir}/child.sock")
-            if config.behaviour == "wait":
+            if config.behaviour in ("wait", "await others"):
                 waiting.touch()
             lifeline.report(Ready({"answer": "42"}))
     if config.behaviour == "wait":

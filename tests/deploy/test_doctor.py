@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from longshore.deploy.client_options import DoctorOptions
-from longshore.deploy.doctor import Health, examine, judge
+from longshore.deploy.doctor import Health, examine, judge, judge_all
 from longshore.protocol.client import EngineReport, WaitingReport
 from longshore.scheduler.pause import PauseState
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway, start_gateway
@@ -134,3 +134,21 @@ async def test_something_else_at_the_address_is_no_engine(
         options = DoctorOptions(engine=f"http://127.0.0.1:{port}")
         assert await asyncio.to_thread(examine, options) is Health.UNREACHABLE
     assert "no Longshore gateway" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("second", "state", "words"),
+    [
+        ({"num_running": 0, "num_waiting": 0}, "serving", ["engine-1.1 is idle"]),
+        ({"idle_s": 60.0}, "stalled", ["engine-1.1 is stalled: 3 running", "restart"]),
+    ],
+)
+def test_of_several_engines_the_worst_decides_and_each_is_named(
+    second: dict[str, Any], state: str, words: list[str]
+) -> None:
+    reports = [REPORT, replace(REPORT, engine_id="engine-1.1", **second)]
+    verdict = judge_all(reports, stall_after_s=10.0)
+    assert verdict.state == state
+    assert verdict.health == (Health.STALLED if state == "stalled" else Health.HEALTHY)
+    for word in ("engine-0.1 is serving: 3 running", *words):
+        assert word in str(verdict)

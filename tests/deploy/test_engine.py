@@ -13,6 +13,7 @@ from longshore.deploy.cache_plan import plan as plan_cache
 from longshore.deploy.engine import EnginePlan, engine_processes, plan_engine, worker_config
 from longshore.deploy.model_folder import read_model_folder
 from longshore.deploy.options import CachePlanOptions, EngineOptions, ServeOptions, engine_options
+from longshore.deploy.replica import replicas
 from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.protocol.errors import ConfigError
 from longshore.scheduler.config import SchedulerProcessConfig
@@ -166,6 +167,39 @@ def test_ranks_on_gpus_have_one_each(model_dir: Path) -> None:
     assert not scheduler.config.scheduler.feed_back_tokens  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_replicas_have_processes_sockets_and_gpus_of_their_own(
+    model_dir: Path, device: str
+) -> None:
+    runtime_dir = RuntimeDir()
+    try:
+        options = EngineOptions(device=device, tensor_parallel_size=2)
+        engine = plan_engine(options, read_model_folder(model_dir))
+        started = [engine_processes(engine, runtime_dir, replica) for replica in replicas(2)]
+    finally:
+        runtime_dir.remove()
+    specs = [spec for engine_specs, _ in started for spec in engine_specs]
+    assert [spec.name for spec in specs] == [
+        "worker 0.0", "worker 0.1", "scheduler 0", "worker 1.0", "worker 1.1", "scheduler 1",
+    ]  # fmt: skip
+    assert [spec.told_by for spec in specs] == 2 * ["scheduler 0"] + [None] + 2 * [
+        "scheduler 1"
+    ] + [None]
+    configs: list[Any] = [spec.config for spec in specs]
+    ranks = [*configs[:2], *configs[3:5]]
+    assert len({config.endpoint for config in ranks}) == 4
+    assert len({config.ranks.rendezvous for config in ranks}) == 2
+    if device == "cuda":
+        assert [config.device for config in ranks] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+        assert {config.worker.num_ranks_on_device for config in ranks} == {1}
+    else:
+        assert {config.worker.num_ranks_on_device for config in ranks} == {4}
+    schedulers = [configs[2], configs[5]]
+    assert [config.engine_id for config in schedulers] == ["engine-0", "engine-1"]
+    assert [config.clients for config in schedulers] == [clients for _, clients in started]
+    assert len({clients for _, clients in started}) == 2
+
+
 @pytest.mark.req("OUT-04")
 def test_stages_and_asynchronous_scheduling_exclude_each_other(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="async_scheduling with pipeline_parallel_size=2"):
@@ -248,7 +282,15 @@ def test_wrong_setting_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"port": 70000}, {"max_body_mib": 0}, {"drain_timeout_s": -1}]
+    "settings",
+    [
+        {"port": 70000},
+        {"max_body_mib": 0},
+        {"drain_timeout_s": -1},
+        {"replicas": 0},
+        {"gateways": 65},
+        {"replicas": 2, "device": "cuda:1"},
+    ],
 )
 def test_wrong_serving_setting_is_refused_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):

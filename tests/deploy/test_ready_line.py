@@ -2,7 +2,7 @@
 
 import pytest
 
-from longshore.deploy.serve import ready_line
+from longshore.deploy.ready_line import ready_line
 from longshore.protocol.lifeline import Ready
 
 
@@ -28,3 +28,37 @@ def test_the_size_of_the_cache_is_told_for_every_worker(block_bytes: list[int], 
         "ready at http://x (model tiny, 1,000 blocks of 16 or 64 tokens: 31,234 tokens fit, "
         f"4,096 per request; KV cache: {size})"
     )
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "engines"),
+    [
+        (
+            ("600", "600"),
+            "2 engines, each with 600 blocks of 16 tokens: 9000 tokens fit, 4,096 per request; "
+            "KV cache: 600 x 64 = 38,400 bytes on each of 2 workers",
+        ),
+        (
+            ("600", "50"),
+            "2 engines: engine 0 has 600 blocks of 16 tokens: 9000 tokens fit, 4,096 per request; "
+            "KV cache: 600 x 64 = 38,400 bytes on each of 2 workers; engine 1 has 50 blocks of 16 "
+            "tokens: 9000 tokens fit, 4,096 per request; "
+            "KV cache: 50 x 64 = 3,200 bytes on each of 2 workers",
+        ),
+    ],
+)
+def test_engines_of_one_size_are_told_once_and_others_each(
+    num_blocks: tuple[str, str], engines: str
+) -> None:
+    ready = {
+        f"worker {engine}.{rank}": Ready({"block_bytes": "64"})
+        for engine in range(2)
+        for rank in range(2)
+    }
+    for engine, count in enumerate(num_blocks):
+        details = {"num_blocks": count, "block_sizes": "16", "kv_cache_tokens": "9000"}
+        ready[f"scheduler {engine}"] = Ready(details)
+    for gateway in range(3):
+        ready[f"gateway {gateway}"] = Ready({"max_model_len": "4096"})
+    line = ready_line("http://x", "tiny", ready, num_replicas=2, num_gateways=3)
+    assert line == f"ready at http://x (model tiny, 3 gateways, {engines.replace('9000', '9,000')})"

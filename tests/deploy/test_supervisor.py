@@ -94,7 +94,10 @@ def test_reason_of_the_first_failure_is_the_error_not_what_follows_from_it(
 def test_children_that_another_tells_to_end_are_not_told_by_the_supervisor(
     supervisor: Supervisor, output: io.StringIO, teller: str
 ) -> None:
-    told = [spec(f"worker {rank}", "wait", told_by="scheduler") for rank in range(2)]
+    told = [
+        spec(f"worker {rank}", "wait", ends_with="workers", told_by="scheduler")
+        for rank in range(2)
+    ]
     supervisor.start([*told, spec("scheduler", teller)], timeout_s=20)
     assert supervisor.stop(drain_timeout_s=5)
     assert nothing_is_left(supervisor)
@@ -105,11 +108,27 @@ def test_children_that_another_tells_to_end_are_not_told_by_the_supervisor(
 def test_children_whose_teller_fails_are_told_by_the_supervisor(
     supervisor: Supervisor, output: io.StringIO
 ) -> None:
-    told = [spec(f"worker {rank}", "serve", told_by="scheduler") for rank in range(2)]
+    told = [
+        spec(f"worker {rank}", "serve", ends_with="workers", told_by="scheduler")
+        for rank in range(2)
+    ]
     supervisor.start([*told, spec("scheduler", "deaf")], timeout_s=20)
     assert not supervisor.stop(drain_timeout_s=0.2)
     assert nothing_is_left(supervisor)
     assert output.getvalue().count("told to stop") == 2
+
+
+def test_children_that_end_together_are_told_at_once(
+    supervisor: Supervisor, output: io.StringIO
+) -> None:
+    """Each of the last two ends only when the other one has been told, too."""
+    workers = [spec(f"worker {engine}.0", "serve", ends_with="workers") for engine in range(2)]
+    gateways = [spec(f"gateway {n}", "await others", ends_with="gateways") for n in range(2)]
+    supervisor.start([*workers, *gateways], timeout_s=20)
+    assert supervisor.stop(drain_timeout_s=10)
+    assert nothing_is_left(supervisor)
+    told = [line.split("[")[1] for line in output.getvalue().splitlines() if "told" in line]
+    assert [name[:7] for name in told] == ["gateway"] * 2 + ["worker "] * 2
 
 
 def test_child_that_dies_at_start_without_a_word_is_named(supervisor: Supervisor) -> None:

@@ -2,6 +2,7 @@
 
 import io
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from rich.console import Console
@@ -71,3 +72,14 @@ def test_every_metric_that_is_shown_exists() -> None:
     shown = console.export_text()
     for part in ("http://host", "running", "3", "75 free", "25.0%"):
         assert part in shown
+
+
+def test_several_engines_are_shown_together_and_shares_as_their_mean() -> None:
+    metrics = GatewayMetrics()
+    for engine, usage in (("0", 0.2), ("1", 0.6)):
+        stats = msgspec.structs.replace(STATS, kv_usage=usage)
+        metrics.observe_scheduler(engine, stats)
+    sample = read_metrics(metrics.render().decode(), 1.0)
+    assert sample["longshore_scheduler_blocks"] == 200
+    assert sample["longshore_scheduler_kv_usage_ratio"] == pytest.approx(0.4)
+    assert sample["longshore_scheduler_steps_in_flight"] == 2.0

@@ -167,8 +167,8 @@ def test_client_that_goes_away_frees_its_row_and_blocks(
         now = metrics(deployment)
         return (
             now.get('longshore_requests_finished_total{reason="abort"}') == before + 1
-            and now["longshore_scheduler_running_requests"] == 0
-            and now["longshore_scheduler_kv_usage_ratio"] == 0
+            and now['longshore_scheduler_running_requests{engine="0"}'] == 0
+            and now['longshore_scheduler_kv_usage_ratio{engine="0"}'] == 0
         )
 
     wait_until(is_free)
@@ -182,7 +182,7 @@ def test_steady_decode_keeps_two_steps_in_flight(
     )
     with stream:
         for _ in stream:
-            if metrics(deployment)["longshore_scheduler_steps_in_flight"] == 2.0:
+            if metrics(deployment)['longshore_scheduler_steps_in_flight{engine="0"}'] == 2.0:
                 break
         else:
             pytest.fail("two steps were never in flight")

@@ -138,18 +138,23 @@ def test_ranks_share_a_cpu_and_have_a_gpu_each() -> None:
     layout = RankLayout(tensor_parallel_size=2, pipeline_parallel_size=2, rendezvous="r")
     assert (layout.num_ranks, layout.sampling_rank) == (4, 2)
 
-    def rank(rank: int, device: str) -> WorkerProcessConfig:
+    def rank(rank: int, device: str, num_replicas: int = 1) -> WorkerProcessConfig:
         return WorkerProcessConfig(
             model="m",
             identity=IDENTITY,
             endpoint=Endpoint("ipc://x"),
             rank=rank,
             ranks=layout,
+            num_replicas=num_replicas,
             device=device,
         )
 
     assert rank(3, "cpu").worker.num_ranks_on_device == 4
     assert rank(3, "cuda:3").worker.num_ranks_on_device == 1
+    assert rank(3, "cpu", num_replicas=3).worker.num_ranks_on_device == 12
+    assert rank(3, "cuda:7", num_replicas=3).worker.num_ranks_on_device == 1
+    with pytest.raises(ConfigError, match="num_replicas=0"):
+        rank(3, "cpu", num_replicas=0)
     with pytest.raises(ConfigError, match="rank=4 is none of the 4 ranks"):
         rank(4, "cpu")
 

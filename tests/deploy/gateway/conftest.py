@@ -75,7 +75,7 @@ def start_gateway(tmp_path: Path) -> StartGateway:
                 "eos_token_ids": (EOS_ID,),
                 "max_model_len": IDENTITY.max_model_len,
                 "sampling_defaults": SamplingDefaults(),
-                "engine": endpoint,
+                "engines": (endpoint,),
                 "listen_fd": listener.detach(),
                 "max_body_bytes": 4096,
             }

@@ -1,0 +1,84 @@
+"""Which of several equal engines takes the next prompt: the one with the least to do, as far as
+this gateway knows.
+
+**Own requests** are counted exactly. While one waits for its first token its prompt counts too, as
+one request more for every TOKENS_PER_REQUEST tokens: prompts are what an engine's steps are long
+for, and lengths differ far more than numbers do. In a simulation (2 and 4 engines at three quarters
+of their capacity, prompts log-normal with 245 tokens in the median and a sigma of 1.3, 150 output
+tokens in the mean, chunks of 2,048) the time to the first token at p99 was 200 and 174 ms so, 339
+and 296 ms by requests alone, 212 and 202 ms by all tokens that the engines hold, 370 ms in turn; of
+prompts about as long as each other all but the random choice did alike. The weight hardly matters.
+
+**What other gateways have** at an engine is what it said last (once a second), less what was this
+gateway's own then; it counts divided by the number of gateways. Taken whole, all of them would send
+to the engine that was empty a second ago: with 4 gateways and 4 engines the engines' numbers of
+requests differed by 13 then, by 12 at random, by 3 so and by 3 without the reports (each gateway's
+own are spread evenly, so their sum is). With one engine at 0.4 of the others' speed the reports are
+worth a twentieth of the time at p99.
+
+Engines that are equally loaded take turns, and each gateway begins with another one.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from longshore.deploy.live_requests import LiveRequest
+
+TOKENS_PER_REQUEST: Final = 256
+"""So many tokens of prompts without an answer weigh as much as one request."""
+
+
+class EngineChoice:
+    """The knowledge of one gateway.
+
+    number: of this gateway among `num_gateways`. If it is the only one, all that an engine reports
+            is its own.
+    """
+
+    def __init__(self, num_engines: int, *, number: int = 0, num_gateways: int = 1) -> None:
+        self._num_gateways = num_gateways
+        self._num_others = [0] * num_engines
+        self._unanswered: list[deque[LiveRequest]] = [deque() for _ in range(num_engines)]
+        self._num_prompt_tokens = [0] * num_engines
+        self._turn = number % num_engines
+
+    def note_report(self, engine: int, *, num_requests: int, num_own: int) -> None:
+        """An engine has told how many requests run and wait there; `num_own` are this gateway's."""
+        if self._num_gateways > 1:
+            self._num_others[engine] = max(0, num_requests - num_own)
+
+    def note_prompt(self, engine: int, request: LiveRequest) -> None:
+        """A prompt has been sent there, which shares no blocks with another one."""
+        self._unanswered[engine].append(request)
+        self._num_prompt_tokens[engine] += len(request.prompt_token_ids)
+
+    @property
+    def num_others(self) -> int:
+        """Requests of other gateways at all engines."""
+        return sum(self._num_others)
+
+    def load(self, engine: int, num_own: int) -> float:
+        """In requests. num_own: of this gateway there."""
+        unanswered = self._unanswered[engine]
+        # Engines begin with the oldest: whoever stands behind one without an answer is not looked
+        # at, so that this costs the same for any number of them.
+        while unanswered and unanswered[0].has_begun:
+            self._num_prompt_tokens[engine] -= len(unanswered.popleft().prompt_token_ids)
+        num_others = self._num_others[engine] / self._num_gateways
+        return num_own + num_others + self._num_prompt_tokens[engine] / TOKENS_PER_REQUEST
+
+    def choose(self, num_own: Sequence[int], is_usable: Sequence[bool]) -> int | None:
+        """The engine for the next prompt; None if there is none that is usable.
+
+        num_own:   requests of this gateway, by engine.
+        is_usable: whether it lives and is ready, by engine.
+        """
+        num_engines = len(num_own)
+        turns = ((self._turn + i) % num_engines for i in range(num_engines))
+        usable = [engine for engine in turns if is_usable[engine]]
+        if not usable:
+            return None
+        chosen = min(usable, key=lambda engine: self.load(engine, num_own[engine]))
+        self._turn = (chosen + 1) % num_engines
+        return chosen

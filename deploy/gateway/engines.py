@@ -1,0 +1,158 @@
+"""The engines behind one gateway, used as if they were one."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from longshore.deploy.gateway.engine_choice import EngineChoice
+from longshore.deploy.gateway.engine_client import EngineClient
+from longshore.deploy.live_requests import LiveRequest, new_seed, seed_source
+from longshore.protocol.channel import Endpoint
+from longshore.protocol.client import EngineReport, SchedulerStats
+from longshore.protocol.errors import EngineDead
+from longshore.protocol.handshake import ClientHello, EngineReady
+from longshore.protocol.inputs import MultimodalFeature
+from longshore.protocol.sampling import SamplingParams
+
+
+class Engines:
+    """Each prompt goes to one engine, its forks (samples, beams) to the same one. Create it inside
+    a running loop.
+
+    number, num_gateways: of this gateway, and how many use the engines.
+    seed:     makes the seeds repeatable that requests without one get; each gateway has others.
+    on_stats: gets an engine's number and its statistics.
+    why_stopped: see EngineClient.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        hello: ClientHello,
+        *,
+        number: int = 0,
+        num_gateways: int = 1,
+        seed: int | None = None,
+        on_stats: Callable[[str, SchedulerStats], None],
+        why_stopped: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._choice = EngineChoice(len(endpoints), number=number, num_gateways=num_gateways)
+        self._seeds = seed_source(seed, number)
+        self._on_stats = on_stats
+        self.clients = [
+            EngineClient(
+                endpoint, hello, on_stats=self._stats_taker(engine), why_stopped=why_stopped
+            )
+            for engine, endpoint in enumerate(endpoints)
+        ]
+
+    def _stats_taker(self, engine: int) -> Callable[[SchedulerStats], None]:
+        def take(stats: SchedulerStats) -> None:
+            self._choice.note_report(
+                engine,
+                num_requests=stats.num_running + stats.num_waiting,
+                num_own=self.clients[engine].num_live_requests,
+            )
+            self._on_stats(str(engine), stats)
+
+        return take
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    @property
+    def death(self) -> EngineDead | None:
+        """Of the first engine that is gone: the deployment ends with it."""
+        return next((c.death for c in self.clients if c.death is not None), None)
+
+    @property
+    def num_own_requests(self) -> int:
+        """Requests of this gateway that have not ended."""
+        return sum(client.num_live_requests for client in self.clients)
+
+    @property
+    def num_live_requests(self) -> int:
+        """Requests of the deployment: those of this gateway, and of others what the engines have
+        said last."""
+        return self.num_own_requests + self._choice.num_others
+
+    async def wait_until_ready(self) -> EngineReady:
+        """The first engine's description. Raises HandshakeRefused or EngineDead with a reason."""
+        ready = await asyncio.gather(*(client.wait_until_ready() for client in self.clients))
+        return ready[0]
+
+    async def describe(self, timeout_s: float, engine: int = 0) -> EngineReport:
+        """See EngineClient."""
+        return await self.clients[engine].describe(timeout_s)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        on_change: Callable[[], None],
+        priority: int = 0,
+        cache_salt: str | None = None,
+        fork_of: LiveRequest | None = None,
+        keeps_blocks: bool = False,
+        multimodal: tuple[MultimodalFeature, ...] = (),
+        num_primed: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+        skips_reading: bool = False,
+    ) -> LiveRequest:
+        """Queue one request where there is least to do, or where the one is that it forks; see
+        `LiveRequests.open`. Raises EngineDead if there is no engine."""
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=new_seed(self._seeds))
+        engine = self._choose() if fork_of is None else fork_of.engine
+        live = self.clients[engine].submit(
+            request_id,
+            prompt_token_ids,
+            sampling,
+            on_change=on_change,
+            priority=priority,
+            cache_salt=cache_salt,
+            fork_of=fork_of,
+            keeps_blocks=keeps_blocks,
+            multimodal=multimodal,
+            num_primed=num_primed,
+            trace_headers=trace_headers,
+            skips_reading=skips_reading,
+        )
+        live.engine = engine
+        if fork_of is None:
+            self._choice.note_prompt(engine, live)
+        return live
+
+    def _choose(self) -> int:
+        engine = self._choice.choose(
+            [client.num_live_requests for client in self.clients],
+            [client.death is None for client in self.clients],
+        )
+        if engine is None:
+            assert self.death is not None
+            raise self.death
+        return engine
+
+    def abort(self, requests: Sequence[LiveRequest]) -> None:
+        """See EngineClient."""
+        for engine, client in enumerate(self.clients):
+            there = [live for live in requests if live.engine == engine]
+            if there:
+                client.abort(there)
+
+    def stop(self, live: LiveRequest, num_tokens: int) -> None:
+        """See EngineClient."""
+        self.clients[live.engine].stop(live, num_tokens)
+
+    def give_up(self, reason: str) -> None:
+        """See EngineClient."""
+        for client in self.clients:
+            client.give_up(reason)
+
+    def close(self) -> None:
+        """See EngineClient."""
+        for client in self.clients:
+            client.close()
