@@ -32,11 +32,11 @@ import report
 from gateway_load import IDENTITY, STRIDE, Job, Streams
 
 from longshore.deploy.demo import DEMO_MODEL_DIR
-from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.tokenizer import load_tokenizer
 from longshore.deploy.model_folder import SamplingDefaults
 from longshore.deploy.runtime_dir import RuntimeDir
 
+VOCAB_SIZE: Final = 1600
 NUM_TOKENS: Final = 4096
 NUM_PROBES: Final = 4
 NUM_WARM_STEPS: Final = 20
@@ -92,17 +92,17 @@ class GatewayUnderTest:
         jobs.close()
         with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
             self.port = listener.getsockname()[1]
-            config = GatewayConfig(
-                model=str(DEMO_MODEL_DIR),
-                served_model_name="demo",
-                model_fingerprint=IDENTITY.model_fingerprint,
-                vocab_size=1600,
-                eos_token_ids=(),
-                max_model_len=IDENTITY.max_model_len,
-                sampling_defaults=SamplingDefaults(),
-                engine=endpoint,
-                listen_fd=listener.fileno(),
-            )
+            config = {  # what the gateways of both checkouts know
+                "model": str(DEMO_MODEL_DIR),
+                "served_model_name": "demo",
+                "model_fingerprint": IDENTITY.model_fingerprint,
+                "vocab_size": VOCAB_SIZE,
+                "eos_token_ids": (),
+                "max_model_len": IDENTITY.max_model_len,
+                "sampling_defaults": SamplingDefaults(),
+                "engine": endpoint,
+                "listen_fd": listener.fileno(),
+            }
             with tempfile.NamedTemporaryFile(suffix=".json") as file:
                 file.write(msgspec.json.encode(config))
                 file.flush()
@@ -214,7 +214,7 @@ def tokens_of_the_demo_model() -> tuple[list[int], list[int]]:
     """Tokens at random, all of whole characters, and the length of their text up to each."""
     tokenizer = load_tokenizer(DEMO_MODEL_DIR)
     assert tokenizer is not None
-    texts = {i: tokenizer.decode([i, i])[len(tokenizer.decode([i])) :] for i in range(1600)}
+    texts = {i: tokenizer.decode([i, i])[len(tokenizer.decode([i])) :] for i in range(VOCAB_SIZE)}
     special = tokenizer.special_token_ids
     usable = [i for i, text in texts.items() if text and text.isascii() and i not in special]
     token_ids = random.Random(0).choices(usable, k=NUM_TOKENS)

@@ -196,14 +196,12 @@ async def stream(
     async for pieces in generation.pieces():
         if exchange.status is None:
             await exchange.start_stream()
-            for chunk in writer.first_chunks():
-                await exchange.send_event(_encode(chunk))
-        for piece in pieces:
-            for chunk in writer.chunks(piece):
-                await exchange.send_event(_encode(chunk))
+            await exchange.send_events(*map(_encode, writer.first_chunks()))
+        chunks = [_encode(chunk) for piece in pieces for chunk in writer.chunks(piece)]
+        await exchange.send_events(*chunks)
     if include_usage:
-        await exchange.send_event(_encode(writer.usage_chunk(generation.usage())))
-    await exchange.send_event(b"[DONE]")
+        await exchange.send_events(_encode(writer.usage_chunk(generation.usage())))
+    await exchange.send_events(b"[DONE]")
     await exchange.end_stream()
 
 

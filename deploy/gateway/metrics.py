@@ -5,6 +5,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.process_collector import ProcessCollector
 
+from longshore.deploy.gateway.plain_metrics import PlainCounter, PlainHistogram
 from longshore.protocol.client import SchedulerStats
 
 _FIRST_TOKEN_BUCKETS_S: Final = (
@@ -49,7 +50,7 @@ class GatewayMetrics:
             "Tokens of prompts found in the prefix cache",
             registry=registry,
         )
-        self.generated_tokens = Counter(
+        self.generated_tokens = PlainCounter(
             "longshore_generated_tokens", "Tokens of answers", registry=registry
         )
         self.time_to_first_token_s = Histogram(
@@ -58,7 +59,7 @@ class GatewayMetrics:
             buckets=_FIRST_TOKEN_BUCKETS_S,
             registry=registry,
         )
-        self.inter_token_latency_s = Histogram(
+        self.inter_token_latency_s = PlainHistogram(
             "longshore_inter_token_latency_seconds",
             "Gap between two tokens of an answer",
             buckets=_TOKEN_GAP_BUCKETS_S,
