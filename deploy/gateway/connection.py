@@ -57,11 +57,14 @@ class BoundedConnection(HttpToolsProtocol):
             self._request_timer.cancel()
             self._request_timer = None
 
-    def write_part(self, data: bytes) -> bool:
+    @property
+    def is_writable(self) -> bool:
+        return not (self.flow.write_paused or self.transport.is_closing())
+
+    def write_part(self, data: bytes) -> None:
         if self.transport.is_closing():
             raise ClientGone
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return not self.flow.write_paused
 
     async def until_read(self) -> None:
         await self.flow.drain()

@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic
 
 import msgspec
@@ -193,7 +193,16 @@ async def stream(
     include_usage: bool,
 ) -> None:
     """The response begins with the first token, so that a refusal can still have its status."""
-    async for pieces in generation.pieces():
+
+
+    def show_at_once(take: Callable[[], Piece | None]) -> bool:
+        if not exchange.is_writable:
+            return False
+        if (piece := take()) is not None:
+            exchange.write_events(*map(_encode, writer.chunks(piece)))
+        return True
+
+    async for pieces in generation.pieces(show_at_once):
         if exchange.status is None:
             await exchange.start_stream()
             await exchange.send_events(*map(_encode, writer.first_chunks()))

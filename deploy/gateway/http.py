@@ -31,12 +31,17 @@ class ClientGone(Exception):
 
 
 class Outlet(Protocol):
-    """A connection, for parts of a response that has begun. ASGI's `send` does the same for four
-    times the cost, and a token has no other."""
+    """A connection, for parts of a response that has begun: a token costs a good part of what
+    handing it through ASGI's `send` does.
 
-    def write_part(self, data: bytes) -> bool:
-        """Never blocks; False asks the caller to wait with the next part for `until_read`. Raises
-        ClientGone."""
+    is_writable: the client is there and reads what it gets.
+    """
+
+    @property
+    def is_writable(self) -> bool: ...
+
+    def write_part(self, data: bytes) -> None:
+        """Never blocks, and does not look whether it should. Raises ClientGone."""
 
     async def until_read(self) -> None:
         """Until the client has read enough of what was written, or has gone."""
@@ -50,6 +55,7 @@ class Exchange:
         self.status: int | None = None
         self._receive = receive
         self._send = send
+        self._outlet: Outlet = scope[OUTLET_KEY]
 
     async def read_body(self, max_bytes: int, setting: str) -> bytes:
         """The whole body. Raises ApiError 413, naming the setting that limits it, as soon as it is
@@ -119,9 +125,20 @@ class Exchange:
 
     async def send_events(self, *events: bytes) -> None:
         """Server-sent events, by their data; waits while the client reads too slowly."""
-        outlet: Outlet = self.scope[OUTLET_KEY]
-        if events and not outlet.write_part(b"".join([b"data: %b\n\n" % data for data in events])):
-            await outlet.until_read()
+        self.write_events(*events)
+        if not self._outlet.is_writable:
+            await self._outlet.until_read()
+
+    @property
+    def is_writable(self) -> bool:
+        """The response has begun and the client keeps up with it, so that `write_events` is as good
+        as `send_events`."""
+        return self.status is not None and self._outlet.is_writable
+
+    def write_events(self, *events: bytes) -> None:
+        """Server-sent events, however slowly the client reads. Raises ClientGone."""
+        if events:
+            self._outlet.write_part(b"".join([b"data: %b\n\n" % data for data in events]))
 
     async def end_stream(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
