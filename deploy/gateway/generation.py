@@ -203,7 +203,7 @@ class Generation:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Growth:
     """The next piece of an answer."""
 
@@ -238,6 +238,7 @@ class _Answer:
         self._last_token_s: float | None = None
         self._num_seen = 0
         self._growth = _Growth()
+        self._is_stopped = False  # by a text; what the engine does until it knows is nobody's
         self.live: LiveRequest | None = None
         self.is_complete = False
 
@@ -272,10 +273,10 @@ class _Answer:
         if num_tokens:
             self._num_seen += num_tokens
             self._measure(num_tokens)
-        if self._spec.stops.texts:
-            self._absorb()  # at once: what comes behind a stop is computed for nothing
         if self._spec.is_stream or not self.live.is_live:
             self._on_growth(self)
+        if self._spec.stops.texts:
+            self._absorb()  # at once: what comes behind a stop is computed for nothing
 
     def _measure(self, num_tokens: int) -> None:
         now_s = time.perf_counter()
@@ -316,30 +317,26 @@ class _Answer:
         """What has come belongs to the next piece."""
         live, growth = self.live, self._growth
         assert live is not None
+        if live.is_live and not live.new_token_ids:
+            return live
         is_first = live.num_taken == 0
         token_ids = live.take_token_ids()
         self._num_seen = 0
         if is_first and token_ids:
             growth.prompt = self._answered_prompt(live)
         scores = [] if self._sampling.logprobs is None else live.take_scores(len(token_ids))
-        was_stopped = self._is_stopped
-        if was_stopped:
+        if self._is_stopped:
             return live
         num_before = 0 if self._text is None else self._text.num_tokens
         growth.text += self._text_of(token_ids)
-        if self._is_stopped:
-            assert self._text is not None
+        if self._text is not None and self._text.is_stopped:
+            self._is_stopped = True
             num_kept = self._text.num_tokens - num_before
             token_ids, scores = token_ids[:num_kept], scores[:num_kept]
             self._client.stop(live, self._text.num_tokens)
         growth.token_ids += token_ids
         growth.scores += scores
         return live
-
-    @property
-    def _is_stopped(self) -> bool:
-        """By a text; what the engine does until it knows is nobody's."""
-        return self._text is not None and self._text.is_stopped
 
     @property
     def _end_reason(self) -> FinishReason:
