@@ -172,10 +172,17 @@ class LiveRequests:
             return None
         return StopFound(live.handle, live.num_primed + num_tokens)
 
-    def apply(self, outputs: EngineOutputs) -> None:
-        """Hand out one step's tokens and ends. Handles that are not live any more are skipped."""
-        by_handle = self._by_handle
+    def apply(self, *steps: EngineOutputs) -> None:
+        """Hand out tokens and ends of one step or of several. Handles that are not live any more
+        are skipped."""
         changed: dict[int, LiveRequest] = {}
+        for outputs in steps:
+            self._apply(outputs, changed)
+        for live in changed.values():
+            live.on_change()
+
+    def _apply(self, outputs: EngineOutputs, changed: dict[int, LiveRequest]) -> None:
+        by_handle = self._by_handle
         for handle, token_id in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):
             if (live := by_handle.get(handle)) is not None:
                 live.new_token_ids.append(token_id)
@@ -190,8 +197,6 @@ class LiveRequests:
                     del by_handle[finished.handle]
                 live.finished = finished
                 changed[finished.handle] = live
-        for live in changed.values():
-            live.on_change()
 
     def fail_all(self, failure: EngineDead) -> None:
         """The engine is gone: every live request ends with `failure`."""

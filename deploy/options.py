@@ -229,6 +229,7 @@ class ServeOptions(EngineOptions):
         api_key: Clients must present one of these keys; without any, everybody is served. Better
             given as LONGSHORE_API_KEY or in a file: other users see command lines.
         log_format: Of the lines on standard error: for people, or a JSON object each.
+        unread_timeout_s: A client that has read nothing of a waiting answer for so long is dropped.
         drain_timeout_s: How long running answers may take to finish after SIGTERM.
     """
 
@@ -244,6 +245,7 @@ class ServeOptions(EngineOptions):
     max_live_requests: Annotated[int, _SERVER] = 16_384
     api_key: Annotated[tuple[str, ...] | None, _SERVER] = None
     log_format: Annotated[LogFormat, _OPERATION] = "text"
+    unread_timeout_s: Annotated[float, _OPERATION] = 60.0
     drain_timeout_s: Annotated[float, _OPERATION] = 30.0
 
     def __post_init__(self) -> None:
@@ -275,6 +277,11 @@ class ServeOptions(EngineOptions):
         if not 0 <= self.drain_timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
                 f"drain_timeout_s={self.drain_timeout_s} must lie between 0 and {MAX_TIMEOUT_S}"
+            )
+        if not 0 < self.unread_timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"unread_timeout_s={self.unread_timeout_s} must be above 0 and at most "
+                f"{MAX_TIMEOUT_S}"
             )
 
 

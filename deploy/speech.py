@@ -55,6 +55,7 @@ class SpeechTokenizer:
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         timestamps = (i for name, i in tokenizer.added_tokens.items() if _TIMESTAMP.fullmatch(name))
         self.special_token_ids = tokenizer.special_token_ids.union(timestamps)
+        self.is_bytewise = tokenizer.is_bytewise
         self.decode = tokenizer.decode
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from longshore.protocol.results import TokenLogprobs
 
 
@@ -14,8 +16,7 @@ class Logprob:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenScore:
+class TokenScore(msgspec.Struct, frozen=True):
     """What the model thought of one token of a prompt or an output.
 
     rank: 1 if no other token is likelier.

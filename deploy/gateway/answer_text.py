@@ -39,7 +39,8 @@ class AnswerText:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
         self._stops = stops
         self._matches = [_Match(text) for text in stops.texts]
-        self._held = ""
+        self._firsts = frozenset(text[0] for text in stops.texts)
+        self._held = ""  # a beginning of a stop: as long as the longest match
         self.num_tokens = 0
         self.is_stopped = False
 
@@ -69,6 +70,8 @@ class AnswerText:
         if not self._matches:
             return text
         if self.num_tokens <= self._stops.min_tokens:
+            return text
+        if not self._held and self._firsts.isdisjoint(text):
             return text
         for index, character in enumerate(text):
             ends = [match.length for match in self._matches if match.advance(character)]

@@ -9,7 +9,7 @@ from longshore.deploy.gateway.answer_text import AnswerText
 from longshore.deploy.gateway.detokenizer import TokenDecoder
 from longshore.deploy.gateway.engines import Engines
 from longshore.deploy.gateway.errors import ApiError, invalid, unavailable
-from longshore.deploy.gateway.generation import GenerationSpec, Piece
+from longshore.deploy.gateway.generation import GenerationSpec, Piece, ShowAtOnce
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_responses import Usage, usage
 from longshore.protocol.client import FinishReason
@@ -72,7 +72,7 @@ class BeamGeneration:
         for search in self._searches:
             search.close()
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
+    async def pieces(self, _: ShowAtOnce | None = None) -> AsyncIterator[list[Piece]]:
         """All answers, once all searches are over. Raises ApiError when the engine fails or
         refuses."""
         live = list(self._searches)

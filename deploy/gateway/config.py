@@ -24,6 +24,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_live_requests: answers under way, running or waiting; more are answered 429.
     api_keys:          what clients must present; empty: nothing.
     drain_timeout_s:   how long live answers may go on after SIGTERM.
+    unread_timeout_s:  how long a client may leave its answer unread before it is dropped.
     report_timeout_s:  how long the scheduler may take to describe itself for /engine/report.
     seed:              makes the seeds repeatable that requests without one get.
     """
@@ -47,6 +48,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_live_requests: int = 16_384
     api_keys: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
+    unread_timeout_s: float = 60.0
     report_timeout_s: float = 5.0
     seed: int | None = None
     lifeline_fd: int | None = None

@@ -1,7 +1,8 @@
 """One HTTP connection: uvicorn's, with bounds on what a client may send before it is looked at.
 
 Heads (and trailers) are limited in size, for the parser would collect them without end, and a
-connection that does not bring one is closed, for descriptors are few. Requests are
+connection that does not bring one is closed, for descriptors are few. So is one whose client stops
+in the middle of its request, or of reading the answer. Requests are
 not pipelined: behind one that is being answered, uvicorn stops reading, and would not notice that
 the client has gone; so the connection ends with that answer, and the client sends the rest anew.
 """
@@ -11,8 +12,11 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from longshore.deploy.gateway.http import OUTLET_KEY, ClientGone
+
 MAX_HEAD_BYTES: Final = 64 << 10
-HEAD_TIMEOUT_S: Final = 20.0
+REQUEST_TIMEOUT_S: Final = 20.0
+"""Without another byte of a request that has not come whole."""
 
 _TOO_LARGE: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
@@ -21,31 +25,70 @@ _TOO_LARGE: Final = (
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Counts what arrives between two parts of a request that the gateway gets to see."""
+    """Counts what arrives between two parts of a request that the gateway gets to see, and is the
+    `Outlet` of the answer.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    unread_timeout_s: how long a client may read nothing of what more than fills the connection.
+    """
+
+    def __init__(self, *args: Any, unread_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._unread_timeout_s = unread_timeout_s
         self._num_unseen_bytes = 0
         self._is_pipelined = False
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # resumes writing
 
-    def _await_head(self) -> None:
+    def _await_request(self) -> None:
         """The client has a while to say what it wants; then it makes room for others."""
         self._stop_waiting()
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+        self._request_timer = self.loop.call_later(REQUEST_TIMEOUT_S, self.transport.close)
 
     def _stop_waiting(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
+
+    @property
+    def is_writable(self) -> bool:
+        return not (self.flow.write_paused or self.transport.is_closing())
+
+    def write_part(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            raise ClientGone
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def until_read(self) -> None:
+        await self.flow.drain()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+        super().resume_writing()
+
+    def _watch_reader(self) -> None:
+        num_unread = self.transport.get_write_buffer_size()
+        self._reader_timer = self.loop.call_later(
+            self._unread_timeout_s, self._check_reader, num_unread
+        )
+
+    def _check_reader(self, num_unread: int) -> None:
+        if self.transport.get_write_buffer_size() < num_unread:
+            self._watch_reader()
+        else:
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._is_pipelined or self.transport.is_closing():
@@ -61,8 +104,9 @@ class BoundedConnection(HttpToolsProtocol):
             self._is_pipelined = True
             self.cycle.keep_alive = False
         if not self._is_pipelined:
-            self._await_head()
+            self._await_request()
             super().on_message_begin()
+            self.scope[OUTLET_KEY] = self  # type: ignore[typeddict-unknown-key]
 
     def on_url(self, url: bytes) -> None:
         if not self._is_pipelined:
@@ -75,15 +119,17 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._num_unseen_bytes = 0
         if not self._is_pipelined:
-            self._stop_waiting()
+            self._await_request()
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._num_unseen_bytes = 0
         if not self._is_pipelined:
+            self._await_request()
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._num_unseen_bytes = 0
         if not self._is_pipelined:
+            self._stop_waiting()
             super().on_message_complete()

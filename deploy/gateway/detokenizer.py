@@ -3,7 +3,7 @@
 A token's text depends on its neighbours (a character may be split over several byte tokens, the
 space before a word may be dropped at the start of a text), so the text of new tokens is the
 difference between two decodings of a short window: the tokens whose text was given out last, with
-and without the new ones.
+and without the new ones. Where tokens are bytes and nothing else, whole characters need no window.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,13 @@ MAX_SILENT_TOKENS: Final = 16
 
 
 class TokenDecoder(Protocol):
-    """What detokenizing needs of a tokenizer."""
+    """What detokenizing needs of a tokenizer.
+
+    is_bytewise: a text is its tokens' bytes one after the other, whatever stands beside them.
+    """
 
     special_token_ids: frozenset[int]
+    is_bytewise: bool
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -49,13 +53,19 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Sequence[int]) -> str:
         """The text that `token_ids` add, as far as its characters are complete."""
-        self._held += self._visible(token_ids)
+        visible = self._visible(token_ids)
+        if self._tokenizer.is_bytewise and not self._held and self._is_whole(self._shown_text):
+            text = self._tokenizer.decode(visible)
+            if text and self._is_whole(text):
+                self._shown, self._shown_text = visible, text
+                return text
+        self._held += visible
         if not self._held:
             return ""
         num_held = len(self._held)
         for num_shown in range(num_held, max(num_held - MAX_INCOMPLETE_TOKENS, 1) - 1, -1):
             text = self._decode_window(num_shown)
-            if not text.endswith(REPLACEMENT):
+            if self._is_whole(text):
                 return self._show(num_shown, text)
         if num_held <= MAX_INCOMPLETE_TOKENS:
             return ""
@@ -86,4 +96,10 @@ class IncrementalDetokenizer:
 
     def _visible(self, token_ids: Sequence[int]) -> list[int]:
         special = self._tokenizer.special_token_ids
+        if special.isdisjoint(token_ids):
+            return list(token_ids)
         return [token_id for token_id in token_ids if token_id not in special]
+
+    @staticmethod
+    def _is_whole(text: str) -> bool:
+        return not text.endswith(REPLACEMENT)

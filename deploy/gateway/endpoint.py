@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic
 
 import msgspec
@@ -190,17 +190,24 @@ async def stream(
     include_usage: bool,
 ) -> None:
     """The response begins with the first token, so that a refusal can still have its status."""
-    async for pieces in generation.pieces():
+
+
+    def show_at_once(take: Callable[[], Piece | None]) -> bool:
+        if not exchange.is_writable:
+            return False
+        if (piece := take()) is not None:
+            exchange.write_events(*map(_encode, writer.chunks(piece)))
+        return True
+
+    async for pieces in generation.pieces(show_at_once):
         if exchange.status is None:
             await exchange.start_stream()
-            for chunk in writer.first_chunks():
-                await exchange.send_event(_encode(chunk))
-        for piece in pieces:
-            for chunk in writer.chunks(piece):
-                await exchange.send_event(_encode(chunk))
+            await exchange.send_events(*map(_encode, writer.first_chunks()))
+        chunks = [_encode(chunk) for piece in pieces for chunk in writer.chunks(piece)]
+        await exchange.send_events(*chunks)
     if include_usage:
-        await exchange.send_event(_encode(writer.usage_chunk(generation.usage())))
-    await exchange.send_event(b"[DONE]")
+        await exchange.send_events(_encode(writer.usage_chunk(generation.usage())))
+    await exchange.send_events(b"[DONE]")
     await exchange.end_stream()
 
 

@@ -52,6 +52,7 @@ class EngineClient:
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._channel: Channel[ToEngine, ToClient] = Channel(socket, ToClient)
         self._requests = LiveRequests()
+        self._steps: list[EngineOutputs] = []  # received and not handed out
         self._on_stats = on_stats
         self._why_stopped = why_stopped
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
@@ -145,7 +146,7 @@ class EngineClient:
         for message in self._channel.drain():
             match message:
                 case EngineOutputs():
-                    self._requests.apply(message)
+                    self._steps.append(message)
                     if message.stats is not None:
                         self._on_stats(message.stats)
                 case EngineReport():
@@ -164,6 +165,13 @@ class EngineClient:
                     self._engine_ended(reason)
                 case _:
                     assert_never(message)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """All that has arrived at once: a request that got tokens in several steps while the
+        gateway was busy shows them together."""
+        steps, self._steps = self._steps, []
+        self._requests.apply(*steps)
 
     def _disconnected(self) -> None:
         while self._monitor.poll(0):
@@ -177,6 +185,7 @@ class EngineClient:
     def _die(self, death: EngineDead) -> None:
         if self.death is not None:
             return
+        self._hand_out()
         self.death = death
         logger.error("%s; %d live requests are lost", self.death, len(self._requests))
         self._requests.fail_all(self.death)

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import msgspec
 
@@ -91,6 +92,10 @@ class Piece(msgspec.Struct, frozen=True):
     prompt: AnsweredPrompt | None = None
 
 
+ShowAtOnce: TypeAlias = Callable[[Callable[[], Piece | None]], bool]
+"""Is given how to take what an answer has grown by. False: that was not taken, it has to wait."""
+
+
 class Generation:
     """All answers of one HTTP request. As a context manager it aborts what is live at its end.
 
@@ -108,10 +113,13 @@ class Generation:
         self._client = client
         self._metrics = metrics
         self._changed = asyncio.Event()
+        self._is_awaited = False
+        self._show_at_once: ShowAtOnce | None = None
+        self._failure: Exception | None = None
         self._num_prompt_tokens = sum(map(len, spec.prompts))
         samples = sample_params(spec.sampling, spec.num_samples)
         self._answers = [
-            _Answer(index, spec, sampling, client, tokenizer, metrics, self._changed)
+            _Answer(index, spec, sampling, client, tokenizer, metrics, self._on_growth)
             for index, sampling in enumerate(samples * len(spec.prompts))
         ]
         metrics.prompt_tokens.inc(self._num_prompt_tokens)
@@ -143,21 +151,46 @@ class Generation:
         for answer in started:
             answer.count_end()
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
+    async def pieces(
+        self, show_at_once: ShowAtOnce | None = None
+    ) -> AsyncIterator[list[Piece]]:
         """What has grown since the last time, until all answers have ended. Without `is_stream`
         an answer is one piece.
 
+        show_at_once: is asked, while the next pieces are awaited, to show what is not the last of
+        an answer; waking a task for every token costs more than all else that is done for it.
         Raises ApiError when the engine fails or refuses.
         """
+        self._show_at_once = show_at_once
         unfinished = list(self._answers)
         while in_flight := unfinished[: self._spec.max_in_flight]:
+            self._is_awaited = True
             await self._changed.wait()
+            self._is_awaited = False
             self._changed.clear()
+            if self._failure is not None:
+                raise self._failure
             pieces = [piece for answer in in_flight if (piece := answer.take()) is not None]
             unfinished = [answer for answer in unfinished if not answer.is_complete]
             self._submit(unfinished[: self._spec.max_in_flight])
             if pieces:
                 yield pieces
+
+    def _on_growth(self, answer: "_Answer") -> None:
+        if self._can_show(answer):
+            return
+        self._changed.set()
+
+    def _can_show(self, answer: "_Answer") -> bool:
+        """Whether what it has grown by was shown at once."""
+        is_idle = self._is_awaited and not self._changed.is_set()
+        if self._show_at_once is None or not is_idle or not answer.is_growing:
+            return False
+        try:
+            return self._show_at_once(answer.take)
+        except Exception as error:  # is this request's alone
+            self._failure = error
+            return False
 
     def usage(self) -> Usage:
         """Of all answers, once they have ended."""
@@ -172,7 +205,7 @@ class Generation:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Growth:
     """The next piece of an answer."""
 
@@ -193,7 +226,7 @@ class _Answer:
         client: Engines,
         tokenizer: TokenDecoder | None,
         metrics: GatewayMetrics,
-        changed: asyncio.Event,
+        on_growth: Callable[["_Answer"], None],
     ) -> None:
         self.index = index
         self._spec = spec
@@ -203,14 +236,19 @@ class _Answer:
         self._text = None if tokenizer is None else AnswerText(tokenizer, self._prompt, spec.stops)
         self._client = client
         self._metrics = metrics
-        self._changed = changed
+        self._on_growth = on_growth
         self._last_token_s: float | None = None
         self._submitted_s = 0.0
         self._first_token_s: float | None = None  # after that
         self._num_seen = 0
         self._growth = _Growth()
+        self._is_stopped = False  # by a text; what the engine does until it knows is nobody's
         self.live: LiveRequest | None = None
         self.is_complete = False
+
+    @property
+    def is_growing(self) -> bool:
+        return self.live is not None and self.live.is_live and not self._is_stopped
 
     @property
     def end(self) -> FinishedRequest | None:
@@ -240,10 +278,10 @@ class _Answer:
         if num_tokens:
             self._num_seen += num_tokens
             self._measure(num_tokens)
+        if self._spec.is_stream or not self.live.is_live:
+            self._on_growth(self)
         if self._spec.stops.texts:
             self._absorb()  # at once: what comes behind a stop is computed for nothing
-        if self._spec.is_stream or not self.live.is_live:
-            self._changed.set()
 
     def _measure(self, num_tokens: int) -> None:
         now_s = time.perf_counter()
@@ -251,8 +289,10 @@ class _Answer:
         if self._last_token_s is None:
             metrics.time_to_first_token_s.observe(now_s - self._spec.arrived_s)
             self._first_token_s = now_s - self._submitted_s
+            metrics.inter_token_latency_s.observe(0.0, num_tokens - 1)  # came with the first
         else:
-            metrics.inter_token_latency_s.observe((now_s - self._last_token_s) / num_tokens)
+            gap_s = (now_s - self._last_token_s) / num_tokens
+            metrics.inter_token_latency_s.observe(gap_s, num_tokens)
         self._last_token_s = now_s
         metrics.generated_tokens.inc(num_tokens)
 
@@ -262,7 +302,7 @@ class _Answer:
         if live.failure is not None and not self._is_stopped:
             if not (self._spec.is_stream and self._growth.token_ids):
                 raise unavailable(str(live.failure))
-            self._changed.set()  # first what came before it
+            self._on_growth(self)  # first what came before it
         elif live.is_live and not self._spec.is_stream:
             return None
         self.is_complete = not live.is_live and (end is not None or self._is_stopped)
@@ -283,30 +323,26 @@ class _Answer:
         """What has come belongs to the next piece."""
         live, growth = self.live, self._growth
         assert live is not None
+        if live.is_live and not live.new_token_ids:
+            return live
         is_first = live.num_taken == 0
         token_ids = live.take_token_ids()
         self._num_seen = 0
         if is_first and token_ids:
             growth.prompt = self._answered_prompt(live)
         scores = [] if self._sampling.logprobs is None else live.take_scores(len(token_ids))
-        was_stopped = self._is_stopped
-        if was_stopped:
+        if self._is_stopped:
             return live
         num_before = 0 if self._text is None else self._text.num_tokens
         growth.text += self._text_of(token_ids)
-        if self._is_stopped:
-            assert self._text is not None
+        if self._text is not None and self._text.is_stopped:
+            self._is_stopped = True
             num_kept = self._text.num_tokens - num_before
             token_ids, scores = token_ids[:num_kept], scores[:num_kept]
             self._client.stop(live, self._text.num_tokens)
         growth.token_ids += token_ids
         growth.scores += scores
         return live
-
-    @property
-    def _is_stopped(self) -> bool:
-        """By a text; what the engine does until it knows is nobody's."""
-        return self._text is not None and self._text.is_stopped
 
     @property
     def _end_reason(self) -> FinishReason:

@@ -39,9 +39,9 @@ class HotHistogram:
         self._sum = 0.0
         registry.register(self)
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
 
     def collect(self) -> Iterable[Metric]:
         buckets = bucket_samples(self._bounds, self._counts)

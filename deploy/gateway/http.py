@@ -5,8 +5,9 @@ at once, also if it has nothing to send at that moment.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
-from typing import Final
+from typing import Final, Protocol
 
 from starlette.types import Receive, Scope, Send
 
@@ -21,8 +22,29 @@ _STREAM_HEADERS: Final = (
 )
 
 
+OUTLET_KEY: Final = "longshore.outlet"
+"""Where a scope has its connection's `Outlet`."""
+
+
 class ClientGone(Exception):
     """The client closed the connection before the answer was complete."""
+
+
+class Outlet(Protocol):
+    """A connection, for parts of a response that has begun: a token costs a good part of what
+    handing it through ASGI's `send` does.
+
+    is_writable: the client is there and reads what it gets.
+    """
+
+    @property
+    def is_writable(self) -> bool: ...
+
+    def write_part(self, data: bytes) -> None:
+        """Never blocks, and does not look whether it should. Raises ClientGone."""
+
+    async def until_read(self) -> None:
+        """Until the client has read enough of what was written, or has gone."""
 
 
 class Exchange:
@@ -33,6 +55,7 @@ class Exchange:
         self.status: int | None = None
         self._receive = receive
         self._send = send
+        self._outlet: Outlet = scope[OUTLET_KEY]
 
     async def read_body(self, max_bytes: int, setting: str) -> bytes:
         """The whole body. Raises ApiError 413, naming the setting that limits it, as soon as it is
@@ -92,17 +115,30 @@ class Exchange:
         if self.status is None:
             await self.send_json(error.json(), error.status, error.headers)
         else:
-            await self.send_event(error.json())
-            await self.end_stream()
+            with contextlib.suppress(ClientGone):
+                await self.send_events(error.json())
+                await self.end_stream()
 
     async def start_stream(self) -> None:
         """Status 200; events follow."""
         await self._start(200, _STREAM_HEADERS)
 
-    async def send_event(self, data: bytes) -> None:
-        """One server-sent event; waits while the client reads too slowly."""
-        body = b"data: " + data + b"\n\n"
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+    async def send_events(self, *events: bytes) -> None:
+        """Server-sent events, by their data; waits while the client reads too slowly."""
+        self.write_events(*events)
+        if not self._outlet.is_writable:
+            await self._outlet.until_read()
+
+    @property
+    def is_writable(self) -> bool:
+        """The response has begun and the client keeps up with it, so that `write_events` is as good
+        as `send_events`."""
+        return self.status is not None and self._outlet.is_writable
+
+    def write_events(self, *events: bytes) -> None:
+        """Server-sent events, however slowly the client reads. Raises ClientGone."""
+        if events:
+            self._outlet.write_part(b"".join([b"data: %b\n\n" % data for data in events]))
 
     async def end_stream(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})

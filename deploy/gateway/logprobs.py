@@ -70,7 +70,7 @@ class LogprobsWriter:
         if self._tokenizer is None:
             return f"token_id:{token_id}"
         one = self._tokenizer.decode([token_id])
-        if REPLACEMENT in one:
+        if self._tokenizer.is_bytewise or REPLACEMENT in one:
             return one
         # Some tokenizers drop the space before a text's first word: look at the second one.
         return self._tokenizer.decode([token_id, token_id]).removeprefix(one) or one

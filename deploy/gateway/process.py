@@ -110,7 +110,7 @@ class GatewayProcess:
         self._server = _Server(
             uvicorn.Config(
                 self._gateway.app,
-                http=BoundedConnection,
+                http=partial(BoundedConnection, unread_timeout_s=config.unread_timeout_s),
                 ws="none",
                 lifespan="off",
                 log_config=None,

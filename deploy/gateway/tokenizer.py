@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 
 from longshore.deploy.gateway.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from longshore.deploy.json_file import read_json_object, read_text
@@ -20,6 +21,7 @@ class ModelTokenizer:
     """tokenizer.json of a model folder. Thread-safe: the library holds no state between calls.
 
     added_tokens: ids of the tokens beside the vocabulary's words, special ones among them.
+    is_bytewise: see TokenDecoder.
     """
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate) -> None:
@@ -30,6 +32,8 @@ class ModelTokenizer:
         added = tokenizer.get_added_tokens_decoder().items()
         self.added_tokens = {token.content: token_id for token_id, token in added}
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
+        self.is_bytewise = isinstance(tokenizer.decoder, ByteLevel)
+        self._texts: dict[int, str] = {}  # of single tokens, as they come
 
     def encode(self, text: str) -> list[int]:
         """A plain prompt: with the special tokens that the model's text begins with."""
@@ -41,7 +45,13 @@ class ModelTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Ids that the vocabulary does not hold have no text."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        if len(token_ids) != 1:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        (token_id,) = token_ids
+        if (text := self._texts.get(token_id)) is None:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+            self._texts[token_id] = text
+        return text
 
 
 def load_tokenizer(

@@ -65,6 +65,7 @@ def test_ids_outside_the_vocabulary_are_named(sampling: SamplingParams, words: s
 
 class Decoder:
     special_token_ids: frozenset[int] = frozenset()
+    is_bytewise = False
 
     def __init__(self, tokenizer: "object") -> None:
         self._tokenizer = tokenizer

@@ -65,7 +65,7 @@ async def test_endless_head_is_cut_off(
 async def test_connection_that_asks_for_nothing_makes_room(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connection, "REQUEST_TIMEOUT_S", 0.1)
     async with start_gateway() as gateway:
         assert await exchange(gateway, said) == b""
 

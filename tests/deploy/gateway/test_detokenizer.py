@@ -109,6 +109,7 @@ def test_special_tokens_have_no_text() -> None:
 def test_cost_of_a_token_does_not_grow_with_the_text() -> None:
     class CountingDecoder:
         special_token_ids: frozenset[int] = frozenset()
+        is_bytewise = False
         num_decoded = 0
 
         def decode(self, token_ids: Sequence[int]) -> str:

@@ -1,0 +1,208 @@
+"""What stands on both sides of a gateway that is measured: an engine that computes nothing, and
+clients that read streams as cheaply as one can."""
+
+import json
+import select
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import zmq
+
+from longshore.protocol.arrays import int32_array
+from longshore.protocol.channel import Endpoint, ServerChannel, open_socket
+from longshore.protocol.client import AbortRequests, AddRequest, EngineOutputs, FinishReason
+from longshore.protocol.client import FinishedRequest as End
+from longshore.protocol.handshake import (
+    ClientHello,
+    EngineIdentity,
+    EngineReady,
+    ToClient,
+    ToEngine,
+)
+from longshore.protocol.results import TokenLogprobs
+
+IDENTITY: Final = EngineIdentity(
+    model_fingerprint="none",
+    dtype="float32",
+    block_size=16,
+    max_model_len=1 << 20,
+    max_num_seqs=4096,
+    max_num_batched_tokens=1 << 20,
+    hash_seed_digest="none",
+)
+STRIDE: Final = 37
+"""Stream i begins so many tokens behind stream i - 1 in the list that all of them repeat."""
+NUM_LISTED: Final = 3
+CHUNK_BYTES: Final = 1 << 16
+
+
+class Job(msgspec.Struct, frozen=True):
+    """So many steps, one message each; then, if asked, the ends of all requests.
+
+    steps_per_s: None: as fast as they can be sent.
+    """
+
+    num_streams: int
+    num_steps: int
+    steps_per_s: float | None = None
+    ends: bool = False
+
+
+def run_engine(endpoint: Endpoint, token_ids: Sequence[int], jobs: Connection) -> None:
+    """Carry out a `Job` at a time, and answer with the times at which its steps were sent, on the
+    clock of `perf_counter`. Ends with the connection. Requests tell with their seed which they are.
+    """
+    engine = _Engine(endpoint, np.array(token_ids, np.int32))
+    while True:
+        if jobs.poll(0.02):
+            try:
+                job = jobs.recv()
+            except EOFError:
+                return
+            jobs.send(engine.carry_out(job))
+        engine.take_requests()
+
+
+class _Engine:
+    def __init__(self, endpoint: Endpoint, token_ids: np.ndarray[Any, Any]) -> None:
+        socket = open_socket(zmq.Context.instance(), zmq.ROUTER, endpoint, bind=True)
+        self._channel: ServerChannel[ToClient, ToEngine] = ServerChannel(socket, ToEngine)
+        self._token_ids = token_ids
+        self._live: dict[int, AddRequest] = {}
+        self._step = 0
+
+    def take_requests(self) -> None:
+        while (received := self._channel.receive()) is not None:
+            self._peer, message = received
+            match message:
+                case ClientHello():
+                    self._send(EngineReady("engine-0.1", IDENTITY, num_blocks=1 << 20))
+                case AddRequest():
+                    self._live[message.handle] = message
+                case AbortRequests(handles):
+                    for handle in handles.tolist():
+                        self._live.pop(handle, None)
+
+    def _send(self, message: ToClient) -> None:
+        assert self._channel.send(self._peer, message)
+
+    def carry_out(self, job: Job) -> list[float]:
+        while len(self._live) != job.num_streams:
+            self.take_requests()
+            time.sleep(0.001)
+        if job.ends:
+            ends = (End(each, FinishReason.LENGTH_CAPPED, self._step) for each in self._live)
+            self._send(EngineOutputs(finished=tuple(ends)))
+            self._live.clear()
+            self._step = 0
+            return []
+        handles = np.fromiter(self._live, np.int32, len(self._live))
+        starts = np.array([(each.sampling.seed or 0) * STRIDE for each in self._live.values()])
+        scored = handles if next(iter(self._live.values())).sampling.logprobs else None
+        sent_s = []
+        begun_s = time.perf_counter()
+        for index in range(job.num_steps):
+            if job.steps_per_s is not None:
+                time.sleep(max(begun_s + index / job.steps_per_s - time.perf_counter(), 0))
+            tokens = self._token_ids[(starts + self._step) % len(self._token_ids)]
+            scores = None if scored is None else self._scores(scored, tokens)
+            sent_s.append(time.perf_counter())
+            self._send(EngineOutputs(handles, tokens, scores))
+            self._step += 1
+        return sent_s
+
+    def _scores(
+        self, handles: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any]
+    ) -> TokenLogprobs:
+        num = len(handles)
+        prompts = [len(each.prompt_token_ids) for each in self._live.values()]
+        listed = np.stack([tokens, tokens, np.roll(tokens, 1)], axis=1).reshape(-1)
+        return TokenLogprobs(
+            owners=handles,
+            positions=int32_array(np.array(prompts) + self._step),
+            ranks=np.ones(num, np.int32),
+            num_listed=np.full(num, NUM_LISTED, np.int32),
+            token_ids=listed,
+            logprobs=np.linspace(-4, -1, NUM_LISTED * num, dtype=np.float32),
+        )
+
+
+class Streams:
+    """Streamed answers, each on a connection of its own. Their bytes are counted, not looked at; of
+    the first `num_probes` what each chunk says, and when it came.
+
+    arrivals: by probe, (time on the clock of `perf_counter`, characters of text so far).
+    num_events: of all streams.
+    """
+
+    def __init__(
+        self, port: int, path: str, bodies: Sequence[dict[str, Any]], num_probes: int
+    ) -> None:
+        self._epoll = select.epoll()
+        self._sockets: dict[int, socket.socket] = {}
+        self._probes: dict[int, tuple[list[tuple[float, int]], bytearray]] = {}
+        self.arrivals: list[list[tuple[float, int]]] = []
+        self.num_events = 0
+        for body in bodies:
+            self._open(port, path, json.dumps(body).encode(), len(self.arrivals) < num_probes)
+
+    def _open(self, port: int, path: str, body: bytes, is_probe: bool) -> None:
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        connection.setblocking(False)
+        self._sockets[connection.fileno()] = connection
+        self._epoll.register(connection, select.EPOLLIN)
+        if is_probe:
+            self.arrivals.append([])
+            self._probes[connection.fileno()] = self.arrivals[-1], bytearray()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._sockets)
+
+    def read(self, timeout_s: float) -> bool:
+        """What has come; False if nothing did. Raises RuntimeError if a probe is refused."""
+        ready = self._epoll.poll(timeout_s)
+        now_s = time.perf_counter()
+        for descriptor, _ in ready:
+            data = self._sockets[descriptor].recv(CHUNK_BYTES)
+            if not data:
+                self._sockets.pop(descriptor).close()
+                continue
+            self.num_events += data.count(b"data: ")
+            if descriptor in self._probes:
+                self._look(*self._probes[descriptor], data, now_s)
+        return bool(ready)
+
+    def _look(
+        self, arrivals: list[tuple[float, int]], rest: bytearray, data: bytes, now_s: float
+    ) -> None:
+        rest += data
+        if not arrivals and not rest.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(rest.decode())
+        *whole, last = rest.split(b"\n\n")
+        rest[:] = last
+        num_characters = arrivals[-1][1] if arrivals else 0
+        for event in whole:
+            _, _, said = event.partition(b"data: ")
+            if said and said != b"[DONE]":
+                num_characters += sum(map(len, _texts(json.loads(said))))
+        arrivals.append((now_s, num_characters))
+
+    def close(self) -> None:
+        for connection in self._sockets.values():
+            connection.close()
+        self._epoll.close()
+
+
+def _texts(chunk: dict[str, Any]) -> Iterator[str]:
+    for choice in chunk["choices"]:
+        yield choice["text"] if "text" in choice else choice["delta"].get("content", "")
