@@ -40,7 +40,6 @@ from longshore.protocol.lifeline import Failed, Lifeline, Progress, Ready, stop_
 logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 1
-ENGINE: Final = "0"  # its name in metrics
 
 
 def main(argv: Sequence[str]) -> int:
@@ -104,7 +103,7 @@ class GatewayProcess:
             number=config.number,
             num_gateways=max(1, len(config.siblings)),
             seed=config.seed,
-            on_stats=partial(self._gateway.metrics.observe_scheduler, ENGINE),
+            on_stats=self._gateway.metrics.observe_scheduler,
             why_stopped=partial(read_death_note, self._runtime_dir),
         )
         self._server = _Server(
