@@ -34,6 +34,9 @@ async def gateways(
             siblings.close()
 
 
+OF_ENGINES = ("longshore_scheduler_", "longshore_worker_")
+
+
 def metrics_of(*, num_answers: int, running: int) -> GatewayMetrics:
     metrics = GatewayMetrics()
     metrics.responses.labels("/v1/a {b} c", "200").inc(num_answers)
@@ -66,12 +69,12 @@ def test_merged_metrics_name_the_gateway_and_have_those_of_engines_once() -> Non
     alone = {number: samples(texts[number]) for number in (0, 2)}
     assert merged.keys() == {
         *(("longshore_gateway_up", (("gateway", str(number)),)) for number in range(3)),
-        *(key for key in alone[2] if "scheduler" in key[0]),
+        *(key for key in alone[2] if key[0].startswith(OF_ENGINES)),
         *(
             (name, tuple(sorted([*labels, ("gateway", str(number))])))
             for number, own in alone.items()
             for name, labels in own
-            if "scheduler" not in name
+            if not name.startswith(OF_ENGINES)
         ),
     }
     assert merged["longshore_scheduler_running_requests", (("engine", "1"),)] == 7
