@@ -29,7 +29,7 @@ from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.results import ModelRunnerOutput, TransferReport, WorkerFailed
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 """Raised by every change of a message; both sides must run the same one."""
 
 

@@ -162,7 +162,7 @@ class Worker:
     @property
     def features(self) -> tuple[Feature, ...]:
         """What it does beyond plain text."""
-        return (Feature.MULTIMODAL,) if self.model_config.max_encoder_tokens else ()
+        return (Feature.MULTIMODAL if self.model_config.max_encoder_tokens else Feature.POOLING,)
 
     def make_cache(self, config: KVCacheConfig) -> kv_cache.KVCache:
         """A cache of this rank's layers, for its model and device."""

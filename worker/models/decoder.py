@@ -161,12 +161,17 @@ class Decoder(ABC):
         assert self.embedding is not None, "only the first stage embeds"
         return self.embedding(token_ids)
 
+    def last_norm(self, hidden: Tensor) -> Tensor:
+        """hidden: (n, hidden_size) from `forward` of the last stage -> what vectors are pooled of,
+        the same shape."""
+        assert self.norm is not None, "only the last stage has a norm and a head"
+        return self.norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (n, hidden_size) from `forward` of the last stage -> (n, vocab_size) float32, the
         same on all its shards, each of which must call this."""
-        assert self.norm is not None, "only the last stage has a head"
         assert self.head is not None
-        logits = self.head(self.norm(hidden))
+        logits = self.head(self.last_norm(hidden))
         scale, cap = self.config.logit_scale, self.config.logit_softcap
         if scale != 1.0:
             logits.mul_(scale)
