@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from longshore.protocol.arrays import int32_array
 from longshore.protocol.client import FinishReason
 from longshore.protocol.inputs import PoolingParams
 from tests.models import make_tiny_model
@@ -26,8 +27,9 @@ def reference_vector(
     model: Any, prompt: Sequence[int], pooling: PoolingParams
 ) -> npt.NDArray[np.float64]:
     """Of the hidden states that transformers computes."""
+    body = model.backbone if hasattr(model, "backbone") else model.model
     with torch.inference_mode():
-        states = model.base_model(torch.tensor([list(prompt)])).last_hidden_state[0].double()
+        states = body(torch.tensor([list(prompt)])).last_hidden_state[0].double()
     of_kind = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}
     vector = of_kind[pooling.kind][: pooling.dimensions]
     return (vector / vector.norm() if pooling.normalize else vector).numpy()
@@ -134,7 +136,7 @@ def test_an_aborted_row_leaves_nothing_in_the_vector_of_the_next(llama: tuple[Pa
     with ServedModel(path, num_tokens=1, max_num_batched_tokens=16) as served:
         served.add(prompt_of(90, seed=1), pooling=pooling)
         served.step()
-        served.scheduler.abort_requests([0], client=CLIENT, now=0.0)
+        served.scheduler.abort_requests(CLIENT, int32_array([0]), 0.0)
         prompt = prompt_of(50, seed=2)
         served.add(prompt, pooling=pooling)
         served.answers([])
