@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from longshore.deploy.gateway.chat import ChatEndpoint
 from longshore.deploy.gateway.completions import CompletionsEndpoint
+from longshore.deploy.gateway.embeddings import EmbeddingsEndpoint
 from longshore.deploy.gateway.endpoint import Endpoint, Service
 from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
 from longshore.deploy.gateway.front_door import FrontDoor
@@ -45,6 +46,7 @@ class Gateway:
         self._endpoints: tuple[Endpoint, ...] = (
             CompletionsEndpoint(self.metrics),
             ChatEndpoint(self.metrics),
+            EmbeddingsEndpoint(self.metrics),
             TranscriptionsEndpoint(self.metrics),
             TranslationsEndpoint(self.metrics),
             TokenizeEndpoint(self.metrics),

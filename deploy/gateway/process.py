@@ -154,6 +154,7 @@ class GatewayProcess:
                 speech,
                 config.max_audio_bytes,
                 config.max_audio_s,
+                config.embedding,
             )
         )
         # What exists now lives as long as the process; the collector need not visit it.
