@@ -239,7 +239,7 @@ def test_llm_embeds_texts_and_token_ids(in_process: bool, tiny_model: tuple[Path
     ],
     ids=["2 shards", "2 stages", "shared context"],
 )
-def test_several_ranks_give_the_vectors_of_one_chunked_and_preempted(
+def test_several_ranks_give_the_vectors_of_one(
     layout: dict[str, Any], tmp_path: Path
 ) -> None:
     layout = dict(layout)
