@@ -25,12 +25,14 @@ _MODE_PREFIX: Final = "pooling_mode_"
 class EmbeddingModel(msgspec.Struct, frozen=True):
     """size:    elements of a vector.
     kind, normalize: unless a request says else; see PoolingParams.
+    is_only: the model has no output head: it gives vectors and no tokens.
     problem: why the folder's own way is not computed here; None: it is.
     """
 
     size: int
     kind: PoolingKind = "last"
     normalize: bool = True
+    is_only: bool = False
     problem: str | None = None
 
     def pooling(
@@ -53,11 +55,12 @@ class EmbeddingModel(msgspec.Struct, frozen=True):
         )
 
 
-def read_embedding_model(model_dir: Path, size: int) -> EmbeddingModel:
+def read_embedding_model(model_dir: Path, size: int, *, is_only: bool = False) -> EmbeddingModel:
     """size: of the model's hidden states. Raises ConfigError for files that make no sense."""
+    default = EmbeddingModel(size, is_only=is_only)
     file = model_dir / MODULES_FILE
     if not file.exists():
-        return EmbeddingModel(size)
+        return default
     kind: PoolingKind | None = None
     normalize = False
     for name, path in _modules(file):
@@ -70,22 +73,21 @@ def read_embedding_model(model_dir: Path, size: int) -> EmbeddingModel:
                 config = model_dir / path / "config.json"
                 modes = _pooling_modes(read_json_object(config))
                 if len(modes) != 1 or modes[0] not in _MODES:
-                    wanted = ", ".join(modes) or "nothing"
-                    return EmbeddingModel(
-                        size,
-                        problem=f"{config} pools {wanted}; computed are the mean, the last token "
-                        "and the first (cls), one of them",
+                    problem = (
+                        f"{config} pools {', '.join(modes) or 'nothing'}; computed are the mean, "
+                        "the last token and the first (cls), one of them"
                     )
+                    return msgspec.structs.replace(default, problem=problem)
                 kind = _MODES[modes[0]]
             case _:
-                return EmbeddingModel(
-                    size,
-                    problem=f"{file} has a module {name} that is not computed here; without it "
-                    "the vectors would not be the model's",
+                problem = (
+                    f"{file} has a module {name} that is not computed here; without it the vectors "
+                    "would not be the model's"
                 )
+                return msgspec.structs.replace(default, problem=problem)
     if kind is None:
         raise ConfigError(f"{file} names no Pooling module, so its model gives no vectors")
-    return EmbeddingModel(size, kind, normalize)
+    return msgspec.structs.replace(default, kind=kind, normalize=normalize)
 
 
 def _modules(file: Path) -> list[tuple[str, str]]:

@@ -204,7 +204,7 @@ class LLM:
         dimensions: leading elements to keep.
         Other arguments and errors as in `generate`.
         """
-        self._check_takes(text=True)
+        self._check_takes(text=True, vectors=True)
         assert self._model.embedding is not None
         pooling = self._model.embedding.pooling(
             kind=kind, normalize=normalize, dimensions=dimensions
@@ -214,14 +214,18 @@ class LLM:
             self._run(answers, bar)
         return [embedding_output(answer) for answer in answers]
 
-    def _check_takes(self, *, text: bool) -> None:
-        """Raise EngineDead if it is closed, ValueError if the model takes the other."""
+    def _check_takes(self, *, text: bool, vectors: bool = False) -> None:
+        """Raise EngineDead if it is closed, ValueError if the model takes the other, or gives
+        vectors alone."""
         if not self._finalizer.alive:
             raise EngineDead("this LLM has been closed")
         if text and self._speech is not None:
             raise ValueError(f"{self._model.name} turns audio into text: use LLM.transcribe")
         if not text and self._speech is None:
             raise ValueError(f"{self._model.name} takes text, no audio: use LLM.generate")
+        embedding = self._model.embedding
+        if not vectors and embedding is not None and embedding.is_only:
+            raise ValueError(f"{self._model.name} has no output head: use LLM.embed")
 
     def beam_search(
         self,

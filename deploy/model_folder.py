@@ -96,6 +96,7 @@ def read_model_folder(name: str | Path) -> ModelFolder:
     if eos is None:
         eos = config.get("eos_token_id")
     audio = _audio_input(model)
+    embedding = read_embedding_model(path, model.hidden_size, is_only=not model.has_head)
     return ModelFolder(
         path=path.resolve(),
         name=model_name(name),
@@ -104,7 +105,7 @@ def read_model_folder(name: str | Path) -> ModelFolder:
         eos_token_ids=_token_ids(eos, path),
         checkpoint_dtype=model.dtype,
         sampling_defaults=_sampling_defaults(generation, path),
-        embedding=None if audio else read_embedding_model(path, model.hidden_size),
+        embedding=None if audio else embedding,
         audio=audio,
     )
 

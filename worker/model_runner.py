@@ -248,10 +248,11 @@ class ModelRunner:
         *,
         encoded: Sequence[EncoderInput] = (),
     ) -> None:
+        samples = slice(None if self._device_state.model.config.has_head else 0)
         completion = self._launch(
             batch,
-            sampled_rows=np.sort(batch.rows),
-            sampled_positions=batch.ends,
+            sampled_rows=np.sort(batch.rows)[samples],
+            sampled_positions=batch.ends[samples],
             encoded=encoded,
             prepare=prepare,
         )

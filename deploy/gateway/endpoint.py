@@ -137,6 +137,12 @@ class GenerationEndpoint(Endpoint, Generic[RequestT]):
                 f"or /v1/audio/translations; {self.path} is for models that take text",
                 param="model",
             )
+        if service.embedding is not None and service.embedding.is_only:
+            raise invalid(
+                f"{service.model_name} has no output head and gives vectors alone: send it to "
+                f"/v1/embeddings; {self.path} is for models that generate text",
+                param="model",
+            )
         request = parse_request(self.request_type, body)
         check_model(request.model, service)
         request_id = request_id_of(exchange.scope, self.id_prefix)

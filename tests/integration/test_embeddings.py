@@ -239,9 +239,7 @@ def test_llm_embeds_texts_and_token_ids(in_process: bool, tiny_model: tuple[Path
     ],
     ids=["2 shards", "2 stages", "shared context"],
 )
-def test_several_ranks_give_the_vectors_of_one(
-    layout: dict[str, Any], tmp_path: Path
-) -> None:
+def test_several_ranks_give_the_vectors_of_one(layout: dict[str, Any], tmp_path: Path) -> None:
     layout = dict(layout)
     overrides = {"num_key_value_heads": 1} if layout.pop("family", None) else {}
     reference = make_tiny_model("Llama", tmp_path, **overrides)
@@ -263,3 +261,43 @@ def test_several_ranks_give_the_vectors_of_one(
             outputs = llm.embed(as_given, kind=kind, progress=False)
             for prompt, output in zip(prompts, outputs, strict=True):
                 assert_close(output.embedding, vector_of(reference, prompt, kind))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A decoder without an output head, as embedding models are saved."""
+    whole = make_tiny_model("Qwen3", tmp_path_factory.mktemp("whole"), head_dim=16)
+    path = tmp_path_factory.mktemp("bare")
+    whole.model.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3Model"]
+    return path, whole
+
+
+def test_a_decoder_without_a_head_gives_vectors_and_refuses_the_rest(
+    bare: tuple[Path, Any], start_deployment: StartDeployment
+) -> None:
+    path, reference = bare
+    url = start_deployment(model_dir=path).wait_until_ready().url
+    ids = list(range(5, 60))
+    (item,) = post(url, {"input": ids})["data"]
+    assert_close(item["embedding"], vector_of(reference, ids))
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        (served,) = client.models.list().data
+        with pytest.raises(openai.BadRequestError, match="no output head and gives vectors alone"):
+            client.completions.create(model=served.id, prompt=ids)
+
+
+def test_llm_of_a_decoder_without_a_head_embeds_with_every_layout(bare: tuple[Path, Any]) -> None:
+    path, reference = bare
+    ids = list(range(5, 60))
+    for layout in (
+        {"in_process": True},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+    ):
+        with LLM(path, **SETTINGS, **layout) as llm:
+            (output,) = llm.embed({"prompt_token_ids": ids}, progress=False)
+            assert_close(output.embedding, vector_of(reference, ids))
+            with pytest.raises(ValueError, match=r"no output head: use LLM\.embed"):
+                llm.generate({"prompt_token_ids": ids})

@@ -22,12 +22,12 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation, rotary_table
 from longshore.worker.layers.stored_tensor import StoredTensors
+from longshore.worker.loadable import HEAD
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.parallel import ALONE, Parallel
 
 EMBEDDINGS: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
-HEAD: Final = "lm_head.weight"
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -97,7 +97,8 @@ class Decoder(ABC):
         self.head: OutputHead | None = None
         if last:
             self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps, self._placement)
-            self.head = OutputHead(*size, tied_to=self.embedding if is_tied else None)
+            if config.has_head:
+                self.head = OutputHead(*size, tied_to=self.embedding if is_tied else None)
 
     @abstractmethod
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
