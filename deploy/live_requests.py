@@ -19,7 +19,7 @@ from longshore.protocol.client import (
     StopFound,
 )
 from longshore.protocol.errors import EngineDead
-from longshore.protocol.inputs import MultimodalFeature
+from longshore.protocol.inputs import MultimodalFeature, PoolingParams
 from longshore.protocol.sampling import SamplingParams
 
 SEED_BITS = 63
@@ -124,11 +124,13 @@ class LiveRequests:
         num_primed: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         skips_reading: bool = False,
+        pooling: PoolingParams | None = None,
     ) -> tuple[LiveRequest, AddRequest]:
         """A new request, and the message that queues it.
 
         fork_of:      it begins with the KV of this one.
         keeps_blocks: at its end it keeps its KV for others to fork, until it is aborted.
+        pooling:      it ends with a vector, and without tokens.
         skips_reading: it finds nothing in the prefix cache.
         num_primed:   so many tokens at the prompt's end are sent as output that was there before,
                       which limits and bad words of `sampling` look at and the answer leaves out.
@@ -152,6 +154,7 @@ class LiveRequests:
             keeps_blocks=keeps_blocks,
             trace_headers=dict(trace_headers) if trace_headers else None,
             skip_reading_prefix_cache=skips_reading,
+            pooling=pooling,
             fork_of=None if fork_of is None else fork_of.handle,
         )
         self._by_handle[handle] = live

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import operator
 import os
 import sys
 import weakref
@@ -10,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import msgspec
 from tqdm import tqdm
@@ -26,24 +25,24 @@ from longshore.deploy.in_process_engine import InProcessEngine
 from longshore.deploy.live_requests import LiveRequests
 from longshore.deploy.llm_answer import Answer
 from longshore.deploy.llm_beams import beam_output, run_searches
+from longshore.deploy.llm_embeddings import EmbeddingOutput, embedding_output, pooled_answers
 from longshore.deploy.llm_outputs import (
     BeamSearchOutput,
     RequestOutput,
     TranscriptionOutput,
 )
+from longshore.deploy.llm_prompts import Prompt, prompt_token_ids
 from longshore.deploy.model_folder import ModelFolder, read_model_folder
 from longshore.deploy.options import engine_options
-from longshore.deploy.prompt_check import plain_params, prompt_problem, sampling_problem
+from longshore.deploy.prompt_check import plain_params, sampling_problem
 from longshore.deploy.remote_engine import RemoteEngine
 from longshore.deploy.samples import sample_params
 from longshore.deploy.speech import SpeechModel, Task
 from longshore.deploy.transcriber import SpeechRequest, as_list, transcribe
 from longshore.protocol.errors import EngineDead
+from longshore.protocol.inputs import PoolingKind
 from longshore.protocol.sampling import SamplingParams
 
-Prompt: TypeAlias = str | Mapping[str, Sequence[int]]
-
-TOKEN_IDS_KEY: Final = "prompt_token_ids"
 DEFAULT_MAX_TOKENS: Final = 16
 # Far more than run at a time; the rest waits here instead of filling the engine's queue.
 MAX_LIVE_REQUESTS: Final = 16_384
@@ -126,9 +125,8 @@ class LLM:
         self._check_takes(text=True)
         if n < 1:
             raise ValueError(f"n={n} must be at least 1")
-        prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        params_list = self._params_per_prompt(params, len(prompt_list))
-        token_ids = [self._token_ids(prompt, index) for index, prompt in enumerate(prompt_list)]
+        token_ids = self._token_ids(prompts)
+        params_list = self._params_per_prompt(params, len(token_ids))
         texts = tuple([stop] if isinstance(stop, str) else stop)
         answers: list[Answer] = []
         for ids, sampling in zip(token_ids, params_list, strict=True):
@@ -190,14 +188,44 @@ class LLM:
                 answer=answer,
             )
 
-    def _check_takes(self, *, text: bool) -> None:
-        """Raise EngineDead if it is closed, ValueError if the model takes the other."""
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        kind: PoolingKind | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        progress: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """A vector of each prompt, of the hidden states behind the model's last norm.
+
+        kind:       `last`, `mean` or `cls`; None is the folder's way, else the last token's.
+        normalize:  to length 1; None is the folder's way, else yes.
+        dimensions: leading elements to keep.
+        Other arguments and errors as in `generate`.
+        """
+        self._check_takes(text=True, vectors=True)
+        assert self._model.embedding is not None
+        pooling = self._model.embedding.pooling(
+            kind=kind, normalize=normalize, dimensions=dimensions
+        )
+        answers = pooled_answers(self._token_ids(prompts), pooling)
+        with _progress_bar("embed", len(answers), is_shown=progress) as bar, self._cleaned_up():
+            self._run(answers, bar)
+        return [embedding_output(answer) for answer in answers]
+
+    def _check_takes(self, *, text: bool, vectors: bool = False) -> None:
+        """Raise EngineDead if it is closed, ValueError if the model takes the other, or gives
+        vectors alone."""
         if not self._finalizer.alive:
             raise EngineDead("this LLM has been closed")
         if text and self._speech is not None:
             raise ValueError(f"{self._model.name} turns audio into text: use LLM.transcribe")
         if not text and self._speech is None:
             raise ValueError(f"{self._model.name} takes text, no audio: use LLM.generate")
+        embedding = self._model.embedding
+        if not vectors and embedding is not None and embedding.is_only:
+            raise ValueError(f"{self._model.name} has no output head: use LLM.embed")
 
     def beam_search(
         self,
@@ -216,10 +244,8 @@ class LLM:
                     as in `generate`.
         """
         self._check_takes(text=True)
-        prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        token_ids = [self._token_ids(prompt, index) for index, prompt in enumerate(prompt_list)]
         searches = []
-        for ids in token_ids:
+        for ids in self._token_ids(prompts):
             self._num_requests += 1
             params = BeamSearchParams(
                 beam_width,
@@ -272,33 +298,14 @@ class LLM:
                 raise ValueError(problem)
         return params
 
-    def _token_ids(self, prompt: Prompt, index: int) -> list[int]:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ValueError(
-                    f"{self._model.path} has no tokenizer.json: give prompts as "
-                    f'{{"{TOKEN_IDS_KEY}": [...]}}'
-                )
-            prompt.encode()  # a lone surrogate is a ValueError here, as every bad prompt is
-            token_ids = self._tokenizer.encode(prompt)
-        elif not isinstance(prompt, Mapping):
-            raise ValueError(
-                f'prompts[{index}] must be a text or {{"{TOKEN_IDS_KEY}": [...]}}, '
-                f"it is a {type(prompt).__name__}"
-            )
-        elif set(prompt) == {TOKEN_IDS_KEY}:
-            token_ids = _as_ids(prompt[TOKEN_IDS_KEY], index)
-        else:
-            raise ValueError(
-                f'prompts[{index}] must be a text or {{"{TOKEN_IDS_KEY}": [...]}}, '
-                f"it has the keys {sorted(prompt)}"
-            )
-        problem = prompt_problem(
-            token_ids, vocab_size=self._model.vocab_size, max_model_len=self._max_model_len
-        )
-        if problem is not None:
-            raise ValueError(f"prompts[{index}]: {problem}")
-        return token_ids
+    def _token_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        """Of each prompt. Raises ValueError naming the one that cannot be answered."""
+        prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        limits = {"vocab_size": self._model.vocab_size, "max_model_len": self._max_model_len}
+        return [
+            prompt_token_ids(prompt, index, self._tokenizer, self._model.path, **limits)
+            for index, prompt in enumerate(prompt_list)
+        ]
 
     def _answer_all(self, answers: Sequence[Answer], bar: "tqdm[Any]") -> list[RequestOutput]:
         with self._cleaned_up():
@@ -333,6 +340,7 @@ class LLM:
             fork_of=None if answer.first is None else answer.first.live,
             multimodal=answer.multimodal,
             num_primed=answer.num_primed,
+            pooling=answer.pooling,
         )
 
     def _watched(self, prompt_token_ids: list[int], stops: Stops) -> AnswerText | None:
@@ -366,14 +374,6 @@ class LLM:
 
 def _progress_bar(what: str, num_requests: int, *, is_shown: bool) -> "tqdm[Any]":
     return tqdm(total=num_requests, desc=what, unit="req", disable=not is_shown, file=sys.stderr)
-
-
-def _as_ids(values: Sequence[int], index: int) -> list[int]:
-    """Python's integers or numpy's, in a list or an array."""
-    try:
-        return list(map(operator.index, values))
-    except TypeError as error:
-        raise ValueError(f"prompts[{index}]: a token id is a whole number: {error}") from error
 
 
 def default_params(model: ModelFolder) -> SamplingParams:

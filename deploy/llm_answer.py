@@ -7,7 +7,7 @@ from longshore.deploy.gateway.detokenizer import TokenDecoder
 from longshore.deploy.live_requests import LiveRequest
 from longshore.deploy.llm_outputs import RequestOutput, answer_text
 from longshore.protocol.client import FinishReason
-from longshore.protocol.inputs import MultimodalFeature
+from longshore.protocol.inputs import MultimodalFeature, PoolingParams
 from longshore.protocol.sampling import SamplingParams
 
 
@@ -17,7 +17,7 @@ class Answer:
     text:  of what is looked for stop strings while it grows; None if there are none.
     shown: of `text`, so far.
     live:  once it has been sent.
-    multimodal, num_primed: see `LiveRequests.open`.
+    multimodal, num_primed, pooling: see `LiveRequests.open`.
     """
 
     prompt_token_ids: list[int]
@@ -29,6 +29,7 @@ class Answer:
     live: LiveRequest | None = None
     multimodal: tuple[MultimodalFeature, ...] = ()
     num_primed: int = 0
+    pooling: PoolingParams | None = None
 
     def grow(self) -> int | None:
         """Read what has come. Returns how many tokens the answer keeps, if its stop is among them.

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 
+from longshore.deploy.embedding_model import EmbeddingModel, read_embedding_model
 from longshore.deploy.json_file import read_json_object
 from longshore.deploy.model_hub import model_name, resolve_model
 from longshore.protocol.errors import ConfigError
@@ -51,6 +52,7 @@ class ModelFolder(msgspec.Struct, frozen=True):
     max_model_len: tokens of prompt and answer together that the model was made for.
     eos_token_ids: any of them ends an answer.
     checkpoint_dtype: as config.json names it.
+    embedding:     how it turns texts into vectors; None: it takes none.
     audio:         what it turns into text; None: it takes text.
     """
 
@@ -61,6 +63,7 @@ class ModelFolder(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str
     sampling_defaults: SamplingDefaults
+    embedding: EmbeddingModel | None = None
     audio: AudioInput | None = None
 
     def resolve_dtype(self, name: str, device: str) -> DtypeName:
@@ -92,6 +95,8 @@ def read_model_folder(name: str | Path) -> ModelFolder:
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = config.get("eos_token_id")
+    audio = _audio_input(model)
+    embedding = read_embedding_model(path, model.hidden_size, is_only=not model.has_head)
     return ModelFolder(
         path=path.resolve(),
         name=model_name(name),
@@ -100,7 +105,8 @@ def read_model_folder(name: str | Path) -> ModelFolder:
         eos_token_ids=_token_ids(eos, path),
         checkpoint_dtype=model.dtype,
         sampling_defaults=_sampling_defaults(generation, path),
-        audio=_audio_input(model),
+        embedding=None if audio else embedding,
+        audio=audio,
     )
 
 

@@ -70,12 +70,14 @@ def check_identity(ours: EngineIdentity, theirs: EngineIdentity, *, peer: str) -
 
 
 class Feature(enum.Enum):
-    """What a worker may be able to do beyond plain text; requests for the rest are refused."""
+    """What a worker may be able to do beyond plain text; requests for the rest are refused.
+    With POOLING_ONLY there are no logits, and requests for tokens are."""
 
     PROMPT_EMBEDS = "prompt_embeds"
     LORA = "lora"
     MULTIMODAL = "multimodal"
     POOLING = "pooling"
+    POOLING_ONLY = "pooling_only"
     STRUCTURED_OUTPUT = "structured_output"
     DRAFTS = "drafts"
     KV_CONNECTOR = "kv_connector"

@@ -3,11 +3,13 @@
 The scheduler plans with names, offsets and sizes; the data itself only passes through it.
 """
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from longshore.protocol.arrays import EMPTY_UINT8, UInt8Array
+
+PoolingKind: TypeAlias = Literal["last", "mean", "cls"]
 
 
 class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,9 +58,26 @@ class PromptEmbeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request for one vector instead of tokens."""
+    """A request for one vector instead of tokens, made of the hidden states behind the last norm.
 
-    task: Literal["embed", "classify", "score"] = "embed"
+    kind:       the state of the last token, that of the first, or the mean of all.
+    normalize:  to length 1, behind the cut.
+    dimensions: leading elements to keep; None: all.
+    Raises ValueError for dimensions below 1.
+    """
+
+    kind: PoolingKind = "last"
+    normalize: bool = True
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None and self.dimensions < 1:
+            raise ValueError(f"dimensions={self.dimensions} must be at least 1")
+
+    @property
+    def needs_all_states(self) -> bool:
+        """It cannot begin behind a prefix that is cached: of that, only KV is kept."""
+        return self.kind != "last"
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -38,9 +38,10 @@ class ModelRunnerOutput(
     num_sampled:  ids per sampling row; empty if each has one.
     draft_rows, draft_tokens: proposed for the next step, a row listed once per draft.
     pooled_rows, pooled: rows of pooling requests that are done, and the vector of each.
+                  A vector that is not finite is not among them, but its row among the `nan_rows`.
     logprobs:     of prompt and sampled tokens, for the rows that asked for them.
-    nan_rows, num_nans: sampling rows whose logits were not finite, and how many of them; their
-                  token is meaningless.
+    nan_rows, num_nans: sampling rows whose logits (or vector) were not finite, and how many
+                  elements; their token is meaningless.
     failed_block_ids: blocks that a load was to fill and did not, before this step used them.
     connector_metadata: of the connector's worker half, opaque here.
     compute_s:    time the step took on the device, in seconds.

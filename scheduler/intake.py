@@ -53,6 +53,7 @@ class Intake:
         self._config = config
         self._vocab_size = vocab_size
         self._features = features if has_grammars else features - {Feature.STRUCTURED_OUTPUT}
+        self._is_pooling_only = Feature.POOLING_ONLY in features
         self._has_connector = has_connector
         self._max_encoder_tokens = max_encoder_tokens
 
@@ -62,6 +63,10 @@ class Intake:
             return FinishReason.ERROR, (
                 f"request {message.request_id!r} (handle {message.handle}) is still running, or a "
                 "transfer of its blocks is; give each request an id of its own"
+            )
+        if message.pooling is None and self._is_pooling_only:
+            return FinishReason.ERROR, (
+                "this engine's model has no output head: it gives vectors (pooling), and no tokens"
             )
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
         text = self._malformed(message, num_tokens)

@@ -78,7 +78,8 @@ class Request:
     next_chunks:   of a session: input that came before its turn.
     asks_connector: off from its load to its next life, so that the load is not tried twice.
     must_compute_prompt: log probabilities of its prompt are asked for and have not all been
-                   delivered: nothing of it may be found, in the prefix cache or by a connector.
+                   delivered, or its vector is made of all its states: nothing of it may be found,
+                   in the prefix cache or by a connector.
     skip_reading_prefix_cache: for that reason, or because its client wants it (`wants_no_hits`).
     is_scored:     log probabilities of some of its tokens are asked for.
     is_special:    its answer is more than one token to append: it has a grammar, looks for
@@ -172,6 +173,8 @@ class Request:
         scores_prompt = sampling.prompt_logprobs is not None and not is_pooling
         self.is_scored = scores_prompt or (sampling.logprobs is not None and not is_pooling)
         self.must_compute_prompt = scores_prompt and num_prompt > 1
+        if self.pooling is not None and self.pooling.needs_all_states:
+            self.must_compute_prompt = True
         self.skip_reading_prefix_cache = self.wants_no_hits or self.must_compute_prompt
         self.is_special = (
             is_pooling or self.structured_output is not None or sampling.repetition is not None

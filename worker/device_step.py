@@ -23,6 +23,7 @@ from longshore.worker.kv_cache import KVCache
 from longshore.worker.model_forward import ModelForward
 from longshore.worker.models.decoder import Decoder
 from longshore.worker.parallel import Parallel
+from longshore.worker.pooling import PooledSums, StepPooling
 from longshore.worker.sampler import sample
 from longshore.worker.sampling_extras import DeviceExtras
 from longshore.worker.stage_link import StageLink
@@ -37,6 +38,7 @@ class DeviceState:
     """What lives on the device from start to end; only the compute queue touches the tensors.
 
     block_tables: per group, (max_num_seqs, max_blocks) int32.
+    pooled:      what steps add up for pooling rows.
     link:        to the other pipeline stages; None if there are none.
     """
 
@@ -48,6 +50,7 @@ class DeviceState:
     block_tables: Sequence[Tensor]
     parallel: Parallel
     link: StageLink | None
+    pooled: PooledSums
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class DeviceStep:
     encoded:  what the encoder gets, for rows among them.
     uploads:  changes of the block tables.
     fed_back: tokens that another rank sampled in an earlier step and this one computes.
+    pooling:  of rows that want a vector.
     prepare:  gets what the model gets, before it is computed; for warming up.
     """
 
@@ -72,6 +76,7 @@ class DeviceStep:
     started: Sequence[tuple[int, Tensor]]
     encoded: Sequence[EncoderInput]
     fed_back: FedBackTokens | None
+    pooling: StepPooling | None = None
     prepare: Preparation | None = None
 
     def run(self) -> None:
@@ -136,6 +141,8 @@ class DeviceStep:
     def _finish(self, hidden: Tensor, ints: Tensor, reals: Tensor) -> None:
         """Logits, which all shards compute together, and tokens, of which one tells the others."""
         state, inputs = self.state, self.inputs
+        if self.pooling is not None:
+            self.pooling.run(hidden, state.model.last_norm, state.pooled)
         extras = None if inputs.extras is None else inputs.extras.on_device(hidden.device)
         if extras is not None:
             extras.score_prompt(hidden, state.model.logits, state.tokens)

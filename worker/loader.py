@@ -11,14 +11,16 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from longshore.worker.bare_checkpoint import as_stored
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
+from longshore.worker.loadable import LoadableModel
 from longshore.worker.models.json_fields import read_json_object
 
 logger = logging.getLogger(__name__)
@@ -27,26 +29,6 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 _MAX_NAMED: Final = 4
 _FLOATS: Final = ("F32", "BF16", "F16")
-
-
-class LoadableModel(Protocol):
-    """What the loader needs of a model."""
-
-    def checkpoint_tensors(self) -> StoredTensors:
-        """Where each tensor goes."""
-        ...
-
-    def is_redundant(self, name: str) -> bool:
-        """The checkpoint may contain `name`; it is not needed."""
-        ...
-
-    def loaded(self) -> None:
-        """Every tensor is filled."""
-        ...
-
-    def copy_of(self, name: str) -> str | None:
-        """The tensor that a redundant one must be equal to; None if it does not matter."""
-        ...
 
 
 def load_weights(
@@ -74,9 +56,10 @@ def load_weights(
 def _fill(model: LoadableModel, model_dir: Path, show_progress: bool | None) -> tuple[int, int]:
     """Returns how many tensors there are, and the bytes that this rank holds of them. Keeps no
     reference to the memory it fills, which the model may lay out anew."""
-    places = model.checkpoint_tensors()
     files = find_tensors(model_dir)
     found = {name for names in files.values() for name in names}
+    model = as_stored(model, found)
+    places = model.checkpoint_tensors()
     _check_names(model_dir, model, wanted=places.keys(), found=found)
     bar = tqdm(
         total=len(places),

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from longshore.worker.kv_cache import KVCache
 from longshore.worker.model_forward import GRAPH_TOKENS, ModelForward
 from longshore.worker.models.decoder import Decoder
 from longshore.worker.parallel import ALONE, Parallel
+from longshore.worker.pooling import PooledSums, StepPooling
 from longshore.worker.row_state import NO_COPIES, BlockCopies, RowState
 from longshore.worker.stage_link import StageLink
 from longshore.worker.step_batch import Int64s, StepBatch, blocks_to_clear, make_batch
@@ -114,6 +116,7 @@ class ModelRunner:
             self._tables.device_tables,
             parallel,
             link,
+            PooledSums(max_num_seqs, model.config.hidden_size, device),
         )
         self._inputs = StepInputsBuilder(
             max_num_seqs=max_num_seqs,
@@ -141,7 +144,9 @@ class ModelRunner:
         num_scheduled = self._rows.apply(plan)
         table = self._rows.rows
         batch = make_batch(num_scheduled, table.num_computed, min(self._tables.block_sizes))
-        sampled_rows = np.flatnonzero(table.samples(num_scheduled))
+        answered_rows = np.flatnonzero(table.samples(num_scheduled))
+        generates = ~self._rows.pooling.is_pooling[answered_rows]
+        sampled_rows = answered_rows[generates]
         started = [
             (start.row, known_token_ids(start, pin_memory=self._pin_memory)) for start in plan.added
         ]
@@ -154,10 +159,18 @@ class ModelRunner:
             zero_block_ids=plan.zero_block_ids.astype(np.int64),
             started=started,
             encoded=self._encoder.take(plan, num_scheduled),
+            pooling=(pooling := self._pooling(batch)),
             on_answer=lambda inputs, completion: on_report(
-                self._report(plan.step, inputs, completion)
+                self._report(plan.step, inputs, generates, pooling, completion)
             ),
         )
+
+    def _pooling(self, batch: StepBatch) -> StepPooling | None:
+        """What this rank answers of the rows that want a vector."""
+        if not self._parallel.samples:
+            return None
+        hidden_size = self._device_state.model.config.hidden_size
+        return self._rows.pooling.take(batch, hidden_size, pin_memory=self._pin_memory)
 
     def _fed_back(self, plan: SchedulerOutput, num_scheduled: Int64s) -> FedBackTokens | None:
         if self._parallel.num_stages == 1:
@@ -235,10 +248,11 @@ class ModelRunner:
         *,
         encoded: Sequence[EncoderInput] = (),
     ) -> None:
+        samples = slice(None if self._device_state.model.config.has_head else 0)
         completion = self._launch(
             batch,
-            sampled_rows=np.sort(batch.rows),
-            sampled_positions=batch.ends,
+            sampled_rows=np.sort(batch.rows)[samples],
+            sampled_positions=batch.ends[samples],
             encoded=encoded,
             prepare=prepare,
         )
@@ -267,6 +281,7 @@ class ModelRunner:
         zero_block_ids: Int64s = NO_BLOCKS,
         started: Sequence[tuple[int, Tensor]] = (),
         encoded: Sequence[EncoderInput] = (),
+        pooling: StepPooling | None = None,
         prepare: Preparation | None = None,
         on_answer: Callable[[StepInputs, Completion], None] | None = None,
     ) -> Completion:
@@ -307,6 +322,7 @@ class ModelRunner:
             started=started,
             encoded=encoded,
             fed_back=fed_back,
+            pooling=pooling,
             prepare=prepare,
         )
         on_done = None if on_answer is None else partial(on_answer, inputs)
@@ -316,7 +332,15 @@ class ModelRunner:
             upload.guard(completion)
         return completion
 
-    def _report(self, step: int, inputs: StepInputs, completion: Completion) -> WorkerReport:
+    def _report(
+        self,
+        step: int,
+        inputs: StepInputs,
+        generates: npt.NDArray[np.bool_],
+        pooling: StepPooling | None,
+        completion: Completion,
+    ) -> WorkerReport:
+        """generates: of the rows that are answered, those that sample; the others get vectors."""
         if completion.error is not None:
             error = completion.error
             reason = f"step {step} failed on the device: {type(error).__name__}: {error}"
@@ -326,7 +350,7 @@ class ModelRunner:
         if not self._parallel.samples:
             return ModelRunnerOutput(self._epoch, step, compute_s=completion.elapsed_s)
         answer = inputs.answer()
-        return ModelRunnerOutput(
+        output = ModelRunnerOutput(
             epoch=self._epoch,
             step=step,
             sampled_tokens=answer.sampled,
@@ -335,6 +359,7 @@ class ModelRunner:
             num_nans=answer.num_nans,
             compute_s=completion.elapsed_s,
         )
+        return output if pooling is None else pooling.answer().added_to(output, generates)
 
 
 def _block_table(

@@ -18,6 +18,7 @@ from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.protocol.plan import RowStart, SchedulerOutput
 from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.worker.block_table import MultiGroupBlockTable
+from longshore.worker.pooling import PoolingRows
 from longshore.worker.sampling_columns import SamplingColumns
 
 _NOT_CARRIED_OUT: Final = {
@@ -64,6 +65,7 @@ class RowState:
         self.sampling = SamplingColumns(
             max_num_seqs, vocab_size=vocab_size, eos_token_ids=eos_token_ids
         )
+        self.pooling = PoolingRows(max_num_seqs)
         self.tables = tables
         self._follower = PlanFollower(self.rows, epoch=epoch)
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -149,6 +151,7 @@ class RowState:
             self._check_block_ids(block_ids)
         self.tables.add_row(row, start.block_ids)
         self.sampling.start(start)
+        self.pooling.start(start)
 
     def _check_block_ids(self, block_ids: Int32Array) -> None:
         self._check_range("block", block_ids, self._num_blocks)

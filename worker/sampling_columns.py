@@ -18,6 +18,10 @@ ASKS_LOGPROBS: Final = 4
 ASKS_PROMPT_LOGPROBS: Final = 8
 
 
+_OF_POOLING: Final = SamplingParams(temperature=0.0)
+"""Of a request for a vector, whose own settings mean nothing."""
+
+
 class SamplingColumns:
     """Sampling settings by row, (max_num_seqs,) each.
 
@@ -48,7 +52,8 @@ class SamplingColumns:
 
     def start(self, start: RowStart) -> None:
         """Every column of the row. Its ids must lie within the vocabulary."""
-        row, sampling = start.row, start.sampling
+        row = start.row
+        sampling = start.sampling if start.pooling is None else _OF_POOLING
         self.num_prompt[row] = len(start.prompt_token_ids)
         self.temperature[row] = sampling.temperature
         self.top_k[row] = sampling.top_k

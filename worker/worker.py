@@ -162,7 +162,10 @@ class Worker:
     @property
     def features(self) -> tuple[Feature, ...]:
         """What it does beyond plain text."""
-        return (Feature.MULTIMODAL,) if self.model_config.max_encoder_tokens else ()
+        if self.model_config.max_encoder_tokens:
+            return (Feature.MULTIMODAL,)
+        has_head = self.model_config.has_head
+        return (Feature.POOLING,) if has_head else (Feature.POOLING, Feature.POOLING_ONLY)
 
     def make_cache(self, config: KVCacheConfig) -> kv_cache.KVCache:
         """A cache of this rank's layers, for its model and device."""

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from longshore.deploy.gateway.chat import ChatEndpoint
 from longshore.deploy.gateway.completions import CompletionsEndpoint
+from longshore.deploy.gateway.embeddings import EmbeddingsEndpoint
 from longshore.deploy.gateway.endpoint import Endpoint, Service
 from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
 from longshore.deploy.gateway.front_door import FrontDoor
@@ -59,6 +60,7 @@ class Gateway:
         self._endpoints: tuple[Endpoint, ...] = (
             CompletionsEndpoint(),
             ChatEndpoint(),
+            EmbeddingsEndpoint(),
             TranscriptionsEndpoint(),
             TranslationsEndpoint(),
             TokenizeEndpoint(),

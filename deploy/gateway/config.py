@@ -2,6 +2,7 @@
 
 import msgspec
 
+from longshore.deploy.embedding_model import EmbeddingModel
 from longshore.deploy.model_folder import AudioInput, SamplingDefaults
 from longshore.protocol.channel import Endpoint
 
@@ -19,6 +20,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     listen_fd:         inherited socket, bound already; the gateway listens on it.
     chat_template:     file that replaces the model's own template.
     max_body_bytes:    of a request without audio.
+    embedding:         how the model turns texts into vectors; None: it takes no texts.
     audio:             what a speech model takes; None: the model takes text.
     max_audio_bytes, max_audio_s: of a file that is to be transcribed, and of its sound.
     max_live_requests: answers under way, running or waiting; more are answered 429.
@@ -42,6 +44,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     siblings: tuple[str, ...] = ()
     chat_template: str | None = None
     max_body_bytes: int = 16 << 20
+    embedding: EmbeddingModel | None = None
     audio: AudioInput | None = None
     max_audio_bytes: int = 25 << 20
     max_audio_s: float = 3600.0

@@ -11,6 +11,7 @@ from typing import Generic
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from longshore.deploy.embedding_model import EmbeddingModel
 from longshore.deploy.gateway.beams import BeamGeneration
 from longshore.deploy.gateway.engines import Engines
 from longshore.deploy.gateway.errors import (
@@ -39,6 +40,7 @@ _encode = msgspec.json.Encoder().encode
 class Service(msgspec.Struct, frozen=True):
     """What an endpoint works with; made once the engine has answered.
 
+    embedding: how the model turns texts into vectors; None: it takes no texts.
     speech: of a model that turns audio into text; None: this one takes text.
     max_audio_bytes, max_audio_s: of a file, and of its sound.
     max_live_requests: answers under way at most, running or waiting.
@@ -55,6 +57,7 @@ class Service(msgspec.Struct, frozen=True):
     speech: SpeechModel | None = None
     max_audio_bytes: int = 25 << 20
     max_audio_s: float = 3600.0
+    embedding: EmbeddingModel | None = None
     sounds: SoundDecoder = msgspec.field(default_factory=SoundDecoder)
 
 
@@ -131,6 +134,12 @@ class GenerationEndpoint(Endpoint, Generic[RequestT]):
                 f"or /v1/audio/translations; {self.path} is for models that take text",
                 param="model",
             )
+        if service.embedding is not None and service.embedding.is_only:
+            raise invalid(
+                f"{service.model_name} has no output head and gives vectors alone: send it to "
+                f"/v1/embeddings; {self.path} is for models that generate text",
+                param="model",
+            )
         request = parse_request(self.request_type, body)
         check_model(request.model, service)
         request_id = request_id_of(exchange.scope, self.id_prefix)
@@ -150,7 +159,7 @@ class GenerationEndpoint(Endpoint, Generic[RequestT]):
                 answer = stream(exchange, generation, writer, include_usage=request.include_usage)
             else:
                 answer = answer_whole(exchange, generation, writer)
-            await _within(request.deadline_s, arrived_s, exchange.run_while_connected(answer))
+            await within(request.deadline_s, arrived_s, exchange.run_while_connected(answer))
 
 
 def check_model(name: str | None, service: Service) -> None:
@@ -167,7 +176,7 @@ def check_room(num_answers: int, service: Service) -> None:
         raise queue_full(num_live, service.max_live_requests)
 
 
-async def _within(deadline_s: float | None, arrived_s: float, answer: Awaitable[None]) -> None:
+async def within(deadline_s: float | None, arrived_s: float, answer: Awaitable[None]) -> None:
     """Raises ApiError once the deadline has passed; the answer is cancelled by then."""
     left_s = None if deadline_s is None else deadline_s - (time.perf_counter() - arrived_s)
     try:
@@ -190,7 +199,6 @@ async def stream(
     include_usage: bool,
 ) -> None:
     """The response begins with the first token, so that a refusal can still have its status."""
-
 
     def show_at_once(take: Callable[[], Piece | None]) -> bool:
         if not exchange.is_writable:

@@ -24,7 +24,7 @@ from longshore.protocol.client import (
 )
 from longshore.protocol.errors import EngineDead, HandshakeRefused
 from longshore.protocol.handshake import ClientHello, EngineReady, Refused, ToClient, ToEngine
-from longshore.protocol.inputs import MultimodalFeature
+from longshore.protocol.inputs import MultimodalFeature, PoolingParams
 from longshore.protocol.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class EngineClient:
         num_primed: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         skips_reading: bool = False,
+        pooling: PoolingParams | None = None,
     ) -> LiveRequest:
         """Queue one request; see `LiveRequests.open`. Raises EngineDead if there is no engine."""
         if self.death is not None:
@@ -112,6 +113,7 @@ class EngineClient:
             num_primed=num_primed,
             trace_headers=trace_headers,
             skips_reading=skips_reading,
+            pooling=pooling,
         )
         self._send(message)
         return live

@@ -12,7 +12,7 @@ from longshore.protocol.channel import Endpoint
 from longshore.protocol.client import EngineReport, SchedulerStats
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello, EngineReady
-from longshore.protocol.inputs import MultimodalFeature
+from longshore.protocol.inputs import MultimodalFeature, PoolingParams
 from longshore.protocol.sampling import SamplingParams
 
 
@@ -101,6 +101,7 @@ class Engines:
         num_primed: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         skips_reading: bool = False,
+        pooling: PoolingParams | None = None,
     ) -> LiveRequest:
         """Queue one request where there is least to do, or where the one is that it forks; see
         `LiveRequests.open`. Raises EngineDead if there is no engine."""
@@ -120,6 +121,7 @@ class Engines:
             num_primed=num_primed,
             trace_headers=trace_headers,
             skips_reading=skips_reading,
+            pooling=pooling,
         )
         live.engine = engine
         if fork_of is None:

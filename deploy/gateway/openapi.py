@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 import longshore
+from longshore.deploy.gateway.embeddings import EmbeddingRequest, EmbeddingResponse
 from longshore.deploy.gateway.errors import ErrorEnvelope
 from longshore.deploy.gateway.openai_requests import (
     IGNORED,
@@ -75,6 +76,14 @@ _OPERATIONS: Final = (
         ChatRequest,
         errors=_ASKING,
     ),
+    _Operation(
+        "post",
+        "/v1/embeddings",
+        "A vector of each text.",
+        {JSON: EmbeddingResponse},
+        EmbeddingRequest,
+        errors=_ASKING,
+    ),
     *(
         _Operation(
             "post",
@@ -129,6 +138,8 @@ def document() -> dict[str, Any]:
     _, components = msgspec.json.schema_components(list(types), ref_template=_REF)
     for kind in (ChatRequest, CompletionRequest):
         components[kind.__name__]["properties"] |= _accepted_besides(kind)
+    embedding = components[EmbeddingRequest.__name__]
+    embedding["properties"] |= {name: {} for name in sorted(IGNORED)}
     report = components[EngineReport.__name__]  # sent without the tag that messages have
     del report["properties"]["type"]
     report["required"].remove("type")

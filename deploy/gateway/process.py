@@ -159,6 +159,7 @@ class GatewayProcess:
                 speech,
                 config.max_audio_bytes,
                 config.max_audio_s,
+                config.embedding,
             )
         )
         # What exists now lives as long as the process; the collector need not visit it.

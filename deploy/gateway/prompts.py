@@ -44,7 +44,7 @@ class PromptReader:
     ) -> None:
         self._tokenizer = tokenizer
         self.defaults = defaults
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
 
@@ -63,7 +63,7 @@ class PromptReader:
                 tokenizer = self._tokenizer
                 if tokenizer is None:
                     raise no_tokenizer("prompt")
-                self._refuse_hopeless(prompt, tokenizer, "prompt")
+                self.refuse_hopeless(prompt, tokenizer, "prompt")
                 prompt = tokenizer.encode(prompt)
             self._check_prompt(prompt, "prompt")
             encoded.append(prompt)
@@ -80,12 +80,12 @@ class PromptReader:
         return self._encode_chat(text, tokenizer)
 
     def _encode_chat(self, text: str, tokenizer: ModelTokenizer) -> list[int]:
-        self._refuse_hopeless(text, tokenizer, "messages")
+        self.refuse_hopeless(text, tokenizer, "messages")
         token_ids = tokenizer.encode_rendered(text)
         self._check_prompt(token_ids, "messages")
         return token_ids
 
-    def _refuse_hopeless(self, text: str, tokenizer: ModelTokenizer, param: str) -> None:
+    def refuse_hopeless(self, text: str, tokenizer: ModelTokenizer, param: str) -> None:
         """Count slice by slice and stop early: megabytes that can never fit are not tokenized
         whole, which takes seconds and a hundred times the memory."""
         if len(text) <= MAX_INLINE_CHARACTERS:
@@ -135,7 +135,7 @@ class PromptReader:
             )
         except ValueError as error:
             raise _invalid_setting(str(error)) from error
-        problem = sampling_problem(sampling, vocab_size=self._vocab_size)
+        problem = sampling_problem(sampling, vocab_size=self.vocab_size)
         if problem is not None:
             raise _invalid_setting(problem)
         return sampling
@@ -161,7 +161,7 @@ class PromptReader:
 
     def _check_prompt(self, token_ids: Sequence[int], param: str) -> None:
         problem = prompt_problem(
-            token_ids, vocab_size=self._vocab_size, max_model_len=self.max_model_len
+            token_ids, vocab_size=self.vocab_size, max_model_len=self.max_model_len
         )
         if problem is not None:
             is_long = len(token_ids) >= self.max_model_len

@@ -20,15 +20,19 @@ _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "s
 class ModelTokenizer:
     """tokenizer.json of a model folder. Thread-safe: the library holds no state between calls.
 
+    keeps_end: a text that is cut to a length loses its beginning.
     added_tokens: ids of the tokens beside the vocabulary's words, special ones among them.
     is_bytewise: see TokenDecoder.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: ChatTemplate, *, keeps_end: bool = False
+    ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.chat_template = chat_template
+        self.keeps_end = keeps_end
         added = tokenizer.get_added_tokens_decoder().items()
         self.added_tokens = {token.content: token_id for token_id, token in added}
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
@@ -42,6 +46,17 @@ class ModelTokenizer:
     def encode_rendered(self, text: str) -> list[int]:
         """A rendered chat: the template has written the special tokens already."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_cut(self, text: str, max_tokens: int, *, with_special: bool) -> list[int]:
+        """At most so many tokens, the special ones among them, which are kept: the text loses its
+        end, unless `keeps_end`."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        num_special = self._tokenizer.num_special_tokens_to_add(False) if with_special else 0
+        side = "left" if self.keeps_end else "right"
+        encoding.truncate(max(0, max_tokens - num_special), direction=side)
+        return self._tokenizer.post_process(encoding, add_special_tokens=with_special).ids[
+            :max_tokens
+        ]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Ids that the vocabulary does not hold have no text."""
@@ -88,7 +103,11 @@ def load_tokenizer(
             model_dir,
         )
         source = PLAIN_TEMPLATE
-    return ModelTokenizer(tokenizer, ChatTemplate(source, _special_tokens(settings)))
+    return ModelTokenizer(
+        tokenizer,
+        ChatTemplate(source, _special_tokens(settings)),
+        keeps_end=settings.get("truncation_side") == "left",
+    )
 
 
 def _find_template(

@@ -121,7 +121,12 @@ items = st.lists(
 embeds = st.none() | st.builds(
     PromptEmbeds, arrays(np.uint8), counts, st.sampled_from(["float32", "float16", "bfloat16"])
 )
-poolings = st.none() | st.builds(PoolingParams, st.sampled_from(["embed", "classify", "score"]))
+poolings = st.none() | st.builds(
+    PoolingParams,
+    st.sampled_from(["last", "mean", "cls"]),
+    st.booleans(),
+    st.none() | st.integers(1, 2**31 - 1),
+)
 starts = st.builds(
     RowStart,
     row=counts,

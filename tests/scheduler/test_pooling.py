@@ -1,5 +1,7 @@
 """Requests for one vector: their prompt is computed as any other, and no token comes of it."""
 
+from typing import Literal
+
 import pytest
 
 from longshore.protocol.arrays import int32_array
@@ -10,7 +12,7 @@ from longshore.scheduler.answer_checks import BadAnswer
 from longshore.scheduler.request import RequestStatus
 from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
 
-EMBED = PoolingParams("embed")
+EMBED = PoolingParams()
 BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
 
 
@@ -59,6 +61,35 @@ def test_a_pooled_prompt_is_a_prefix_for_others(steps_in_flight: int) -> None:
     key = driver.add("text", prompt_of(14), max_tokens=2)
     driver.run()
     assert driver.finished[key].num_cached_tokens == 12
+
+
+@pytest.mark.parametrize("kind", ["mean", "cls"])
+@BOTH
+def test_a_vector_of_all_states_begins_behind_no_cached_prefix(
+    kind: Literal["mean", "cls"], steps_in_flight: int
+) -> None:
+    driver = Driver(max_steps_in_flight=steps_in_flight, max_num_scheduled_tokens=8)
+    driver.add("text", prompt_of(12), max_tokens=1)
+    driver.run()
+    last = driver.add("last", prompt_of(12), pooling=EMBED)
+    whole = driver.add("whole", prompt_of(12), pooling=PoolingParams(kind))
+    driver.run()
+    cached = [driver.finished[key].num_cached_tokens for key in (last, whole)]
+    assert cached == [8, 0]
+    starts = {start.request_id: start for plan in driver.plans for start in plan.added}
+    assert starts["whole"].num_computed_tokens == 0
+    assert driver.finished[whole].pooled.tolist() == [12.0]
+
+
+def test_a_preempted_vector_of_all_states_is_computed_from_the_beginning() -> None:
+    driver = pressed(max_num_scheduled_tokens=6)
+    driver.add("old", prompt_of(10, 0), max_tokens=20)
+    key = driver.add("p", prompt_of(22, 40), pooling=PoolingParams("mean"))
+    driver.run()
+    starts = [start for plan in driver.plans for start in plan.added if start.request_id == "p"]
+    assert {start.num_computed_tokens for start in starts} == {0}
+    assert driver.finished[key].num_preemptions == len(starts) - 1 > 0
+    assert driver.finished[key].pooled.tolist() == [22.0]
 
 
 def test_pooling_takes_no_drafts() -> None:

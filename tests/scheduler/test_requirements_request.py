@@ -59,7 +59,7 @@ def test_every_kind_of_input_reaches_the_workers_once_with_its_parameters() -> N
     driver.add("text", prompt_of(6), max_tokens=5, sampling=sampling, lora=LoRARequest("x", "/x"))
     driver.add("images", prompt_of(8, 20), max_tokens=2, multimodal=IMAGES)
     driver.add("embeds", [0] * 6, max_tokens=2, prompt_embeds=EMBEDS)
-    driver.add("pools", prompt_of(7, 40), pooling=PoolingParams("score"))
+    driver.add("pools", prompt_of(7, 40), pooling=PoolingParams("cls"))
     driver.add("json", prompt_of(5, 60), max_tokens=2, structured_output=GRAMMAR)
     requests = dict(driver.requests)
     assert {name: request.num_prompt_tokens for name, request in requests.items()} == {
@@ -81,7 +81,7 @@ def test_every_kind_of_input_reaches_the_workers_once_with_its_parameters() -> N
     embeds = starts["embeds"].prompt_embeds
     assert embeds is not None
     assert (embeds.data.tolist(), embeds.hidden_size) == (EMBEDS.data.tolist(), 2)
-    assert starts["pools"].pooling == PoolingParams("score")
+    assert starts["pools"].pooling == PoolingParams("cls")
     assert [start.has_structured_output for start in starts.values()].count(True) == 1
     assert starts["json"].has_structured_output
     for name, start in starts.items():

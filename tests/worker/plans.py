@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from longshore.protocol.arrays import Int32Array, Int64Array, int32_array
+from longshore.protocol.inputs import PoolingParams
 from longshore.protocol.plan import (
     AppendedBlocks,
     Rewind,
@@ -32,6 +33,7 @@ class Entry:
     blocks: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     request_id: str = "request"
+    pooling: PoolingParams | None = None
 
 
 class Planner:
@@ -123,11 +125,12 @@ class Planner:
             generation=self.generation,
             request_id=entry.request_id,
             num_computed_tokens=entry.num_computed_tokens,
-            last_computed=self.max_model_len - 1,
+            last_computed=self.max_model_len - 1 if entry.pooling is None else len(entry.prompt),
             prompt_token_ids=int32_array(list(entry.prompt)),
             output_token_ids=int32_array(list(entry.outputs)),
             block_ids=(),
             sampling=entry.sampling,
+            pooling=entry.pooling,
         )
         self.rows.start(start)
         return start
@@ -155,4 +158,5 @@ class Planner:
             output_token_ids=start.output_token_ids,
             block_ids=block_ids,
             sampling=start.sampling,
+            pooling=start.pooling,
         )

@@ -22,12 +22,12 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation, rotary_table
 from longshore.worker.layers.stored_tensor import StoredTensors
+from longshore.worker.loadable import HEAD
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.parallel import ALONE, Parallel
 
 EMBEDDINGS: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
-HEAD: Final = "lm_head.weight"
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -97,7 +97,8 @@ class Decoder(ABC):
         self.head: OutputHead | None = None
         if last:
             self.norm = self.norm_type(config.hidden_size, config.rms_norm_eps, self._placement)
-            self.head = OutputHead(*size, tied_to=self.embedding if is_tied else None)
+            if config.has_head:
+                self.head = OutputHead(*size, tied_to=self.embedding if is_tied else None)
 
     @abstractmethod
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
@@ -161,12 +162,17 @@ class Decoder(ABC):
         assert self.embedding is not None, "only the first stage embeds"
         return self.embedding(token_ids)
 
+    def last_norm(self, hidden: Tensor) -> Tensor:
+        """hidden: (n, hidden_size) from `forward` of the last stage -> what vectors are pooled of,
+        the same shape."""
+        assert self.norm is not None, "only the last stage has a norm and a head"
+        return self.norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (n, hidden_size) from `forward` of the last stage -> (n, vocab_size) float32, the
         same on all its shards, each of which must call this."""
-        assert self.norm is not None, "only the last stage has a head"
         assert self.head is not None
-        logits = self.head(self.norm(hidden))
+        logits = self.head(self.last_norm(hidden))
         scale, cap = self.config.logit_scale, self.config.logit_softcap
         if scale != 1.0:
             logits.mul_(scale)

@@ -78,6 +78,7 @@ class DecoderConfig(ABC):
     score_scale: of the attention's scores; None: head_dim ** -0.5.
     score_softcap, logit_softcap: c, if scores or logits are c * tanh(value / c) of what they were.
     logit_scale: multiplies the logits.
+    has_head:    whether there are logits; a model without gives vectors alone.
     dtype:       the checkpoint's own, "float32" when it does not say.
     """
 
@@ -107,6 +108,7 @@ class DecoderConfig(ABC):
     score_softcap: float | None = None
     logit_softcap: float | None = None
     logit_scale: float = 1.0
+    has_head: bool = True
 
     @classmethod
     @abstractmethod

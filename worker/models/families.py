@@ -5,6 +5,8 @@ loaded. Other packages bring families of their own in the entry point group `lon
 name is the architecture, the value the subclass of DecoderConfig that reads it (docs/models.md).
 """
 
+import re
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
@@ -61,13 +63,33 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
     BrokenCheckpoint for a file that is missing or makes no sense.
     """
     fields = read_json_object(model_dir / "config.json")
-    return _family(fields).read(fields)
+    config = _family(fields).read(fields)
+    if _is_bare(fields):
+        config = replace(config, has_head=config.tie_word_embeddings)
+    return config
 
 
-def _family(fields: JsonFields) -> type[DecoderConfig]:
+def _is_bare(fields: JsonFields) -> bool:
+    """It is of a decoder by itself, as embedding models are saved."""
+    names = _architectures(fields)
+    is_known = any(name in ARCHITECTURES for name in names)
+    return not is_known and any(_with_head(name) in ARCHITECTURES for name in names)
+
+
+def _architectures(fields: JsonFields) -> list[str]:
     names = fields.values.get("architectures") or ()
     if not isinstance(names, list | tuple):
         raise fields.wrong("architectures", "a list of names")
+    return [str(name) for name in names]
+
+
+def _with_head(name: str) -> str:
+    """What the architecture of a decoder by itself, as `Qwen3Model`, is called with its head."""
+    return re.sub("Model$", "ForCausalLM", name)
+
+
+def _family(fields: JsonFields) -> type[DecoderConfig]:
+    names = _architectures(fields)
     if not names:
         model_type = fields.text("model_type", "none")
         for family in ARCHITECTURES.values():
@@ -76,15 +98,14 @@ def _family(fields: JsonFields) -> type[DecoderConfig]:
         raise UnsupportedModel(
             f"{fields.source}: model_type={model_type!r} is not supported. {_supported()}"
         )
-    for name in names:
+    for name in (*names, *map(_with_head, names)):
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         if entry_point.name in names:
             return _checked_family(entry_point.name, entry_point.load())
     raise UnsupportedModel(
-        f"{fields.source}: architecture {', '.join(map(str, names))} is not supported. "
-        f"{_supported()}"
+        f"{fields.source}: architecture {', '.join(names)} is not supported. {_supported()}"
     )
 
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.client import AddRequest, FinishedRequest
-from longshore.protocol.handshake import Feature
-from longshore.protocol.inputs import MultimodalFeature
+from longshore.protocol.inputs import MultimodalFeature, PoolingParams
 from longshore.protocol.kv_cache_spec import KVCacheDtype, num_blocks_needed
 from longshore.protocol.results import ModelRunnerOutput, WorkerReport
 from longshore.protocol.sampling import SamplingParams
@@ -80,7 +79,7 @@ class ServedModel:
             cache,
             kv_cache=msgspec.structs.replace(kv_cache, num_blocks=num_blocks),
             hash_seed=b"seed",
-            features=frozenset({Feature.MULTIMODAL} if num_encoder_tokens else ()),
+            features=frozenset(self.worker.features),
             vocab_size=self.worker.model_config.vocab_size,
             verify_plan=True,
         )
@@ -110,7 +109,12 @@ class ServedModel:
         self.scheduler.check()
         return self.tokens[first:]
 
-    def add(self, prompt: Sequence[int], *items: MultimodalFeature) -> None:
+    def add(
+        self,
+        prompt: Sequence[int],
+        *items: MultimodalFeature,
+        pooling: PoolingParams | None = None,
+    ) -> None:
         handle = len(self.tokens)
         self.tokens.append([])
         request = AddRequest(
@@ -118,6 +122,7 @@ class ServedModel:
             handle=handle,
             prompt_token_ids=int32_array(list(prompt)),
             multimodal=items,
+            pooling=pooling,
             sampling=SamplingParams(temperature=0.0, max_tokens=self.num_tokens, ignore_eos=True),
         )
         self.scheduler.add_request(request, client=CLIENT, now=0.0)

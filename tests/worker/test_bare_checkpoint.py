@@ -1,0 +1,99 @@
+"""Decoders saved without their output head, as embedding models are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longshore.protocol.handshake import Feature
+from longshore.protocol.inputs import PoolingParams
+from longshore.worker.config import WorkerConfig
+from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.worker import Worker
+from tests.models import make_tiny_model
+from tests.worker.plans import Entry, Planner
+
+PROMPT = [3 + (7 * n) % 120 for n in range(40)]
+MAMBA = {"num_heads": 8, "head_dim": 16, "state_size": 16}
+
+
+def open_worker(path: Path) -> Worker:
+    return Worker(
+        WorkerConfig(model=str(path), num_blocks=100, max_num_seqs=8, show_progress=False)
+    )
+
+
+def vector_of(path: Path) -> Any:
+    with open_worker(path) as worker:
+        block_size = worker.kv_cache.groups[0].spec.block_size
+        plans = Planner(num_blocks=100, block_size=block_size)
+        entry = Entry(0, PROMPT, pooling=PoolingParams(normalize=False))
+        return worker.start().execute(plans.plan({0: 40}, added=[entry])).pooled[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Llama", {}),
+        ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+        ("Gemma2", {"head_dim": 16, "sliding_window": 256, "initializer_range": 0.1}),
+        ("Mamba2", MAMBA),
+    ],
+)
+def test_a_decoder_by_itself_gives_the_vectors_of_the_whole(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = make_tiny_model(family, tmp_path / "whole", **settings)
+    body = whole.backbone if family == "Mamba2" else whole.model
+    body.save_pretrained(tmp_path / "bare")
+    config = json.loads((tmp_path / "bare" / "config.json").read_text())
+    assert config["architectures"] == [f"{family}Model"]
+    with torch.inference_mode():
+        expected = body(torch.tensor([PROMPT])).last_hidden_state[0, -1].numpy()
+    for folder in ("whole", "bare"):
+        vector = vector_of(tmp_path / folder)
+        np.testing.assert_allclose(vector, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_tokens_come_of_it_if_its_embeddings_are_the_head(is_tied: bool, tmp_path: Path) -> None:
+    whole = make_tiny_model("Llama", tmp_path / "whole", tie_word_embeddings=is_tied)
+    whole.model.save_pretrained(tmp_path / "bare")
+    with open_worker(tmp_path / "bare") as worker:
+        assert (Feature.POOLING_ONLY in worker.features) == (not is_tied)
+        assert (worker.model.head is None) == (not is_tied)
+
+
+def test_names_without_their_beginning_are_understood_beside_a_head(tmp_path: Path) -> None:
+    make_tiny_model("Llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.removeprefix("model."): value for name, value in tensors.items()}
+    expected = vector_of(tmp_path)
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    np.testing.assert_array_equal(vector_of(tmp_path), expected)
+
+
+def test_what_is_missing_or_too_much_is_named_as_it_is_stored(tmp_path: Path) -> None:
+    make_tiny_model("Llama", tmp_path / "whole").model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "pooler.weight": torch.zeros(2)}, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"has pooler\.weight"):
+        open_worker(tmp_path)
+    del tensors["norm.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(BrokenCheckpoint, match=r"lacks norm\.weight"):
+        open_worker(tmp_path)
+
+
+def test_a_name_that_only_looks_like_a_family_is_refused(tmp_path: Path) -> None:
+    make_tiny_model("Llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("Llama", "LlamaBidirectionalModel", "LlamaForSequenceClassification"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        with pytest.raises(UnsupportedModel, match=name):
+            open_worker(tmp_path)
