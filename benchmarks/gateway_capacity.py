@@ -198,16 +198,16 @@ class GatewayUnderTest:
         self._runtime_dir.remove()
 
 
-def wait_until_ready(port: int) -> None:
-    deadline_s = time.perf_counter() + TIMEOUT_S
+def wait_until_ready(port: int, path: str = "/ready", timeout_s: float = TIMEOUT_S) -> None:
+    deadline_s = time.perf_counter() + timeout_s
     while time.perf_counter() < deadline_s:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
         with contextlib.closing(connection), contextlib.suppress(ConnectionError):
-            connection.request("GET", "/ready")
+            connection.request("GET", path)
             if connection.getresponse().status == 200:
                 return
         time.sleep(0.1)
-    raise RuntimeError(f"no gateway at port {port} became ready in {TIMEOUT_S:g} s")
+    raise RuntimeError(f"no server at port {port} became ready in {timeout_s:g} s")
 
 
 def tokens_of_the_demo_model() -> tuple[list[int], list[int]]:

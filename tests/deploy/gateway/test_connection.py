@@ -4,9 +4,11 @@ import asyncio
 import json
 
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from longshore.deploy.gateway import connection
-from longshore.deploy.gateway.connection import MAX_HEAD_BYTES
+from longshore.deploy.gateway.connection import MAX_HEAD_BYTES, BoundedConnection
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway
 from tests.deploy.gateway.fake_engine import never_answer
 
@@ -60,7 +62,9 @@ async def test_endless_head_is_cut_off(
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half"]
+    "said",
+    [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n", POST[:-1]],
+    ids=["nothing", "half a head", "half a body"],
 )
 async def test_connection_that_asks_for_nothing_makes_room(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, said: bytes
@@ -111,3 +115,59 @@ async def test_client_that_pipelined_and_goes_away_is_aborted(start_gateway: Sta
         writer.write(POST)
         writer.close()
         await gateway.engine.wait_for(lambda: len(gateway.engine.aborted) == 1)
+
+
+class Unread(asyncio.Transport):
+    """Of a client that reads as `sizes` say, and then nothing more."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self._sizes = sizes
+        self.is_dropped = asyncio.Event()
+
+    def get_write_buffer_size(self) -> int:
+        return self._sizes.pop(0) if len(self._sizes) > 1 else self._sizes[0]
+
+    def abort(self) -> None:
+        self.sizes_left = len(self._sizes)
+        self.is_dropped.set()
+
+
+async def test_client_is_dropped_when_it_reads_nothing_not_when_it_reads_slowly() -> None:
+    made = BoundedConnection(
+        uvicorn.Config(never_called, ws="none"),
+        uvicorn.server.ServerState(),
+        {},
+        asyncio.get_running_loop(),
+        unread_timeout_s=0.01,
+    )
+    client = Unread([9, 7, 4, 4])
+    made.connection_made(client)
+    made.pause_writing()
+    async with asyncio.timeout(TIMEOUT_S):
+        await client.is_dropped.wait()
+    assert client.sizes_left == 1  # it was asked until it stood still
+    made.connection_lost(ConnectionResetError())
+
+
+async def test_client_that_has_read_is_watched_no_more() -> None:
+    made = BoundedConnection(
+        uvicorn.Config(never_called, ws="none"),
+        uvicorn.server.ServerState(),
+        {},
+        asyncio.get_running_loop(),
+        unread_timeout_s=0.01,
+    )
+    paused, other = Unread([9]), Unread([9])
+    made.connection_made(paused)
+    made.pause_writing()
+    made.resume_writing()
+    asyncio.get_running_loop().call_later(0.05, other.abort)
+    async with asyncio.timeout(TIMEOUT_S):
+        await other.is_dropped.wait()
+    assert not paused.is_dropped.is_set()
+    made.connection_lost(ConnectionResetError())
+
+
+async def never_called(scope: Scope, receive: Receive, send: Send) -> None:
+    raise AssertionError("no request was sent")
