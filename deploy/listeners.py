@@ -1,11 +1,10 @@
 """The port of a deployment: one listening socket per gateway, all bound before anything is loaded.
 
 With several gateways the kernel deals new connections out among their sockets by a hash of both
-addresses (SO_REUSEPORT). That was measured against one inherited socket from which all of them
-accept (2 and 4 gateways, 8 to 1,000 connections, idle and busy ones): the hash gives each of four
-gateways 56 to 73 of 256 connections at once; of the shared socket one took 223 and another 4,
-because whoever wakes first empties the queue, and nobody else gets what streams there for minutes.
-Its advantage, that a gateway which dies leaves its queue to the others, is none here: when one
+addresses (SO_REUSEPORT). Of 256 connections at once each of four processes then gets 55 to 73; from
+one socket that all of them inherit one gets 179 and another 5, because whoever wakes first empties
+the queue, and what it takes streams for minutes (`benchmarks/port_sharing.py`). The advantage of
+that one socket, that a gateway which dies leaves its queue to the others, is none here: when one
 dies, all are stopped.
 """
 

@@ -214,7 +214,7 @@ class ServeOptions(EngineOptions):
         replicas: Engines with the same model and settings, each with a scheduler and workers of its
             own; a prompt goes to the one with the least to do. Several take the GPUs in their
             order, or share the CPU and its memory.
-        gateways: Processes that serve the port. One writes some thousand tokens per second.
+        gateways: Processes that serve the port, for when one alone is busy all the time.
         host: Address to listen on; 0.0.0.0 is every interface.
         port: Port to listen on; 0 takes a free one.
         served_model_name: What requests call the model. Default: the name of its folder, or its id

@@ -3,18 +3,17 @@ this gateway knows.
 
 **Own requests** are counted exactly. While one waits for its first token its prompt counts too, as
 one request more for every TOKENS_PER_REQUEST tokens: prompts are what an engine's steps are long
-for, and lengths differ far more than numbers do. In a simulation (2 and 4 engines at three quarters
-of their capacity, prompts log-normal with 245 tokens in the median and a sigma of 1.3, 150 output
-tokens in the mean, chunks of 2,048) the time to the first token at p99 was 200 and 174 ms so, 339
-and 296 ms by requests alone, 212 and 202 ms by all tokens that the engines hold, 370 ms in turn; of
-prompts about as long as each other all but the random choice did alike. The weight hardly matters.
+for, and lengths differ far more than numbers do. The time to the first token at p99 was 251 and 196
+ms so (2 and 4 simulated engines), 381 and 340 ms by requests alone, 411 and 440 ms in turn; of
+prompts about as long as each other 34, 41 and 30 ms.
 
 **What other gateways have** at an engine is what it said last (once a second), less what was this
 gateway's own then; it counts divided by the number of gateways. Taken whole, all of them would send
-to the engine that was empty a second ago: with 4 gateways and 4 engines the engines' numbers of
-requests differed by 13 then, by 12 at random, by 3 so and by 3 without the reports (each gateway's
-own are spread evenly, so their sum is). With one engine at 0.4 of the others' speed the reports are
-worth a twentieth of the time at p99.
+to the engine that was empty a second ago: with 4 gateways and 4 engines that is 483 ms, worse than
+at random (450), against 353 so and 339 without any reports (each gateway's own are spread evenly,
+so their sum is). With one engine 2.5 times slower it is 571 ms whole, 414 so and 482 without.
+
+`benchmarks/engine_choice.py` has the conditions.
 
 Engines that are equally loaded take turns, and each gateway begins with another one.
 """

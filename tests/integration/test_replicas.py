@@ -3,9 +3,11 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -215,15 +217,38 @@ def test_an_engine_that_is_slow_gets_less_to_do(shared: Deployment) -> None:
     assert tokens == [tokens[0]] * num_prompts
 
 
-def test_told_to_stop_all_gateways_finish_their_streams(start_deployment: StartDeployment) -> None:
+def test_told_to_stop_all_gateways_finish_their_streams_and_answer_who_waits_at_the_door(
+    start_deployment: StartDeployment,
+) -> None:
     deployment = start_deployment(*TWO_BY_TWO).wait_until_ready()
     streams = [open_stream(deployment, 400) for _ in range(6)]
+    gateways = [deployment.members[f"gateway-{number}"] for number in range(2)]
+    for gateway in gateways:
+        gateway.send_signal(signal.SIGSTOP)
+    waiting = [at_the_door(deployment) for _ in range(8)]
     deployment.process.terminate()
+    wait_until(lambda: "live answers have" in deployment.output)
+    for gateway in gateways:
+        gateway.send_signal(signal.SIGCONT)
+    for connection in waiting:
+        with connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
     for stream in streams:
         *_, last = stream
         assert last.usage.completion_tokens == 400
     assert deployment.process.wait(timeout=20) == 0, deployment.output
     deployment.assert_nothing_is_left()
+
+
+def at_the_door(deployment: Deployment) -> socket.socket:
+    """A connection with a request on it that nobody has accepted yet."""
+    url = urllib.parse.urlsplit(deployment.url)
+    connection = socket.create_connection((url.hostname, url.port), timeout=30)
+    body = b'{"prompt": "x", "max_tokens": 2}'
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    )
+    return connection
 
 
 @pytest.mark.parametrize("victim", ["worker-1.0", "scheduler-0", "gateway-1"])

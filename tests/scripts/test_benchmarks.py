@@ -143,6 +143,14 @@ def test_the_round_trip_is_measured_beside_both_ping_pongs(tmp_path: Path) -> No
         assert parts["apply the answer"]["calls"] >= 50
 
 
+def test_every_rule_for_choosing_an_engine_is_simulated_where_it_differs(tmp_path: Path) -> None:
+    result = Result(tmp_path, "engine_choice.py", "--requests", "20", "--repeats", "1")
+    assert len(result.rows) == 3 * 4 + 3 * 6
+    for row in result.rows:
+        assert 0 < row["ttft_ms"] <= row["ttft_p99_ms"]
+        assert 0 <= row["spread"] <= 20
+
+
 @pytest.mark.skipif(not NATIVE, reason="the CPU kernels are not built")
 def test_fp8_halves_a_token_and_is_measured_beside_bfloat16(tmp_path: Path) -> None:
     result = Result(tmp_path, "fp8_cache.py", "--shapes", "tiny", "--repeats", "1")
