@@ -168,8 +168,8 @@ def test_client_that_goes_away_frees_its_row_and_blocks(
         now = metrics(deployment)
         return (
             now.get('longshore_requests_finished_total{reason="abort"}') == before + 1
-            and now["longshore_scheduler_running_requests"] == 0
-            and now["longshore_scheduler_kv_usage_ratio"] == 0
+            and now.get('longshore_scheduler_running_requests{engine="0"}') == 0
+            and now.get('longshore_scheduler_kv_usage_ratio{engine="0"}') == 0
         )
 
     wait_until(is_free)
