@@ -70,7 +70,8 @@ class TopOptions:
         url: Address of the server, as `longshore serve` prints it.
         api_key: Key that the server wants.
         interval_s: Between two looks.
-        num_looks: End after so many. Default: Ctrl-C ends it.
+        num_looks: End after so many. Default: `q` or Ctrl-C ends it.
+        json: Print a line of JSON per look instead.
         timeout_s: How long the server may take to answer.
     """
 
@@ -78,6 +79,7 @@ class TopOptions:
     api_key: str | None = None
     interval_s: float = 1.0
     num_looks: int | None = None
+    json: bool = False
     timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
