@@ -214,7 +214,7 @@ class StepPooling:
         lengths = vectors.norm(dim=1, keepdim=True).clamp_min_(_SMALLEST_LENGTH)
         is_normalized = ints[self.is_normalized].bool().unsqueeze(1)
         vectors.div_(lengths.where(is_normalized, torch.ones_like(lengths)))
-        self.vectors.copy_(vectors, non_blocking=True)
+        self.vectors.copy_(vectors.float(), non_blocking=True)
 
     def answer(self) -> PooledAnswer:
         """Once the step is complete."""
