@@ -9,8 +9,12 @@ import msgspec
 from longshore.deploy.json_file import read_json_object, read_text
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.inputs import PoolingKind, PoolingParams
+from longshore.protocol.sampling import SamplingParams
 
 MODULES_FILE: Final = "modules.json"
+
+NOT_SAMPLED: Final = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
+"""The engine wants settings of every request; of one for a vector they mean nothing."""
 
 _MODES: Final[dict[str, PoolingKind]] = {
     "cls_token": "cls",

@@ -2,15 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
+from longshore.deploy.embedding_model import NOT_SAMPLED
 from longshore.deploy.llm_answer import Answer
 from longshore.protocol.arrays import Float32Array
 from longshore.protocol.inputs import PoolingParams
-from longshore.protocol.sampling import SamplingParams
-
-NOT_SAMPLED: Final = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
-"""The engine wants settings of every request; of one for a vector they mean nothing."""
 
 
 @dataclass(frozen=True, eq=False)

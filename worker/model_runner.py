@@ -116,7 +116,7 @@ class ModelRunner:
             self._tables.device_tables,
             parallel,
             link,
-            PooledSums(max_num_seqs, model.config.hidden_size, device),
+            PooledSums(max_num_seqs),
         )
         self._inputs = StepInputsBuilder(
             max_num_seqs=max_num_seqs,
@@ -167,7 +167,7 @@ class ModelRunner:
 
     def _pooling(self, batch: StepBatch) -> StepPooling | None:
         """What this rank answers of the rows that want a vector."""
-        if not self._parallel.samples:
+        if not (self._parallel.samples and self._rows.pooling.is_pooling.any()):
             return None
         hidden_size = self._device_state.model.config.hidden_size
         return self._rows.pooling.take(batch, hidden_size, pin_memory=self._pin_memory)

@@ -131,16 +131,15 @@ def _summed_tokens(pooling: PoolingParams, start: int, end: int, *, is_done: boo
 class PooledSums:
     """One sum of hidden states per row, on the device; the compute queue alone touches it."""
 
-    def __init__(self, max_num_seqs: int, hidden_size: int, device: torch.device) -> None:
-        self._shape = (max_num_seqs, hidden_size)
-        self._device = device
-        self._sums: Tensor | None = None  # for deployments that never embed
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._sums: Tensor | None = None  # until somebody wants a vector
 
-    @property
-    def sums(self) -> Tensor:
-        """(max_num_seqs, hidden_size) float64."""
+    def of_states(self, hidden: Tensor) -> Tensor:
+        """(max_num_seqs, hidden_size) float64, beside hidden states (n, hidden_size)."""
         if self._sums is None:
-            self._sums = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
+            shape = (self._max_num_seqs, hidden.shape[1])
+            self._sums = torch.zeros(shape, dtype=torch.float64, device=hidden.device)
         return self._sums
 
 
@@ -199,7 +198,7 @@ class StepPooling:
         """hidden: (num_tokens, hidden_size) of the step, before the last norm. On the compute
         queue."""
         ints, _ = self.upload.to_device(hidden.device)
-        sums = pooled.sums
+        sums = pooled.of_states(hidden)
         sums.index_fill_(0, ints[self.begun], 0)
         tokens, owners = ints[self.tokens], ints[self.owners]
         step = max(1, MAX_SUMMED_ELEMENTS // hidden.shape[1])
@@ -215,7 +214,7 @@ class StepPooling:
         lengths = vectors.norm(dim=1, keepdim=True).clamp_min_(_SMALLEST_LENGTH)
         is_normalized = ints[self.is_normalized].bool().unsqueeze(1)
         vectors.div_(lengths.where(is_normalized, torch.ones_like(lengths)))
-        self.vectors.copy_(vectors, non_blocking=True)
+        self.vectors.copy_(vectors.float(), non_blocking=True)
 
     def answer(self) -> PooledAnswer:
         """Once the step is complete."""

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 import msgspec
 import numpy as np
 
+from longshore.deploy.embedding_model import NOT_SAMPLED
 from longshore.deploy.gateway.endpoint import Endpoint, Service, check_model, check_room, within
 from longshore.deploy.gateway.engines import Engines
 from longshore.deploy.gateway.errors import ApiError, invalid, unavailable
@@ -27,7 +28,6 @@ from longshore.deploy.options import MAX_TIMEOUT_S
 from longshore.protocol.client import MAX_NAME_CHARACTERS, FinishedRequest, FinishReason
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.inputs import PoolingParams
-from longshore.protocol.sampling import SamplingParams
 
 MAX_INPUTS: Final = 2048
 MAX_IN_FLIGHT: Final = 256
@@ -35,9 +35,6 @@ MAX_IN_FLIGHT: Final = 256
 
 MAX_INLINE_ELEMENTS: Final = 65_536
 """Of vectors that are written on the loop; more are written on another thread."""
-
-# The engine wants settings of every request; of one for a vector they mean nothing.
-_NOT_SAMPLED: Final = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -323,7 +320,7 @@ class _Run(msgspec.Struct, kw_only=True):
             live = self.client.submit(
                 f"{self.request_id}-{number}",
                 self.prompts[number],
-                _NOT_SAMPLED,
+                NOT_SAMPLED,
                 on_change=self.changed.set,
                 priority=self.priority,
                 cache_salt=self.cache_salt,

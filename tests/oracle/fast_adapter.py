@@ -120,7 +120,7 @@ class FastAdapter:
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             verify_plan=verify_plan,
-            features=frozenset(Feature),
+            features=frozenset(Feature) - {Feature.POOLING_ONLY},
             connector=connector,
             grammars=None if grammars is None else FastGrammars(grammars),
             num_ranks=num_ranks,

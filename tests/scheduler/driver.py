@@ -156,7 +156,7 @@ class Driver:
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(EOS,),
             verify_plan=verify_plan,
-            features=frozenset(Feature),
+            features=frozenset(Feature) - {Feature.POOLING_ONLY},
             **(world or {}),
         )
         self.requests: dict[str, Request] = {}

@@ -20,6 +20,8 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.intake import Intake
 
+OFFERED = [feature for feature in Feature if feature is not Feature.POOLING_ONLY]
+
 
 def intake(*features: Feature, has_connector: bool = False, **settings: Any) -> Intake:
     return Intake(
@@ -107,12 +109,21 @@ def test_what_the_workers_do_not_offer_is_refused_by_name(
 ) -> None:
     prompt = [1] * (2 if field == "prompt_embeds" else 8)
     settings = {"max_loras": 1, "max_num_encoder_input_tokens": 4}
-    others = [other for other in Feature if other is not feature]
+    others = [other for other in OFFERED if other is not feature]
     answer = refused(prompt, by=intake(*others, **settings), **{field: value})
     assert answer is not None
     assert answer[0] is FinishReason.ERROR
     assert feature.value in answer[1]
     assert refused(prompt, by=intake(feature, **settings), **{field: value}) is None
+
+
+def test_a_model_without_a_head_is_asked_for_vectors_alone() -> None:
+    by = intake(Feature.POOLING, Feature.POOLING_ONLY)
+    assert refused([1] * 8, by=by, pooling=PoolingParams()) is None
+    answer = refused([1] * 8, by=by)
+    assert answer is not None
+    assert answer[0] is FinishReason.ERROR
+    assert "no output head: it gives vectors" in answer[1]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +147,7 @@ def test_what_the_workers_do_not_offer_is_refused_by_name(
 def test_inputs_that_do_not_fit_the_prompt_or_the_settings_are_refused(
     fields: dict[str, Any], text: str
 ) -> None:
-    answer = refused([1] * 8, by=intake(*Feature), **fields)
+    answer = refused([1] * 8, by=intake(*OFFERED), **fields)
     assert answer is not None
     assert answer[0] is FinishReason.ERROR
     assert re.search(text, answer[1])
@@ -162,7 +173,7 @@ def test_the_next_input_of_a_session_is_checked_like_a_prompt() -> None:
 def test_inputs_that_no_plan_could_carry_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longshore.scheduler.intake.MAX_ADDED_BYTES", 64)
     item = MultimodalFeature("x", 0, 4, data=np.zeros(40, np.uint8))
-    by = intake(*Feature, max_num_encoder_input_tokens=4)
+    by = intake(*OFFERED, max_num_encoder_input_tokens=4)
     answer = refused([1] * 8, by=by, multimodal=(item,))
     assert answer is not None
     assert "72 bytes; 64 fit" in answer[1]

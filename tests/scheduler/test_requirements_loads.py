@@ -28,7 +28,9 @@ def make_driver(monkeypatch: pytest.MonkeyPatch) -> MakeDriver:
 
     matches: by request id, how many leading tokens there are to load; None: asks for time.
     """
-    everything = partial(Scheduler, features=frozenset(Feature), grammars=Grammars())
+    everything = partial(
+        Scheduler, features=frozenset(Feature) - {Feature.POOLING_ONLY}, grammars=Grammars()
+    )
     monkeypatch.setattr(transfer_driver, "Scheduler", everything)
 
     def make(

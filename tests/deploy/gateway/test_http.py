@@ -174,7 +174,7 @@ async def test_length_of_an_answer_may_come_from_the_model(start_gateway: StartG
         ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, ["max_tokens=0"]),
         ("/v1/completions", b" " * 5000, 413, ["4096"]),
         ("/v1/chat/completions", {"messages": []}, 400, ["messages"]),
-        ("/v1/embeddings", {}, 404, ["/v1/embeddings"]),
+        ("/v1/moderations", {}, 404, ["/v1/moderations"]),
         ("/health", {}, 405, ["/health"]),
     ],
 )
