@@ -40,6 +40,8 @@ from longshore.protocol.lifeline import Failed, Lifeline, Progress, Ready, stop_
 logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 1
+# Of the event loop before the port is closed: a connection takes two, however long they last.
+LAST_ROUNDS: Final = 32
 
 
 def main(argv: Sequence[str]) -> int:
@@ -203,7 +205,13 @@ class GatewayProcess:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling: it would end the process by the signal it received."""
+    """uvicorn without its signal handling: it would end the process by the signal it received. And
+    connections that wait in the port's queue when it is told to stop are answered, not reset."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for _ in range(LAST_ROUNDS):
+            await asyncio.sleep(0)  # one round of the loop, which accepts and reads
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
