@@ -194,7 +194,6 @@ async def stream(
 ) -> None:
     """The response begins with the first token, so that a refusal can still have its status."""
 
-
     def show_at_once(take: Callable[[], Piece | None]) -> bool:
         if not exchange.is_writable:
             return False

@@ -149,9 +149,7 @@ class Generation:
         for answer in started:
             answer.count_end()
 
-    async def pieces(
-        self, show_at_once: ShowAtOnce | None = None
-    ) -> AsyncIterator[list[Piece]]:
+    async def pieces(self, show_at_once: ShowAtOnce | None = None) -> AsyncIterator[list[Piece]]:
         """What has grown since the last time, until all answers have ended. Without `is_stream`
         an answer is one piece.
 
