@@ -116,9 +116,7 @@ class _Engine:
             self._step += 1
         return sent_s
 
-    def _scores(
-        self, handles: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any]
-    ) -> TokenLogprobs:
+    def _scores(self, handles: np.ndarray[Any, Any], tokens: np.ndarray[Any, Any]) -> TokenLogprobs:
         num = len(handles)
         prompts = [len(each.prompt_token_ids) for each in self._live.values()]
         listed = np.stack([tokens, tokens, np.roll(tokens, 1)], axis=1).reshape(-1)

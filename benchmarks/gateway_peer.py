@@ -93,7 +93,8 @@ def main() -> None:
     model = str(DEMO_MODEL_DIR)
     ours = [sys.executable, "-m", "longshore.deploy", "serve", model]
     ours += ["--served-model-name", "demo", "--max-num-seqs", "256"]
-    theirs = [str(args.peer_python.with_name("vllm")), "serve", model, "--enforce-eager"]
+    theirs = [str(args.peer_python), "-m", "vllm.entrypoints.openai.api_server"]
+    theirs += ["--model", model, "--dtype", "bfloat16", "--enforce-eager"]
     theirs += ["--served-model-name", "demo", "--max-num-seqs", "256", "--max-model-len", "1024"]
     peer = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     peer |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": "", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

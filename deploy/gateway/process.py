@@ -111,7 +111,9 @@ class GatewayProcess:
         self._server = _Server(
             uvicorn.Config(
                 self._gateway.app,
-                http=partial(BoundedConnection, unread_timeout_s=config.unread_timeout_s),
+                http=partial(  # type: ignore[arg-type]  # uvicorn only calls it
+                    BoundedConnection, unread_timeout_s=config.unread_timeout_s
+                ),
                 ws="none",
                 lifespan="off",
                 log_config=None,
