@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from longshore.protocol.block_map import BlockMap, DescribeBlocks
 from longshore.protocol.client import (
     AbortRequests,
     AddRequest,
@@ -29,7 +30,7 @@ from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.results import ModelRunnerOutput, TransferReport, WorkerFailed
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 """Raised by every change of a message; both sides must run the same one."""
 
 
@@ -130,9 +131,15 @@ FromWorker: TypeAlias = (
     ModelRunnerOutput | TransferReport | WorkerFailed | WorkerHello | WorkerReady
 )
 ToEngine: TypeAlias = (
-    AddRequest | ContinueSession | AbortRequests | StopFound | DescribeEngine | ClientHello
+    AddRequest
+    | ContinueSession
+    | AbortRequests
+    | StopFound
+    | DescribeEngine
+    | DescribeBlocks
+    | ClientHello
 )
-ToClient: TypeAlias = EngineOutputs | EngineReport | EngineFailed | EngineReady | Refused
+ToClient: TypeAlias = EngineOutputs | EngineReport | BlockMap | EngineFailed | EngineReady | Refused
 
 
 def model_fingerprint(model_dir: Path) -> str:
