@@ -65,11 +65,12 @@ class BlockHolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class GroupUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One KV cache group. num_blocks: in the tables of running requests, those shared counted
-    in each; num_layers: of one worker."""
+    in each; num_layers, block_bytes: of one worker."""
 
     kind: str
     block_size: int
     num_layers: int
+    block_bytes: int
     num_blocks: int
 
 

@@ -68,7 +68,7 @@ class BlockMaps:
         self._kv_cache = parts.kv_cache
         self._has_connector = parts.connector is not None
         self._groups = tuple(
-            GroupUse(_kind(group.spec), size, len(group.layer_names), 0)
+            GroupUse(_kind(group.spec), size, len(group.layer_names), group.block_size_bytes, 0)
             for group, size in zip(kv_cache.groups, self._kv_cache.block_sizes, strict=True)
         )
         self._latest: BlockMap | None = None

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from longshore.deploy.gateway.chat import ChatEndpoint
 from longshore.deploy.gateway.completions import CompletionsEndpoint
+from longshore.deploy.gateway.dashboard import Dashboard, scheduler_says
 from longshore.deploy.gateway.endpoint import Endpoint, Service
 from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
 from longshore.deploy.gateway.front_door import FrontDoor
@@ -19,7 +20,6 @@ from longshore.deploy.gateway.openai_responses import Model, ModelList
 from longshore.deploy.gateway.openapi import document
 from longshore.deploy.gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 from longshore.deploy.gateway.transcriptions import TranscriptionsEndpoint, TranslationsEndpoint
-from longshore.protocol.errors import EngineDead
 
 
 class Gateway:
@@ -50,6 +50,7 @@ class Gateway:
             TokenizeEndpoint(self.metrics),
             DetokenizeEndpoint(self.metrics),
         )
+        dashboard = Dashboard(lambda: self._endpoints[0].service, report_timeout_s)
         app = Starlette(
             routes=[
                 *(Route(each.path, each, methods=["POST"]) for each in self._endpoints),
@@ -60,6 +61,8 @@ class Gateway:
                 Route("/metrics", self._metrics),
                 Route("/engine/report", self._engine_report),
                 Route("/openapi.json", self._openapi),
+                Route("/dashboard", dashboard.page),
+                Route("/dashboard/state", dashboard.state),
             ],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )
@@ -100,17 +103,8 @@ class Gateway:
         service = self._endpoints[0].service
         if service is None:
             raise unavailable("the engine is still starting; /ready tells when it serves")
-        try:
-            report = await service.client.describe(self._report_timeout_s)
-        except TimeoutError:
-            raise ApiError(
-                504,
-                f"the scheduler has not answered for {self._report_timeout_s:g} s: its process "
-                "hangs or is stopped",
-                code="scheduler_silent",
-            ) from None
-        except EngineDead as error:
-            raise unavailable(str(error)) from error
+        timeout_s = self._report_timeout_s
+        report = await scheduler_says(service.client.describe(timeout_s), timeout_s)
         content = msgspec.json.encode(msgspec.structs.asdict(report))  # an empty list is shown too
         return Response(content, media_type="application/json")
 

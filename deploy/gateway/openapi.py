@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 import longshore
+from longshore.deploy.gateway.dashboard import DashboardState
 from longshore.deploy.gateway.errors import ErrorEnvelope
 from longshore.deploy.gateway.openai_requests import (
     IGNORED,
@@ -36,6 +37,7 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 FORM: Final = "multipart/form-data"
 TEXT: Final = "text/plain"
+HTML: Final = "text/html"
 _REF: Final = "#/components/schemas/{name}"
 
 
@@ -112,6 +114,14 @@ _OPERATIONS: Final = (
         "What the engine does, and what each waiting request waits for.",
         {JSON: EngineReport},
         errors=(503, 504),
+    ),
+    _Operation("get", "/dashboard", "What the engine does, as a live page.", {HTML: None}),
+    _Operation(
+        "get",
+        "/dashboard/state",
+        "What the page shows: blocks, who holds them, and the report.",
+        {JSON: DashboardState},
+        errors=(404, 503, 504),
     ),
 )
 

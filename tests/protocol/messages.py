@@ -352,7 +352,7 @@ TO_CLIENT = {
         BlockMap,
         reports,
         arrays(np.uint8),
-        st.lists(st.builds(GroupUse, texts, counts, counts, counts), max_size=2).map(tuple),
+        st.lists(st.builds(GroupUse, texts, *[counts] * 4), max_size=2).map(tuple),
         counts,
         counts,
         counts,
