@@ -1,17 +1,19 @@
 """The dashboard in a real browser, on a real server."""
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
+import psutil
 import pytest
 from selenium.webdriver import ActionChains, Keys
 
 from tests.integration.browser import Page, open_page
 from tests.integration.conftest import StartDeployment
-from tests.integration.deployment import Deployment
+from tests.integration.deployment import Deployment, wait_until
 from tests.integration.test_process_life import open_stream
 
 pytestmark = pytest.mark.services
@@ -139,6 +141,29 @@ def test_the_data_need_a_key_which_stays_in_the_tab(
         page.wait_for_status("idle")
 
 
+def test_the_page_says_what_is_waited_for_while_the_engine_starts(
+    start_deployment: StartDeployment, tmp_path: Path
+) -> None:
+    deployment = start_deployment()
+
+    def workers() -> list[psutil.Process]:
+        children = deployment.process.children()
+        return [child for child in children if "worker-0" in "".join(child.cmdline()[-1:])]
+
+    wait_until(lambda: bool(workers()), 30)
+    (worker,) = workers()
+    worker.send_signal(signal.SIGSTOP)
+    wait_until(lambda: "starting at" in deployment.output, 30)
+    (url,) = re.findall(r"starting at (\S+);", deployment.output)
+    wait_until(lambda: _answers(f"{url}/health"), 30)
+    with open_page(url, tmp_path / "profile") as page:
+        page.wait_for_status("starting")
+        page.wait(lambda: "worker 0" in page.text("detail"))
+        worker.send_signal(signal.SIGCONT)
+        deployment.wait_until_ready()
+        page.wait_for_status("idle")
+
+
 def test_a_silent_scheduler_and_the_end_of_a_server_are_shown(
     start_deployment: StartDeployment, tmp_path: Path
 ) -> None:
@@ -196,6 +221,15 @@ def test_a_server_of_100_000_blocks_shows_them(
         assert sum(page.counts().values()) == 100_000
         assert page.complaints == []
     stream.close()
+
+
+def _answers(url: str) -> bool:
+    """Whether somebody listens there, and all is well."""
+    try:
+        with urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def _cells(page: Page) -> list[str]:
