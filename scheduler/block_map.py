@@ -23,14 +23,14 @@ from longshore.protocol.block_map import (
 )
 from longshore.protocol.client import EngineReport
 from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheConfig
-from longshore.scheduler.kv_cache_manager import KVCacheManager
+from longshore.scheduler.kv_cache_manager import HeldBlocks, KVCacheManager
 from longshore.scheduler.parts import Parts
 from longshore.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """References of somebody who holds blocks without a row. `request` is None for a transfer."""
+    """References of somebody: by group, without null blocks. `request` is None for a transfer."""
 
     state: BlockState
     request_id: str
@@ -50,7 +50,6 @@ def states_of(kv_cache: KVCacheManager, holdings: Sequence[Holding]) -> UInt8Arr
         np.array([holding.state for holding in ordered], np.uint8),
         [sum(map(len, holding.tables)) for holding in ordered],
     )
-    ids, kinds = ids[ids != NULL_BLOCK], kinds[ids != NULL_BLOCK]
     references = np.bincount(ids, minlength=kv_cache.num_blocks)[ids]
     is_all = references == kv_cache.num_references(ids)
     states[ids[is_all]] = kinds[is_all]
@@ -108,63 +107,57 @@ class BlockMaps:
         # Only loads, which take a connector, leave blocks with waiting requests that are no holds.
         for request in self._waiting if self._has_connector else self._forks:
             if request.held is not None:
-                tables = request.held.block_ids
+                tables = _without_nulls(request.held)
                 yield Holding(BlockState.KEPT, request.request_id, tables, request)
         for state, request_id, held in self._transfers.holdings():
-            yield Holding(state, request_id, held.block_ids)
+            yield Holding(state, request_id, _without_nulls(held))
 
     def _list(
         self, holdings: Sequence[Holding], now: float
     ) -> tuple[tuple[BlockHolder, ...], Int32Array]:
         """As many holders as may be listed, and block ids of theirs, in equal shares."""
         rows = self._running.order[:MAX_LISTED_HOLDERS].tolist()
-        others = holdings[: MAX_LISTED_HOLDERS - len(rows)]
-        num_tables = len(self._groups) * (len(rows) + len(others))
-        share = MAX_LISTED_BLOCKS // max(num_tables, 1)
+        found = [self._holding_on(row) for row in rows]
+        found += holdings[: MAX_LISTED_HOLDERS - len(rows)]
+        share = MAX_LISTED_BLOCKS // max(len(found) * len(self._groups), 1)
         holders, listed = [], [EMPTY_INT32]
-        for row in rows:
-            request, tables = self._running.request_on(row), self._kv_cache.blocks_in_use(row)
-            last = [table[max(len(table) - share, 0) :] for table in tables]
+        for holding in found:
+            last = [table[max(len(table) - share, 0) :] for table in holding.tables]
             listed += last
-            num_tokens = int(self._running.num_tokens[row])
-            num_computed = int(self._running.num_computed[row])
+            request = holding.request
             holders.append(
                 BlockHolder(
-                    request.request_id,
-                    BlockState.HELD,
-                    tuple(map(len, tables)),
+                    holding.request_id,
+                    holding.state,
+                    tuple(map(len, holding.tables)),
                     tuple(map(len, last)),
-                    *_progress(request, row, num_tokens, num_computed, now),
+                    *(() if request is None else self._progress(request, now)),
                 )
-            )
-        for holding in others:
-            tables = [table[table != NULL_BLOCK] for table in holding.tables]
-            last = [table[max(len(table) - share, 0) :] for table in tables]
-            listed += last
-            counts = tuple(map(len, tables)), tuple(map(len, last))
-            waiting = holding.request
-            progress = waiting and _progress(
-                waiting, waiting.row, waiting.num_tokens, waiting.num_computed_tokens, now
-            )
-            holders.append(
-                BlockHolder(holding.request_id, holding.state, *counts, *(progress or ()))
             )
         return tuple(holders), np.concatenate(listed)
 
+    def _holding_on(self, row: int) -> Holding:
+        request = self._running.request_on(row)
+        tables = tuple(self._kv_cache.blocks_in_use(row))
+        return Holding(BlockState.HELD, request.request_id, tables, request)
 
-def _progress(
-    request: Request, row: int, num_tokens: int, num_computed: int, now: float
-) -> tuple[int, int, int, int, int, int, float]:
-    """The fields of a BlockHolder from `row` on."""
-    return (
-        row,
-        request.num_prompt_tokens,
-        num_tokens,
-        num_computed,
-        max(request.num_cached_tokens, 0),
-        request.num_preemptions,
-        max(now - request.arrival_time, 0.0),
-    )
+    def _progress(self, request: Request, now: float) -> tuple[int, int, int, int, int, int, float]:
+        """The fields of a BlockHolder from `row` on."""
+        row = request.row
+        runs = row >= 0
+        return (
+            row,
+            request.num_prompt_tokens,
+            int(self._running.num_tokens[row]) if runs else request.num_tokens,
+            int(self._running.num_computed[row]) if runs else request.num_computed_tokens,
+            max(request.num_cached_tokens, 0),
+            request.num_preemptions,
+            max(now - request.arrival_time, 0.0),
+        )
+
+
+def _without_nulls(held: HeldBlocks) -> tuple[Int32Array, ...]:
+    return tuple([table[table != NULL_BLOCK] for table in held.block_ids])
 
 
 def _kind(spec: object) -> str:

@@ -522,7 +522,7 @@ class KVCacheManager:
         return self._pool.num_references(block_ids)
 
     def blocks_in_use(self, row: int) -> list[Int32Array]:
-        """The row's blocks by group, without null blocks, in order of position."""
+        """The row's blocks by group, without those forgotten, in order of position."""
         return [manager.blocks_in_use(row) for manager in self._managers]
 
     def num_blocks_of_rows(self, rows: Int64Array) -> list[int]:

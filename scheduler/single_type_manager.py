@@ -196,7 +196,7 @@ class SingleTypeManager:
         return block_ids
 
     def blocks_in_use(self, row: int) -> Int32Array:
-        """The row's blocks without null blocks, in order of position; maybe a view of its table."""
+        """The row's blocks but for those forgotten, in order of position; maybe a view."""
         block_ids: Int32Array = self.table[row, : self._num_blocks_item[row]]
         return block_ids
 

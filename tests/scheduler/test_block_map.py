@@ -72,7 +72,7 @@ def test_a_block_is_in_quarantine_only_if_nobody_else_uses_it() -> None:
     new = int32_array(kv_cache._pool.get_new_blocks(2))
     kv_cache._pool.touch([int(table[0]), int(new[1])])
     holdings = [
-        Holding(BlockState.QUARANTINED, "load", (int32_array([0, table[0], new[0], new[1]]),)),
+        Holding(BlockState.QUARANTINED, "load", (int32_array([table[0], new[0], new[1]]),)),
         Holding(BlockState.KEPT, "session", (new[1:],)),
     ]
     states = states_of(kv_cache, holdings)
