@@ -8,6 +8,7 @@ import zmq
 from longshore.deploy.engine import EnginePlan, engine_processes
 from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor import STOP_TIMEOUT_S, Supervisor
+from longshore.protocol.block_map import BlockMap
 from longshore.protocol.channel import Channel, open_socket
 from longshore.protocol.client import ClientRequest, EngineFailed, EngineOutputs, EngineReport
 from longshore.protocol.errors import EngineDead, HandshakeRefused
@@ -72,7 +73,7 @@ class RemoteEngine:
                 raise self._dead(self._supervisor.wait_for_death(DEATH_TIMEOUT_S) or reason)
             case Refused(reason):  # it has dropped this client: nothing will come back
                 raise self._dead(reason)
-            case EngineReady() | EngineReport():
+            case EngineReady() | EngineReport() | BlockMap():
                 return None  # a second answer to the same greeting; nobody asks for reports
             case _:
                 assert_never(message)

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from longshore.protocol.block_map import BlockMap, DescribeBlocks
 from longshore.protocol.client import (
     AbortRequests,
     AddRequest,
@@ -133,9 +134,15 @@ FromWorker: TypeAlias = (
     ModelRunnerOutput | TransferReport | WorkerStats | WorkerFailed | WorkerHello | WorkerReady
 )
 ToEngine: TypeAlias = (
-    AddRequest | ContinueSession | AbortRequests | StopFound | DescribeEngine | ClientHello
+    AddRequest
+    | ContinueSession
+    | AbortRequests
+    | StopFound
+    | DescribeEngine
+    | DescribeBlocks
+    | ClientHello
 )
-ToClient: TypeAlias = EngineOutputs | EngineReport | EngineFailed | EngineReady | Refused
+ToClient: TypeAlias = EngineOutputs | EngineReport | BlockMap | EngineFailed | EngineReady | Refused
 
 
 def model_fingerprint(model_dir: Path) -> str:

@@ -11,13 +11,21 @@ from itertools import compress
 
 import numpy as np
 
-from longshore.protocol.arrays import EMPTY_INT32, BoolArray, Int32Array, Int64Array, int32_array
+from longshore.protocol.arrays import (
+    EMPTY_INT32,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    UInt8Array,
+    int32_array,
+)
+from longshore.protocol.block_map import BlockState
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.scheduler.block_metrics import BlockMetrics
 from longshore.scheduler.free_queue import FEW_BLOCKS as FEW_BLOCKS
+from longshore.scheduler.free_queue import TAKEN, FreeQueue, NotTaken
 from longshore.scheduler.free_queue import BlockIds as BlockIds  # the pool's callers speak it too
-from longshore.scheduler.free_queue import FreeQueue, NotTaken
 from longshore.scheduler.kv_events import KVEventLog
 from longshore.scheduler.prefix_map import PrefixMap
 
@@ -56,6 +64,8 @@ class BlockPool:
         # it cannot be both free and held.
         self._place, self._place_item = self._free.place, self._free.place_item
         self._names: list[bytes | None] = [None] * self.num_blocks
+        self._is_named: UInt8Array = np.zeros(self.num_blocks, np.uint8)
+        self._is_named_item = memoryview(self._is_named)
         self._group = np.zeros(self.num_blocks if len(self._prefixes) > 1 else 0, np.int16)
         self._fence: Int64Array = np.zeros(self.num_blocks, np.int64)
         self._fence_item = memoryview(self._fence)
@@ -207,8 +217,10 @@ class BlockPool:
         if NULL_BLOCK in ids or before.count(None) < len(before):
             wanted = [bool(b) and name is None for b, name in zip(ids, before, strict=True)]
             ids, names = list(compress(ids, wanted)), list(compress(names, wanted))
+        is_named = self._is_named_item
         for block_id, name in zip(ids, names, strict=True):
             column[block_id] = name
+            is_named[block_id] = 1
         if len(self._group):
             self._group[ids] = group
         self._prefixes[group].insert_n(names, ids)
@@ -253,18 +265,20 @@ class BlockPool:
         for prefixes in self._prefixes:
             prefixes.clear()
         self._names = [None] * self.num_blocks
+        self._is_named[:] = 0
         if self._events is not None:
             self._events.cleared()
 
     def _drop_names(self, block_ids: Sequence[int]) -> list[int]:
         """Un-name those of these blocks that are named; returns them."""
-        column = self._names
+        column, is_named = self._names, self._is_named_item
         named: list[int] = []
         names: list[bytes] = []
         for block_id in block_ids:
             name = column[block_id]
             if name is not None:
                 column[block_id] = None
+                is_named[block_id] = 0
                 named.append(block_id)
                 names.append(name)
         if not named:
@@ -288,6 +302,21 @@ class BlockPool:
         references = np.maximum(-self._place, 0).astype(np.int64)
         references[: NULL_BLOCK + 1 + self._num_set_aside] = 0
         return references
+
+    def num_references(self, block_ids: Int64Array) -> Int64Array:
+        """References to each of these blocks, null block and those set aside not among them."""
+        return np.maximum(-self._place[block_ids], 0).astype(np.int64)
+
+    def states(self) -> UInt8Array:
+        """(num_blocks,) a new column with a `BlockState` each, as far as references and names tell:
+        HELD by one, SHARED by several. A few vector operations, whatever the blocks do."""
+        is_held = (self._place < 0).view(np.uint8)
+        states: UInt8Array = (self._place < TAKEN).view(np.uint8)
+        states += BlockState.FREE.value
+        states += is_held * np.uint8(BlockState.HELD - BlockState.FREE)
+        states += self._is_named & (is_held ^ 1)
+        states[: NULL_BLOCK + 1 + self._num_set_aside] = BlockState.RESERVED.value
+        return states
 
     def check(self, num_holders: Int64Array) -> None:
         """Raise LongshoreError if the books are off. num_holders: (num_blocks,) references that
@@ -313,6 +342,8 @@ class BlockPool:
             group, name = self._group_of(block_id), self._names[block_id]
             if name is None or block_id not in self._prefixes[group].holders(name):
                 raise LongshoreError(f"block {block_id} is not found under its name")
+        if np.flatnonzero(self._is_named).tolist() != named:
+            raise LongshoreError("the column of named blocks differs from their names")
         num_found = sum(prefixes.num_holders for prefixes in self._prefixes)
         if num_found != len(named):
             raise LongshoreError(f"{num_found} blocks are found by name, {len(named)} have one")

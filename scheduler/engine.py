@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import assert_never
 
+from longshore.protocol.block_map import DescribeBlocks
 from longshore.protocol.channel import Channel, ServerChannel, SocketWatcher
 from longshore.protocol.client import (
     AbortRequests,
@@ -192,6 +193,8 @@ class Engine:
                     self._scheduler.continue_session(index, message, now)
                 case DescribeEngine():
                     self._clients.send(peer, self._scheduler.make_report(now, self._engine_id))
+                case DescribeBlocks():
+                    self._clients.send(peer, self._scheduler.make_block_map(now, self._engine_id))
                 case _:
                     assert_never(message)
         self._send_outputs_and_plans()

@@ -85,6 +85,14 @@ class ForgettingManager(SingleTypeManager):
         block_ids: Int32Array = forgotten[forgotten != NULL_BLOCK]
         return block_ids
 
+    def blocks_in_use(self, row: int) -> Int32Array:
+        entries = self.table[row, self.num_forgotten[row] : self.num_blocks[row]]
+        block_ids: Int32Array = entries[entries != NULL_BLOCK]
+        return block_ids
+
+    def num_blocks_of_rows(self, rows: Int64Array) -> int:
+        return sum(len(self.blocks_in_use(row)) for row in rows.tolist())
+
     def num_common_blocks(self, rows: Int64Array) -> int:
         """None: what is at the front of a table is no use to anybody."""
         return 0

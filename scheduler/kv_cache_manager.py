@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, UInt8Array, int32_array
 from longshore.protocol.kv_cache_spec import (
     DEFAULT_STEPS_IN_FLIGHT,
     NULL_BLOCK,
@@ -510,6 +510,24 @@ class KVCacheManager:
         """What became findable or ceased to be, in order, as far as the answer to `answered_step`
         proves it; each once. Empty unless events are enabled."""
         return [] if self._events is None else self._events.take(answered_step)
+
+    # What an operator sees
+
+    def pool_states(self) -> UInt8Array:
+        """See `BlockPool.states`."""
+        return self._pool.states()
+
+    def num_references(self, block_ids: Int64Array) -> Int64Array:
+        """See `BlockPool.num_references`."""
+        return self._pool.num_references(block_ids)
+
+    def blocks_in_use(self, row: int) -> list[Int32Array]:
+        """The row's blocks by group, without those forgotten, in order of position."""
+        return [manager.blocks_in_use(row) for manager in self._managers]
+
+    def num_blocks_of_rows(self, rows: Int64Array) -> list[int]:
+        """By group, blocks in the tables of these rows, those shared counted in each."""
+        return [manager.num_blocks_of_rows(rows) for manager in self._managers]
 
     # Everything
 

@@ -133,4 +133,6 @@ class PriorityQueue(Generic[RequestT]):
         return len(self._heap)
 
     def __iter__(self) -> Iterator[RequestT]:
-        return (request for _, _, request in sorted(self._heap))
+        heap = self._heap.copy()
+        while heap:  # most readers want a few: the rest is not sorted for them
+            yield heapq.heappop(heap)[2]

@@ -11,6 +11,7 @@ import msgspec
 
 from longshore.connectors.base import ConnectorOutput, SchedulerConnector
 from longshore.protocol.arrays import Int32Array, int32_array
+from longshore.protocol.block_map import BlockMap
 from longshore.protocol.client import (
     MAX_REPORTED,
     AddRequest,
@@ -32,6 +33,7 @@ from longshore.protocol.results import ModelRunnerOutput, TransferReport
 from longshore.protocol.statistics import WorkerStats
 from longshore.scheduler.admission import Admission
 from longshore.scheduler.answers import Answers
+from longshore.scheduler.block_map import BlockMaps
 from longshore.scheduler.block_metrics import BlockMetrics
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.forgetting_managers import check_states
@@ -169,6 +171,7 @@ class Scheduler:
             ),
         )
         self._reasons, self._progress = WaitingReasons(parts), Progress()
+        self._block_maps = BlockMaps(parts, kv_cache)
         self._sum_in_flight = self._num_steps_reported = 0
         if connector is not None:
             connector.bind_blocks(parts.transfers)
@@ -370,6 +373,15 @@ class Scheduler:
             idle_s=self.idle_s(now),
             pause=self._planner.pause.value,
             waiting=self._reasons.describe(self._planner.pause, now, MAX_REPORTED),
+        )
+
+    def make_block_map(self, now: float, engine_id: str) -> BlockMap:
+        """What every block is used for, and who holds which; the one before, if asked too soon."""
+        return self._block_maps.latest(now) or self._block_maps.make(
+            self.make_report(now, engine_id),
+            now,
+            num_steps=self._plan.step,
+            num_preemptions=self._lifecycle.num_preemptions,
         )
 
     def idle_s(self, now: float) -> float:

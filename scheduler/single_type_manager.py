@@ -195,6 +195,15 @@ class SingleTypeManager:
         self._num_named_item[row] = 0
         return block_ids
 
+    def blocks_in_use(self, row: int) -> Int32Array:
+        """The row's blocks but for those forgotten, in order of position; maybe a view."""
+        block_ids: Int32Array = self.table[row, : self._num_blocks_item[row]]
+        return block_ids
+
+    def num_blocks_of_rows(self, rows: Int64Array) -> int:
+        """Blocks in the tables of these rows, those shared counted in each."""
+        return int(self.num_blocks[rows].sum())
+
     def held(self) -> Int32Array:
         """The blocks of all rows, each as often as rows hold it."""
         positions = np.arange(self.table.shape[1])

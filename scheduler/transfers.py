@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from longshore.protocol.arrays import Int32Array, int32_array
+from longshore.protocol.block_map import BlockState
 from longshore.protocol.results import TransferReport
 from longshore.scheduler.in_flight import StepsInFlight
 from longshore.scheduler.kv_cache_manager import HeldBlocks, KVCacheManager
@@ -206,6 +207,18 @@ class Transfers:
             for transfer in transfers.values():
                 yield transfer.held
         yield from self._holds.values()
+
+    def holdings(self) -> Iterator[tuple[BlockState, str, HeldBlocks]]:
+        """The same, with what it is held for and the id of the request that began it; a hold has
+        none."""
+        for request_id, load in self._loads.items():
+            is_awaited = load.request is not None
+            state = BlockState.TRANSFER if is_awaited else BlockState.QUARANTINED
+            yield state, request_id, load.held
+        for request_id, send in self._sends.items():
+            yield BlockState.TRANSFER, request_id, send.held
+        for held in self._holds.values():
+            yield BlockState.TRANSFER, "", held
 
     def reset(self) -> None:
         """A new epoch has no transfers."""

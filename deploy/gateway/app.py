@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from longshore.deploy.gateway.chat import ChatEndpoint
 from longshore.deploy.gateway.completions import CompletionsEndpoint
+from longshore.deploy.gateway.dashboard import Dashboard, engine_asked, scheduler_says
 from longshore.deploy.gateway.embeddings import EmbeddingsEndpoint
 from longshore.deploy.gateway.endpoint import Endpoint, Service
 from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
@@ -23,7 +24,6 @@ from longshore.deploy.gateway.siblings import READY, Siblings
 from longshore.deploy.gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 from longshore.deploy.gateway.transcriptions import TranscriptionsEndpoint, TranslationsEndpoint
 from longshore.deploy.replica import Replica
-from longshore.protocol.errors import EngineDead
 
 
 class Gateway:
@@ -66,6 +66,7 @@ class Gateway:
             TokenizeEndpoint(),
             DetokenizeEndpoint(),
         )
+        dashboard = Dashboard(lambda: self._endpoints[0].service, report_timeout_s)
         app = Starlette(
             routes=[
                 *(Route(each.path, each, methods=["POST"]) for each in self._endpoints),
@@ -76,6 +77,8 @@ class Gateway:
                 Route("/metrics", self._metrics),
                 Route("/engine/report", self._engine_report),
                 Route("/openapi.json", self._openapi),
+                Route("/dashboard", dashboard.page),
+                Route("/dashboard/state", dashboard.state),
             ],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )
@@ -118,35 +121,19 @@ class Gateway:
         service = self._endpoints[0].service
         if service is None:
             raise unavailable("the engine is still starting; /ready tells when it serves")
-        num_engines = len(service.client)
-        asked = request.query_params.get("engine")
-        if asked is None and num_engines > 1:
+        engine = engine_asked(request, service)
+        if engine is None and len(service.client) > 1:
             reports: object = await asyncio.gather(
-                *(self._report(service, engine) for engine in range(num_engines))
+                *(self._report(service, engine) for engine in range(len(service.client)))
             )
-        elif asked is None or asked in map(str, range(num_engines)):
-            reports = await self._report(service, int(asked or 0))
         else:
-            raise ApiError(
-                404,
-                f"engine={asked!r} is none of the {num_engines} here; they are numbered from 0",
-                param="engine",
-            )
+            reports = await self._report(service, engine or 0)
         return Response(msgspec.json.encode(reports), media_type="application/json")
 
     async def _report(self, service: Service, engine: int) -> dict[str, object]:
-        try:
-            report = await service.client.describe(self._report_timeout_s, engine)
-        except TimeoutError:
-            name = Replica(engine, len(service.client)).scheduler
-            raise ApiError(
-                504,
-                f"the {name} has not answered for {self._report_timeout_s:g} s: its process "
-                "hangs or is stopped",
-                code="scheduler_silent",
-            ) from None
-        except EngineDead as error:
-            raise unavailable(str(error)) from error
+        name = Replica(engine, len(service.client)).scheduler
+        timeout_s = self._report_timeout_s
+        report = await scheduler_says(service.client.describe(timeout_s, engine), timeout_s, name)
         return msgspec.structs.asdict(report)  # an empty list is shown too
 
     async def _openapi(self, request: Request) -> Response:

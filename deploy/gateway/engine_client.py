@@ -14,6 +14,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from longshore.deploy.live_requests import LiveRequest, LiveRequests
+from longshore.protocol.block_map import BlockMap, DescribeBlocks
 from longshore.protocol.channel import Channel, Endpoint, SocketWatcher, open_socket
 from longshore.protocol.client import (
     DescribeEngine,
@@ -57,6 +58,7 @@ class EngineClient:
         self._why_stopped = why_stopped
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._report: asyncio.Future[EngineReport] | None = None
+        self._block_map: asyncio.Future[BlockMap] | None = None
         self.death: EngineDead | None = None
         self._watcher = SocketWatcher(socket, self._receive)
         self._monitor_watcher = SocketWatcher(self._monitor, self._disconnected)
@@ -79,6 +81,15 @@ class EngineClient:
             self._report = asyncio.get_running_loop().create_future()
             self._send(DescribeEngine())
         return await asyncio.wait_for(asyncio.shield(self._report), timeout_s)
+
+    async def describe_blocks(self, timeout_s: float) -> BlockMap:
+        """What every KV block is used for. Raises as `describe` does."""
+        if self.death is not None:
+            raise self.death
+        if self._block_map is None:
+            self._block_map = asyncio.get_running_loop().create_future()
+            self._send(DescribeBlocks())
+        return await asyncio.wait_for(asyncio.shield(self._block_map), timeout_s)
 
     def submit(
         self,
@@ -155,6 +166,10 @@ class EngineClient:
                     if self._report is not None:
                         self._report.set_result(message)
                         self._report = None
+                case BlockMap():
+                    if self._block_map is not None:
+                        self._block_map.set_result(message)
+                        self._block_map = None
                 case EngineReady():
                     if not self._ready.done():
                         self._ready.set_result(message)
@@ -191,11 +206,11 @@ class EngineClient:
         self.death = death
         logger.error("%s; %d live requests are lost", self.death, len(self._requests))
         self._requests.fail_all(self.death)
-        for answer in (self._ready, self._report):
+        for answer in (self._ready, self._report, self._block_map):
             if answer is not None and not answer.done():
                 answer.set_exception(self.death)
                 answer.exception()  # seen, also if nobody waits any more
-        self._report = None
+        self._report = self._block_map = None
 
     def close(self) -> None:
         """Stop receiving. Requests that are still live stay without an end."""

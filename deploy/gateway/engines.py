@@ -8,6 +8,7 @@ import msgspec
 from longshore.deploy.gateway.engine_choice import EngineChoice
 from longshore.deploy.gateway.engine_client import EngineClient
 from longshore.deploy.live_requests import LiveRequest, new_seed, seed_source
+from longshore.protocol.block_map import BlockMap
 from longshore.protocol.channel import Endpoint
 from longshore.protocol.client import EngineReport, SchedulerStats
 from longshore.protocol.errors import EngineDead
@@ -85,6 +86,10 @@ class Engines:
     async def describe(self, timeout_s: float, engine: int = 0) -> EngineReport:
         """See EngineClient."""
         return await self.clients[engine].describe(timeout_s)
+
+    async def describe_blocks(self, timeout_s: float, engine: int = 0) -> BlockMap:
+        """See EngineClient."""
+        return await self.clients[engine].describe_blocks(timeout_s)
 
     def submit(
         self,

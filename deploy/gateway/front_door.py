@@ -18,8 +18,8 @@ from longshore.deploy.gateway.metrics import GatewayMetrics
 
 REQUEST_ID_HEADER: Final = b"x-request-id"
 TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
-"""Probes and scrapers have no key."""
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/dashboard"})
+"""Probes, scrapers and a browser that opens a page have no key; the page asks for one."""
 
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}", re.ASCII)
 _TRACE_VALUE: Final = re.compile(rb"[ -~]{1,512}")

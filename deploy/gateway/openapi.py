@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 import longshore
+from longshore.deploy.gateway.dashboard import DashboardState
 from longshore.deploy.gateway.embeddings import EmbeddingRequest, EmbeddingResponse
 from longshore.deploy.gateway.errors import ErrorEnvelope
 from longshore.deploy.gateway.openai_requests import (
@@ -37,6 +38,7 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 FORM: Final = "multipart/form-data"
 TEXT: Final = "text/plain"
+HTML: Final = "text/html"
 _REF: Final = "#/components/schemas/{name}"
 
 
@@ -126,6 +128,14 @@ _OPERATIONS: Final = (
         errors=(404, 503, 504),
         query="engine",
         is_list_too=True,
+    ),
+    _Operation("get", "/dashboard", "What the engine does, as a live page.", {HTML: None}),
+    _Operation(
+        "get",
+        "/dashboard/state",
+        "What the page shows: blocks, who holds them, and the report.",
+        {JSON: DashboardState},
+        errors=(404, 503, 504),
     ),
 )
 

@@ -6,6 +6,13 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
+from longshore.protocol.block_map import (
+    BlockHolder,
+    BlockMap,
+    BlockState,
+    DescribeBlocks,
+    GroupUse,
+)
 from longshore.protocol.client import (
     AbortRequests,
     AddRequest,
@@ -325,9 +332,37 @@ TO_ENGINE = {
     ContinueSession: st.builds(ContinueSession, counts, int32s, samplings, st.booleans()),
     AbortRequests: st.builds(AbortRequests, int32s),
     DescribeEngine: st.just(DescribeEngine()),
+    DescribeBlocks: st.just(DescribeBlocks()),
     StopFound: st.builds(StopFound, counts, counts),
     ClientHello: st.builds(ClientHello, texts, texts),
 }
+few = st.lists(counts, max_size=3).map(tuple)
+reports = st.builds(
+    EngineReport,
+    engine_id=texts,
+    num_running=counts,
+    num_waiting=counts,
+    num_blocks=counts,
+    num_free_blocks=counts,
+    kv_usage=st.floats(0, 1),
+    steps_in_flight=counts,
+    idle_s=st.floats(0, 9),
+    pause=texts,
+    waiting=st.lists(
+        st.builds(WaitingReport, texts, texts, texts, st.floats(0, 9), counts, counts),
+        max_size=2,
+    ).map(tuple),
+)
+holders = st.builds(
+    BlockHolder,
+    texts,
+    st.sampled_from(BlockState),
+    few,
+    few,
+    st.integers(-1, 9),
+    *[counts] * 5,
+    st.floats(0, 9),
+)
 TO_CLIENT = {
     EngineOutputs: st.builds(
         EngineOutputs,
@@ -337,21 +372,18 @@ TO_CLIENT = {
         finished=st.lists(ends, max_size=3).map(tuple),
         stats=st.none() | stats,
     ),
-    EngineReport: st.builds(
-        EngineReport,
-        engine_id=texts,
-        num_running=counts,
-        num_waiting=counts,
-        num_blocks=counts,
-        num_free_blocks=counts,
-        kv_usage=st.floats(0, 1),
-        steps_in_flight=counts,
-        idle_s=st.floats(0, 9),
-        pause=texts,
-        waiting=st.lists(
-            st.builds(WaitingReport, texts, texts, texts, st.floats(0, 9), counts, counts),
-            max_size=2,
-        ).map(tuple),
+    EngineReport: reports,
+    BlockMap: st.builds(
+        BlockMap,
+        reports,
+        arrays(np.uint8),
+        st.lists(st.builds(GroupUse, texts, *[counts] * 4), max_size=2).map(tuple),
+        counts,
+        counts,
+        counts,
+        counts,
+        st.lists(holders, max_size=2).map(tuple),
+        int32s,
     ),
     EngineFailed: st.builds(EngineFailed, texts),
     EngineReady: st.builds(EngineReady, texts, identities, counts),

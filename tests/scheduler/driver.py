@@ -39,6 +39,7 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.request import Request
 from longshore.scheduler.scheduler import Scheduler
+from tests.scheduler.block_map_oracle import check_block_map
 
 VOCAB_SIZE: Final = 100
 EOS: Final = 2
@@ -263,6 +264,8 @@ class Driver:
         received = self._decoder.decode([bytes(frame) for frame in self._encoder.encode(plan)])
         assert isinstance(received, SchedulerOutput)
         self.plans.append(received)
+        if len(self.plans) % 4 == 0:
+            check_block_map(self.scheduler, self.now)
         self._run(received)
         self._check_rows()
         self._take_masks()

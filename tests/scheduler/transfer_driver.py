@@ -33,6 +33,7 @@ from tests.scheduler.adversarial_connector import (
     Transfers,
     prefixes_of,
 )
+from tests.scheduler.block_map_oracle import check_block_map
 from tests.scheduler.driver import VOCAB_SIZE, expected_output, kv_cache_config, steady_token
 
 BLOCK_SIZE: Final = 4
@@ -534,6 +535,7 @@ class TransferDriver:
             owned |= block_ids
         free = set(self.scheduler.kv_cache._pool.free_block_ids())
         assert not free & owned, f"owned blocks {free & owned} are free"
+        check_block_map(self.scheduler, self.now)
 
     def check_idle(self) -> None:
         """Nobody runs, waits or transfers, so every block is free and every end was told once."""

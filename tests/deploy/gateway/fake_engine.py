@@ -7,6 +7,13 @@ import numpy as np
 import zmq
 
 from longshore.protocol.arrays import int32_array
+from longshore.protocol.block_map import (
+    BlockHolder,
+    BlockMap,
+    BlockState,
+    DescribeBlocks,
+    GroupUse,
+)
 from longshore.protocol.channel import Endpoint, ServerChannel, SocketWatcher, open_socket
 from longshore.protocol.client import (
     AbortRequests,
@@ -72,6 +79,20 @@ REPORT = EngineReport(
     pause=PauseState.UNPAUSED.value,
     waiting=(WaitingReport("cmpl-1", "WAITING", "blocks: 9 are needed, 3 are free", 12.5, 140, 1),),
 )
+BLOCK_MAP = BlockMap(
+    REPORT,
+    states=np.array([0] + [3] * 20 + [5] * 5 + [2] * 30 + [1] * 44, np.uint8),
+    groups=(GroupUse("full attention", 16, 2, 4096, 20),),
+    num_steps=7,
+    num_preemptions=0,
+    num_prefix_queried_tokens=40,
+    num_prefix_hit_tokens=16,
+    holders=(
+        BlockHolder("cmpl-0", BlockState.HELD, (20,), (20,), 0, 300, 310, 309, 16, 0, 1.5),
+        BlockHolder("a session", BlockState.KEPT, (5,), (2,)),
+    ),
+    block_ids=np.array([*range(1, 21), 24, 25], np.int32),
+)
 
 Script = Callable[["FakeEngine", AddRequest], None]
 
@@ -133,7 +154,8 @@ class FakeEngine:
 
     requests: everything that was asked; aborted: handles that clients gave up; stopped: ends that
     clients found.
-    num_describes: how often it was asked for a report; it answers while `report` is set.
+    num_describes: how often it was asked for a report or a map of its blocks; it answers while
+    `report` or `block_map` is set.
     """
 
     def __init__(self, endpoint: Endpoint, script: Script = echo) -> None:
@@ -143,6 +165,7 @@ class FakeEngine:
         self.stopped: list[StopFound] = []
         self.num_describes = 0
         self.report: EngineReport | None = REPORT
+        self.block_map: BlockMap | None = BLOCK_MAP
         self.arrived = asyncio.Event()
         self._peer = b""
         self._context = zmq.Context()
@@ -168,6 +191,10 @@ class FakeEngine:
                     self.num_describes += 1
                     if self.report is not None:
                         self.send(self.report)
+                case DescribeBlocks():
+                    self.num_describes += 1
+                    if self.block_map is not None:
+                        self.send(self.block_map)
                 case StopFound():
                     self.stopped.append(message)
                 case ContinueSession():

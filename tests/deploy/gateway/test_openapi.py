@@ -57,6 +57,7 @@ async def test_answers_have_what_the_document_requires_of_them(
         for path, body in (
             ("/v1/models", None),
             ("/engine/report", None),
+            ("/dashboard/state", None),
             ("/v1/completions", {"prompt": "p"}),
             ("/tokenize", {"prompt": "p"}),
             ("/v1/completions", {"prompt": 5}),

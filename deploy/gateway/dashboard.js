@@ -1,0 +1,690 @@
+"use strict";
+// Sections: words and numbers, asking the gateway, reading /metrics, the block map, tables, charts,
+// what happens once a second.
+
+const $ = (id) => document.getElementById(id);
+const PERIOD_MS = 1000, TIMEOUT_MS = 15000;
+const KEPT_S = 120, RATE_S = 3, QUANTILE_S = 10, STALLED_S = 10;
+const STATE_TEXT = {
+  reserved: "the null block, or set aside for good",
+  free: "free, nothing to be found in it",
+  cached: "free, but its prefix can still be found",
+  held: "held by one running request",
+  shared: "held by a running request and others",
+  kept: "held by requests that do not run",
+  transfer: "being loaded or sent, or held by a connector",
+  quarantined: "a load that nobody waits for may still write to it",
+};
+const [RESERVED, FREE, CACHED, HELD] = [0, 1, 2, 3];
+
+// ---- Words and numbers
+
+const grouped = new Intl.NumberFormat("en");
+const count = (value) => grouped.format(Math.round(value));
+
+function rate(value) {
+  return value === null ? "–" : value < 10 ? value.toFixed(1) : count(value);
+}
+
+function percent(value) {
+  return value === null ? "–" : `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
+}
+
+function seconds(value) {
+  if (value === null) return "–";
+  if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
+  if (value < 1) return `${(value * 1e3).toFixed(value < 0.01 ? 1 : 0)} ms`;
+  if (value < 100) return `${value.toFixed(value < 10 ? 1 : 0)} s`;
+  return value < 6000 ? `${Math.round(value / 60)} min` : `${(value / 3600).toFixed(1)} h`;
+}
+
+function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  for (; value >= 1024 && unit < units.length - 1; unit++) value /= 1024;
+  return `${unit && value < 100 ? value.toFixed(1) : count(value)} ${units[unit]}`;
+}
+
+function make(tag, classes = "", text = null) {
+  const element = document.createElement(tag);
+  if (classes) element.className = classes;
+  if (text !== null) element.textContent = text;
+  return element;
+}
+
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+// ---- Asking the gateway
+
+class Refusal extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function ask(path) {
+  const key = sessionStorage.getItem("longshore-key");
+  const answer = await fetch(path, {
+    headers: key ? { authorization: `Bearer ${key}` } : {},
+    signal: AbortSignal.timeout(TIMEOUT_MS),
+    cache: "no-store",
+  });
+  const text = await answer.text();
+  if (answer.ok) return text;
+  let message = text.trim();
+  try { message = JSON.parse(text).error.message; } catch { /* plain text */ }
+  throw new Refusal(answer.status, message);
+}
+
+async function unpacked(text) {
+  const packed = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).arrayBuffer();
+}
+
+const engine = new URLSearchParams(location.search).get("engine") ?? "0";
+
+async function readState() {
+  const query = `?engine=${encodeURIComponent(engine)}`;
+  const [text, metrics] = await Promise.all([ask(`dashboard/state${query}`), ask("metrics")]);
+  const state = JSON.parse(text);
+  state.states = new Uint8Array(await unpacked(state.states));
+  state.block_ids = new Int32Array(await unpacked(state.block_ids));
+  let first = 0;
+  for (const holder of state.holders) {
+    holder.first = first;
+    first += holder.num_listed.reduce((sum, listed) => sum + listed, 0);
+    holder.end = first;
+    holder.total = holder.num_blocks.reduce((sum, blocks) => sum + blocks, 0);
+  }
+  return { state, metrics: readMetrics(metrics) };
+}
+
+// ---- Reading /metrics: sums over all labels, histograms by their bounds, this engine's workers by number
+
+const SAMPLE = /^(\w+)(?:\{(.*)\})? (\S+)/;
+
+function readMetrics(text) {
+  const sums = new Map(), buckets = new Map(), workers = new Map();
+  for (const line of text.split("\n")) {
+    const match = SAMPLE.exec(line);
+    if (match === null) continue;
+    const [, name, labels = "", written] = match, value = Number(written);
+    const bound = /(?:^|,)le="([^"]+)"/.exec(labels), worker = /(?:^|,)worker="([^"]+)"/.exec(labels);
+    if (bound) {
+      if (!buckets.has(name)) buckets.set(name, new Map());
+      const le = bound[1] === "+Inf" ? Infinity : Number(bound[1]);
+      buckets.get(name).set(le, (buckets.get(name).get(le) ?? 0) + value);
+    } else if (worker) {
+      if (!labels.includes(`engine="${engine}"`)) continue;
+      if (!workers.has(worker[1])) workers.set(worker[1], new Map());
+      workers.get(worker[1]).set(name.replace("longshore_worker_", ""), value);
+    } else {
+      sums.set(name, (sums.get(name) ?? 0) + value);
+    }
+  }
+  return { sums, buckets, workers };
+}
+
+function quantile(now, before, name, share) {
+  const last = now.buckets.get(`${name}_bucket`), first = before.buckets.get(`${name}_bucket`);
+  if (!last || !first) return null;
+  const bounds = [...last.keys()].sort((a, b) => a - b);
+  const below = bounds.map((bound) => last.get(bound) - (first.get(bound) ?? 0));
+  const total = below.at(-1);
+  if (!(total > 0)) return null;
+  const index = below.findIndex((number) => number >= share * total);
+  const lower = index ? bounds[index - 1] : 0, under = index ? below[index - 1] : 0;
+  if (bounds[index] === Infinity) return lower;
+  return lower + (bounds[index] - lower) * ((share * total - under) / (below[index] - under));
+}
+
+// ---- The block map
+
+const map = {
+  canvas: $("map"), image: document.createElement("canvas"),
+  state: null, only: null, pinned: null, hovered: null, block: null,
+  columns: 0, perCell: 1, cell: 1, palette: null,
+};
+
+// Cells are squares of whole device pixels, as big as fits; where even the smallest do not fit, a
+// cell stands for several blocks and shows the busiest.
+function layOutMap(numBlocks) {
+  const scale = window.devicePixelRatio || 1, width = Math.floor(map.canvas.clientWidth * scale);
+  const tallest = Math.floor((window.innerWidth < 560 ? 420 : 540) * scale);
+  let cell = Math.floor(16 * scale);
+  const rowsOf = (size, cells) => Math.ceil(cells / Math.floor(width / size));
+  while (cell > 1 && rowsOf(cell, numBlocks) * cell > tallest) cell--;
+  map.perCell = Math.max(1, Math.ceil(numBlocks / (Math.floor(width / cell) * Math.floor(tallest / cell))));
+  map.cell = cell;
+  map.columns = Math.floor(width / cell);
+  map.rows = rowsOf(cell, Math.ceil(numBlocks / map.perCell));
+  map.image.width = map.columns;
+  map.image.height = map.rows;
+  map.canvas.width = width;
+  map.canvas.height = map.rows * cell;
+  map.canvas.style.height = `${(map.rows * cell) / scale}px`;
+  map.laidOutFor = `${numBlocks} ${width} ${scale}`;
+}
+
+function readPalette() {
+  const style = getComputedStyle(document.documentElement), names = Object.keys(STATE_TEXT);
+  const dot = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const colour = (value, opacity = 1) => {
+    dot.clearRect(0, 0, 1, 1);
+    dot.globalAlpha = 1;
+    dot.fillStyle = style.getPropertyValue("--panel");
+    dot.fillRect(0, 0, 1, 1);
+    dot.globalAlpha = opacity;
+    dot.fillStyle = value;
+    dot.fillRect(0, 0, 1, 1);
+    return new Uint32Array(dot.getImageData(0, 0, 1, 1).data.buffer)[0];
+  };
+  const values = names.map((name) => style.getPropertyValue(`--${name}`));
+  map.palette = {
+    plain: Uint32Array.from(values, (value) => colour(value)),
+    dim: Uint32Array.from(values, (value) => colour(value, 0.18)),
+    panel: style.getPropertyValue("--panel"), text: style.getPropertyValue("--text"),
+    series: [style.getPropertyValue("--series-1"), style.getPropertyValue("--series-2")],
+    line: style.getPropertyValue("--line"),
+  };
+}
+
+const holderKey = (holder) => `${holder.state} ${holder.request_id}`;
+
+function shownHolder() {
+  const key = map.hovered ?? map.pinned;
+  return key === null || !map.state ? undefined : map.state.holders.find((each) => holderKey(each) === key);
+}
+
+// A byte per block, 1 for those that stand out; null if none does.
+function emphasis() {
+  const { states, block_ids: ids } = map.state, holder = shownHolder();
+  if (!holder && map.only === null) return null;
+  const marks = new Uint8Array(states.length);
+  if (holder) for (let index = holder.first; index < holder.end; index++) marks[ids[index]] = 1;
+  else for (let block = 0; block < states.length; block++) marks[block] = states[block] === map.only ? 1 : 0;
+  return marks;
+}
+
+function drawMap() {
+  if (!map.state) return;
+  const { states } = map.state, marks = emphasis(), { plain, dim } = map.palette;
+  const scale = window.devicePixelRatio || 1, width = Math.floor(map.canvas.clientWidth * scale);
+  if (map.laidOutFor !== `${states.length} ${width} ${scale}`) layOutMap(states.length);
+  const { columns, rows, cell, perCell, image } = map;
+  const picture = new ImageData(columns, rows), pixels = new Uint32Array(picture.data.buffer);
+  const numCells = Math.ceil(states.length / perCell);
+  for (let place = 0, block = 0; place < numCells; place++) {
+    let state = 0, marked = 0;
+    for (const end = Math.min(block + perCell, states.length); block < end; block++) {
+      if (states[block] > state) state = states[block];
+      if (marks !== null && marks[block]) marked = 1;
+    }
+    pixels[place] = marks === null || marked ? plain[state] : dim[state];
+  }
+  image.getContext("2d").putImageData(picture, 0, 0);
+  const context = map.canvas.getContext("2d");
+  context.clearRect(0, 0, map.canvas.width, map.canvas.height);
+  context.imageSmoothingEnabled = false;
+  context.drawImage(image, 0, 0, columns * cell, rows * cell);
+  if (cell >= 4) {
+    context.fillStyle = map.palette.panel;
+    for (let x = 1; x <= columns; x++) context.fillRect(x * cell - 1, 0, 1, rows * cell);
+    for (let y = 1; y <= rows; y++) context.fillRect(0, y * cell - 1, columns * cell, 1);
+  }
+  if (map.block !== null) {
+    const place = Math.floor(map.block / perCell), size = Math.max(cell, 5);
+    context.strokeStyle = map.palette.text;
+    context.lineWidth = 2;
+    context.strokeRect((place % columns) * cell - 1, Math.floor(place / columns) * cell - 1, size + 1, size + 1);
+  }
+  map.numMarked = marks === null ? 0 : marks.reduce((sum, mark) => sum + mark, 0);
+  map.canvas.dataset.marked = map.numMarked;
+  describePicked();
+}
+
+function holdersOf(block) {
+  const { holders, block_ids: ids } = map.state, found = [];
+  for (let at = ids.indexOf(block); at >= 0; at = ids.indexOf(block, at + 1)) {
+    const holder = holders.find((each) => each.first <= at && at < each.end);
+    if (!found.includes(holder)) found.push(holder);
+  }
+  return found;
+}
+
+function describePicked() {
+  const { state, block } = map, holder = shownHolder();
+  let text = "Point at a block to see who holds it, or at a request to see its blocks.";
+  if (holder) {
+    const listed = holder.end - holder.first;
+    const part = listed < holder.total ? `its last ${count(listed)} of ` : "";
+    text = `${holder.request_id || "a connector"}: ${part}${count(holder.total)} blocks stand out.`;
+  } else if (map.only !== null) {
+    const name = state.state_names[map.only];
+    text = `${name}: ${STATE_TEXT[name]}.`;
+  }
+  if (block !== null && block < state.states.length) {
+    const name = state.state_names[state.states[block]], found = holdersOf(block);
+    const who = found.slice(0, 4).map((each) => each.request_id || "a connector").join(", ");
+    const more = found.length > 4 ? ` and ${found.length - 4} more` : "";
+    const nobody = state.states[block] >= HELD ? "; who holds it is not among those listed" : "";
+    text = `Block ${count(block)}: ${name} (${STATE_TEXT[name]})${who ? `, by ${who}${more}` : nobody}.`;
+  }
+  setText($("picked"), text);
+}
+
+function blockAt(event) {
+  const box = map.canvas.getBoundingClientRect(), scale = map.canvas.width / box.width;
+  const column = Math.floor(((event.clientX - box.left) * scale) / map.cell);
+  const row = Math.floor(((event.clientY - box.top) * scale) / map.cell);
+  const block = (row * map.columns + column) * map.perCell;
+  return column >= map.columns || block >= map.state.states.length ? null : block;
+}
+
+function pin(key) {
+  map.pinned = map.pinned === key ? null : key;
+  showSelection();
+}
+
+function pinHolderOf(block) {
+  const [first] = block === null ? [] : holdersOf(block);
+  if (first) pin(holderKey(first));
+}
+
+function showSelection() {
+  for (const [key, row] of holderRows) row.setAttribute("aria-selected", String(key === map.pinned));
+  drawMap();
+}
+
+map.canvas.addEventListener("mousemove", (event) => {
+  if (!map.state) return;
+  const block = blockAt(event);
+  if (block !== map.block) { map.block = block; drawMap(); }
+});
+map.canvas.addEventListener("mouseleave", () => { map.block = null; drawMap(); });
+map.canvas.addEventListener("click", (event) => { if (map.state) pinHolderOf(blockAt(event)); });
+map.canvas.addEventListener("keydown", (event) => {
+  const line = map.columns * map.perCell;
+  const step = { ArrowLeft: -map.perCell, ArrowRight: map.perCell, ArrowUp: -line, ArrowDown: line }[event.key];
+  if (!map.state || (step === undefined && event.key !== "Enter")) return;
+  event.preventDefault();
+  if (step === undefined) pinHolderOf(map.block);
+  else map.block = Math.min(Math.max((map.block ?? -step) + step, 0), map.state.states.length - 1);
+  drawMap();
+});
+map.canvas.addEventListener("blur", () => { map.block = null; drawMap(); });
+addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  map.only = map.pinned = map.hovered = map.block = null;
+  for (const button of $("legend").children) button.setAttribute("aria-pressed", "false");
+  showSelection();
+});
+
+function showLegend(state) {
+  const counts = new Array(state.state_names.length).fill(0);
+  for (const each of state.states) counts[each]++;
+  state.counts = counts;
+  if (!$("legend").children.length) {
+    state.state_names.forEach((name, index) => {
+      const button = make("button");
+      button.type = "button";
+      button.title = STATE_TEXT[name];
+      button.dataset.state = name;
+      button.setAttribute("aria-pressed", "false");
+      button.append(make("span", `swatch s${index}`), make("span", "", name), make("span", "num"));
+      button.addEventListener("click", () => {
+        map.only = map.only === index ? null : index;
+        for (const [other, each] of [...$("legend").children].entries()) {
+          each.setAttribute("aria-pressed", String(other === map.only));
+        }
+        drawMap();
+      });
+      $("legend").append(button);
+    });
+  }
+  counts.forEach((number, index) => setText($("legend").children[index].lastChild, count(number)));
+  const said = state.state_names.map((name, index) => `${count(counts[index])} ${name}`).join(", ");
+  map.canvas.setAttribute("aria-label", `Map of all KV blocks: ${said}`);
+}
+
+// ---- Tables
+
+const holderRows = new Map();
+
+function makeHolderRow(key) {
+  const row = make("tr");
+  row.tabIndex = 0;
+  row.dataset.key = key;
+  row.setAttribute("aria-selected", "false");
+  const first = make("td"), name = make("div", "name"), bar = make("div", "bar");
+  name.append(make("span", "swatch"), make("bdi", "mono"));
+  bar.append(make("div"));
+  first.append(name, bar);
+  row.append(first, make("td", "num"), make("td", "num"), make("td", "num"));
+  const light = (value) => () => { map.hovered = value; drawMap(); };
+  row.addEventListener("mouseenter", light(key));
+  row.addEventListener("mouseleave", light(null));
+  row.addEventListener("focus", light(key));
+  row.addEventListener("blur", light(null));
+  row.addEventListener("click", () => pin(key));
+  row.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();
+    pin(key);
+  });
+  return row;
+}
+
+function showHolders(state) {
+  const gone = new Set(holderRows.keys()), body = $("holders");
+  state.holders.forEach((holder, place) => {
+    const key = holderKey(holder);
+    gone.delete(key);
+    if (!holderRows.has(key)) holderRows.set(key, makeHolderRow(key));
+    const row = holderRows.get(key), [first, tokens, blocks, age] = row.children;
+    const [name, bar] = first.children, done = holder.num_computed_tokens, all = holder.num_tokens;
+    const stateName = state.state_names[holder.state];
+    name.firstChild.className = `swatch s${holder.state}`;
+    setText(name.lastChild, holder.request_id || "a connector");
+    first.title = `${holder.request_id}\n${STATE_TEXT[stateName]}`
+      + (holder.row >= 0 ? `, row ${holder.row}` : "")
+      + (all ? `\n${count(holder.num_prompt_tokens)} prompt tokens, ${count(holder.num_cached_tokens)} of them found`
+        + `\n${count(done)} of ${count(all)} tokens computed, preempted ${holder.num_preemptions} times` : "");
+    bar.firstChild.style.width = `${all ? Math.min(100, (100 * done) / all) : 0}%`;
+    setText(tokens, all ? count(all) : "–");
+    setText(blocks, count(holder.total));
+    setText(age, all ? seconds(holder.age_s) : "–");
+    if (body.children[place] !== row) body.insertBefore(row, body.children[place] ?? null);
+  });
+  for (const key of gone) {
+    holderRows.get(key).remove();
+    holderRows.delete(key);
+    if (map.hovered === key) map.hovered = null;
+    if (map.pinned === key) map.pinned = null;
+  }
+  const running = state.holders.filter((holder) => holder.state === HELD).length;
+  const unlisted = state.report.num_running - running;
+  setText($("holders-count"), `${count(state.report.num_running)} running`
+    + (unlisted > 0 ? `, the eldest ${count(running)} listed` : ""));
+  $("holders-none").hidden = state.holders.length > 0;
+}
+
+// Rows of plain cells: [[text, text, ...], ...]; those in `numeric` are numbers.
+function fill(body, rows, isNumeric) {
+  while (body.children.length > rows.length) body.lastChild.remove();
+  rows.forEach((texts, index) => {
+    const row = body.children[index] ?? body.appendChild(make("tr"));
+    while (row.children.length > texts.length) row.lastChild.remove();
+    texts.forEach((text, column) => {
+      const cell = row.children[column] ?? row.appendChild(make("td", isNumeric(column) ? "num" : ""));
+      setText(cell, text);
+    });
+  });
+}
+
+function showWaiting(report) {
+  const body = $("waiting"), rows = report.waiting;
+  while (body.children.length > rows.length) body.lastChild.remove();
+  rows.forEach((waiting, index) => {
+    let row = body.children[index];
+    if (!row) {
+      row = body.appendChild(make("tr"));
+      const cell = row.appendChild(make("td"));
+      const name = make("div", "mono");
+      name.append(make("bdi"));
+      cell.append(name, make("div", "why"));
+      row.append(make("td", "num"));
+    }
+    const [cell, since] = row.children;
+    setText(cell.firstChild.firstChild, waiting.request_id);
+    cell.title = `${waiting.request_id}\n${count(waiting.num_tokens)} tokens, preempted ${waiting.num_preemptions} times`;
+    setText(cell.lastChild, waiting.waits_for);
+    setText(since, seconds(waiting.waited_s));
+  });
+  const more = report.num_waiting - rows.length;
+  setText($("waiting-count"), count(report.num_waiting) + (more > 0 ? `, ${count(rows.length)} listed` : ""));
+  $("waiting-none").hidden = report.num_waiting > 0;
+}
+
+function showPlaces(state, workers) {
+  const { counts, groups } = state, total = state.states.length;
+  const unused = counts[FREE] + counts[CACHED];
+  const share = (number) => `${count(number)}  (${percent(number / Math.max(total - counts[RESERVED], 1))})`;
+  const size = bytes(total * Math.max(0, ...groups.map((group) => group.block_bytes)));
+  fill($("tiers"), [[
+    "device, each worker", count(total), share(total - unused - counts[RESERVED]),
+    share(counts[CACHED]), share(counts[FREE]), size,
+  ]], (column) => column > 0);
+  fill($("groups"), groups.map((group) => [
+    group.kind, count(group.num_layers), count(group.block_size), count(group.block_bytes), count(group.num_blocks),
+  ]), (column) => column > 0);
+  showWorkers(workers);
+}
+
+function showWorkers(workers) {
+  $("workers-panel").hidden = workers.size === 0;
+  const before = [...samples].reverse().find((sample) => sample.metrics && sample.s < samples.at(-1).s - WORKERS_S);
+  const rows = [...workers].sort(([a], [b]) => Number(a) - Number(b)).map(([number, now]) => {
+    const then = before?.metrics.workers.get(number);
+    const added = (name) => (then ? Math.max(now.get(name) - then.get(name), 0) : 0);
+    const elapsed = then ? samples.at(-1).s - before.s : 1, steps = added("step_seconds_count");
+    const longest = now.get("longest_step_seconds");
+    return [
+      number, steps ? grouped.format(Math.round(steps / elapsed)) : "–",
+      steps ? seconds(added("step_seconds_sum") / steps) : "–", longest ? seconds(longest) : "–",
+      percent(Math.min(added("step_seconds_sum") / elapsed, 1)),
+      grouped.format(Math.round(added("step_tokens_sum") / elapsed)),
+      bytes(now.get("device_memory_bytes") || now.get("resident_memory_bytes") || 0),
+    ];
+  });
+  fill($("workers"), rows, (column) => column > 0);
+}
+
+// ---- Charts: two minutes of what each poll has brought
+
+const samples = [];
+const WORKERS_S = 4;  // workers report once a second; a step less would make rates jump
+const metric = (name) => (sample) => sample.metrics.sums.get(name) ?? 0;
+
+function per(read) {
+  return (now, before) => {
+    const difference = read(now) - read(before);
+    return before === now || difference < 0 ? null : difference / (now.s - before.s);
+  };
+}
+
+function share(part, whole) {
+  return (now, _, longAgo) => {
+    const asked = whole(now) - whole(longAgo);
+    return asked > 0 ? (part(now) - part(longAgo)) / asked : null;
+  };
+}
+
+function latency(name, part) {
+  return (now, _, longAgo) => quantile(now.metrics, longAgo.metrics, `longshore_${name}_seconds`, part);
+}
+
+// title, how a value is written, [name, value of (now, RATE_S ago, QUANTILE_S ago)] ..., least top
+const CHARTS = [
+  ["KV blocks in use", percent, [["", (now) => now.state.report.kv_usage]], 1],
+  ["Requests", count, [["running", (now) => now.state.report.num_running], ["waiting", (now) => now.state.report.num_waiting]], 4],
+  ["Tokens out / s", rate, [["", per(metric("longshore_generated_tokens_total"))]], 1],
+  ["Tokens in / s", rate, [["", per(metric("longshore_prompt_tokens_total"))]], 1],
+  ["First token", seconds, [["p50", latency("time_to_first_token", 0.5)], ["p99", latency("time_to_first_token", 0.99)]], 0.001],
+  ["Between tokens", seconds, [["p50", latency("inter_token_latency", 0.5)], ["p99", latency("inter_token_latency", 0.99)]], 0.001],
+  ["Steps / s", rate, [["", per((sample) => sample.state.num_steps)]], 1],
+  ["Prefix hits", percent, [["", share((sample) => sample.state.num_prefix_hit_tokens, (sample) => sample.state.num_prefix_queried_tokens)]], 1],
+];
+const charts = CHARTS.map(([title, write, series, least]) => {
+  const box = make("div", "chart"), head = make("div", "head"), values = make("div", "values");
+  const top = make("span", "top num"), canvas = make("canvas");
+  head.append(make("h2", "", title), top);
+  const numbers = series.map(([name]) => {
+    const span = make("span"), number = make("b", "", "–");
+    if (series.length > 1) span.append(make("i"));
+    span.append(number, make("small", "", name));
+    values.append(span);
+    return number;
+  });
+  canvas.setAttribute("aria-hidden", "true");
+  box.append(head, values, canvas);
+  $("charts").append(box);
+  return { write, series, least, top, canvas, numbers };
+});
+
+function takeSample(state, metrics) {
+  const now = { s: performance.now() / 1000, state, metrics };
+  samples.push(now);
+  while (samples[0].s < now.s - KEPT_S) samples.shift();
+  const since = (age) => samples.find((sample) => sample.s >= now.s - age - 0.2);
+  const [before, longAgo] = [since(RATE_S), since(QUANTILE_S)];
+  now.values = charts.map((chart) => chart.series.map(([, value]) => value(now, before, longAgo)));
+  // Only the latest ones are compared again; a picture of a million blocks is not kept.
+  now.state = { ...state, states: null, block_ids: null, holders: null };
+  for (const old of samples) if (old.s < now.s - 2 * QUANTILE_S) old.metrics = old.state = null;
+}
+
+function drawCharts() {
+  if (!samples.length) return;
+  const end = samples.at(-1).s, scale = window.devicePixelRatio || 1;
+  charts.forEach(({ write, series, least, top, canvas, numbers }, index) => {
+    const width = Math.floor(canvas.clientWidth * scale), height = Math.floor(canvas.clientHeight * scale);
+    if (canvas.width !== width || canvas.height !== height) [canvas.width, canvas.height] = [width, height];
+    const context = canvas.getContext("2d");
+    const shown = samples.flatMap((sample) => sample.values[index]).filter((value) => value !== null);
+    const highest = Math.max(least, ...shown);
+    context.clearRect(0, 0, width, height);
+    context.fillStyle = map.palette.line;
+    context.fillRect(0, height - 1, width, 1);
+    context.lineWidth = 1.75 * scale;
+    context.lineJoin = "round";
+    for (let line = series.length - 1; line >= 0; line--) {
+      context.strokeStyle = map.palette.series[line];
+      context.setLineDash(line ? [5 * scale, 3 * scale] : []);
+      context.beginPath();
+      let isDown = false;
+      for (const sample of samples) {
+        const value = sample.values[index][line];
+        const x = width * (1 - (end - sample.s) / KEPT_S), y = height - 2 - (value / highest) * (height - 4 * scale);
+        if (value !== null) isDown ? context.lineTo(x, y) : context.moveTo(x, y);
+        isDown = value !== null;
+      }
+      context.stroke();
+      setText(numbers[line], write(samples.at(-1).values[index][line]));
+    }
+    setText(top, shown.length ? `to ${write(highest)}` : "");
+  });
+}
+
+// ---- Once a second
+
+let isFrozen = false, isAsking = false, lastWord = "", timer = 0;
+
+function say(kind, word, detail) {
+  $("status").dataset.kind = $("detail").dataset.kind = kind;
+  setText($("status"), word);
+  setText($("detail"), detail);
+  $("all").classList.toggle("stale", kind === "bad" || word === "locked" || word === "starting");
+}
+
+function showState({ state, metrics }) {
+  const { report } = state;
+  map.state = state;
+  showLegend(state);
+  takeSample(state, metrics);
+  setText($("model"), state.model);
+  setText($("engine"), report.engine_id);
+  showEngines(state.num_engines);
+  document.title = `${percent(report.kv_usage)} · ${state.model} · Longshore`;
+  const sizes = state.groups.map((group) => group.block_size).join(", ");
+  const several = map.perCell > 1 ? `, ${map.perCell} to a point` : "";
+  showHolders(state);
+  showWaiting(report);
+  showPlaces(state, metrics.workers);
+  drawMap();
+  setText($("map-size"), `${count(state.states.length)} of ${sizes} tokens${several}`);
+  drawCharts();
+  const busy = report.num_running + report.num_waiting > 0;
+  const detail = `${count(report.num_running)} running, ${count(report.num_waiting)} waiting, `
+    + `${report.steps_in_flight} steps in flight, ${count(state.num_steps)} steps and `
+    + `${count(state.num_preemptions)} preemptions so far`;
+  if (report.pause !== "unpaused") say("warn", "paused", `${detail}; somebody has paused the engine (${report.pause}).`);
+  else if (busy && report.idle_s > STALLED_S) say("bad", "stalled", `No request has advanced for ${seconds(report.idle_s)}; ${detail}.`);
+  else if (busy) say("good", "serving", `${detail}.`);
+  else say("wait", "idle", `No requests; ${count(state.num_steps)} steps and ${count(state.num_preemptions)} preemptions so far.`);
+  $("all").dataset.polls = Number($("all").dataset.polls ?? 0) + 1;
+}
+
+function showEngines(number) {
+  $("engines").hidden = number < 2;
+  if ($("choose").children.length === number) return;
+  $("choose").replaceChildren(...Array.from({ length: number }, (_, index) => new Option(`engine ${index}`, String(index))));
+  $("choose").value = engine;
+}
+
+async function showProblem(error) {
+  if (!(error instanceof Refusal)) {
+    const last = lastWord ? ` The last it said: ${lastWord}` : " Trying again every second.";
+    return say("bad", "unreachable", `The gateway does not answer (${error.message}).${last}`);
+  }
+  if (error.status === 401) {
+    if (sessionStorage.getItem("longshore-key")) {
+      sessionStorage.removeItem("longshore-key");
+      setText($("refused"), "That key is not known here.");
+    }
+    $("unlock").hidden = false;
+    $("key").focus();
+    return say("wait", "locked", "The data needs a key; the page does not.");
+  }
+  if (error.status === 504) return say("bad", "silent", error.message);
+  lastWord = error.message;
+  if (error.status !== 503) return say("bad", "error", error.message);
+  const reason = await ask("ready").catch((refusal) => refusal.message);
+  const isStarting = /still starting/.test(reason) || reason.trim() === "ready";
+  say(isStarting ? "wait" : "bad", isStarting ? "starting" : "gone", isStarting ? reason : error.message);
+}
+
+async function poll() {
+  clearTimeout(timer);
+  if (isAsking || isFrozen || document.hidden || !$("unlock").hidden) return;
+  isAsking = true;
+  try {
+    const answer = await readState();
+    if (!isFrozen) showState(answer);
+  } catch (error) {
+    await showProblem(error);
+  } finally {
+    isAsking = false;
+    timer = setTimeout(poll, PERIOD_MS);
+  }
+}
+
+$("unlock").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("longshore-key", $("key").value.trim());
+  $("key").value = "";
+  $("unlock").hidden = true;
+  $("map").focus();
+  poll();
+});
+$("freeze").addEventListener("click", () => {
+  isFrozen = !isFrozen;
+  $("freeze").setAttribute("aria-pressed", String(isFrozen));
+  if (isFrozen) say("warn", "frozen", "The picture stands still; the server goes on.");
+  else poll();
+});
+$("choose").addEventListener("change", () => { location.search = `?engine=${$("choose").value}`; });
+document.addEventListener("visibilitychange", poll);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  readPalette();
+  drawMap();
+  drawCharts();
+});
+new ResizeObserver(() => { drawMap(); drawCharts(); }).observe(document.body);
+
+readPalette();
+poll();

@@ -1,0 +1,245 @@
+"""The dashboard in a real browser, on a real server."""
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import psutil
+import pytest
+from selenium.webdriver import ActionChains, Keys
+
+from tests.integration.browser import Page, open_page
+from tests.integration.conftest import StartDeployment
+from tests.integration.deployment import Deployment, wait_until
+from tests.integration.test_process_life import open_stream
+
+pytestmark = pytest.mark.services
+
+
+@pytest.fixture
+def page(deployment: Deployment, tmp_path: Path) -> Iterator[Page]:
+    """The dashboard of the deployment that all tests share."""
+    with open_page(deployment.url, tmp_path) as opened:
+        yield opened
+
+
+def test_counts_are_those_of_the_report_and_the_console_is_silent(
+    deployment: Deployment, page: Page
+) -> None:
+    for _ in open_stream(deployment, 40):
+        pass
+    page.wait_for_status("idle")
+    page.wait_for_polls()
+    with urlopen(f"{deployment.url}/engine/report") as answer:
+        report = json.load(answer)
+    counts = page.counts()
+    assert sum(counts.values()) == report["num_blocks"] == 600
+    assert counts["free"] + counts["cached"] == report["num_free_blocks"]
+    assert counts["cached"] > 0
+    assert counts["held"] == 0
+    assert "No request holds blocks" in page.text("holders-scroll")
+    assert page.complaints == []
+
+
+def test_a_running_request_has_a_row_and_its_blocks_stand_out(
+    deployment: Deployment, page: Page
+) -> None:
+    stream = open_stream(deployment, 4000)
+    page.wait_for_status("serving")
+    page.wait(lambda: page.run("return document.querySelectorAll('#holders tr').length") == 1)
+    page.driver.find_element("id", "freeze").click()
+    page.wait_for_status("frozen")
+    row = page.driver.find_element("css selector", "#holders tr")
+    name, tokens, num_blocks, _ = _cells(page)
+    assert stream.response.headers["x-request-id"] in name
+    held = page.counts()["held"]
+    assert int(num_blocks) == held > 0
+    assert int(tokens.replace(",", "")) > 1
+    assert _num_marked(page) == 0
+    ActionChains(page.driver).move_to_element(row).perform()
+    page.wait(lambda: _num_marked(page) == held)
+    ActionChains(page.driver).move_to_element(page.driver.find_element("id", "status")).perform()
+    page.wait(lambda: _num_marked(page) == 0)
+    stream.close()
+
+
+def test_a_block_says_who_holds_it_by_mouse_and_by_keys(deployment: Deployment, page: Page) -> None:
+    stream = open_stream(deployment, 4000)
+    page.wait_for_status("serving")
+    page.wait(lambda: page.counts()["held"] > 0)
+    page.driver.find_element("id", "freeze").click()
+    page.wait_for_status("frozen")
+    held = page.counts()["held"]
+    block = page.run("return map.state.states.indexOf(3)")
+    x, y = page.run(
+        "const box = map.canvas.getBoundingClientRect(), block = arguments[0];"
+        "return [box.left + (block % map.columns + 0.5) * map.cell,"
+        " box.top + (Math.floor(block / map.columns) + 0.5) * map.cell];",
+        block,
+    )
+    mouse = ActionChains(page.driver)
+    mouse.w3c_actions.pointer_action.move_to_location(int(x), int(y))
+    mouse.perform()
+    assert f"Block {block}: held" in page.text("picked")
+    assert stream.response.headers["x-request-id"] in page.text("picked")
+    ActionChains(page.driver).click().perform()
+    assert _num_marked(page) == held
+    assert page.run("return document.querySelector('#holders tr').ariaSelected") == "true"
+    canvas = page.driver.find_element("id", "map")
+    canvas.send_keys(Keys.ESCAPE)
+    assert _num_marked(page) == 0
+    canvas.send_keys(Keys.ARROW_RIGHT)
+    assert "Block 0: reserved" in page.text("picked")
+    canvas.send_keys(*[Keys.ARROW_RIGHT] * block, Keys.ENTER)
+    assert _num_marked(page) == held
+    stream.close()
+
+
+def test_a_state_stands_out_when_its_name_is_pressed(page: Page) -> None:
+    page.wait_for_polls()
+    page.driver.find_element("css selector", "[data-state=reserved]").click()
+    assert _num_marked(page) == 1
+    assert "set aside for good" in page.text("picked")
+    page.driver.find_element("css selector", "[data-state=reserved]").click()
+    assert _num_marked(page) == 0
+
+
+def test_a_narrow_window_shows_everything_one_below_the_other(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    with open_page(deployment.url, tmp_path, size=(400, 800), is_dark=True) as narrow:
+        narrow.wait_for_polls()
+        assert narrow.run("return document.documentElement.scrollWidth") <= 400
+        boxes = (
+            "return ['map', 'holders-title'].map("
+            "(id) => document.getElementById(id).getBoundingClientRect().top)"
+        )
+        above, below = narrow.run(boxes)
+        assert above < below
+        assert narrow.complaints == []
+
+
+def test_the_data_need_a_key_which_stays_in_the_tab(
+    start_deployment: StartDeployment, tmp_path: Path
+) -> None:
+    deployment = start_deployment("--api-key", "sesame").wait_until_ready()
+    with open_page(deployment.url, tmp_path / "profile") as page:
+        page.wait_for_status("locked")
+        field = page.driver.find_element("id", "key")
+        field.send_keys("wrong", Keys.ENTER)
+        page.wait(lambda: "not known here" in page.text("refused"))
+        field.send_keys("sesame", Keys.ENTER)
+        page.wait_for_status("idle")
+        assert not field.is_displayed()
+        assert page.driver.current_url == f"{deployment.url}/dashboard"
+        assert page.run("return Object.values(sessionStorage)") == ["sesame"]
+        assert page.run("return localStorage.length") == 0
+        page.driver.refresh()
+        page.wait_for_status("idle")
+
+
+def test_the_page_says_what_is_waited_for_while_the_engine_starts(
+    start_deployment: StartDeployment, tmp_path: Path
+) -> None:
+    deployment = start_deployment()
+
+    def workers() -> list[psutil.Process]:
+        children = deployment.process.children()
+        return [child for child in children if "worker-0" in "".join(child.cmdline()[-1:])]
+
+    wait_until(lambda: bool(workers()), 30)
+    (worker,) = workers()
+    worker.send_signal(signal.SIGSTOP)
+    wait_until(lambda: "starting at" in deployment.output, 30)
+    (url,) = re.findall(r"starting at (\S+);", deployment.output)
+    wait_until(lambda: _answers(f"{url}/health"), 30)
+    with open_page(url, tmp_path / "profile") as page:
+        page.wait_for_status("starting")
+        page.wait(lambda: "worker 0" in page.text("detail"))
+        worker.send_signal(signal.SIGCONT)
+        deployment.wait_until_ready()
+        page.wait_for_status("idle")
+
+
+def test_a_silent_scheduler_and_the_end_of_a_server_are_shown(
+    start_deployment: StartDeployment, tmp_path: Path
+) -> None:
+    deployment = start_deployment().wait_until_ready()
+    with open_page(deployment.url, tmp_path / "profile") as page:
+        page.wait_for_status("idle")
+        scheduler = deployment.members["scheduler"]
+        scheduler.send_signal(signal.SIGSTOP)
+        page.wait_for_status("silent")
+        assert "the scheduler has not answered for 5 s" in page.text("detail")
+        scheduler.send_signal(signal.SIGCONT)
+        page.wait_for_status("idle")
+        deployment.members["worker-0"].kill()
+        page.wait(lambda: page.text("status") in ("gone", "unreachable"))
+        assert deployment.process.wait(timeout=20) == 1
+        page.wait_for_status("unreachable")
+        assert "The gateway does not answer" in page.text("detail")
+        assert page.run("return document.getElementById('all').classList.contains('stale')")
+
+
+@pytest.mark.parametrize("num_blocks", [100_000, 1_000_000])
+def test_a_big_pool_is_drawn_in_less_than_the_time_between_two_pictures(
+    deployment: Deployment, page: Page, num_blocks: int
+) -> None:
+    page.wait_for_polls()
+    page.driver.find_element("id", "freeze").click()
+    page.wait_for_status("frozen")
+    spent_ms = page.run(
+        "const states = new Uint8Array(arguments[0]).map((_, block) => 1 + (block * 7919) % 7);"
+        "map.state = { ...map.state, states };"
+        "const began = performance.now();"
+        "showLegend(map.state); drawMap(); map.only = 3; drawMap();"
+        "map.canvas.getContext('2d').getImageData(0, 0, 1, 1);"
+        "return performance.now() - began;",
+        num_blocks,
+    )
+    assert spent_ms < 500  # milliseconds; some 10 where nothing else runs
+    assert sum(page.counts().values()) == num_blocks
+    assert _num_marked(page) == page.counts()["held"]
+    capacity = "return map.columns * map.rows * map.perCell"
+    assert (
+        num_blocks <= page.run(capacity) < num_blocks + page.run("return map.columns * map.perCell")
+    )
+    assert page.run("return map.canvas.height") <= 540
+
+
+def test_a_server_of_100_000_blocks_shows_them(
+    start_deployment: StartDeployment, tmp_path: Path
+) -> None:
+    deployment = start_deployment(num_blocks=100_000).wait_until_ready()
+    stream = open_stream(deployment, 4000)
+    with open_page(deployment.url, tmp_path / "profile") as page:
+        page.wait_for_status("serving")
+        page.wait_for_polls()
+        assert sum(page.counts().values()) == 100_000
+        assert page.complaints == []
+    stream.close()
+
+
+def _answers(url: str) -> bool:
+    """Whether somebody listens there, and all is well."""
+    try:
+        with urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def _cells(page: Page) -> list[str]:
+    """What the first row of the requests says."""
+    cells: list[str] = page.run(
+        "return [...document.querySelector('#holders tr').children].map((each) => each.textContent)"
+    )
+    return cells
+
+
+def _num_marked(page: Page) -> int:
+    """Blocks that stand out."""
+    return int(page.run("return map.canvas.dataset.marked"))

@@ -1,0 +1,75 @@
+"""What a `BlockMap` must say, read block by block from the books of everybody who holds any."""
+
+from collections import Counter, defaultdict
+
+from longshore.protocol.block_map import BlockMap, BlockState
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.scheduler.scheduler import Scheduler
+
+
+def make_block_map(scheduler: Scheduler, now: float) -> BlockMap:
+    """One that was not made before, however soon it is asked for."""
+    scheduler._block_maps._latest = None
+    return scheduler.make_block_map(now, "engine")
+
+
+def expected_states(scheduler: Scheduler) -> list[BlockState]:
+    """By block id."""
+    pool, rows = scheduler.kv_cache._pool, Counter[int]()
+    others: dict[int, set[BlockState]] = defaultdict(set)
+    num_references = pool.references().tolist()
+    for row in scheduler.running.order.tolist():
+        for table in scheduler.kv_cache.block_ids(row):
+            rows.update(table.tolist())
+    holders = [(BlockState.KEPT, each.held) for each in scheduler.waiting if each.held is not None]
+    transfers = scheduler._transfers
+    for load in transfers._loads.values():
+        state = BlockState.QUARANTINED if load.request is None else BlockState.TRANSFER
+        holders.append((state, load.held))
+    holders += [(BlockState.TRANSFER, send.held) for send in transfers._sends.values()]
+    holders += [(BlockState.TRANSFER, held) for held in transfers._holds.values()]
+    for state, held in holders:
+        for table in held.block_ids:
+            for block_id in table.tolist():
+                others[block_id].add(state)
+    states = []
+    for block_id in range(pool.num_blocks):
+        if block_id <= NULL_BLOCK + pool._num_set_aside:
+            states.append(BlockState.RESERVED)
+        elif rows[block_id]:
+            is_shared = num_references[block_id] > 1
+            states.append(BlockState.SHARED if is_shared else BlockState.HELD)
+        elif others[block_id]:
+            states.append(max(others[block_id]))
+        else:
+            is_named = pool.name(block_id) is not None
+            states.append(BlockState.CACHED if is_named else BlockState.FREE)
+    return states
+
+
+def check_block_map(scheduler: Scheduler, now: float) -> BlockMap:
+    """The picture is true, and lists every holder with its blocks, while few are there."""
+    block_map = make_block_map(scheduler, now)
+    states = block_map.states.tolist()
+    assert states == expected_states(scheduler)
+    num_free = states.count(BlockState.FREE) + states.count(BlockState.CACHED)
+    assert num_free == block_map.report.num_free_blocks == scheduler.kv_cache.num_free_blocks
+    listed = iter(block_map.block_ids.tolist())
+    held, in_groups = Counter[int](), Counter[int]()
+    for holder in block_map.holders:
+        assert holder.num_listed == holder.num_blocks
+        ids = [[next(listed) for _ in range(count)] for count in holder.num_listed]
+        assert NULL_BLOCK not in {block_id for table in ids for block_id in table}
+        held.update(block_id for table in ids for block_id in table)
+        if holder.state is BlockState.HELD:
+            in_groups.update(dict(enumerate(holder.num_blocks)))
+            request = scheduler.running.request_on(holder.row)
+            assert request.request_id == holder.request_id
+            tables = scheduler.kv_cache.block_ids(holder.row)
+            assert ids == [[each for each in table.tolist() if each] for table in tables]
+    assert next(listed, None) is None
+    assert held == Counter(dict(enumerate(scheduler.kv_cache._pool.references().tolist())))
+    assert [group.num_blocks for group in block_map.groups] == [
+        in_groups[group] for group in range(len(block_map.groups))
+    ]
+    return block_map
