@@ -83,7 +83,7 @@ async def test_state_is_what_the_scheduler_says(start_gateway: StartGateway) -> 
 async def test_readers_at_the_same_time_share_one_question(start_gateway: StartGateway) -> None:
     async with start_gateway() as gateway:
         gateway.engine.block_map = None
-        client = gateway.process._client
+        client = gateway.process._engines.clients[0]
         asking = [asyncio.create_task(client.describe_blocks(timeout_s=5)) for _ in range(3)]
         await gateway.engine.wait_for(lambda: gateway.engine.num_describes > 0)
         gateway.engine.send(BLOCK_MAP)
