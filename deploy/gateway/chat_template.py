@@ -60,18 +60,28 @@ class ChatTemplate:
             ) from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str:
-        """The prompt that ends where the assistant's answer begins.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = {},
+    ) -> str:
+        """The prompt's text; with `add_generation_prompt` it ends where the assistant's answer
+        begins. variables: for the template, over its special tokens.
 
         Raises TemplateRefused with the template's own words if it rejects the messages.
         """
         try:
             return self._template.render(
-                messages=messages,
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
+                {
+                    **self._special_tokens,
+                    **variables,
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": None,
+                    "documents": None,
+                }
             )
         # A template is a program that came with the model; it may fail in any way.
         except (

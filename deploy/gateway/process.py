@@ -91,6 +91,7 @@ class GatewayProcess:
             self._not_ready_reason,
             report_timeout_s=config.report_timeout_s,
             api_keys=config.api_keys,
+            cors_allow_origins=config.cors_allow_origins,
         )
         self._runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
         hello = ClientHello(name="gateway", model_fingerprint=config.model_fingerprint)
