@@ -262,8 +262,8 @@ class ServeOptions(EngineOptions):
         for origin in self.cors_allow_origins or ():
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
                 raise ConfigError(
-                    f"cors_allow_origins={origin!r} is no origin; give SCHEME://HOST[:PORT] without "
-                    "a path, as the browser sends it, or * for all"
+                    f"cors_allow_origins={origin!r} is no origin; give SCHEME://HOST[:PORT] "
+                    "without a path, as the browser sends it, or * for all"
                 )
         if not 0 <= self.drain_timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(

@@ -1,9 +1,10 @@
 """One HTTP connection: uvicorn's, with bounds on what a client may send before it is looked at.
 
 Heads (and trailers) are limited in size, for the parser would collect them without end, and a
-connection that does not bring one is closed, for descriptors are few. Requests are
-not pipelined: behind one that is being answered, uvicorn stops reading, and would not notice that
-the client has gone; so the connection ends with that answer, and the client sends the rest anew.
+connection that does not bring one, or brings a body by drops, is closed, for descriptors are few.
+Requests are not pipelined: behind one that is being answered, uvicorn stops reading, and would not
+notice that the client has gone; so the connection ends with that answer, and the client sends the
+rest anew.
 """
 
 import asyncio
@@ -13,11 +14,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 20.0
+# A body that is on its way brings so much in so long: no link that works is slower.
+BODY_TIMEOUT_S: Final = 20.0
+MIN_BODY_BYTES: Final = 1 << 10
 
 _TOO_LARGE: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"connection: close\r\ncontent-length: 0\r\n\r\n"
 )
+_TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -27,7 +32,8 @@ class BoundedConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._num_unseen_bytes = 0
         self._is_pipelined = False
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_body_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -40,12 +46,25 @@ class BoundedConnection(HttpToolsProtocol):
     def _await_head(self) -> None:
         """The client has a while to say what it wants; then it makes room for others."""
         self._stop_waiting()
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _await_body(self) -> None:
+        self._stop_waiting()
+        self._num_body_bytes = 0
+        self._timer = self.loop.call_later(BODY_TIMEOUT_S, self._check_body)
+
+    def _check_body(self) -> None:
+        if self._num_body_bytes >= MIN_BODY_BYTES:
+            self._await_body()
+            return
+        if not self.cycle.response_started:
+            self.transport.write(_TOO_SLOW)
+        self.transport.close()
 
     def _stop_waiting(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def data_received(self, data: bytes) -> None:
         if self._is_pipelined or self.transport.is_closing():
@@ -75,15 +94,17 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._num_unseen_bytes = 0
         if not self._is_pipelined:
-            self._stop_waiting()
+            self._await_body()
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._num_unseen_bytes = 0
         if not self._is_pipelined:
+            self._num_body_bytes += len(body)
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._num_unseen_bytes = 0
         if not self._is_pipelined:
+            self._stop_waiting()
             super().on_message_complete()

@@ -14,6 +14,7 @@ from longshore.deploy.gateway.chat_messages import ChatMessage, template_input
 from longshore.deploy.gateway.endpoint import Endpoint, Service, check_model
 from longshore.deploy.gateway.errors import invalid
 from longshore.deploy.gateway.http import Exchange
+from longshore.deploy.gateway.json_body import read_json_body
 from longshore.deploy.gateway.openai_requests import read_json
 from longshore.deploy.gateway.prompts import MAX_INLINE_CHARACTERS, no_tokenizer
 from longshore.deploy.gateway.tokenizer import ModelTokenizer
@@ -100,9 +101,8 @@ def _text(request: TokenizeRequest, tokenizer: ModelTokenizer) -> tuple[str, boo
         case str(text), None:
             return text, special is None or special
         case None, list(messages):
-            return render_chat(tokenizer, template_input(messages), chat_form(request)), bool(
-                special
-            )
+            rendered = render_chat(tokenizer, template_input(messages), chat_form(request))
+            return rendered, bool(special)
     raise invalid("give either prompt or messages", param="prompt")
 
 
@@ -113,7 +113,7 @@ async def _off_loop_if_long(length: int, function: Any, argument: Any) -> Any:
 
 
 async def _read(exchange: Exchange, service: Service, kind: type[BodyT]) -> BodyT:
-    return read_json(kind, await exchange.read_body(service.max_body_bytes, "max-body-mib"))
+    return read_json(kind, await read_json_body(exchange, service.max_body_bytes))
 
 
 def _tokenizer(service: Service, param: str) -> ModelTokenizer:
