@@ -97,8 +97,9 @@ class PromptReader:
             num_tokens += max(0, len(tokenizer.encode_rendered(part)) - MAX_TOKENS_PER_CUT)
             if num_tokens >= self.max_model_len:
                 raise invalid(
-                    f"the prompt has {num_tokens} tokens and more; this model takes "
-                    f"{self.max_model_len} of prompt and answer together",
+                    f"the prompt has {num_tokens} tokens and more; this model's "
+                    f"maximum context length is {self.max_model_len} tokens, prompt and answer "
+                    "together",
                     param=param,
                     code="context_length_exceeded",
                 )
