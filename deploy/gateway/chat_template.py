@@ -1,7 +1,8 @@
 """Chat messages to a prompt, by the Jinja template that a model folder ships.
 
 Templates come from model folders, so they run in a sandbox: no attribute access beyond data, no
-change to what they are given. The globals are those that Hugging Face documents for templates.
+change to what they are given, no more work than a budget allows.
+The globals are those that Hugging Face documents for templates.
 """
 
 import json
@@ -13,8 +14,8 @@ from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from longshore.deploy.gateway.template_bounds import BoundedEnvironment
 from longshore.protocol.errors import ConfigError
 
 PLAIN_TEMPLATE: Final = (
@@ -45,14 +46,14 @@ class ChatTemplate:
     compile."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        self._environment = environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.template(source)
         except (TemplateError, SyntaxError) as error:
             raise ConfigError(
                 f"the chat template does not compile: {error}. Fix it, or give another one with "
@@ -73,6 +74,7 @@ class ChatTemplate:
         Raises TemplateRefused with the template's own words if it rejects the messages.
         """
         try:
+            self._environment.begin((messages, variables))
             return self._template.render(
                 {
                     **self._special_tokens,
