@@ -8,7 +8,7 @@ templates do not come near to.
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 from jinja2 import Template, TemplateRuntimeError, pass_context
@@ -27,6 +27,8 @@ _WIDENING: Final = frozenset(
     {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "tojson"}
     | {"wordwrap", "zfill"}
 )
+_GROWING: Final = _WIDENING | {"join", "replace", "format", "format_map", "%"}
+_SIZED: Final = (str, list, tuple, dict, range)
 _REMOVED_FILTERS: Final = ("lipsum", "urlize")
 _WIDE_FIELD: Final = re.compile(r"\d{5}|\*|\{[^{}]*\{")
 _COUNTED: Final = "longshore_counted"
@@ -73,10 +75,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _counted(self, value: T) -> T:
         """`value`, paid for with all that is in it."""
-        self._pay(STEP_COST)
         if isinstance(value, str):
-            self._pay(len(value))
-        elif isinstance(value, Mapping):
+            self._pay(STEP_COST + len(value))
+            return value
+        self._pay(STEP_COST)
+        if isinstance(value, dict):
             for key, inner in value.items():
                 self._counted(key)
                 self._counted(inner)
@@ -87,7 +90,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _looked_at(self, value: T) -> T:
         """`value`, paid for as what is read or copied without what is in it."""
-        self._pay(STEP_COST + (len(value) if isinstance(value, Sequence) else 0))
+        self._pay(STEP_COST + (len(value) if isinstance(value, _SIZED) else 0))
         return value
 
     def _items(self, values: Iterable[T]) -> Iterator[T]:
@@ -96,19 +99,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             yield value
 
     def _argument(self, value: Any) -> Any:
-        return self._items(value) if isinstance(value, Iterator) else self._counted(value)
+        return self._items(value) if hasattr(value, "__next__") else self._counted(value)
 
     def _pay_for_growth(self, name: str, value: Any, arguments: Sequence[Any]) -> None:
         """What a filter or method makes of `value`, beyond the size of what it is given."""
+        if name not in _GROWING:
+            return
         numbers = [abs(each) for each in arguments if isinstance(each, int)]
         texts = [each for each in arguments if isinstance(each, str)]
-        length = 1 + (len(value) if isinstance(value, Sequence | Mapping) else 0)
+        length = 1 + (len(value) if isinstance(value, _SIZED) else 0)
         if name in _WIDENING and numbers:
             self._pay(length * max(numbers))
         elif name == "join":
             self._pay(length * sum(map(len, texts)))
             (parts,) = arguments[:1] or ((),)
-            self._pay(len(value) * len(parts) if isinstance(parts, Sequence) else 0)
+            self._pay(len(value) * len(parts) if isinstance(parts, _SIZED) else 0)
         elif name == "replace" and len(texts) > 1:
             self._pay((length if not texts[0] else str(value).count(texts[0])) * len(texts[1]))
         elif name in ("format", "format_map", "%"):
@@ -122,7 +127,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         @functools.wraps(function)
         def bounded(*arguments: Any, **named: Any) -> Any:
             before, (value, *rest) = arguments[:position], arguments[position:]
-            if name == "join" and isinstance(value, Iterator):
+            if name == "join" and hasattr(value, "__next__"):
                 value = list(self._items(value))
             value, rest = self._argument(value), [self._argument(each) for each in rest]
             named = {key: self._argument(each) for key, each in named.items()}
@@ -162,9 +167,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 self._check_bits(left.bit_length() + right.bit_length())
             case ("**", int(), int()):
                 self._check_bits(left.bit_length() * abs(right))
-            case ("*", Sequence(), int()):
+            case ("*", str() | list() | tuple(), int()):
                 self._pay((1 + len(left)) * abs(right))
-            case ("*", int(), Sequence()):
+            case ("*", int(), str() | list() | tuple()):
                 self._pay((1 + len(right)) * abs(left))
             case ("%", str(), _):
                 self._counted(right)
