@@ -26,7 +26,7 @@ def post(body: bytes, *headers: bytes, path: bytes = b"/v1/completions") -> byte
 def chunked(*chunks: bytes) -> bytes:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     coded = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in (*chunks, b""))
-    return head + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + coded
+    return head + b"Transfer-Encoding: chunked\r\n\r\n" + coded
 
 
 class Client:
