@@ -228,6 +228,8 @@ class ServeOptions(EngineOptions):
             once a second.
         api_key: Clients must present one of these keys; without any, everybody is served. Better
             given as LONGSHORE_API_KEY or in a file: other users see command lines.
+        cors_allow_origins: Pages of these origins (https://app.example.org) may use the API from a
+            browser; * stands for all. Default: none.
         log_format: Of the lines on standard error: for people, or a JSON object each.
         unread_timeout_s: A client that has read nothing of a waiting answer for so long is dropped.
         drain_timeout_s: How long running answers may take to finish after SIGTERM.
@@ -244,6 +246,7 @@ class ServeOptions(EngineOptions):
     max_audio_s: Annotated[float, _SERVER] = 3600.0
     max_live_requests: Annotated[int, _SERVER] = 16_384
     api_key: Annotated[tuple[str, ...] | None, _SERVER] = None
+    cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None
     log_format: Annotated[LogFormat, _OPERATION] = "text"
     unread_timeout_s: Annotated[float, _OPERATION] = 60.0
     drain_timeout_s: Annotated[float, _OPERATION] = 30.0
@@ -274,6 +277,12 @@ class ServeOptions(EngineOptions):
                 "api_key: give one or several keys, each of visible ASCII characters without "
                 "spaces, or leave it out to serve everybody"
             )
+        for origin in self.cors_allow_origins or ():
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
+                raise ConfigError(
+                    f"cors_allow_origins={origin!r} is no origin; give SCHEME://HOST[:PORT] "
+                    "without a path, as the browser sends it, or * for all"
+                )
         if not 0 <= self.drain_timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
                 f"drain_timeout_s={self.drain_timeout_s} must lie between 0 and {MAX_TIMEOUT_S}"

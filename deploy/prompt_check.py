@@ -14,9 +14,9 @@ def prompt_problem(token_ids: Sequence[int], *, vocab_size: int, max_model_len: 
     if not token_ids:
         return "the prompt has no tokens; there is nothing to continue"
     if len(token_ids) >= max_model_len:
-        return (
-            f"the prompt has {len(token_ids)} tokens; this model takes {max_model_len} of prompt "
-            "and answer together, at least one of them for the answer"
+        return (  # client libraries know this kind of error by the words `maximum context length`
+            f"the prompt has {len(token_ids)} tokens; this model's maximum context length is "
+            f"{max_model_len} tokens, at least one of them for the answer"
         )
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         outside = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)

@@ -135,6 +135,7 @@ def _gateway(
         max_audio_s=options.max_audio_s,
         max_live_requests=options.max_live_requests,
         api_keys=options.api_key or (),
+        cors_allow_origins=options.cors_allow_origins or (),
         drain_timeout_s=options.drain_timeout_s,
         unread_timeout_s=options.unread_timeout_s,
         seed=options.seed,

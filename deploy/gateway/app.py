@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from longshore.deploy.gateway.chat import ChatEndpoint
 from longshore.deploy.gateway.completions import CompletionsEndpoint
@@ -16,7 +18,7 @@ from longshore.deploy.gateway.dashboard import Dashboard, engine_asked, schedule
 from longshore.deploy.gateway.embeddings import EmbeddingsEndpoint
 from longshore.deploy.gateway.endpoint import Endpoint, Service
 from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
-from longshore.deploy.gateway.front_door import FrontDoor
+from longshore.deploy.gateway.front_door import REQUEST_ID_HEADER, FrontDoor
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_responses import Model, ModelList
 from longshore.deploy.gateway.openapi import document
@@ -33,6 +35,7 @@ class Gateway:
     report_timeout_s: how long a scheduler may take to describe itself.
     number, siblings: see Siblings.
     api_keys: see FrontDoor.
+    cors_allow_origins: whose pages may read the answers in a browser; `*`: everybody's.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Gateway:
         number: int = 0,
         siblings: Sequence[str] = (),
         api_keys: Sequence[str] = (),
+        cors_allow_origins: Sequence[str] = (),
     ) -> None:
         self.metrics = GatewayMetrics()
         self.metrics.watch_readiness(not_ready_reason)
@@ -82,8 +86,18 @@ class Gateway:
             ],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )
+        app.router.redirect_slashes = False  # a client that posts does not follow
         paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-        self.app = FrontDoor(app, api_keys, self.metrics, paths)
+        self.app: ASGIApp = FrontDoor(app, api_keys, self.metrics, paths)
+        if cors_allow_origins:
+            # Outside the door, for a browser asks without a key first whether it may ask.
+            self.app = CORSMiddleware(
+                self.app,
+                allow_origins=cors_allow_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=[REQUEST_ID_HEADER.decode(), "retry-after"],
+            )
 
     def serve_with(self, service: Service) -> None:
         """There is an engine: requests are taken from now on."""
@@ -162,5 +176,13 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = f"{request.method} {request.url.path}"
-    return _error_response(ApiError(error.status_code, f"{path}: {error.detail}"))
+    asked = f"{request.method} {request.scope['path']}"
+    headers = error.headers or {}
+    if error.status_code == 404:
+        message = f"there is no {asked} here; GET /openapi.json lists what there is"
+    elif error.status_code == 405:
+        message = f"{asked} is not allowed; use {headers['Allow']}"
+    else:
+        message = f"{asked}: {error.detail}"
+    sent = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
+    return _error_response(ApiError(error.status_code, message, headers=sent))

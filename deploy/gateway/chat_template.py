@@ -1,7 +1,8 @@
 """Chat messages to a prompt, by the Jinja template that a model folder ships.
 
 Templates come from model folders, so they run in a sandbox: no attribute access beyond data, no
-change to what they are given. The globals are those that Hugging Face documents for templates.
+change to what they are given, no more work than a budget allows.
+The globals are those that Hugging Face documents for templates.
 """
 
 import json
@@ -13,8 +14,8 @@ from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from longshore.deploy.gateway.template_bounds import BoundedEnvironment
 from longshore.protocol.errors import ConfigError
 
 PLAIN_TEMPLATE: Final = (
@@ -45,14 +46,14 @@ class ChatTemplate:
     compile."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        self._environment = environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.template(source)
         except (TemplateError, SyntaxError) as error:
             raise ConfigError(
                 f"the chat template does not compile: {error}. Fix it, or give another one with "
@@ -60,18 +61,29 @@ class ChatTemplate:
             ) from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str:
-        """The prompt that ends where the assistant's answer begins.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = {},
+    ) -> str:
+        """The prompt's text; with `add_generation_prompt` it ends where the assistant's answer
+        begins. variables: for the template, over its special tokens.
 
         Raises TemplateRefused with the template's own words if it rejects the messages.
         """
         try:
+            self._environment.begin((messages, variables))
             return self._template.render(
-                messages=messages,
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
+                {
+                    **self._special_tokens,
+                    **variables,
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": None,
+                    "documents": None,
+                }
             )
         # A template is a program that came with the model; it may fail in any way.
         except (

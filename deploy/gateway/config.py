@@ -25,6 +25,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_audio_bytes, max_audio_s: of a file that is to be transcribed, and of its sound.
     max_live_requests: answers under way, running or waiting; more are answered 429.
     api_keys:          what clients must present; empty: nothing.
+    cors_allow_origins: whose pages may use the API from a browser; empty: nobody's.
     drain_timeout_s:   how long live answers may go on after SIGTERM.
     unread_timeout_s:  how long a client may leave its answer unread before it is dropped.
     report_timeout_s:  how long the scheduler may take to describe itself for /engine/report.
@@ -50,6 +51,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_audio_s: float = 3600.0
     max_live_requests: int = 16_384
     api_keys: tuple[str, ...] = ()
+    cors_allow_origins: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0
     report_timeout_s: float = 5.0

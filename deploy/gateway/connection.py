@@ -1,10 +1,10 @@
 """One HTTP connection: uvicorn's, with bounds on what a client may send before it is looked at.
 
 Heads (and trailers) are limited in size, for the parser would collect them without end, and a
-connection that does not bring one is closed, for descriptors are few. So is one whose client stops
-in the middle of its request, or of reading the answer. Requests are
-not pipelined: behind one that is being answered, uvicorn stops reading, and would not notice that
-the client has gone; so the connection ends with that answer, and the client sends the rest anew.
+connection that does not bring one, or brings a body by drops, is closed, for descriptors are few.
+So is one whose client does not read its answer. Requests are not pipelined: behind one that is
+being answered, uvicorn stops reading, and would not notice that the client has gone; so the
+connection ends with that answer, and the client sends the rest anew.
 """
 
 import asyncio
@@ -15,13 +15,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from longshore.deploy.gateway.http import OUTLET_KEY, ClientGone
 
 MAX_HEAD_BYTES: Final = 64 << 10
-REQUEST_TIMEOUT_S: Final = 20.0
-"""Without another byte of a request that has not come whole."""
+HEAD_TIMEOUT_S: Final = 20.0
+# A body that is on its way brings so much in so long: no link that works is slower.
+BODY_TIMEOUT_S: Final = 20.0
+MIN_BODY_BYTES: Final = 1 << 10
 
 _TOO_LARGE: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
     b"connection: close\r\ncontent-length: 0\r\n\r\n"
 )
+_TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -36,26 +39,40 @@ class BoundedConnection(HttpToolsProtocol):
         self._unread_timeout_s = unread_timeout_s
         self._num_unseen_bytes = 0
         self._is_pipelined = False
-        self._request_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_body_bytes = 0
         self._reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_request()
+        self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)  # resumes writing
 
-    def _await_request(self) -> None:
+    def _await_head(self) -> None:
         """The client has a while to say what it wants; then it makes room for others."""
         self._stop_waiting()
-        self._request_timer = self.loop.call_later(REQUEST_TIMEOUT_S, self.transport.close)
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+
+    def _await_body(self) -> None:
+        self._stop_waiting()
+        self._num_body_bytes = 0
+        self._timer = self.loop.call_later(BODY_TIMEOUT_S, self._check_body)
+
+    def _check_body(self) -> None:
+        if self._num_body_bytes >= MIN_BODY_BYTES:
+            self._await_body()
+            return
+        if not self.cycle.response_started:
+            self.transport.write(_TOO_SLOW)
+        self.transport.close()
 
     def _stop_waiting(self) -> None:
-        if self._request_timer is not None:
-            self._request_timer.cancel()
-            self._request_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     @property
     def is_writable(self) -> bool:
@@ -104,7 +121,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._is_pipelined = True
             self.cycle.keep_alive = False
         if not self._is_pipelined:
-            self._await_request()
+            self._await_head()
             super().on_message_begin()
             self.scope[OUTLET_KEY] = self  # type: ignore[typeddict-unknown-key]
 
@@ -119,13 +136,13 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._num_unseen_bytes = 0
         if not self._is_pipelined:
-            self._await_request()
+            self._await_body()
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._num_unseen_bytes = 0
         if not self._is_pipelined:
-            self._await_request()
+            self._num_body_bytes += len(body)
             super().on_body(body)
 
     def on_message_complete(self) -> None:

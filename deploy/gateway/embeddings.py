@@ -8,7 +8,7 @@ import asyncio
 import base64
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
@@ -19,8 +19,9 @@ from longshore.deploy.gateway.engines import Engines
 from longshore.deploy.gateway.errors import ApiError, invalid, unavailable
 from longshore.deploy.gateway.front_door import request_id_of, trace_headers_of
 from longshore.deploy.gateway.http import Exchange
+from longshore.deploy.gateway.json_body import read_json_body
 from longshore.deploy.gateway.metrics import GatewayMetrics
-from longshore.deploy.gateway.openai_requests import IGNORED, Int32, TokenIds, field_at_fault
+from longshore.deploy.gateway.openai_requests import Int32, TokenIds, read_parameters
 from longshore.deploy.gateway.openai_responses import PromptTokensDetails
 from longshore.deploy.gateway.prompts import MAX_INLINE_CHARACTERS, no_tokenizer
 from longshore.deploy.live_requests import LiveRequest
@@ -105,7 +106,7 @@ class EmbeddingsEndpoint(Endpoint):
     path = "/v1/embeddings"
 
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
-        body = await exchange.read_body(service.max_body_bytes, "max-body-mib")
+        body = await read_json_body(exchange, service.max_body_bytes)
         if service.embedding is None:
             raise invalid(
                 f"{service.model_name} turns audio into text and gives no vectors; "
@@ -170,21 +171,7 @@ class EmbeddingsEndpoint(Endpoint):
 
 def parse_request(body: bytes) -> EmbeddingRequest:
     """Raises ApiError (400) that names the parameter at fault."""
-    try:
-        parameters: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.ValidationError as error:
-        raise invalid("the request body is not a JSON object") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the request body is not JSON: {error}") from error
-    fields = EmbeddingRequest.__struct_fields__
-    for name in parameters:
-        if name not in fields and name not in IGNORED:
-            raise invalid(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
-    given = {name: value for name, value in parameters.items() if name in fields}
-    try:
-        request = msgspec.convert(given, EmbeddingRequest)
-    except msgspec.ValidationError as error:
-        raise invalid(str(error), param=field_at_fault(error)) from error
+    request = read_parameters(EmbeddingRequest, body)
     if request.deadline_s is not None and not 0 < request.deadline_s <= MAX_TIMEOUT_S:
         raise invalid(
             f"deadline_s={request.deadline_s} must be above 0 and at most {MAX_TIMEOUT_S}",

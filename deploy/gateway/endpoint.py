@@ -24,6 +24,7 @@ from longshore.deploy.gateway.errors import (
 from longshore.deploy.gateway.front_door import request_id_of, trace_headers_of
 from longshore.deploy.gateway.generation import Generation, GenerationSpec, Piece
 from longshore.deploy.gateway.http import ClientGone, Exchange
+from longshore.deploy.gateway.json_body import read_json_body
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_requests import RequestT, parse_request
 from longshore.deploy.gateway.openai_responses import Usage
@@ -127,7 +128,7 @@ class GenerationEndpoint(Endpoint, Generic[RequestT]):
         """How to answer."""
 
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
-        body = await exchange.read_body(service.max_body_bytes, "max-body-mib")
+        body = await read_json_body(exchange, service.max_body_bytes)
         if service.speech is not None:
             raise invalid(
                 f"{service.model_name} turns audio into text: send it to /v1/audio/transcriptions "

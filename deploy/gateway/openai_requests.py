@@ -11,10 +11,11 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 import msgspec
 
 from longshore.deploy.gateway.answer_text import Stops
+from longshore.deploy.gateway.chat_messages import ChatMessage
 from longshore.deploy.gateway.errors import invalid
 from longshore.deploy.options import MAX_TIMEOUT_S
 from longshore.protocol.client import MAX_NAME_CHARACTERS
-from longshore.protocol.sampling import MAX_LOGPROBS
+from longshore.protocol.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
 
 TokenIds: TypeAlias = list[int]
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
@@ -24,16 +25,27 @@ MAX_SAMPLES: Final = 128
 MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
 
-# Accepted and without any effect on the answer.
-IGNORED: Final = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
+# Accepted and without any effect on the answer: labels, and hints to a cache that needs none.
+IGNORED: Final = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "user",
+    }
+)
 # Not done yet; the values here (and null) ask for nothing, so they are accepted.
 UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
+    "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
@@ -42,13 +54,20 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
+    "kv_transfer_params": (),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": (),
     "modalities": (["text"],),
+    "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
+    "prompt_embeds": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "structured_outputs": (),
     "suffix": ("",),
@@ -57,7 +76,7 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 
@@ -140,6 +159,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     def biases(self) -> dict[int, float] | None:
         """`logit_bias` by number. Raises ApiError."""
+        if len(self.logit_bias or ()) > MAX_LOGIT_BIASES:
+            raise invalid(
+                f"logit_bias has {len(self.logit_bias or ())} ids; {MAX_LOGIT_BIASES} are allowed",
+                param="logit_bias",
+            )
         for token_id in self.logit_bias or ():
             if not (token_id.isascii() and token_id.isdecimal() and len(token_id) <= 10):
                 raise invalid(f"logit_bias: {token_id!r} is no token id", param="logit_bias")
@@ -234,65 +258,16 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         return [item for item in self.prompt if not isinstance(item, int)]
 
 
-class ContentPart(msgspec.Struct):
-    """A piece of a message's content; only type `text` is served."""
-
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """One turn. `name` and `refusal` are accepted as the API defines them; of what is not supported
-    the empty values are, because clients send an answer back as they got it."""
-
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    refusal: str | None = None
-    annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
-    tool_call_id: Any = None
-    tool_calls: Any = None
-
-    def as_template_input(self, position: int) -> dict[str, object]:
-        """The message as chat templates know it. Raises ApiError for what cannot be served."""
-        role = "system" if self.role == "developer" else self.role
-        if role not in ("system", "user", "assistant"):
-            raise invalid(
-                f"messages[{position}].role is {self.role!r}; served are system, developer, user "
-                "and assistant (tools are not supported yet)",
-                param="messages",
-            )
-        for name in ("annotations", "audio", "function_call", "tool_call_id", "tool_calls"):
-            if getattr(self, name) not in (None, []):
-                raise invalid(
-                    f"messages[{position}].{name} is not supported; leave it out",
-                    param="messages",
-                    code="unsupported_parameter",
-                )
-        message: dict[str, object] = {"role": role, "content": self._text(position)}
-        if self.name is not None:
-            message["name"] = self.name
-        return message
-
-    def _text(self, position: int) -> str:
-        if not isinstance(self.content, list):
-            return self.content or ""
-        for part in self.content:
-            if part.type != "text" or part.text is None:
-                raise invalid(
-                    f"messages[{position}].content has a part of type {part.type!r}; only text is "
-                    "supported",
-                    param="messages",
-                )
-        return "\n".join(part.text or "" for part in self.content)
-
-
 class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/chat/completions. `max_tokens` is the old name of `max_completion_tokens`."""
+    """POST /v1/chat/completions. `max_tokens` is the old name of `max_completion_tokens`.
+
+    add_generation_prompt, continue_final_message, chat_template_kwargs: see `ChatForm`.
+    """
 
     messages: list[ChatMessage]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
@@ -310,30 +285,16 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
         return (best or 0) if self.logprobs else None
 
 
-def template_input(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
-    """A chat as templates know it. Raises ApiError for what cannot be served."""
-    if not messages:
-        raise invalid("messages is empty; a chat needs at least one", param="messages")
-    return [message.as_template_input(i) for i, message in enumerate(messages)]
-
-
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
+ParametersT = TypeVar("ParametersT", bound=msgspec.Struct)
+JsonT = TypeVar("JsonT")
 
 _FIELD_OF_ERROR: Final = re.compile(r"at `\$\.(\w+)|(?:required|unknown) field `(\w+)`")
 
 
 def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     """A request body as `kind`; raises ApiError (400) that names the parameter at fault."""
-    try:
-        parameters = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the request body is not JSON: {error}") from error
-    if not isinstance(parameters, dict):
-        raise invalid("the request body is not a JSON object")
-    try:
-        request = msgspec.convert(_served(parameters, kind.__struct_fields__), kind)
-    except msgspec.ValidationError as error:
-        raise invalid(str(error), param=field_at_fault(error)) from error
+    request = read_parameters(kind, body)
     if request.deadline_s is not None and not 0 < request.deadline_s <= MAX_TIMEOUT_S:
         raise invalid(
             f"deadline_s={request.deadline_s} must be above 0 and at most {MAX_TIMEOUT_S}",
@@ -353,19 +314,41 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     return request
 
 
+def read_parameters(kind: type[ParametersT], body: bytes) -> ParametersT:
+    """`body` as `kind`, without what clients send and nothing depends on; raises ApiError (400) that
+    names the parameter at fault."""
+    # Values are looked at only where they are read: millions of empty lists stay bytes.
+    parameters = read_json(dict[str, msgspec.Raw], body)
+    served = _served(parameters, kind.__struct_fields__)
+    is_all = len(served) == len(parameters)
+    return read_json(kind, body if is_all else msgspec.json.encode(served))
+
+
+def read_json(kind: type[JsonT], body: bytes) -> JsonT:
+    """`body` as `kind`; raises ApiError (400) that names the field at fault."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        field = field_at_fault(error)
+        where = "" if field else "the JSON of the request body: "
+        raise invalid(f"{where}{error}", param=field) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the request body is not JSON: {error}") from error
+
+
 def field_at_fault(error: msgspec.ValidationError) -> str | None:
     """The name of the field that could not be read as its type."""
     match = _FIELD_OF_ERROR.search(str(error))
     return match and (match[1] or match[2])
 
 
-def _served(parameters: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+def _served(parameters: dict[str, msgspec.Raw], fields: Sequence[str]) -> dict[str, msgspec.Raw]:
     served = {}
     for name, value in parameters.items():
         if name in fields:
             served[name] = value
         elif name in UNSUPPORTED:
-            _check_changes_nothing(name, value)
+            _check_changes_nothing(name, read_json(Any, value))
         elif name not in IGNORED:
             raise invalid(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
     return served

@@ -58,7 +58,7 @@ class _Operation:
     is_list_too: bool = False
 
 
-_ASKING: Final = (400, 404, 413, 429, 500, 503, 504)
+_ASKING: Final = (400, 404, 413, 415, 429, 500, 503, 504)
 _OPERATIONS: Final = (
     _Operation("get", "/v1/models", "The model that is served.", {JSON: ModelList}),
     _Operation("get", "/v1/models/{name}", "The same, by its name.", {JSON: Model}, errors=(404,)),
@@ -107,7 +107,7 @@ _OPERATIONS: Final = (
         "Token ids of a text or a chat.",
         {JSON: TokenizeResponse},
         TokenizeRequest,
-        errors=(400, 404, 413, 503),
+        errors=(400, 404, 413, 415, 503),
     ),
     _Operation(
         "post",
@@ -115,7 +115,7 @@ _OPERATIONS: Final = (
         "The text of token ids.",
         {JSON: DetokenizeResponse},
         DetokenizeRequest,
-        errors=(400, 404, 413, 503),
+        errors=(400, 404, 413, 415, 503),
     ),
     _Operation("get", "/health", "Whether the process answers.", {TEXT: None}),
     _Operation("get", "/ready", "Whether requests are taken.", {TEXT: None}, errors=(503,)),

@@ -95,6 +95,7 @@ class GatewayProcess:
             number=config.number,
             siblings=config.siblings,
             api_keys=config.api_keys,
+            cors_allow_origins=config.cors_allow_origins,
         )
         self._runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
         name = f"gateway {config.number}" if len(config.siblings) > 1 else "gateway"

@@ -2,17 +2,17 @@
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeVar
 
 from longshore.deploy.gateway.answer_text import Stops
-from longshore.deploy.gateway.chat_template import TemplateRefused
+from longshore.deploy.gateway.chat_form import chat_form, render_chat
+from longshore.deploy.gateway.chat_messages import template_input
 from longshore.deploy.gateway.errors import ApiError, invalid
 from longshore.deploy.gateway.openai_requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    template_input,
 )
 from longshore.deploy.gateway.tokenizer import ModelTokenizer
 from longshore.deploy.model_folder import SamplingDefaults
@@ -70,11 +70,11 @@ class PromptReader:
         return encoded
 
     async def chat_prompt(self, request: ChatRequest) -> list[int]:
-        """The chat as one prompt that ends where the answer begins."""
+        """The chat as one prompt, in the form that the request asks for."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise no_tokenizer("messages")
-        text = render_chat(tokenizer, template_input(request.messages))
+        text = render_chat(tokenizer, template_input(request.messages), chat_form(request))
         if len(text) > MAX_INLINE_CHARACTERS:
             return await asyncio.to_thread(self._encode_chat, text, tokenizer)
         return self._encode_chat(text, tokenizer)
@@ -97,8 +97,9 @@ class PromptReader:
             num_tokens += max(0, len(tokenizer.encode_rendered(part)) - MAX_TOKENS_PER_CUT)
             if num_tokens >= self.max_model_len:
                 raise invalid(
-                    f"the prompt has {num_tokens} tokens and more; this model takes "
-                    f"{self.max_model_len} of prompt and answer together",
+                    f"the prompt has {num_tokens} tokens and more; this model's "
+                    f"maximum context length is {self.max_model_len} tokens, prompt and answer "
+                    "together",
                     param=param,
                     code="context_length_exceeded",
                 )
@@ -197,16 +198,6 @@ def _invalid_setting(problem: str) -> ApiError:
     if "bad word" in problem:
         return invalid(f"bad_words: {problem}", param="bad_words")
     return invalid(problem, param=re.split(r"\W", problem, maxsplit=1)[0])
-
-
-def render_chat(tokenizer: ModelTokenizer, messages: Sequence[Mapping[str, object]]) -> str:
-    """The prompt's text, which ends where the answer begins. Raises ApiError."""
-    try:
-        return tokenizer.chat_template.render(messages)
-    except TemplateRefused as error:
-        raise invalid(
-            f"the model's chat template refuses these messages: {error}", param="messages"
-        ) from error
 
 
 def no_tokenizer(param: str) -> ApiError:

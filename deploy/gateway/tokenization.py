@@ -9,11 +9,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from longshore.deploy.gateway.chat_form import chat_form, render_chat
+from longshore.deploy.gateway.chat_messages import ChatMessage, template_input
 from longshore.deploy.gateway.endpoint import Endpoint, Service, check_model
 from longshore.deploy.gateway.errors import invalid
 from longshore.deploy.gateway.http import Exchange
-from longshore.deploy.gateway.openai_requests import ChatMessage, field_at_fault, template_input
-from longshore.deploy.gateway.prompts import MAX_INLINE_CHARACTERS, no_tokenizer, render_chat
+from longshore.deploy.gateway.json_body import read_json_body
+from longshore.deploy.gateway.openai_requests import read_json
+from longshore.deploy.gateway.prompts import MAX_INLINE_CHARACTERS, no_tokenizer
 from longshore.deploy.gateway.tokenizer import ModelTokenizer
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -25,6 +28,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     add_special_tokens: those that the model's text begins with; None: as the text's endpoint does,
         which leaves them to the template of a chat.
     return_token_strs: each token's text, too.
+    add_generation_prompt, continue_final_message, chat_template_kwargs: as chats have them.
     """
 
     prompt: str | None = None
@@ -32,6 +36,9 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):
@@ -94,7 +101,8 @@ def _text(request: TokenizeRequest, tokenizer: ModelTokenizer) -> tuple[str, boo
         case str(text), None:
             return text, special is None or special
         case None, list(messages):
-            return render_chat(tokenizer, template_input(messages)), bool(special)
+            rendered = render_chat(tokenizer, template_input(messages), chat_form(request))
+            return rendered, bool(special)
     raise invalid("give either prompt or messages", param="prompt")
 
 
@@ -105,13 +113,7 @@ async def _off_loop_if_long(length: int, function: Any, argument: Any) -> Any:
 
 
 async def _read(exchange: Exchange, service: Service, kind: type[BodyT]) -> BodyT:
-    body = await exchange.read_body(service.max_body_bytes, "max-body-mib")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise invalid(str(error), param=field_at_fault(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the request body is not JSON: {error}") from error
+    return read_json(kind, await read_json_body(exchange, service.max_body_bytes))
 
 
 def _tokenizer(service: Service, param: str) -> ModelTokenizer:

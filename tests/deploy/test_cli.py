@@ -113,6 +113,8 @@ def test_a_setting_comes_from_its_flag_else_a_variable_else_the_file_else_a_defa
         ("[serve]\nno-enable-prefix-caching = true\n", ["enable-prefix-caching = false"]),
         ("[serve]\napi-key = []\n", ["api_key", "leave it out"]),
         ("[serve]\napi-key = ['two words']\n", ["api_key", "spaces"]),
+        ("[serve]\ncors-allow-origins = ['https://a/']\n", ["cors_allow_origins", "path"]),
+        ("[serve]\ncors-allow-origins = ['example.org']\n", ["cors_allow_origins", "SCHEME"]),
         (None, ["--config", "No such file"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tokenizers without training: a token per byte, in the two ways that models spell bytes."""
+"""Tokenizers without training: a token per byte, in the ways that models spell bytes."""
 
 import json
 from pathlib import Path
@@ -50,6 +50,27 @@ def byte_fallback_tokenizer() -> Tokenizer:
         ]
     )
     tokenizer.add_special_tokens([AddedToken(BOS, special=True), AddedToken(EOS, special=True)])
+    return tokenizer
+
+
+def unigram_tokenizer() -> Tokenizer:
+    """SentencePiece's other kind (T5, Gemma): likely pieces, spaces as `▁`, the rest as bytes."""
+    pieces = [("<unk>", 0.0), (BOS, 0.0), (EOS, 0.0)]
+    pieces += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]
+    pieces += [("▁", -2.0), ("▁the", -1.0), *((letter, -3.0) for letter in "abcdefgh.é")]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    spaces = {"replacement": "▁", "prepend_scheme": "always"}
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(**spaces)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(**spaces)])
+    tokenizer.add_special_tokens([AddedToken(BOS, special=True), AddedToken(EOS, special=True)])
+    return tokenizer
+
+
+def with_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """The same one, with words that came later: in the text, and beside it."""
+    words = ("<think>", "crane-7", "日本")
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
     return tokenizer
 
 

@@ -8,7 +8,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from longshore.deploy.gateway import connection
-from longshore.deploy.gateway.connection import MAX_HEAD_BYTES, BoundedConnection
+from longshore.deploy.gateway.connection import MAX_HEAD_BYTES, MIN_BODY_BYTES, BoundedConnection
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway
 from tests.deploy.gateway.fake_engine import never_answer
 
@@ -63,15 +63,57 @@ async def test_endless_head_is_cut_off(
 
 @pytest.mark.parametrize(
     "said",
-    [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n", POST[:-1]],
-    ids=["nothing", "half a head", "half a body"],
+    [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"],
+    ids=["nothing", "half a head"],
 )
 async def test_connection_that_asks_for_nothing_makes_room(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
-    monkeypatch.setattr(connection, "REQUEST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.1)
     async with start_gateway() as gateway:
         assert await exchange(gateway, said) == b""
+
+
+@pytest.mark.parametrize("how_much", ["nothing", "drops"])
+async def test_body_that_does_not_come_makes_room(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, how_much: str
+) -> None:
+    monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.1)
+    head = POST.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    async with start_gateway() as gateway:
+        answer = await exchange(gateway, head, b"" if how_much == "nothing" else BODY[:20])
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert gateway.engine.requests == []
+
+
+async def test_body_that_comes_is_waited_for(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.1)
+    checks = []
+    check = connection.BoundedConnection._check_body
+    checked = asyncio.Event()
+
+    def noted_check(self: connection.BoundedConnection) -> None:
+        checks.append(self)
+        checked.set()
+        check(self)
+
+    monkeypatch.setattr(connection.BoundedConnection, "_check_body", noted_check)
+    body = json.dumps({"model": "tiny", "prompt": "one", "user": "u" * 8 * MIN_BODY_BYTES}).encode()
+    head = POST.partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % len(body)
+    async with start_gateway(max_body_bytes=1 << 20) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        async with asyncio.timeout(TIMEOUT_S):
+            writer.write(head)
+            for start in range(0, 4 * MIN_BODY_BYTES, MIN_BODY_BYTES):
+                writer.write(body[start : start + MIN_BODY_BYTES])
+                checked.clear()
+                await checked.wait()
+            writer.write(body[4 * MIN_BODY_BYTES :])
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+    assert len(checks) == 4
 
 
 async def test_large_body_is_no_large_head(start_gateway: StartGateway) -> None:

@@ -15,9 +15,23 @@ from tests.deploy.tiny_tokenizer import (
     EOS_ID,
     byte_fallback_tokenizer,
     byte_level_tokenizer,
+    unigram_tokenizer,
+    with_added_tokens,
 )
 
 TOKENIZERS = {"byte level": byte_level_tokenizer(), "byte fallback": byte_fallback_tokenizer()}
+KINDS = {
+    f"{name}{' with added tokens' if adds else ''}": with_added_tokens(make()) if adds else make()
+    for make, name in (
+        (byte_level_tokenizer, "byte level"),
+        (byte_fallback_tokenizer, "byte fallback"),
+        (unigram_tokenizer, "unigram"),
+    )
+    for adds in (False, True)
+}
+words = st.sampled_from(
+    ["the", " ", "a", "é", "e\u0301", "日", "日本", "🚢", "<think>", "crane-7", "<|end|>", "\n"]
+)
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters=REPLACEMENT))
 chunk_sizes = st.lists(st.integers(1, 5), min_size=1)
 
@@ -53,6 +67,22 @@ def test_pieces_join_to_the_text_and_hold_no_broken_character(
     shown = pieces(tokenizer, token_ids, sizes)
     assert "".join(shown) == tokenizer.decode(token_ids)
     assert not any(REPLACEMENT in piece for piece in shown)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), sizes=chunk_sizes)
+def test_pieces_of_any_tokens_are_no_more_broken_than_the_whole(
+    kind: str, data: st.DataObject, sizes: list[int]
+) -> None:
+    tokenizer = model_tokenizer(KINDS[kind])
+    any_id = st.integers(0, KINDS[kind].get_vocab_size() - 1)
+    written = st.lists(words).map(lambda each: tokenizer.encode("".join(each)))
+    token_ids = data.draw(st.lists(any_id, max_size=12) | written)
+    shown = pieces(tokenizer, token_ids, sizes)
+    whole = tokenizer.decode([i for i in token_ids if i not in tokenizer.special_token_ids])
+    assert sum(piece.count(REPLACEMENT) for piece in shown) <= whole.count(REPLACEMENT)
+    if REPLACEMENT not in whole:
+        assert "".join(shown) == whole
 
 
 @given(prompt=texts, num_special=st.integers(0, 5), answer=texts)

@@ -166,7 +166,7 @@ async def test_length_of_an_answer_may_come_from_the_model(start_gateway: StartG
         ("/v1/completions", {"prompt": "x", "model": "other"}, 404, ["'other'", "'tiny'"]),
         ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, ["best_of is not supported"]),
         ("/v1/completions", {"prompt": ["x"] * 99, "n": 99}, 400, ["n=99 answers to 99 prompts"]),
-        ("/v1/completions", {"prompt": [5] * 64}, 400, ["64 tokens", "takes 64"]),
+        ("/v1/completions", {"prompt": [5] * 64}, 400, ["64 tokens", "length is 64"]),
         ("/v1/completions", {"prompt": [320]}, 400, ["320", "0..319"]),
         ("/v1/completions", {"prompt": [-1]}, 400, ["-1"]),
         ("/v1/completions", {"prompt": ""}, 400, ["no tokens"]),

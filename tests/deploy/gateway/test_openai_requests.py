@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longshore.deploy.gateway.chat_messages import template_input
 from longshore.deploy.gateway.errors import ApiError
 from longshore.deploy.gateway.openai_requests import (
     ChatRequest,
     CompletionRequest,
     parse_request,
-    template_input,
 )
 
 CHAT = [{"role": "user", "content": "Where?"}]

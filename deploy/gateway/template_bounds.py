@@ -1,0 +1,226 @@
+"""A sandbox in which a chat template can neither run without end nor fill the memory.
+
+A template is a program that came with a model, perhaps from a hub. Jinja's sandbox keeps it from
+attributes and from long ranges, not from loops within loops or from texts that double. Here every
+step and every character costs, before it is made, and a rendering has a budget that honest
+templates do not come near to.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, TypeVar
+
+from jinja2 import Template, TemplateRuntimeError, pass_context
+from jinja2.nodes import Compare, Concat, Expr, Filter, For, Getitem, Node, Output, Slice, Test
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+STEP_COST: Final = 64  # of a character's
+FIXED_BUDGET: Final = 10_000_000  # a second or two
+BUDGET_PER_CHARACTER: Final = 32  # of what is rendered
+MAX_INTEGER_BITS: Final = 4096
+
+# Filters and methods of texts whose numbers say how much they add, to each line or item at most.
+_WIDENING: Final = frozenset(
+    {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "tojson"}
+    | {"wordwrap", "zfill"}
+)
+_GROWING: Final = _WIDENING | {"join", "replace", "format", "format_map", "%"}
+_SIZED: Final = (str, list, tuple, dict, range)
+_REMOVED_FILTERS: Final = ("lipsum", "urlize")
+_WIDE_FIELD: Final = re.compile(r"\d{5}|\*|\{[^{}]*\{")
+_COUNTED: Final = "longshore_counted"
+_LOOKED_AT: Final = "longshore_looked_at"
+
+T = TypeVar("T")
+
+
+class TemplateTooCostly(TemplateRuntimeError):
+    """The rendering has used its budget up."""
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """One rendering at a time, which `begin` gives its budget."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(optimized=False, **options)
+        self._left = 0
+        for name in _REMOVED_FILTERS:
+            self.filters.pop(name, None)
+            self.globals.pop(name, None)
+
+    def template(self, source: str) -> Template:
+        """`source` with what it costs written into it. Raises TemplateError, SyntaxError."""
+        for name, function in self.filters.items():
+            self.filters[name] = self._bounded_filter(name, function)
+        self.filters[_COUNTED] = pass_context(lambda _, value: self._counted(value))
+        self.filters[_LOOKED_AT] = pass_context(lambda _, value: self._looked_at(value))
+        self.filters[_COUNTED + "_items"] = pass_context(lambda _, value: self._items(value))
+        return self.from_string(_WithCosts(self).visit(self.parse(source)))
+
+    def begin(self, values: object) -> None:
+        """A new budget, for a rendering of `values`."""
+        self._left = available = 1 << 62
+        self._counted(values)
+        self._left = FIXED_BUDGET + BUDGET_PER_CHARACTER * (available - self._left)
+
+    def _pay(self, cost: int) -> None:
+        self._left -= cost
+        if self._left < 0:
+            raise TemplateTooCostly("it loops too often, or makes too much text")
+
+    def _counted(self, value: T) -> T:
+        """`value`, paid for with all that is in it."""
+        if isinstance(value, str):
+            self._pay(STEP_COST + len(value))
+            return value
+        self._pay(STEP_COST)
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                self._counted(key)
+                self._counted(inner)
+        elif isinstance(value, list | tuple):
+            for inner in value:
+                self._counted(inner)
+        return value
+
+    def _looked_at(self, value: T) -> T:
+        """`value`, paid for as what is read or copied without what is in it."""
+        self._pay(STEP_COST + (len(value) if isinstance(value, _SIZED) else 0))
+        return value
+
+    def _items(self, values: Iterable[T]) -> Iterator[T]:
+        for value in values:
+            self._pay(STEP_COST)
+            yield value
+
+    def _argument(self, value: Any) -> Any:
+        return self._items(value) if hasattr(value, "__next__") else self._counted(value)
+
+    def _pay_for_growth(self, name: str, value: Any, arguments: Sequence[Any]) -> None:
+        """What a filter or method makes of `value`, beyond the size of what it is given."""
+        if name not in _GROWING:
+            return
+        numbers = [abs(each) for each in arguments if isinstance(each, int)]
+        texts = [each for each in arguments if isinstance(each, str)]
+        length = 1 + (len(value) if isinstance(value, _SIZED) else 0)
+        if name in _WIDENING and numbers:
+            self._pay(length * max(numbers))
+        elif name == "join":
+            self._pay(length * sum(map(len, texts)))
+            (parts,) = arguments[:1] or ((),)
+            self._pay(len(value) * len(parts) if isinstance(parts, _SIZED) else 0)
+        elif name == "replace" and len(texts) > 1:
+            self._pay((length if not texts[0] else str(value).count(texts[0])) * len(texts[1]))
+        elif name in ("format", "format_map", "%"):
+            if _WIDE_FIELD.search(str(value)):
+                raise TemplateTooCostly("it formats a text with a width that is too large")
+            self._pay((value.count("{") + value.count("%")) * sum(map(len, texts)))
+
+    def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        position = int(hasattr(function, "jinja_pass_arg"))  # behind context or environment
+
+        @functools.wraps(function)
+        def bounded(*arguments: Any, **named: Any) -> Any:
+            before, (value, *rest) = arguments[:position], arguments[position:]
+            if name == "join" and hasattr(value, "__next__"):
+                value = list(self._items(value))
+            value, rest = self._argument(value), [self._argument(each) for each in rest]
+            named = {key: self._argument(each) for key, each in named.items()}
+            self._pay_for_growth(name, value, [*rest, *named.values()])
+            return function(*before, value, *rest, **named)
+
+        return bounded
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(__obj, "__self__", None)
+        arguments = [__self._argument(each) for each in args]
+        kwargs = {name: __self._argument(each) for name, each in kwargs.items()}
+        if isinstance(owner, str):
+            __self._counted(owner)
+            name = getattr(__obj, "__name__", "")
+            if name == "join" and arguments:
+                arguments[0] = __self._counted(list(arguments[0]))
+            __self._pay_for_growth(name, owner, [*arguments, *kwargs.values()])
+        return super().call(__context, __obj, *arguments, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        @functools.wraps(wrapped)
+        def bounded(*arguments: Any, **named: Any) -> str:
+            self._pay_for_growth("format", value.__self__, [*arguments, *named.values()])
+            return wrapped(*arguments, **named)
+
+        return bounded
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        left, right = self._looked_at(left), self._looked_at(right)
+        match operator, left, right:
+            case ("*", int(), int()):
+                self._check_bits(left.bit_length() + right.bit_length())
+            case ("**", int(), int()):
+                self._check_bits(left.bit_length() * abs(right))
+            case ("*", str() | list() | tuple(), int()):
+                self._pay((1 + len(left)) * abs(right))
+            case ("*", int(), str() | list() | tuple()):
+                self._pay((1 + len(right)) * abs(left))
+            case ("%", str(), _):
+                self._counted(right)
+                self._pay_for_growth("%", left, right if isinstance(right, tuple) else (right,))
+        return super().call_binop(context, operator, left, right)
+
+    def _check_bits(self, num_bits: int) -> None:
+        if num_bits > MAX_INTEGER_BITS:
+            raise TemplateTooCostly("it computes a number that is too large")
+
+
+class _WithCosts(NodeTransformer):
+    """Puts the environment's own filters around what a template loops over, looks through, cuts
+    out, joins and writes."""
+
+    def __init__(self, environment: BoundedEnvironment) -> None:
+        self._environment = environment
+
+    def _filtered(self, node: Node, name: str) -> Expr:
+        assert isinstance(node, Expr)
+        filtered = Filter(node, name, [], [], None, None, lineno=node.lineno)
+        filtered.set_environment(self._environment)
+        return filtered
+
+    def visit_For(self, node: For) -> Node:
+        self.generic_visit(node)
+        node.iter = self._filtered(node.iter, _COUNTED + "_items")
+        return node
+
+    def visit_Output(self, node: Output) -> Node:
+        self.generic_visit(node)
+        node.nodes = [self._filtered(each, _COUNTED) for each in node.nodes]
+        return node
+
+    def visit_Concat(self, node: Concat) -> Node:
+        self.generic_visit(node)
+        node.nodes = [self._filtered(each, _COUNTED) for each in node.nodes]
+        return node
+
+    def visit_Compare(self, node: Compare) -> Node:
+        self.generic_visit(node)
+        node.expr = self._filtered(node.expr, _LOOKED_AT)
+        for operand in node.ops:
+            operand.expr = self._filtered(operand.expr, _LOOKED_AT)
+        return node
+
+    def visit_Test(self, node: Test) -> Node:
+        self.generic_visit(node)
+        node.args = [self._filtered(each, _LOOKED_AT) for each in node.args]
+        return node
+
+    def visit_Getitem(self, node: Getitem) -> Node:
+        self.generic_visit(node)
+        return self._filtered(node, _LOOKED_AT) if isinstance(node.arg, Slice) else node

@@ -1,0 +1,66 @@
+"""docs/api.md says of every path and every parameter what the code does with it."""
+
+import json
+import re
+
+import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from longshore.deploy.gateway.errors import ApiError
+from longshore.deploy.gateway.openai_requests import (
+    IGNORED,
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+)
+from longshore.deploy.gateway.openapi import document
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "api.md").read_text()
+COMPLETION = frozenset(CompletionRequest.__struct_fields__)
+CHAT = frozenset(ChatRequest.__struct_fields__)
+
+
+def test_every_path_is_on_the_page() -> None:
+    paths = {path.partition("/{")[0] for path in document()["paths"]}
+    assert {path for path in paths if path not in PAGE} == set()
+
+
+@pytest.mark.parametrize(
+    ("heading", "names"),
+    [
+        ("Both", COMPLETION & CHAT),
+        ("Completions alone", COMPLETION - CHAT),
+        ("Chat alone", CHAT - COMPLETION),
+        ("Taken without effect", IGNORED),
+        ("Refused", UNSUPPORTED.keys() - COMPLETION - CHAT),
+    ],
+)
+def test_every_parameter_stands_where_the_code_has_it(heading: str, names: set[str]) -> None:
+    match = re.search(rf"- \*\*{heading}\*\*: (.*?)\n(?:-|\n)", PAGE, re.DOTALL)
+    assert match is not None
+    assert set(re.findall(r"`(\w+)`", match[1])) == set(names)
+
+
+def test_every_value_that_asks_for_nothing_is_said() -> None:
+    words = " ".join(PAGE.split())
+    for name, values in UNSUPPORTED.items():
+        if values and name not in COMPLETION | CHAT:
+            listed = ", ".join(json.dumps(value, separators=(",", ":")) for value in values)
+            assert f"`{name}` ({listed})" in words
+
+
+def test_every_status_has_its_type_on_the_page() -> None:
+    for status in (400, 401, 404, 405, 413, 415, 429, 500, 503, 504):
+        (row,) = re.findall(rf"^\| {status}\b.*", PAGE, re.MULTILINE)
+        assert f"| `{ApiError(status, '').body.type}` |" in row
+
+
+def test_every_parameter_of_the_official_client_is_known() -> None:
+    known = IGNORED | UNSUPPORTED.keys()
+    for official, ours in (
+        (completion_params.CompletionCreateParamsBase, COMPLETION),
+        (chat_params.CompletionCreateParamsBase, CHAT),
+    ):
+        assert official.__annotations__.keys() - known - ours == set()

@@ -1,0 +1,33 @@
+"""Thousands of requests made from /openapi.json, right and wrong ones: what comes back is what the
+document says, never a failure of the server."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.deployment import Deployment
+
+PROGRAM = Path(sys.executable).parent / "schemathesis"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_server_does_what_its_document_says(deployment: Deployment, tmp_path: Path) -> None:
+    """All of schemathesis' checks but one: a request that fits the schema may be refused, because
+    the schema cannot say what fits the model (its vocabulary, its length, text or audio)."""
+    flags = (
+        "--no-color --continue-on-failure --phases examples,coverage,fuzzing "
+        "--generation-deterministic --max-examples 20 --request-timeout 30 "
+        "--exclude-checks positive_data_acceptance"
+    )
+    run = subprocess.run(
+        [PROGRAM, "run", f"{deployment.url}/openapi.json", *flags.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "Traceback" not in deployment.output
