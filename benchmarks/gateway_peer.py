@@ -100,10 +100,12 @@ def main() -> None:
     peer |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": "", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        sides = {
-            "longshore": stack.enter_context(serving(ours, "/ready", {}, gateway_of)),
-            "vllm": stack.enter_context(serving(theirs, "/health", peer, lambda pid: pid)),
-        }
+        sides = {"longshore": stack.enter_context(serving(ours, "/ready", {}, gateway_of))}
+        if args.peer_python.exists():
+            vllm = serving(theirs, "/health", peer, lambda pid: pid)
+            sides["vllm"] = stack.enter_context(vllm)
+        else:
+            print(f"*** NO PEER: {args.peer_python} does not exist", file=sys.stderr)
         for kind in PATHS:
             for num_streams in args.streams:
                 runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}

@@ -175,12 +175,12 @@ class Generation:
                 yield pieces
 
     def _on_growth(self, answer: "_Answer") -> None:
-        if self._can_show(answer):
+        if self._was_shown(answer):
             return
         self._changed.set()
 
-    def _can_show(self, answer: "_Answer") -> bool:
-        """Whether what it has grown by was shown at once."""
+    def _was_shown(self, answer: "_Answer") -> bool:
+        """Shows at once what it has grown by, if that is possible now."""
         is_idle = self._is_awaited and not self._changed.is_set()
         if self._show_at_once is None or not is_idle or not answer.is_growing:
             return False

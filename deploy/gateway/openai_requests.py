@@ -315,8 +315,8 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
 
 
 def read_parameters(kind: type[ParametersT], body: bytes) -> ParametersT:
-    """`body` as `kind`, without what clients send and nothing depends on; raises ApiError (400) that
-    names the parameter at fault."""
+    """`body` as `kind`, without what is ignored; raises ApiError (400) that names the parameter at
+    fault."""
     # Values are looked at only where they are read: millions of empty lists stay bytes.
     parameters = read_json(dict[str, msgspec.Raw], body)
     served = _served(parameters, kind.__struct_fields__)

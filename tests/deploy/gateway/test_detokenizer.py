@@ -151,3 +151,14 @@ def test_cost_of_a_token_does_not_grow_with_the_text() -> None:
     for _ in range(1000):
         detokenizer.append([7])
     assert decoder.num_decoded <= 4 * 1000
+
+
+@given(st.lists(st.integers(0, 261)), st.lists(st.integers(2, 257), max_size=8))
+def test_tokens_that_are_bytes_give_the_same_with_a_window_and_without(
+    token_ids: list[int], prompt: list[int]
+) -> None:
+    direct = model_tokenizer(TOKENIZERS["byte level"])
+    windowed = model_tokenizer(TOKENIZERS["byte level"])
+    assert direct.is_bytewise
+    windowed.is_bytewise = False
+    assert pieces(direct, token_ids, prompt=prompt) == pieces(windowed, token_ids, prompt=prompt)
