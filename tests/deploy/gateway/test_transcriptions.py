@@ -262,7 +262,7 @@ async def test_no_more_answers_are_under_way_than_are_taken(
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             refused |= done
         assert {task.result().status for task in refused} == {429}
-        assert len(gateway.engine.requests) == 3
+        await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 3)
         noise = await gateway.post_form(PATH, file=b"noise", **fields)  # is not even looked at
         assert noise.status == 429
         for task in pending:
