@@ -21,6 +21,7 @@ from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.results import WorkerFailed, WorkerReport
 from longshore.worker.errors import RankLost
 from longshore.worker.model_runner import ModelRunner
+from longshore.worker.request_log import RequestLog
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class WorkerEngine:
         self._answers = answers
         self._num_unanswered = 0
         self._is_stopping = False
+        self._request_log = RequestLog()
         # The compute thread appends and then rings; the loop alone uses the channel.
         self._reports: deque[WorkerReport] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -83,6 +85,7 @@ class WorkerEngine:
                 case SchedulerOutput():
                     if self._runner.submit(message, self._on_report) is not None:
                         self._num_unanswered += 1
+                        self._request_log.taken_in(message)
                 case Shutdown(reason=reason):
                     logger.info("shutting down: %s", reason)
                     self._is_stopping = True

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longshore.protocol.errors import EngineDead, PlanMismatch
 from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec, KVCacheSpec, MambaSpec
+from longshore.protocol.log_records import fields
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput, WorkerFailed, WorkerReport
 from longshore.worker.attention.grouped import GroupedAttention
@@ -136,7 +137,8 @@ class ModelRunner:
         carried out after that.
         """
         if self._rows.is_repeat(plan):
-            logger.info("step %d came again and is ignored", plan.step)
+            about = fields(step_id=plan.step, epoch=plan.epoch)
+            logger.info("a plan came again and is ignored", extra=about)
             return None
         num_scheduled = self._rows.apply(plan)
         table = self._rows.rows
@@ -154,6 +156,7 @@ class ModelRunner:
             zero_block_ids=plan.zero_block_ids.astype(np.int64),
             started=started,
             encoded=self._encoder.take(plan, num_scheduled),
+            step_id=plan.step,
             on_answer=lambda inputs, completion: on_report(
                 self._report(plan.step, inputs, completion)
             ),
@@ -269,6 +272,7 @@ class ModelRunner:
         encoded: Sequence[EncoderInput] = (),
         prepare: Preparation | None = None,
         on_answer: Callable[[StepInputs, Completion], None] | None = None,
+        step_id: int | None = None,
     ) -> Completion:
         tables = self._tables
         begun = [blocks_to_clear(batch, t.host, t.block_size) for t in self._cleared_tables]
@@ -310,7 +314,7 @@ class ModelRunner:
             prepare=prepare,
         )
         on_done = None if on_answer is None else partial(on_answer, inputs)
-        completion = self._queue.submit(step.run, on_done)
+        completion = self._queue.submit(step.run, on_done, step_id=step_id)
         inputs.staging.guard(completion)
         for upload in uploads:
             upload.guard(completion)

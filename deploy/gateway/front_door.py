@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from longshore.deploy.gateway.errors import ApiError, invalid
 from longshore.deploy.gateway.http import Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.gateway.request_log import AccessLog, note_bug
 
 REQUEST_ID_HEADER: Final = b"x-request-id"
 TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
@@ -37,6 +38,7 @@ class FrontDoor:
         self.app = app
         self._api_keys = [key.encode() for key in api_keys]
         self._metrics = metrics
+        self._log = AccessLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,9 +53,15 @@ class FrontDoor:
         scope[_ID_KEY] = given if is_usable else uuid.uuid4().hex
         scope[_TRACE_KEY] = {name.decode(): value.decode() for name, value in trace.items()}
         extra = [(REQUEST_ID_HEADER, scope[_ID_KEY].encode()), *trace.items()]
+        request = self._log.begin(
+            scope[_ID_KEY], scope["method"], scope["path"], scope.get("client")
+        )
+        status: int | None = None
 
         async def send_with_headers(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
@@ -64,8 +72,15 @@ class FrontDoor:
         except ApiError as error:
             self._metrics.responses.labels("refused at the door", str(error.status)).inc()
             await Exchange(scope, receive, send_with_headers).send_error(error)
+            self._log.end(request, status)
             return
-        await self.app(scope, receive, send_with_headers)
+        try:
+            await self.app(scope, receive, send_with_headers)
+        except Exception as error:
+            note_bug(error)
+            raise
+        finally:
+            self._log.end(request, status)
 
     def _check_key(self, path: str, authorization: bytes) -> None:
         if not self._api_keys or path in OPEN_PATHS:
