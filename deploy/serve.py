@@ -6,7 +6,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from longshore.deploy.audio import require_extra
-from longshore.deploy.engine import NO_BLAS_THREADS, EnginePlan, engine_processes, plan_engine
+from longshore.deploy.engine import (
+    NO_BLAS_THREADS,
+    EnginePlan,
+    check_workers,
+    engine_processes,
+    plan_engine,
+)
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.log_lines import LINE_FORMATS
 from longshore.deploy.model_folder import ModelFolder
@@ -33,6 +39,7 @@ def serve(
     if model.audio is not None:
         require_extra("soundfile", "soxr", "python_multipart")
     plan = plan_engine(options, model)
+    check_workers(plan)
     with (
         StopSignals() as stop_signal,
         _bind(options.host, options.port) as listener,
