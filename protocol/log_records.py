@@ -9,7 +9,9 @@ import contextlib
 import json
 import logging
 import sys
+import threading
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -18,6 +20,8 @@ Field: TypeAlias = str | int | float | bool | None
 
 RECORD_MARK: Final = "\x1e"  # ASCII record separator, as in RFC 7464
 MAX_FIELD_CHARACTERS: Final = 500
+
+logger = logging.getLogger(__name__)
 
 _ATTRIBUTE: Final = "fields"
 
@@ -127,9 +131,21 @@ class _Shown(logging.Formatter):
 
 def send_records(level: str, *, is_relayed: bool, **context: Field) -> None:
     """Send records of `level` and above to standard error: framed if another process relays them,
-    else for people. context: goes along with each, for programs."""
-    formatter = FramedFormatter(context) if is_relayed else _Shown()
-    write_records(level, formatter)
+    else for people. An exception that nobody catches becomes a record, too. context: goes along
+    with each, for programs."""
+    write_records(level, FramedFormatter(context) if is_relayed else _Shown())
+    sys.excepthook = _log_uncaught
+    threading.excepthook = lambda args: _log_uncaught(
+        args.exc_type, args.exc_value, args.exc_traceback
+    )
+
+
+def _log_uncaught(
+    kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None
+) -> None:
+    if issubclass(kind, Exception) and error is not None:
+        about = (kind, error, traceback)
+        logger.error("nobody has caught %s", kind.__name__, exc_info=about)
 
 
 def write_records(level: str, formatter: logging.Formatter) -> None:

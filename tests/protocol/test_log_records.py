@@ -1,7 +1,10 @@
 """Records on their way from a logger to whoever shows them."""
 
 import logging
+import subprocess
+import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +32,7 @@ def frame(message: str, **about: str | float | None) -> str:
 def test_a_framed_record_is_one_line_that_can_be_read_back(message: str, value: str) -> None:
     line = frame(message, request_id=value)
     assert line.isascii()
-    assert len(line.splitlines()) == 1 or RECORD_MARK in line  # which splitlines splits at
+    assert "\n" not in line
     record = read_record(line)
     assert record is not None
     assert (record.level, record.logger, record.message) == ("WARNING", "longshore.a", message)
@@ -79,3 +82,18 @@ def test_what_is_no_record_is_none() -> None:
 def test_visible_text_stays_as_it_is() -> None:
     assert printable("grüße 你好\tx") == "grüße 你好\tx"
     assert printable("a\x1b[31m\u2028\u202eb\n") == "a\\x1b[31m\\u2028\\u202eb\\n"
+
+
+@pytest.mark.parametrize("where", ["{}", "threading.Thread(target=lambda: {}).start()"])
+def test_an_exception_that_nobody_catches_is_one_record(where: str) -> None:
+    code = (
+        "import threading; from longshore.protocol.log_records import send_records\n"
+        f"send_records('info', is_relayed=True, rank=1)\n{where.format('1 / 0')}"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    (line,) = run.stderr.removesuffix("\n").split("\n")
+    record = read_record(line)
+    assert record is not None
+    assert (record.level, record.context) == ("ERROR", {"rank": 1})
+    assert "ZeroDivisionError" in record.message
+    assert "Traceback" in (record.traceback or "")
