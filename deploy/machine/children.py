@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,8 @@ def run_all(
     started = []
     deadline_s = time.monotonic() + timeout_s
     for name, command in commands.items():
-        output = tempfile.TemporaryFile()  # noqa: SIM115  # closed below; a pipe could fill up
+        # A pipe could fill up, and a disk may be full.
+        output = os.fdopen(os.memfd_create(f"output of {name}"), "w+b")
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

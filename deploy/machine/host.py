@@ -16,6 +16,14 @@ IO_URING_SETUP: Final = 425  # the same number on every architecture
 TIME_ERROR: Final = 5  # adjtimex: nobody keeps the clock right
 
 
+def _temp_dir() -> Path:
+    """Where temporary files go, or would if they could."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return Path(os.environ.get("TMPDIR", "/tmp"))
+
+
 def _free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
@@ -54,7 +62,7 @@ class Host:
     """
 
     root: Path = Path("/")
-    temp_dir: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+    temp_dir: Path = field(default_factory=_temp_dir)
     allowed_cpus: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     free_bytes: Callable[[Path], int] = _free_bytes

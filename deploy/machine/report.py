@@ -15,12 +15,13 @@ from longshore.deploy.machine.resources import resource_findings
 
 def findings(
     port: int,
-    host: Host = Host(),  # noqa: B008  # frozen
+    host: Host | None = None,
     *,
     versions: VersionOf = version_of,
     probe: RunProbes = run_probes,
 ) -> list[Finding]:
-    """port: that a server is going to listen on."""
+    """port: that a server is going to listen on. host: None is this one."""
+    host = host or Host()
     return [
         *package_findings(host, versions, probe),
         *processor_findings(host),
