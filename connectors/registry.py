@@ -56,6 +56,14 @@ def parse_options(text: str) -> dict[str, Any]:
         raise ConfigError(f"--kv-connector-config is not a JSON object: {error}") from None
 
 
+def no_worker_half(name: str) -> ConfigError:
+    """What a connector is refused with while no worker can move blocks for it."""
+    return ConfigError(
+        f"--kv-connector {name}: the workers have no connector half to move their blocks; this "
+        "version's workers have none. Start without --kv-connector."
+    )
+
+
 def installed_connectors() -> list[str]:
     """Names that installed packages offer, sorted; none of them is imported."""
     return sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})

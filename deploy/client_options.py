@@ -10,8 +10,8 @@ class DoctorOptions:
     """A look at a running engine, or at the machine.
 
     Attributes:
-        machine: Look at this machine instead: versions, processors, memory, limits, the port, and
-            which optional packages there are.
+        machine: Look at this machine instead: versions, devices, processors, memory, limits, the
+            port, and which optional libraries load.
         engine: Address of its server, as `longshore serve` prints it.
         api_key: Key that the server wants.
         json: Print JSON instead of tables.

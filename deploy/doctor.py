@@ -14,7 +14,8 @@ from rich.table import Table
 
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.client_options import DoctorOptions
-from longshore.deploy.machine import findings, table
+from longshore.deploy.machine.finding import summary, table
+from longshore.deploy.machine.report import findings
 from longshore.protocol.client import EngineReport
 from longshore.scheduler.pause import PauseState
 
@@ -79,8 +80,10 @@ def examine_machine(options: DoctorOptions) -> int:
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
-        Console(soft_wrap=True, highlight=False).print(table(found))
-    return int(any(finding.state == "bad" for finding in found))
+        console = Console(highlight=False)
+        console.print(table(found))
+        console.print(summary(found))
+    return int(any(finding.state == "problem" for finding in found))
 
 
 async def _ask(options: DoctorOptions) -> HttpAnswer | Exception:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from longshore.connectors.registry import check_connector, parse_options
+from longshore.connectors.registry import check_connector, no_worker_half, parse_options
 from longshore.deploy.model_folder import ModelFolder
 from longshore.deploy.options import EngineOptions, resolve_device
 from longshore.deploy.process import ProcessSpec
@@ -144,6 +144,13 @@ def _scheduler_config(
         max_steps_in_flight=options.max_steps_in_flight,
         feed_back_tokens=options.pipeline_parallel_size > 1,
     )
+
+
+def check_workers(plan: EnginePlan) -> None:
+    """Raise ConfigError for what this version's workers do not do, before one has loaded a model
+    to say so."""
+    if plan.options.kv_connector is not None:
+        raise no_worker_half(plan.options.kv_connector)
 
 
 def _check_policy(name: str) -> None:

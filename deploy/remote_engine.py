@@ -5,7 +5,7 @@ from typing import Final, assert_never
 
 import zmq
 
-from longshore.deploy.engine import EnginePlan, engine_processes
+from longshore.deploy.engine import EnginePlan, check_workers, engine_processes
 from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor import STOP_TIMEOUT_S, Supervisor
 from longshore.protocol.block_map import BlockMap
@@ -26,6 +26,7 @@ class RemoteEngine:
 
     def __init__(self, plan: EnginePlan) -> None:
         """Raises ConfigError or StartFailed if the engine cannot start; nothing is left then."""
+        check_workers(plan)
         self._supervisor = Supervisor(RuntimeDir(), sys.stderr)
         self._context = zmq.Context()
         try:

@@ -7,7 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from longshore.deploy.audio import require_extra
-from longshore.deploy.engine import NO_BLAS_THREADS, EnginePlan, engine_processes, plan_engine
+from longshore.deploy.engine import (
+    NO_BLAS_THREADS,
+    EnginePlan,
+    check_workers,
+    engine_processes,
+    plan_engine,
+)
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.listeners import bind, url_of
 from longshore.deploy.log_lines import LINE_FORMATS
@@ -36,6 +42,7 @@ def serve(
     if model.audio is not None:
         require_extra("soundfile", "soxr", "python_multipart")
     plan = plan_engine(options, model)
+    check_workers(plan)
     with (
         StopSignals() as stop_signal,
         ExitStack() as port,

@@ -100,10 +100,13 @@ class AddRequest(
     fork_of: int | None = None
 
 
+Handle: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class MalformedAdd(msgspec.Struct, tag="add", frozen=True):
     """What can be read of an `AddRequest` that is none: its client need not wait for ever."""
 
-    handle: Annotated[int, msgspec.Meta(ge=0)]
+    handle: Handle
 
 
 class ContinueSession(
@@ -133,6 +136,18 @@ class StopFound(msgspec.Struct, tag="stop_found", frozen=True, forbid_unknown_fi
 
     handle: int
     num_tokens: int
+
+
+class MalformedContinue(msgspec.Struct, tag="continue", frozen=True):
+    """As `MalformedAdd`, of a `ContinueSession`."""
+
+    handle: Handle
+
+
+class MalformedStop(msgspec.Struct, tag="stop_found", frozen=True):
+    """As `MalformedAdd`, of a `StopFound`."""
+
+    handle: Handle
 
 
 class RequestEvent(enum.IntEnum):
@@ -283,12 +298,15 @@ MAX_REPORTED: Final = 200
 
 ClientRequest: TypeAlias = AddRequest | ContinueSession | AbortRequests | StopFound | DescribeEngine
 
-_malformed_add: Final = msgspec.msgpack.Decoder(MalformedAdd)
+Malformed: TypeAlias = MalformedAdd | MalformedContinue | MalformedStop
+
+_malformed: Final[msgspec.msgpack.Decoder[Malformed]] = msgspec.msgpack.Decoder(Malformed)
 
 
-def read_malformed_add(header: bytes) -> MalformedAdd | None:
-    """header: of a message that could not be decoded; None unless it is to add a request."""
+def read_malformed(header: bytes) -> Malformed | None:
+    """header: of a message that could not be decoded; None unless somebody waits for what comes of
+    it, and its handle says who."""
     try:
-        return _malformed_add.decode(header)
+        return _malformed.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.lifeline import Failed, Lifeline, stop_signals
+from longshore.protocol.log_records import send_records
 from longshore.scheduler.startup import load_config, serve
 
 
@@ -19,9 +20,9 @@ def main() -> int:
     except LongshoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
+    is_relayed = config.lifeline_fd is not None
+    engine = f"{config.engine_id}.{config.epoch}"
+    send_records(config.log_level, is_relayed=is_relayed, engine=engine)
     runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
     stop_signals(config.lifeline_fd)  # what a supervised process ignores, from the start
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)

@@ -6,7 +6,6 @@ smaller request that slips past would starve a bigger one.
 """
 
 import enum
-import logging
 from typing import Final
 
 from longshore.connectors.base import AskLater, Match, Matched
@@ -20,8 +19,6 @@ from longshore.scheduler.plan_builder import PlanBuilder
 from longshore.scheduler.request import NOT_SCHEDULED, Request, RequestStatus
 from longshore.scheduler.structured_output import GrammarError, StructuredOutputs
 from longshore.scheduler.transfers import num_blocks_of
-
-logger = logging.getLogger(__name__)
 
 
 class Outcome(enum.Enum):
@@ -328,6 +325,9 @@ class Admission:
         )
         self._num_scheduled[row] = need
         self._budget.spend(need)
+        self._lifecycle.log.admitted(
+            request, step=self._plan.step + 1, num_computed=num_computed, now=self._now
+        )
 
     def _begin_load(self, request: Request, local: ComputedBlocks, num_external: int) -> Outcome:
         """Reserve blocks and let the connector fill them while the request waits. One token more

@@ -23,7 +23,7 @@ from longshore.protocol.client import (
     EngineFailed,
     EngineOutputs,
     StopFound,
-    read_malformed_add,
+    read_malformed,
 )
 from longshore.protocol.errors import EngineDead, LongshoreError, ProtocolError
 from longshore.protocol.handshake import (
@@ -39,6 +39,7 @@ from longshore.protocol.handshake import (
     WorkerReady,
 )
 from longshore.protocol.lifeline import stop_signals
+from longshore.protocol.log_records import fields
 from longshore.protocol.plan import Shutdown
 from longshore.protocol.results import ModelRunnerOutput, TransferReport, WorkerFailed
 from longshore.protocol.statistics import WorkerStats
@@ -129,7 +130,8 @@ class Engine:
                 callback()
             except Exception as error:
                 if not isinstance(error, LongshoreError):
-                    logger.exception("the engine stops because of an internal error")
+                    about = fields(step_id=self._scheduler.num_steps, epoch=self._config.epoch)
+                    logger.exception("the engine stops because of an internal error", extra=about)
                 self._fail(error)
 
         return guarded
@@ -139,7 +141,7 @@ class Engine:
         who stops this process) has a while to say so."""
         if not self._is_failing:
             self._is_failing = True
-            logger.warning("%s", error)
+            logger.warning("%s", error, extra=fields(step_id=self._scheduler.num_steps))
             asyncio.get_running_loop().call_later(CAUSE_TIMEOUT_S, self._fail, error)
 
     def _fail(self, error: Exception) -> None:
@@ -202,13 +204,10 @@ class Engine:
 
     def _refuse_malformed(self, peer: bytes, header: bytes, error: ProtocolError) -> bool:
         """A request is always answered, also one that cannot be read but for its handle."""
-        index, add = self._index_of_peer.get(peer), read_malformed_add(header)
-        if index is None or add is None:
+        index, malformed = self._index_of_peer.get(peer), read_malformed(header)
+        if index is None or malformed is None:
             return False
-        logger.warning(
-            "request with handle %d of client %d is refused: %s", add.handle, index, error
-        )
-        self._scheduler.refuse_request(str(error), client=index, handle=add.handle)
+        self._scheduler.refuse_message(malformed, str(error), client=index)
         return True
 
     def _welcome_client(self, peer: bytes, hello: ClientHello) -> None:
@@ -321,9 +320,11 @@ class Engine:
             report.num_running,
             report.num_waiting,
             report.steps_in_flight,
+            extra=fields(step_id=self._scheduler.num_steps, idle_s=idle_s),
         )
         for waiting in report.waiting[:MAX_STALL_LINES]:
-            logger.warning("request %s waits for %s", waiting.request_id, waiting.waits_for)
+            about = fields(request_id=waiting.request_id, waited_s=waiting.waited_s)
+            logger.warning("a request waits for %s", waiting.waits_for, extra=about)
 
     async def _report_regularly(self) -> None:
         while True:

@@ -5,13 +5,21 @@ from typing import Final
 
 from longshore.connectors.base import Departure, RequestView
 from longshore.protocol.arrays import EMPTY_INT32, Float32Array, Int32Array
-from longshore.protocol.client import AddRequest, ContinueSession, FinishReason, RequestEvent
+from longshore.protocol.client import (
+    AddRequest,
+    ContinueSession,
+    FinishReason,
+    Malformed,
+    MalformedAdd,
+    RequestEvent,
+)
 from longshore.scheduler.forks import fork_problem
 from longshore.scheduler.intake import Intake
 from longshore.scheduler.kv_cache_manager import HeldBlocks
 from longshore.scheduler.parts import Parts
 from longshore.scheduler.plan_builder import PlanBuilder
 from longshore.scheduler.request import NOT_SCHEDULED, Request, RequestStatus
+from longshore.scheduler.request_log import RequestLog
 from longshore.scheduler.transfers import EndedLoad, num_blocks_of
 
 MAX_QUEUED_CHUNKS: Final = 1024
@@ -44,6 +52,7 @@ class Lifecycle:
         self._plan = plan
         self._intake = intake
         self._eos_token_ids = eos_token_ids
+        self.log = RequestLog()
         self._requests: dict[tuple[int, int], Request] = {}
         self._request_ids: set[str] = set()
         self.num_preemptions = 0
@@ -69,6 +78,7 @@ class Lifecycle:
             or request_id in self._request_ids
             or self._transfers.has(request_id)
         )
+        self.log.arrived(message, client=client)
         refused = self._intake.refusal(message, is_duplicate=is_duplicate)
         parent = None
         may_fork = self._kv_cache.follows_from_tokens  # else a fork is a request like any other
@@ -80,6 +90,7 @@ class Lifecycle:
             reason, text = refused
             num_outputs = len(message.output_token_ids)
             self._outputs.add_refusal(client, message.handle, reason, text, num_outputs)
+            self.log.refused(request_id, reason, text)
             return
         request = self._requests[key] = Request(
             message,
@@ -103,6 +114,15 @@ class Lifecycle:
             self._waiting.add_blocked(request)
         else:
             self._waiting.add(request)
+
+    def refuse_message(self, malformed: Malformed, text: str, *, client: int) -> None:
+        """A message about a request could not be read; of one that has ended, nobody waits."""
+        handle = malformed.handle
+        if isinstance(malformed, MalformedAdd):
+            self._outputs.add_refusal(client, handle, FinishReason.ERROR, text, 0)
+            self.log.unreadable(text, client=client, handle=handle)
+        elif (request := self.get(client, handle)) is not None:
+            self.end(request, FinishReason.ERROR, message=text)
 
     def continue_session(self, request: Request, chunk: ContinueSession, now: float) -> None:
         """More input for a resumable request; it waits while the session is not ready for it."""
@@ -157,6 +177,7 @@ class Lifecycle:
         request.events.append((RequestEvent.PREEMPTED, now))
         self.num_preemptions += 1
         self._waiting.put_back(request)
+        self.log.preempted(request, step=self._plan.step + 1)
 
     def give_up_load(self, request: Request) -> None:
         """A waiting request lets go of its blocks, which a load has filled or which it holds, and
@@ -370,6 +391,7 @@ class Lifecycle:
             pooled=pooled,
             kv_transfer_params=departure.params,
         )
+        self.log.ended(request, reason, step=self._plan.step, text=message)
 
     def _tables(self, held: HeldBlocks | None) -> tuple[Int32Array, ...]:
         return (EMPTY_INT32,) * self._kv_cache.num_groups if held is None else held.block_ids

@@ -16,6 +16,7 @@ import numpy as np
 from longshore.protocol.arrays import BoolArray, Int32Array, int32_array
 from longshore.protocol.client import FinishReason
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.log_records import fields
 from longshore.protocol.results import ModelRunnerOutput
 from longshore.scheduler.in_flight import PlannedStep
 from longshore.scheduler.lifecycle import Lifecycle
@@ -78,7 +79,8 @@ class Recovery:
             if firsts:
                 sources[generation] = min(firsts)
         if not sources:
-            logger.warning("step %d: blocks failed to load that no load had", planned.step)
+            about = fields(step_id=planned.step, blocks=len(failed))
+            logger.warning("blocks failed to load that no load had", extra=about)
             return
         fails = self._load_failure_policy == "fail"
         self._spoil(sources, reason="its KV could not be loaded" if fails else None)
@@ -113,12 +115,7 @@ class Recovery:
             if step <= left.void_through and not request.is_finished:
                 return
         if not request.is_finished:
-            logger.warning(
-                "request %s: %d logits of step %d are not finite",
-                request.request_id,
-                num_nans,
-                step,
-            )
+            self._lifecycle.log.not_finite(request, step=step, num_nans=num_nans)
             request.num_nans_in_logits = num_nans
             text = (
                 "the model produced logits that are not finite numbers for this request, or its "
@@ -192,6 +189,7 @@ class Recovery:
             self._encoder.rewound(request)
         self.num_rewinds += 1
         self._plan.add_rewind(self._running.send_back(row, num_tokens, newest_step))
+        self._lifecycle.log.sent_back(request, step=newest_step, num_tokens=num_tokens)
 
     def _holders(self, sources: dict[int, int]) -> Iterator[_Holder]:
         sizes = self._kv_cache.block_sizes

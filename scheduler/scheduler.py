@@ -19,6 +19,7 @@ from longshore.protocol.client import (
     EngineOutputs,
     EngineReport,
     FinishReason,
+    Malformed,
     SchedulerStats,
     StopFound,
 )
@@ -182,9 +183,9 @@ class Scheduler:
         """Queue a request; one that cannot be served is answered with the reason at once."""
         self._lifecycle.queue(message, client=client, now=now)
 
-    def refuse_request(self, reason: str, *, client: int, handle: int) -> None:
-        """Answer a request that could not be read."""
-        self._outputs.add_refusal(client, handle, FinishReason.ERROR, reason, 0)
+    def refuse_message(self, malformed: Malformed, reason: str, *, client: int) -> None:
+        """Answer for a message that could not be read: the request that it is about ends."""
+        self._lifecycle.refuse_message(malformed, reason, client=client)
 
     def continue_session(self, client: int, message: ContinueSession, now: float) -> None:
         """More input for a resumable request. Handles that have ended already are ignored."""

@@ -8,7 +8,11 @@ import msgspec
 import zmq
 
 from longshore.connectors.base import ConnectorConfig, SchedulerConnector
-from longshore.connectors.registry import load_scheduler_connector, parse_options
+from longshore.connectors.registry import (
+    load_scheduler_connector,
+    no_worker_half,
+    parse_options,
+)
 from longshore.protocol.channel import Channel, ServerChannel, close_context, open_socket
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature, FromWorker, ToClient, ToEngine
@@ -105,10 +109,7 @@ def _load_connector(
         ),
     )
     if Feature.KV_CONNECTOR not in features:
-        raise ConfigError(
-            f"--kv-connector {config.kv_connector}: the workers have no connector half to move "
-            "their blocks; this version's workers have none. Start without --kv-connector."
-        )
+        raise no_worker_half(config.kv_connector)
     return connector
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.block_map import BlockState
+from longshore.protocol.log_records import fields
 from longshore.protocol.results import TransferReport
 from longshore.scheduler.in_flight import StepsInFlight
 from longshore.scheduler.kv_cache_manager import HeldBlocks, KVCacheManager
@@ -147,7 +148,8 @@ class Transfers:
         transfer = transfers.get(request_id)
         if transfer is None or not 0 <= rank < self._num_ranks or rank in transfer.ranks_done:
             self.num_bad_reports += 1
-            logger.warning("rank %d reports a transfer of %s that it has not", rank, request_id)
+            about = fields(request_id=request_id, rank=rank)
+            logger.warning("a rank reports a transfer that it has not", extra=about)
             return None
         transfer.ranks_done.add(rank)
         if len(transfer.ranks_done) < self._num_ranks:

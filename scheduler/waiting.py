@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Iterator
 
+from longshore.protocol.log_records import fields
 from longshore.scheduler.policy import SchedulingPolicy
 from longshore.scheduler.request import Request
 from longshore.scheduler.request_queue import FCFSQueue, PriorityQueue, RequestQueue
@@ -91,6 +92,7 @@ class WaitingRequests:
                 "request will be warned about",
                 request.request_id,
                 request.priority,
+                extra=fields(request_id=request.request_id),
             )
 
     def put_back(self, request: Request) -> None:

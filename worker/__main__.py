@@ -1,6 +1,5 @@
 """`python -m longshore.worker CONFIG.json`: the worker process of one rank."""
 
-import logging
 import signal
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from types import FrameType
 
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.lifeline import Failed, Lifeline, Progress, stop_signals
+from longshore.protocol.log_records import send_records
 from longshore.worker.config import load_config
 from longshore.worker.errors import RankLost
 
@@ -23,9 +23,7 @@ def main() -> int:
     except LongshoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
-    )
+    send_records(config.log_level, is_relayed=config.lifeline_fd is not None, rank=config.rank)
     runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
     signals = stop_signals(config.lifeline_fd)
     for number in signals:

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 import torch
 
 from longshore.protocol.errors import LongshoreError
+from longshore.protocol.log_records import fields
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +27,11 @@ class Completion:
 
     error:     why it did not run to its end, or None.
     elapsed_s: time it took on the device.
+    step_id:   whose operation it is, for the log.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step_id: int | None = None) -> None:
+        self.step_id = step_id
         self.error: Exception | None = None
         self.elapsed_s = 0.0
         self._begun = threading.Event()
@@ -62,11 +65,14 @@ class ComputeQueue(Protocol):
         self,
         operation: Callable[[], object],
         on_done: Callable[[Completion], None] | None = None,
+        *,
+        step_id: int | None = None,
     ) -> Completion:
         """Execute `operation` after everything submitted before.
 
         on_done: called once, on a thread of the queue, in order of submission, when the results
                  are visible on the host (also after a failure: look at `error`). Must be short.
+        step_id: whose operation it is; the log of a failure says it.
         """
         ...
 
@@ -82,7 +88,8 @@ def _tell(on_done: Callable[[Completion], None] | None, completion: Completion) 
         if on_done is not None:
             on_done(completion)
     except Exception as error:
-        logger.exception("the result of a compute operation could not be delivered")
+        about = fields(step_id=completion.step_id)
+        logger.exception("the result of a compute operation could not be delivered", extra=about)
         failure = failure or error
     completion.finish()
     return failure
@@ -112,8 +119,10 @@ class CpuComputeQueue:
         self,
         operation: Callable[[], object],
         on_done: Callable[[Completion], None] | None = None,
+        *,
+        step_id: int | None = None,
     ) -> Completion:
-        completion = Completion()
+        completion = Completion(step_id)
         was_idle = self._last is None or self._last.is_done()
         self._last = completion
         self._submitted.put((operation, on_done, completion))
@@ -146,7 +155,8 @@ class CpuComputeQueue:
             completion.elapsed_s = time.perf_counter() - started
         except Exception as error:
             if not isinstance(error, LongshoreError):  # those say all that is known
-                logger.exception("a compute operation failed")
+                about = fields(step_id=completion.step_id)
+                logger.exception("a compute operation failed", extra=about)
             self._failure = error
 
 
@@ -173,8 +183,10 @@ class CudaComputeQueue:
         self,
         operation: Callable[[], object],
         on_done: Callable[[Completion], None] | None = None,
+        *,
+        step_id: int | None = None,
     ) -> Completion:
-        completion = Completion()
+        completion = Completion(step_id)
         started = torch.cuda.Event(enable_timing=True, blocking=True)
         ended = torch.cuda.Event(enable_timing=True, blocking=True)
         completion.error = self._failure
@@ -186,7 +198,8 @@ class CudaComputeQueue:
                     ended.record()
             except Exception as error:
                 if not isinstance(error, LongshoreError):
-                    logger.exception("a compute operation could not be launched")
+                    about = fields(step_id=completion.step_id)
+                    logger.exception("a compute operation could not be launched", extra=about)
                 completion.error = self._failure = error
         self._launched.put((started, ended, on_done, completion))
         return completion
@@ -214,6 +227,7 @@ def _await(
         ended.synchronize()
         completion.elapsed_s = started.elapsed_time(ended) / 1000
     except Exception as error:  # a kernel that failed is reported at the next synchronisation
-        logger.exception("a compute operation failed")
+        about = fields(step_id=completion.step_id)
+        logger.exception("a compute operation failed", extra=about)
         return error
     return None

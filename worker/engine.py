@@ -25,6 +25,7 @@ from longshore.protocol.results import WorkerFailed, WorkerReport
 from longshore.worker.errors import RankLost
 from longshore.worker.host import resident_bytes
 from longshore.worker.model_runner import ModelRunner
+from longshore.worker.request_log import RequestLog
 from longshore.worker.step_statistics import StepStatistics
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class WorkerEngine:
         self._statistics = StepStatistics(epoch=epoch, rank=rank)
         self._unanswered: deque[int] = deque()  # tokens of each plan
         self._is_stopping = False
+        self._request_log = RequestLog()
         # The compute thread appends and then rings; the loop alone uses the channel.
         self._reports: deque[WorkerReport] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -95,6 +97,7 @@ class WorkerEngine:
                 case SchedulerOutput():
                     if self._runner.submit(message, self._on_report) is not None:
                         self._unanswered.append(message.num_scheduled_tokens)
+                        self._request_log.taken_in(message)
                 case Shutdown(reason=reason):
                     logger.info("shutting down: %s", reason)
                     self._is_stopping = True

@@ -115,7 +115,7 @@ class ModelForward:
         if graph < plain:
             self._max_graph_tokens = len(positions)
             logger.info(
-                "steps of up to %d tokens replay a graph of %d calls: %.2f ms instead of %.2f",
+                "steps of up to %d tokens replay a graph of %d calls: %.2f ms instead of %.2f ms",
                 len(positions),
                 layers.num_calls,
                 graph * 1e3,

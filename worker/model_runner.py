@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longshore.protocol.errors import EngineDead, PlanMismatch
 from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec, KVCacheSpec, MambaSpec
+from longshore.protocol.log_records import fields
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput, WorkerFailed, WorkerReport
 from longshore.worker.attention.grouped import GroupedAttention
@@ -139,7 +140,8 @@ class ModelRunner:
         carried out after that.
         """
         if self._rows.is_repeat(plan):
-            logger.info("step %d came again and is ignored", plan.step)
+            about = fields(step_id=plan.step, epoch=plan.epoch)
+            logger.info("a plan came again and is ignored", extra=about)
             return None
         num_scheduled = self._rows.apply(plan)
         table = self._rows.rows
@@ -160,6 +162,7 @@ class ModelRunner:
             started=started,
             encoded=self._encoder.take(plan, num_scheduled),
             pooling=(pooling := self._pooling(batch)),
+            step_id=plan.step,
             on_answer=lambda inputs, completion: on_report(
                 self._report(plan.step, inputs, generates, pooling, completion)
             ),
@@ -284,6 +287,7 @@ class ModelRunner:
         pooling: StepPooling | None = None,
         prepare: Preparation | None = None,
         on_answer: Callable[[StepInputs, Completion], None] | None = None,
+        step_id: int | None = None,
     ) -> Completion:
         tables = self._tables
         begun = [blocks_to_clear(batch, t.host, t.block_size) for t in self._cleared_tables]
@@ -326,7 +330,7 @@ class ModelRunner:
             prepare=prepare,
         )
         on_done = None if on_answer is None else partial(on_answer, inputs)
-        completion = self._queue.submit(step.run, on_done)
+        completion = self._queue.submit(step.run, on_done, step_id=step_id)
         inputs.staging.guard(completion)
         for upload in uploads:
             upload.guard(completion)

@@ -22,6 +22,7 @@ from longshore.deploy.gateway.front_door import REQUEST_ID_HEADER, FrontDoor
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_responses import Model, ModelList
 from longshore.deploy.gateway.openapi import document
+from longshore.deploy.gateway.request_log import note_failure
 from longshore.deploy.gateway.siblings import READY, Siblings
 from longshore.deploy.gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 from longshore.deploy.gateway.transcriptions import TranscriptionsEndpoint, TranslationsEndpoint
@@ -171,6 +172,7 @@ def _error_response(error: ApiError) -> Response:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    note_failure(error)
     return _error_response(error)
 
 

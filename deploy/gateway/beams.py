@@ -12,6 +12,7 @@ from longshore.deploy.gateway.errors import ApiError, invalid, unavailable
 from longshore.deploy.gateway.generation import GenerationSpec, Piece, ShowAtOnce
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_responses import Usage, usage
+from longshore.deploy.gateway.request_log import answer_ended, answers_begin
 from longshore.protocol.client import FinishReason
 from longshore.protocol.errors import EngineDead
 
@@ -48,7 +49,14 @@ class BeamGeneration:
         ]
         for prompt in spec.prompts:
             metrics.prompt_lengths.observe(len(prompt))
-        metrics.prompt_tokens.inc(sum(map(len, spec.prompts)))
+        num_prompt_tokens = sum(map(len, spec.prompts))
+        metrics.prompt_tokens.inc(num_prompt_tokens)
+        answers_begin(
+            spec.request_id,
+            num_answers=spec.num_samples * len(spec.prompts),
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=spec.beams.max_tokens,
+        )
 
     def __enter__(self) -> "BeamGeneration":
         try:
@@ -67,6 +75,13 @@ class BeamGeneration:
         duration_s = time.perf_counter() - self._spec.arrived_s
         for reason in self._ends or [FinishReason.ABORTED]:
             metrics.request_ended(reason, duration_s)
+        answer_ended(
+            self._spec.request_id,
+            reason=(self._ends or [FinishReason.ABORTED])[0].name,
+            num_output_tokens=self._num_output_tokens,
+            arrived_s=self._spec.arrived_s,
+            first_token_s=None,
+        )
 
     def _close(self) -> None:
         for search in self._searches:

@@ -1,7 +1,6 @@
 """What the generation endpoints share: parse, ask the engine, answer whole or as a stream."""
 
 import asyncio
-import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -29,11 +28,10 @@ from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_requests import RequestT, parse_request
 from longshore.deploy.gateway.openai_responses import Usage
 from longshore.deploy.gateway.prompts import PromptReader
+from longshore.deploy.gateway.request_log import note_bug
 from longshore.deploy.gateway.sound_decoder import SoundDecoder
 from longshore.deploy.gateway.tokenizer import ModelTokenizer
 from longshore.deploy.speech import SpeechModel
-
-logger = logging.getLogger(__name__)
 
 _encode = msgspec.json.Encoder().encode
 
@@ -105,9 +103,9 @@ class Endpoint(ABC):
         except ApiError as error:
             await exchange.send_error(error)
         except ClientGone:
-            logger.debug("a client of %s has gone", self.path)
-        except Exception:
-            logger.exception("a request to %s failed", self.path)
+            pass  # the access log says so
+        except Exception as error:
+            note_bug(error)
             await exchange.send_error(ApiError(500, "internal error; the server's log says more"))
 
 

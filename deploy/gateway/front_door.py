@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from longshore.deploy.gateway.errors import ApiError, invalid
 from longshore.deploy.gateway.http import Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.gateway.request_log import AccessLog, HttpRequest, note_bug
 
 REQUEST_ID_HEADER: Final = b"x-request-id"
 TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
@@ -45,6 +46,7 @@ class FrontDoor:
         self._paths = paths
         self._api_keys = [key.encode() for key in api_keys]
         self._metrics = metrics
+        self._log = AccessLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,13 +61,15 @@ class FrontDoor:
         scope[_ID_KEY] = given if is_usable else uuid.uuid4().hex
         scope[_TRACE_KEY] = {name.decode(): value.decode() for name, value in trace.items()}
         extra = [(REQUEST_ID_HEADER, scope[_ID_KEY].encode()), *trace.items()]
-
-        status = "gone"
+        request = self._log.begin(
+            scope[_ID_KEY], scope["method"], scope["path"], scope.get("client")
+        )
+        status: int | None = None
 
         async def send_with_headers(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                nonlocal status
-                status = str(message["status"])
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
 
@@ -75,11 +79,21 @@ class FrontDoor:
             self._check_key(scope["path"], headers.get(b"authorization", b""))
         except ApiError as error:
             await Exchange(scope, receive, send_with_headers).send_error(error)
-        else:
+            self._ended(scope, request, status)
+            return
+        try:
             await self.app(scope, receive, send_with_headers)
+        except Exception as error:
+            note_bug(error)
+            raise
         finally:
-            endpoint = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.responses.labels(endpoint, status).inc()
+            self._ended(scope, request, status)
+
+    def _ended(self, scope: Scope, request: HttpRequest, status: int | None) -> None:
+        endpoint = scope["path"] if scope["path"] in self._paths else "other"
+        label = "gone" if status is None else str(status)
+        self._metrics.responses.labels(endpoint, label).inc()
+        self._log.end(request, status)
 
     def _check_key(self, path: str, authorization: bytes) -> None:
         if not self._api_keys or path in OPEN_PATHS:

@@ -15,6 +15,7 @@ from longshore.deploy.gateway.engines import Engines
 from longshore.deploy.gateway.errors import ApiError, invalid, unavailable
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_responses import Usage, usage
+from longshore.deploy.gateway.request_log import answer_ended, answers_begin
 from longshore.deploy.live_requests import LiveRequest
 from longshore.deploy.samples import sample_params
 from longshore.deploy.token_scores import TokenScore
@@ -125,6 +126,12 @@ class Generation:
         metrics.prompt_tokens.inc(self._num_prompt_tokens)
         for prompt in spec.prompts:
             metrics.prompt_lengths.observe(len(prompt))
+        answers_begin(
+            spec.request_id,
+            num_answers=len(self._answers),
+            num_prompt_tokens=self._num_prompt_tokens,
+            max_tokens=spec.sampling.max_tokens,
+        )
 
     def __enter__(self) -> "Generation":
         try:
@@ -237,7 +244,7 @@ class _Answer:
         self._on_growth = on_growth
         self._last_token_s: float | None = None
         self._submitted_s = 0.0
-        self._first_token_s: float | None = None  # after that
+        self._first_token_s: float | None = None
         self._num_seen = 0
         self._growth = _Growth()
         self._is_stopped = False  # by a text; what the engine does until it knows is nobody's
@@ -285,8 +292,8 @@ class _Answer:
         now_s = time.perf_counter()
         metrics = self._metrics
         if self._last_token_s is None:
+            self._first_token_s = now_s
             metrics.time_to_first_token_s.observe(now_s - self._spec.arrived_s)
-            self._first_token_s = now_s - self._submitted_s
             metrics.inter_token_latency_s.observe(0.0, num_tokens - 1)  # came with the first
         else:
             gap_s = (now_s - self._last_token_s) / num_tokens
@@ -355,6 +362,13 @@ class _Answer:
             return self._text.num_tokens
         return 0 if self.end is None else self.end.num_output_tokens - self._spec.num_primed
 
+    @property
+    def _num_tokens_given(self) -> int:
+        """Also of an answer that was cut off."""
+        if self.live is not None and self.end is None and not self._is_stopped:
+            return self.live.num_taken
+        return self.num_output_tokens
+
     def _answered_prompt(self, live: LiveRequest) -> AnsweredPrompt:
         asks = self._sampling.prompt_logprobs is not None
         scores = live.take_prompt_scores() if asks else None
@@ -376,7 +390,17 @@ class _Answer:
         metrics.request_ended(self._end_reason, time.perf_counter() - self._spec.arrived_s)
         if self.end is not None:
             metrics.answer_lengths.observe(self.num_output_tokens)
-            metrics.phases_known(self.end, self._first_token_s)
+            waited_s = (
+                None if self._first_token_s is None else self._first_token_s - self._submitted_s
+            )
+            metrics.phases_known(self.end, waited_s)
+        answer_ended(
+            f"{self._spec.request_id}-{self.index}",
+            reason=self._end_reason.name,
+            num_output_tokens=self._num_tokens_given,
+            arrived_s=self._spec.arrived_s,
+            first_token_s=self._first_token_s,
+        )
 
 
 def _check_end(end: FinishedRequest) -> None:

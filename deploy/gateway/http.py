@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from starlette.types import Receive, Scope, Send
 
 from longshore.deploy.gateway.errors import ApiError
+from longshore.deploy.gateway.request_log import note_failure
 
 _JSON: Final = (b"content-type", b"application/json")
 _TEXT: Final = (b"content-type", b"text/plain; charset=utf-8")
@@ -112,6 +113,7 @@ class Exchange:
 
     async def send_error(self, error: ApiError) -> None:
         """The whole response, or the last event of a stream that has begun."""
+        note_failure(error)
         if self.status is None:
             await self.send_json(error.json(), error.status, error.headers)
         else:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve until told to stop; returns the exit status."""
     (config_file,) = argv
     config = msgspec.json.decode(Path(config_file).read_bytes(), type=GatewayConfig)
-    set_up_logging(config.log_level)
+    set_up_logging(config.log_level, is_relayed=config.lifeline_fd is not None)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one per stream
     disable_created_metrics()  # a timestamp per counter, which nobody reads
@@ -118,7 +118,7 @@ class GatewayProcess:
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                access_log=config.log_level == "debug",
+                access_log=False,  # `AccessLog` says more
                 # Live answers are ended by `stop` before this; it is for clients that do not read.
                 timeout_graceful_shutdown=round(config.drain_timeout_s) + GRACE_S,
                 server_header=False,

@@ -2,10 +2,16 @@
 
 import io
 import json
+import logging
 from datetime import datetime, timedelta
 
-from longshore.deploy.log_lines import json_line
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshore.deploy.log_lines import LineFormat, json_line, text_line
 from longshore.deploy.log_relay import ERASE_TO_END, LogRelay
+from longshore.protocol.log_records import FramedFormatter, fields
 
 
 def at_noon(process: str, text: str) -> str:
@@ -59,10 +65,17 @@ def test_closed_stream_is_no_error() -> None:
     relay.feed("worker 0", b"too late\n")
 
 
+def framed(message: str, **about: str | int) -> bytes:
+    """A record as a process writes it."""
+    record = logging.LogRecord("longshore.deploy", logging.INFO, "a.py", 1, message, (), None)
+    record.__dict__.update(fields(**about))
+    return f"{FramedFormatter().format(record)}\n".encode()
+
+
 def test_a_record_is_an_object_for_programs() -> None:
     stream = io.StringIO()
     relay = LogRelay(stream, json_line)
-    relay.feed("gateway", b'INFO longshore.deploy: "quoted": one\n')
+    relay.feed("gateway", framed('"quoted": one', request_id="r", step_id=4))
     relay.feed("worker 0", "Traceback ü:\n".encode())
     record, other = map(json.loads, stream.getvalue().splitlines())
     assert datetime.fromisoformat(record.pop("time")).utcoffset() == timedelta(0)
@@ -71,6 +84,37 @@ def test_a_record_is_an_object_for_programs() -> None:
         "level": "INFO",
         "logger": "longshore.deploy",
         "message": '"quoted": one',
+        "request_id": "r",
+        "step_id": 4,
     }
     assert (other["process"], other["level"], other["logger"]) == ("worker 0", None, None)
     assert other["message"] == "Traceback ü:"
+
+
+def test_a_record_is_a_line_for_people() -> None:
+    stream = io.StringIO()
+    relay = LogRelay(stream, text_line)
+    relay.feed("gateway", framed("done", request_id="r", step_id=4))
+    time, _, rest = stream.getvalue().partition(" ")
+    assert len(time) == len("12:00:00")
+    assert rest == "[gateway] INFO longshore.deploy: done [request_id=r step_id=4]\n"
+
+
+@pytest.mark.parametrize("format_line", [text_line, json_line])
+@given(text=st.text(max_size=30))
+def test_what_a_stranger_chose_is_one_line_in_either_format(
+    format_line: LineFormat, text: str
+) -> None:
+    nasty = f"{text}\r\n12:00:00 [gateway] ERROR a: forged\x1b[2J\x9b\u2028"
+    stream = io.StringIO()
+    relay = LogRelay(stream, format_line)
+    relay.feed("gateway", framed(nasty, request_id=nasty))
+    relay.feed("gateway", f"{nasty.splitlines()[0]}\x1b[2J\n".encode())
+    shown = stream.getvalue()
+    assert shown.endswith("\n")
+    for line in shown.removesuffix("\n").split("\n"):
+        assert line.replace("\t", " ").isprintable()
+    if format_line is json_line:
+        assert json.loads(shown.split("\n")[0])["request_id"] == nasty
+    else:
+        assert len(shown.splitlines()) <= 3  # what no logger wrote may have ended a line itself

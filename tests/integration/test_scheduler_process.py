@@ -163,6 +163,30 @@ def test_a_request_that_cannot_be_read_is_refused_under_its_handle(engine: Engin
     assert engine.process.stderr.read().count("of client 0 is refused: message 'add'") == 3
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "continue", "prompt_token_ids": 7},
+        {"type": "stop_found", "num_tokens": "three"},
+    ],
+)
+def test_a_message_that_cannot_be_read_ends_the_request_it_is_about(
+    engine: EngineProcess, message: dict[str, object]
+) -> None:
+    client = ready_engine(engine)
+    ScriptedWorker(engine, before_answer=lambda plan: time.sleep(0.001))
+    client.add(1, max_tokens=1500)
+    client.receive_until(lambda: len(client.tokens.get(1, [])) > 3)
+    for handle in (1, 2):  # nobody has the second
+        client.channel.socket.send(msgspec.msgpack.encode(message | {"handle": handle}))
+    client.receive_until(lambda: 1 in client.finished)
+    assert client.finished[1].reason is FinishReason.ERROR
+    assert f"message '{message['type']}'" in (client.finished[1].message or "")
+    client.add(3, max_tokens=2)
+    client.receive_until(lambda: 3 in client.finished)
+    assert set(client.finished) == {1, 3}
+
+
 def test_a_malformed_request_of_a_stranger_is_dropped(engine: EngineProcess) -> None:
     client = ready_engine(engine)
     with engine.context.socket(zmq.DEALER) as stranger:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from longshore.protocol.errors import EngineDead
 from longshore.worker.config import RankLayout
@@ -56,7 +57,8 @@ def link(parallel: Parallel) -> list[float]:
 
 
 def lose(parallel: Parallel) -> str:
-    """Rank 0 leaves; the others say how they notice."""
+    """Rank 0 leaves once all are connected; the others say how they notice."""
+    parallel.meet(CPU)
     if parallel.rank == 0:
         print('"left"')
         sys.exit()
@@ -74,12 +76,16 @@ def compile_slowly(parallel: Parallel) -> str:
         torch.ones(64, 64).mm(torch.ones(64, 64))
     parallel.meet(CPU)
     parallel.wait_at_most(PATIENCE_S)
+    store = dist.distributed_c10d._get_default_store()
     if parallel.rank == 0:
+        store.wait(["noticed"])  # one that has left is noticed as gone, not as late
         return "late"
     try:
         parallel.all_reduce(torch.zeros(4))
     except EngineDead as error:
         return str(error)
+    finally:
+        store.set("noticed", "")
     return "nothing was noticed"
 
 

@@ -138,3 +138,12 @@ def test_a_listener_that_fails_ends_the_queue_and_nobody_waits_for_ever() -> Non
     assert "nobody listens" in str(after.error)
     assert ran == []
     queue.close()
+
+
+def test_the_log_of_a_failure_names_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    queue = CpuComputeQueue()
+    queue.submit(lambda: 1 / 0, step_id=41)
+    queue.close()
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert vars(record)["fields"] == {"step_id": 41}

@@ -1,0 +1,1 @@
+"""`longshore doctor --machine`: what this machine has for serving, and what would help."""

@@ -1,0 +1,90 @@
+"""Looking at libraries from outside: a child process each, all at once, none for too long."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from longshore.deploy.machine.probe import MARK
+
+PROBE_TIMEOUT_S: Final = 60.0
+MAX_REASON_CHARACTERS: Final = 300
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one import. failure: why there are no facts; None if there are. Those of one that
+    crashed or hung say so."""
+
+    facts: Mapping[str, Any]
+    failure: str | None = None
+
+
+def probe_command(name: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "longshore.deploy.machine.probe", name]
+
+
+def run_all(
+    commands: Mapping[str, Sequence[str]], timeout_s: float = PROBE_TIMEOUT_S
+) -> dict[str, Outcome]:
+    """What each prints behind `MARK`. Whatever they start has ended afterwards."""
+    started = []
+    deadline_s = time.monotonic() + timeout_s
+    for name, command in commands.items():
+        # A pipe could fill up, and a disk may be full.
+        output = os.fdopen(os.memfd_create(f"output of {name}"), "w+b")
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        started.append((name, child, output))
+    outcomes = {}
+    for name, child, output in started:
+        with output:
+            try:
+                status: int | None = child.wait(max(deadline_s - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                status = None
+            _kill_group(child)
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        outcomes[name] = _outcome(status, text, timeout_s)
+    return outcomes
+
+
+def _kill_group(child: subprocess.Popen[bytes]) -> None:
+    """The child and what it has started, if anything of it is left."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        child.wait()
+
+
+def _outcome(status: int | None, text: str, timeout_s: float) -> Outcome:
+    lines = [line for line in text.splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else "it says nothing"
+    if status is None:
+        return Outcome({}, f"its import hangs (longer than {timeout_s:g} s)")
+    if status < 0:
+        return Outcome({}, f"its import crashes ({signal.Signals(-status).name}): {_cut(last)}")
+    for line in lines:
+        if line.startswith(MARK):
+            facts = json.loads(line.removeprefix(MARK))
+            failure = facts.get("failure")
+            return Outcome({}, _cut(failure)) if failure else Outcome(facts)
+    return Outcome({}, f"its import ends the process (exit status {status}): {_cut(last)}")
+
+
+def _cut(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_REASON_CHARACTERS else f"{line[:MAX_REASON_CHARACTERS]}..."

@@ -1,0 +1,110 @@
+"""What the doctor reads of a machine: files below a root, and a few answers of the kernel."""
+
+import ctypes
+import errno
+import os
+import resource
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+IO_URING_SETUP: Final = 425  # the same number on every architecture
+TIME_ERROR: Final = 5  # adjtimex: nobody keeps the clock right
+
+
+def _temp_dir() -> Path:
+    """Where temporary files go, or would if they could."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return Path(os.environ.get("TMPDIR", "/tmp"))
+
+
+def _free_bytes(path: Path) -> int:
+    return shutil.disk_usage(path).free
+
+
+def _io_uring_errno() -> int:
+    """Of a call that asks for nothing: EFAULT where io_uring can be used."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(IO_URING_SETUP, 1, None)
+    return ctypes.get_errno()
+
+
+def _clock_state() -> int:
+    """Of adjtimex; -1 if it may not be asked."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return int(libc.adjtimex(ctypes.create_string_buffer(512))) if hasattr(libc, "adjtimex") else -1
+
+
+def _port_problem(port: int) -> str | None:
+    """Why nothing could listen on 127.0.0.1 there; None if it could."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+@dataclass(frozen=True)
+class Host:
+    """This machine; a test gives another root and other answers.
+
+    limit:        (soft, hard) of a RLIMIT_*; RLIM_INFINITY is unlimited.
+    free_bytes:   on the file system of a folder. Raises OSError.
+    allowed_cpus: that this process may run on.
+    """
+
+    root: Path = Path("/")
+    temp_dir: Path = field(default_factory=_temp_dir)
+    allowed_cpus: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
+    limit: Callable[[int], tuple[int, int]] = resource.getrlimit
+    free_bytes: Callable[[Path], int] = _free_bytes
+    io_uring_errno: Callable[[], int] = _io_uring_errno
+    clock_state: Callable[[], int] = _clock_state
+    port_problem: Callable[[int], str | None] = _port_problem
+
+    def text(self, path: str) -> str | None:
+        """Content of a file, without space around it; None if it cannot be read."""
+        try:
+            return (self.root / path.lstrip("/")).read_text("utf-8", "replace").strip()
+        except OSError:
+            return None
+
+    def number(self, path: str) -> int | None:
+        """A file that holds one whole number; None if it does not."""
+        text = self.text(path)
+        return int(text) if text is not None and text.lstrip("-").isdecimal() else None
+
+    def paths(self, pattern: str) -> list[Path]:
+        """What matches below the root, in order."""
+        return sorted(self.root.glob(pattern.lstrip("/")))
+
+    def meminfo_bytes(self, name: str) -> int | None:
+        """A line of /proc/meminfo."""
+        for line in (self.text("/proc/meminfo") or "").splitlines():
+            key, _, rest = line.partition(":")
+            if key == name:
+                return int(rest.split()[0]) * (1024 if rest.endswith("kB") else 1)
+        return None
+
+    def control_groups(self) -> Iterator[str]:
+        """Folders of the control groups (version 2) that this process is in, the innermost
+        first."""
+        own = ""
+        for line in (self.text("/proc/self/cgroup") or "").splitlines():
+            if line.startswith("0::"):
+                own = line.removeprefix("0::").strip("/")
+        parts = own.split("/") if own else []
+        for length in range(len(parts), -1, -1):
+            yield "/".join(["/sys/fs/cgroup", *parts[:length]])
+
+
+def errno_name(number: int) -> str:
+    return errno.errorcode.get(number, str(number))

@@ -1,0 +1,230 @@
+"""Which libraries there are, whether they load, and what fits together."""
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+
+import longshore
+from longshore.deploy.machine.children import Outcome, probe_command, run_all
+from longshore.deploy.machine.finding import Finding
+from longshore.deploy.machine.host import Host
+
+VersionOf = Callable[[str], str | None]
+RunProbes = Callable[[list[str]], Mapping[str, Outcome]]
+
+
+class Extra(msgspec.Struct, frozen=True):
+    """An optional part of Longshore, by the name of its extra.
+
+    packages: that are looked up; hints: what to do about a failure that has the words in it.
+    install:  None is `pip install 'longshore[NAME]'`.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    purpose: str
+    install: str | None = None
+    hints: Mapping[str, str] = {}
+
+    @property
+    def command(self) -> str:
+        return self.install or f"pip install 'longshore[{self.name}]'"
+
+
+EXTRAS: Final = (
+    Extra("audio", ("soundfile", "soxr", "python-multipart"), "speech to text"),
+    Extra(
+        "cuda",
+        ("cupy-cuda13x", "cuda-bindings"),
+        "pinned memory and copies between GPU and host",
+        hints={"libcu": "Install a driver for CUDA 13, and torch's CUDA build"},
+    ),
+    Extra(
+        "nixl",
+        ("nixl", "nixl-cu13"),
+        "KV transfer between engines and to files",
+        # Its dependencies would bring the builds for both CUDA versions.
+        install="pip install --no-deps nixl nixl-cu13",
+        hints={"libcuda": "It needs an NVIDIA driver's libcuda.so.1 or a build for CPUs"},
+    ),
+    Extra(
+        "mooncake",
+        ("mooncake-transfer-engine-non-cuda",),
+        "KV transfer and a shared store",
+        hints={
+            "libibverbs": "apt-get install libibverbs1",
+            "librdmacm": "apt-get install librdmacm1",
+            "libnuma": "apt-get install libnuma1",
+        },
+    ),
+    Extra("lmcache", ("lmcache",), "KV in LMCache's tiers"),
+    Extra("redis", ("redis", "hiredis"), "a shared KV store in Redis"),
+    Extra("s3", ("obstore",), "a KV tier in object stores"),
+    Extra("ray", ("ray",), "launching on several hosts"),
+)
+
+
+def version_of(package: str) -> str | None:
+    """As installed; None if it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def run_probes(names: list[str]) -> Mapping[str, Outcome]:
+    """Import the libraries, in children."""
+    return run_all({name: probe_command(name) for name in names})
+
+
+def package_findings(
+    host: Host, versions: VersionOf = version_of, probe: RunProbes = run_probes
+) -> Iterator[Finding]:
+    """All of this module."""
+    installed = [extra for extra in EXTRAS if any(map(versions, extra.packages))]
+    outcomes = probe(["torch", *(extra.name for extra in installed)])
+    yield Finding("longshore", longshore.__version__)
+    yield Finding("Python", f"{platform.python_version()} on {platform.system()}")
+    yield _torch(versions("torch"), outcomes["torch"])
+    yield _gpus(host, versions("torch"), outcomes["torch"])
+    for extra in EXTRAS:
+        yield _extra(extra, versions, outcomes.get(extra.name), torch=outcomes["torch"])
+
+
+def _torch(version: str | None, outcome: Outcome) -> Finding:
+    if version is None:
+        return Finding(
+            "torch", "not installed", "problem", "Workers need it", "Install Longshore again"
+        )
+    if outcome.failure is not None:
+        return Finding(
+            "torch",
+            f"{version}: {outcome.failure}",
+            "problem",
+            "Workers need it",
+            "pip install --force-reinstall torch",
+        )
+    return Finding("torch", version)
+
+
+def _gpus(host: Host, version: str | None, outcome: Outcome) -> Finding:
+    """What the driver has, and what torch sees of it."""
+    names = [
+        line.partition(":")[2].strip()
+        for path in host.paths("/proc/driver/nvidia/gpus/*/information")
+        for line in path.read_text("utf-8", "replace").splitlines()
+        if line.startswith("Model:")
+    ]
+    devices = outcome.facts.get("devices", [])
+    if devices:
+        each = ", ".join(
+            f"{device['name']} ({device['free'] / 2**30:,.1f} of {device['total'] / 2**30:,.1f} "
+            "GiB free)"
+            for device in devices
+        )
+        return Finding("GPUs", each)
+    if not names:
+        return Finding("GPUs", "none", "absent", "Workers compute on the CPU")
+    found = ", ".join(names)
+    if outcome.failure is not None:
+        return Finding(
+            "GPUs",
+            found,
+            "problem",
+            "torch, which would use them, does not load",
+            "See what is said of torch",
+        )
+    if outcome.facts.get("cuda") is None:
+        return Finding(
+            "GPUs",
+            found,
+            "problem",
+            f"torch {version} is a build for CPUs and does not see them",
+            "pip install --force-reinstall torch, from an index with CUDA builds",
+        )
+    speaks, needs = outcome.facts["driver_cuda"], outcome.facts["cuda"]
+    needs_major, needs_minor = (int(part) for part in f"{needs}.0".split(".")[:2])
+    if 0 < speaks < needs_major * 1000 + needs_minor * 10:
+        newest = f"{speaks // 1000}.{speaks % 1000 // 10}"
+        return Finding(
+            "GPUs",
+            found,
+            "problem",
+            f"torch {version} is for CUDA {needs}; the driver knows CUDA {newest} at most",
+            f"Update the driver, or install a torch for CUDA {newest}",
+        )
+    return Finding(
+        "GPUs",
+        found,
+        "problem",
+        f"torch {version} sees none of them",
+        "See nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the container was given them "
+        "(docker: --gpus all)",
+    )
+
+
+def _extra(
+    extra: Extra, versions: VersionOf, outcome: Outcome | None, *, torch: Outcome
+) -> Finding:
+    what = f"extra {extra.name}"
+    found = {package: versions(package) for package in extra.packages}
+    lacking = [package for package, version in found.items() if version is None]
+    shown = ", ".join(f"{package} {version}" for package, version in found.items() if version)
+    if outcome is None:
+        return Finding(what, "not installed", "absent", f"For {extra.purpose}", extra.command)
+    if lacking:
+        return Finding(
+            what, f"{shown}, but no {', '.join(lacking)}", "warning", _lost(extra), extra.command
+        )
+    if outcome.failure is not None:
+        fixes = [fix for words, fix in extra.hints.items() if words in outcome.failure]
+        again = f"{extra.command} --force-reinstall"
+        return Finding(
+            what, f"{shown}: {outcome.failure}", "warning", _lost(extra), (fixes or [again])[0]
+        )
+    facts = outcome.facts
+    if facts.get("unusable"):
+        why = ", ".join(f"{name}: {reason}" for name, reason in facts["unusable"].items())
+        return Finding(
+            what,
+            f"{shown}; plugins that cannot be made: {why}",
+            "warning",
+            _lost(extra),
+            "Run with NIXL_LOG_LEVEL=DEBUG; a second UCX in the process, or UCX_TLS and "
+            "UCX_MODULE_DIR of another one, are the usual causes",
+        )
+    if extra.name == "cuda":
+        return _cuda(what, shown, facts, torch)
+    plugins = f"; usable: {', '.join(facts['usable'])}" if facts.get("usable") else ""
+    return Finding(what, shown + plugins)
+
+
+def _cuda(what: str, shown: str, facts: Mapping[str, Any], torch: Outcome) -> Finding:
+    """cupy and cuda-bindings load; do they work beside torch?"""
+    of_torch, runtime = torch.facts.get("cuda"), facts["runtime"] // 1000
+    if of_torch is not None and int(of_torch.split(".")[0]) != runtime:
+        return Finding(
+            what,
+            f"{shown}, for CUDA {runtime}",
+            "warning",
+            f"torch is for CUDA {of_torch}: two CUDA runtimes in one process",
+            f"Install a torch for CUDA {runtime}",
+        )
+    if facts["devices"]:
+        return Finding(what, shown)
+    if not torch.facts.get("devices"):
+        return Finding(what, shown, means="There is no GPU for it to use")
+    return Finding(
+        what,
+        f"{shown}: {facts['error']}",
+        "warning",
+        "torch sees a GPU, and it does not",
+        "Update the driver",
+    )
+
+
+def _lost(extra: Extra) -> str:
+    return f"No {extra.purpose}"

@@ -1,0 +1,89 @@
+"""`python -m longshore.deploy.machine.probe NAME`: import one optional library and say what it is.
+
+Run as a child, because some of them crash or hang when they are imported. What it finds is the
+last line that it prints: facts as JSON, behind `MARK`, for the libraries print too.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Final
+
+MARK: Final = "longshore-probe: "
+
+Facts = dict[str, Any]
+
+
+def _torch() -> Facts:
+    """driver_cuda: the newest CUDA that the driver speaks, as 13000; 0 without one."""
+    torch = import_module("torch")
+    facts: Facts = {"cuda": torch.version.cuda, "driver_cuda": 0, "devices": []}
+    if torch.version.cuda is not None:
+        facts["driver_cuda"] = torch._C._cuda_getDriverVersion()
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+            name = torch.cuda.get_device_name(index)
+            facts["devices"].append({"name": name, "total": total_bytes, "free": free_bytes})
+    return facts
+
+
+def _cuda() -> Facts:
+    cupy = import_module("cupy")
+    runtime = import_module("cuda.bindings.runtime")
+    error, number = runtime.cudaGetDeviceCount()
+    devices = number if error == runtime.cudaError_t.cudaSuccess else 0
+    version = int(cupy.cuda.runtime.runtimeGetVersion())
+    return {"devices": devices, "runtime": version, "error": "" if devices else error.name}
+
+
+def _nixl() -> Facts:
+    """plugins: that are listed; usable: of those used here, which can be made."""
+    api = import_module("nixl._api")
+    agent = api.nixl_agent("longshore-doctor", api.nixl_agent_config(backends=[]))
+    plugins, usable, unusable = list(agent.get_plugin_list()), [], {}
+    for name in ("UCX", "POSIX"):  # the list also has those that cannot be loaded
+        try:
+            agent.create_backend(name)
+            usable.append(name)
+        except Exception as error:
+            unusable[name] = str(error)
+    return {"plugins": plugins, "usable": usable, "unusable": unusable}
+
+
+def _importing(*names: str) -> Callable[[], Facts]:
+    def load() -> Facts:
+        for name in names:
+            import_module(name)
+        return {}
+
+    return load
+
+
+PROBES: Final[dict[str, Callable[[], Facts]]] = {
+    "torch": _torch,
+    "audio": _importing("soundfile", "soxr", "python_multipart"),
+    "cuda": _cuda,
+    "nixl": _nixl,
+    "mooncake": _importing("mooncake.engine"),
+    "lmcache": _importing("lmcache"),
+    "redis": _importing("redis", "hiredis"),
+    "s3": _importing("obstore"),
+    "ray": _importing("ray"),
+}
+
+
+def main() -> int:
+    """Exit status 0: loaded; 1: not, and the line says why."""
+    (name,) = sys.argv[1:]
+    try:
+        facts = PROBES[name]()
+    except Exception as error:
+        facts = {"failure": f"{type(error).__name__}: {error}"}
+    print(f"\n{MARK}{json.dumps(facts)}", flush=True)
+    return int("failure" in facts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Cores, what they can do, and who else decides about them."""
+
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import longshore
+from longshore.deploy.machine.finding import Finding
+from longshore.deploy.machine.host import Host
+
+_FEATURES: Final = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_bf16": "AVX-512 bfloat16",
+    "amx_bf16": "AMX bfloat16",
+}
+_SELF_TUNING: Final = ("intel_pstate", "amd-pstate-epp")
+_FAST_CLOCKS: Final = ("tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter")
+
+
+def processor_findings(host: Host) -> Iterator[Finding]:
+    """All of this module."""
+    yield _cpu(host)
+    yield kernels(Path(longshore.__file__).parent / "worker" / "kernels")
+    yield from _quota(host)
+    yield from _numa(host)
+    yield from _governor(host)
+    yield from _clock_source(host)
+
+
+def _cpu(host: Host) -> Finding:
+    flags: set[str] = set()
+    for line in (host.text("/proc/cpuinfo") or "").splitlines():
+        if line.startswith(("flags", "Features")):
+            flags = set(line.partition(":")[2].split())
+            break
+    names = [name for flag, name in _FEATURES.items() if flag in flags]
+    has_what = ", ".join(names) or f"{platform.machine()} without AVX2"
+    found = f"{num_physical_cores(host)} cores, {has_what}"
+    if platform.machine() == "x86_64" and flags and "avx2" not in flags:
+        return Finding(
+            "CPU",
+            found,
+            "warning",
+            "The CPU kernels need AVX2, so plain torch computes, several times slower",
+            "Serve on a newer processor; in a virtual machine, pass the host's CPU through",
+        )
+    return Finding("CPU", found)
+
+
+def num_physical_cores(host: Host) -> int:
+    """That this process may run on; hyperthreads share one."""
+    cores = set()
+    for cpu in host.allowed_cpus:
+        folder = f"/sys/devices/system/cpu/cpu{cpu}/topology"
+        cores.add(host.text(f"{folder}/thread_siblings_list") or f"{cpu}")
+    return len(cores)
+
+
+def kernels(folder: Path) -> Finding:
+    """folder: where the compiled ones are, if there are any."""
+    if any(folder.glob("_native*.so")):
+        return Finding("CPU kernels", "compiled")
+    return Finding(
+        "CPU kernels",
+        "not compiled",
+        "warning",
+        "On CPUs plain torch computes, several times slower",
+        "Install a C++ compiler (g++), then Longshore again",
+    )
+
+
+def quota_cores(host: Host) -> float | None:
+    """CPU time that the control groups grant, in cores; None if they set no bound."""
+    quotas = []
+    for folder in host.control_groups():
+        granted, _, period = (host.text(f"{folder}/cpu.max") or "max").partition(" ")
+        if granted != "max":
+            quotas.append(int(granted) / int(period or 100_000))
+    return min(quotas, default=None)
+
+
+def _quota(host: Host) -> Iterator[Finding]:
+    quota, num_cpus = quota_cores(host), len(host.allowed_cpus)
+    if quota is None:
+        yield Finding("CPU quota", "none")
+    elif quota >= num_cpus:
+        yield Finding("CPU quota", f"{quota:g} cores of {num_cpus} processors")
+    else:
+        yield Finding(
+            "CPU quota",
+            f"{quota:g} cores, while {num_cpus} processors are visible",
+            "warning",
+            "More threads than that are stopped for most of each period",
+            f"Serve on a CPU with --threads {max(1, int(quota))}, or raise the container's limit",
+        )
+
+
+def _numa(host: Host) -> Iterator[Finding]:
+    nodes = {}
+    for path in host.paths("/sys/devices/system/node/node[0-9]*"):
+        cpus = _cpus_of((host.text(f"/sys/devices/system/node/{path.name}/cpulist")) or "")
+        nodes[path.name] = cpus & host.allowed_cpus
+    used = [f"{name} ({len(cpus)} processors)" for name, cpus in nodes.items() if cpus]
+    if len(used) > 1:
+        first = next(name for name, cpus in nodes.items() if cpus).removeprefix("node")
+        yield Finding(
+            "NUMA",
+            ", ".join(used),
+            "warning",
+            "A CPU worker whose threads are on several nodes waits for the other's memory",
+            f"Start with numactl --cpunodebind={first} --membind={first}, one engine per node",
+        )
+    elif nodes:
+        yield Finding("NUMA", ", ".join(used))
+
+
+def _cpus_of(text: str) -> frozenset[int]:
+    """`0-3,8` as the kernel writes it."""
+    cpus: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def _governor(host: Host) -> Iterator[Finding]:
+    folder = f"/sys/devices/system/cpu/cpu{min(host.allowed_cpus)}/cpufreq"
+    governor, driver = (
+        host.text(f"{folder}/scaling_governor"),
+        host.text(f"{folder}/scaling_driver"),
+    )
+    if governor is None:
+        return
+    if governor == "powersave" and driver not in _SELF_TUNING:
+        yield Finding(
+            "CPU governor",
+            governor,
+            "warning",
+            "Processors stay at their lowest clock rate",
+            "cpupower frequency-set -g performance",
+        )
+    else:
+        yield Finding("CPU governor", governor)
+
+
+def _clock_source(host: Host) -> Iterator[Finding]:
+    source = host.text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    if source is None:
+        return
+    if source in _FAST_CLOCKS:
+        yield Finding("clock source", source)
+    else:
+        yield Finding(
+            "clock source",
+            source,
+            "warning",
+            "Each look at the clock is a call into the kernel, which steps and streams feel",
+            "See dmesg for why the kernel does not trust the tsc; boot with tsc=reliable if it may",
+        )

@@ -1,0 +1,241 @@
+"""Memory, disk and what the system lets a process have of them."""
+
+import errno
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from longshore.deploy.machine.finding import Finding
+from longshore.deploy.machine.host import TIME_ERROR, Host, errno_name
+from longshore.deploy.runtime_dir import MAX_SOCKET_PATH_BYTES
+
+MIN_OPEN_FILES: Final = 4096
+"""A stream takes one, and gateways raise their limit to the hard one."""
+MIN_SHARED_BYTES: Final = 1 << 30
+MIN_TEMP_BYTES, FEW_TEMP_BYTES = 16 << 20, 256 << 20
+LONGEST_SOCKET_NAME: Final = len("/longshore-12345678/worker-1000.sock")
+
+
+def resource_findings(host: Host, port: int) -> Iterator[Finding]:
+    """All of this module. port: that a server is going to listen on."""
+    yield _memory(host)
+    yield from _overcommit(host)
+    yield from _huge_pages(host)
+    yield _locked_memory(host)
+    yield _shared_memory(host)
+    yield _open_files(host)
+    yield _temp_dir(host)
+    yield _port(host, port)
+    yield _clock(host)
+    yield _io_uring(host)
+    yield _rdma(host)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"
+
+
+def _memory(host: Host) -> Finding:
+    total, available = (host.meminfo_bytes(f"Mem{name}") for name in ("Total", "Available"))
+    if total is None or available is None:
+        return Finding("memory", "unknown: /proc/meminfo cannot be read", "warning")
+    left = [available]
+    found = f"of {_gib(total)}"
+    for folder in host.control_groups():
+        limit, used = host.number(f"{folder}/memory.max"), host.number(f"{folder}/memory.current")
+        if limit is not None and limit < total:
+            left.append(max(limit - (used or 0), 0))
+            found = f"of {_gib(limit)} that the control group allows"
+    found = f"{_gib(min(left))} available {found}"
+    if min(left) < 1 << 30:
+        return Finding(
+            "memory",
+            found,
+            "warning",
+            "A process that takes more than there is gets killed",
+            "End what else runs, raise the container's limit, or serve with fewer --num-blocks",
+        )
+    return Finding("memory", found)
+
+
+def _overcommit(host: Host) -> Iterator[Finding]:
+    mode = host.number("/proc/sys/vm/overcommit_memory")
+    if mode == 2:
+        yield Finding(
+            "overcommit",
+            "refused (vm.overcommit_memory=2)",
+            "warning",
+            "CUDA and torch reserve far more than they use, and are refused it",
+            "sysctl vm.overcommit_memory=0",
+        )
+    elif mode is not None:
+        yield Finding("overcommit", "allowed")
+
+
+def _huge_pages(host: Host) -> Iterator[Finding]:
+    modes = host.text("/sys/kernel/mm/transparent_hugepage/enabled")
+    if modes is None:
+        return
+    mode = modes.partition("[")[2].partition("]")[0]
+    reserved = host.meminfo_bytes("HugePages_Total") or 0
+    found = f"transparent: {mode}; {reserved} reserved"
+    if mode == "never":
+        yield Finding(
+            "huge pages",
+            found,
+            "warning",
+            "Weights and KV on CPUs are reached through many small pages, somewhat slower",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    else:
+        yield Finding("huge pages", found)
+
+
+def _locked_memory(host: Host) -> Finding:
+    soft, hard = host.limit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("locked memory", "unlimited")
+    found = f"{soft / 2**20:,.0f} MiB at most"
+    if not _rdma_devices(host):
+        return Finding("locked memory", found, means="No RDMA device here would need more")
+    how = "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else "LimitMEMLOCK=infinity"
+    return Finding(
+        "locked memory",
+        found,
+        "problem",
+        "RDMA cannot register blocks beyond that",
+        f"{how} (docker: --ulimit memlock=-1)",
+    )
+
+
+def _shared_memory(host: Host) -> Finding:
+    try:
+        free_bytes = host.free_bytes(host.root / "dev/shm")
+    except OSError:
+        return Finding(
+            "/dev/shm",
+            "missing",
+            "warning",
+            "NCCL and other libraries share memory between ranks there",
+            "mount -t tmpfs tmpfs /dev/shm",
+        )
+    if free_bytes >= MIN_SHARED_BYTES:
+        return Finding("/dev/shm", f"{_gib(free_bytes)} free")
+    return Finding(
+        "/dev/shm",
+        f"{free_bytes / 2**20:,.0f} MiB free",
+        "warning",
+        "NCCL and other libraries that share memory between ranks may fail for want of it",
+        "docker: --shm-size=8g; else mount -o remount,size=8g /dev/shm",
+    )
+
+
+def _open_files(host: Host) -> Finding:
+    _, hard = host.limit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return Finding("open files", "unlimited")
+    if hard >= MIN_OPEN_FILES:
+        return Finding("open files", f"{hard:,} at most")
+    return Finding(
+        "open files",
+        f"{hard:,} at most",
+        "problem",
+        "Each stream takes one",
+        f"Raise the hard limit (ulimit -Hn) to {MIN_OPEN_FILES:,} or more",
+    )
+
+
+def _temp_dir(host: Host) -> Finding:
+    folder = host.temp_dir
+    too_long = len(bytes(folder)) + LONGEST_SOCKET_NAME - MAX_SOCKET_PATH_BYTES
+    if too_long > 0:
+        return Finding(
+            "TMPDIR",
+            f"{folder}",
+            "problem",
+            f"Sockets lie in it, whose paths would be {too_long} characters too long",
+            "Set TMPDIR to a shorter path",
+        )
+    try:
+        free_bytes = host.free_bytes(folder)
+    except OSError as error:
+        return Finding("TMPDIR", f"{folder}: {error.strerror}", "problem", fix="Set TMPDIR")
+    found = f"{folder}, {_gib(free_bytes)} free"
+    if free_bytes >= FEW_TEMP_BYTES:
+        return Finding("TMPDIR", found)
+    return Finding(
+        "TMPDIR",
+        f"{folder}, {free_bytes / 2**20:,.0f} MiB free",
+        "problem" if free_bytes < MIN_TEMP_BYTES else "warning",
+        "Processes keep configurations and sockets in it, compilers far more",
+        "Make room, or set TMPDIR to a folder that has some",
+    )
+
+
+def _port(host: Host, port: int) -> Finding:
+    problem = host.port_problem(port)
+    if problem is None:
+        return Finding(f"port {port}", "free")
+    return Finding(
+        f"port {port}",
+        problem,
+        "warning",
+        "A server runs there already, or it may not be used",
+        "Choose another --port",
+    )
+
+
+def _clock(host: Host) -> Finding:
+    if host.clock_state() == TIME_ERROR:
+        return Finding(
+            "clock",
+            "not synchronised",
+            "warning",
+            "Log lines of several hosts cannot be put in order, and TLS may refuse certificates",
+            "Run chrony or systemd-timesyncd",
+        )
+    return Finding("clock", "synchronised" if host.clock_state() >= 0 else "not to be asked")
+
+
+def _io_uring(host: Host) -> Finding:
+    number = host.io_uring_errno()
+    if number == errno.EFAULT:
+        return Finding("io_uring", "available")
+    return Finding(
+        "io_uring",
+        f"not available ({errno_name(number)})",
+        "absent",
+        "Transfers between KV and files take slower ways",
+        "sysctl kernel.io_uring_disabled=0; in a container, a seccomp profile that allows it",
+    )
+
+
+def _rdma_devices(host: Host) -> list[Path]:
+    return host.paths("/sys/class/infiniband/*")
+
+
+def _rdma(host: Host) -> Finding:
+    devices = _rdma_devices(host)
+    if not devices:
+        return Finding("RDMA", "no devices", "absent", "KV goes between hosts over TCP")
+    ports = {
+        f"{device.name}/{path.name}": host.text(
+            f"/sys/class/infiniband/{device.name}/ports/{path.name}/state"
+        )
+        or "?"
+        for device in devices
+        for path in host.paths(f"/sys/class/infiniband/{device.name}/ports/*")
+    }
+    found = ", ".join(
+        f"{name} {state.partition(': ')[2] or state}" for name, state in ports.items()
+    )
+    if any("ACTIVE" in state for state in ports.values()):
+        return Finding("RDMA", found)
+    return Finding(
+        "RDMA",
+        found or ", ".join(device.name for device in devices),
+        "warning",
+        "No port is up, so KV goes between hosts over TCP",
+        "ibstat shows the ports; see to cables, switch and subnet manager",
+    )

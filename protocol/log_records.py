@@ -1,0 +1,155 @@
+"""Log records between processes: a line each, whose fields stay fields until somebody shows them.
+
+A process that is watched over writes each record of its loggers as one line of JSON behind a mark.
+Whoever relays its output makes a line for people of it, or one for programs, and can tell it from
+what no logger wrote. A logging call names its fields once: `extra=fields(request_id=...)`.
+"""
+
+import contextlib
+import json
+import logging
+import sys
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+Field: TypeAlias = str | int | float | bool | None
+
+RECORD_MARK: Final = "\x1e"  # ASCII record separator, as in RFC 7464
+MAX_FIELD_CHARACTERS: Final = 500
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE: Final = "fields"
+
+
+class Record(msgspec.Struct, frozen=True):
+    """time_s: since the epoch. context: of the process, the same in all its records. traceback: of
+    the exception that is told of, many lines."""
+
+    time_s: float
+    level: str
+    logger: str
+    message: str
+    fields: dict[str, Field] = {}
+    context: dict[str, Field] = {}
+    traceback: str | None = None
+
+
+def fields(**values: Field) -> dict[str, dict[str, Field]]:
+    """The `extra` of a logging call. Names end in their unit; None is left out.
+
+    `request_id` for what concerns a request, `step_id` for what concerns a step.
+    """
+    return {_ATTRIBUTE: {name: value for name, value in values.items() if value is not None}}
+
+
+def record_of(record: logging.LogRecord, context: Mapping[str, Field] = {}) -> Record:
+    """What a logger made; overlong fields are cut."""
+    exception = record.exc_info
+    return Record(
+        record.created,
+        record.levelname,
+        record.name,
+        record.getMessage(),
+        {name: _cut(value) for name, value in getattr(record, _ATTRIBUTE, {}).items()},
+        dict(context),
+        logging.Formatter().formatException(exception) if exception else None,
+    )
+
+
+def _cut(value: Field) -> Field:
+    if isinstance(value, float):
+        return round(value, 3)
+    if isinstance(value, str) and len(value) > MAX_FIELD_CHARACTERS:
+        return f"{value[:MAX_FIELD_CHARACTERS]}..."
+    return value
+
+
+def read_record(line: str) -> Record | None:
+    """A line as a process wrote it; None if no logger did."""
+    if line.startswith(RECORD_MARK):
+        with contextlib.suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(line[len(RECORD_MARK) :], type=Record)
+    return None
+
+
+def show_record(record: Record) -> str:
+    """For people: one line, and one more per line of a traceback, marked as such. A text among the
+    fields that the message shows already is not repeated."""
+    shown = [
+        f"{name}={_show(value)}"
+        for name, value in record.fields.items()
+        if not (isinstance(value, str) and value and value in record.message)
+    ]
+    head = f"{record.level} {record.logger}: {printable(record.message)}"
+    lines = [f"{head} [{' '.join(shown)}]" if shown else head]
+    if record.traceback is not None:
+        lines += [f"  | {printable(line)}" for line in record.traceback.splitlines()]
+    return "\n".join(lines)
+
+
+def _show(value: Field) -> str:
+    text = str(value)
+    is_plain = text and not any(character in ' "=[]' for character in text)
+    return printable(text) if is_plain else printable(json.dumps(text, ensure_ascii=False))
+
+
+def printable(text: str) -> str:
+    """Nothing in it begins a line or commands a terminal: whatever cannot be seen is escaped."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if character.isprintable() or character == "\t"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+class FramedFormatter(logging.Formatter):
+    """For a process that relays."""
+
+    def __init__(self, context: Mapping[str, Field] = {}) -> None:
+        super().__init__()
+        self._context = context
+
+    def format(self, record: logging.LogRecord) -> str:
+        content: dict[str, Any] = msgspec.structs.asdict(record_of(record, self._context))
+        return RECORD_MARK + json.dumps(content)  # ASCII, and therefore one line
+
+
+class _Shown(logging.Formatter):
+    """For a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return show_record(record_of(record))
+
+
+def send_records(level: str, *, is_relayed: bool, **context: Field) -> None:
+    """Send records of `level` and above to standard error: framed if another process relays them,
+    else for people. An exception that nobody catches becomes a record, too. context: goes along
+    with each, for programs."""
+    write_records(level, FramedFormatter(context) if is_relayed else _Shown())
+    sys.excepthook = _log_uncaught
+    threading.excepthook = lambda args: _log_uncaught(
+        args.exc_type, args.exc_value, args.exc_traceback
+    )
+
+
+def _log_uncaught(
+    kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None
+) -> None:
+    if issubclass(kind, Exception) and error is not None:
+        about = (kind, error, traceback)
+        logger.error("nobody has caught %s", kind.__name__, exc_info=about)
+
+
+def write_records(level: str, formatter: logging.Formatter) -> None:
+    """Send records of `level` and above to standard error, as `formatter` writes them."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

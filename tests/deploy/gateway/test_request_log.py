@@ -1,0 +1,122 @@
+"""What the gateway's log says of HTTP requests, and what it never says."""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from longshore.protocol.client import AddRequest, FinishReason
+from longshore.protocol.log_limit import MAX_PER_SECOND
+from tests.deploy.gateway.conftest import RunningGateway, StartGateway
+from tests.deploy.gateway.fake_engine import FakeEngine, never_answer
+
+NAME = "longshore.deploy.gateway.request_log"
+BODY = {"prompt": "a secret", "max_tokens": 3}
+
+
+def fail(engine: FakeEngine, request: AddRequest) -> None:
+    engine.finish(request, FinishReason.ERROR, message="the device is on fire")
+
+
+def about(record: logging.LogRecord) -> dict[str, Any]:
+    return dict(vars(record)["fields"])
+
+
+async def ask(gateway: RunningGateway, request_id: str, path: str = "/v1/completions") -> int:
+    answer = await gateway.client.request(
+        "POST",
+        path,
+        json.dumps(BODY).encode(),
+        timeout_s=5,
+        headers={"x-request-id": request_id, "authorization": "Bearer secret-key"},
+    )
+    return answer.status
+
+
+async def test_debug_tells_arrival_answer_and_exchange_with_the_client_s_id(
+    start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, NAME)
+    async with start_gateway(api_keys=("secret-key",)) as gateway:
+        assert await ask(gateway, "order-66") == 200
+    arrived, ended, answered = (record for record in caplog.records if record.name == NAME)
+    assert all("order-66" in about(each)["request_id"] for each in (arrived, ended, answered))
+    assert about(arrived)["prompt_tokens"] == about(answered)["prompt_tokens"] > 0
+    assert about(arrived)["max_tokens"] == 3
+    assert about(arrived)["client"].startswith("127.0.0.1:")
+    assert about(ended)["finish_reason"] == "LENGTH_CAPPED"
+    assert about(ended)["output_tokens"] == about(answered)["output_tokens"] == 3
+    assert 0 < about(ended)["ttft_ms"] <= about(ended)["total_ms"]
+    assert about(answered)["duration_ms"] > 0
+    assert (about(answered)["method"], about(answered)["path"]) == ("POST", "/v1/completions")
+    assert (about(answered)["status"], about(answered)["request_id"]) == (200, "order-66")
+    assert "secret" not in caplog.text
+
+
+async def test_a_request_that_the_engine_fails_is_a_warning_with_id_and_reason(
+    start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with start_gateway(fail) as gateway:
+        assert await ask(gateway, "order-67") == 500
+    (warning,) = (record for record in caplog.records if record.name == NAME)
+    assert warning.levelname == "WARNING"
+    assert warning.getMessage() == "a request has failed: the device is on fire"
+    assert about(warning) == {
+        "request_id": "order-67",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 500,
+    }
+
+
+async def test_what_the_client_did_wrong_is_no_warning_and_at_debug_one_line(
+    start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, NAME)
+    async with start_gateway() as gateway:
+        assert (await gateway.post("/v1/completions", b"{")).status == 400
+        assert await ask(gateway, "order-68", "/v1/nothing") == 404
+    bad, unknown = (record for record in caplog.records if record.name == NAME)
+    assert (bad.levelname, unknown.levelname) == ("DEBUG", "DEBUG")
+    assert (about(bad)["status"], about(bad)["error"]) == (400, "invalid_request_error")
+    assert (about(unknown)["status"], about(unknown)["path"]) == (404, "/v1/nothing")
+
+
+async def test_a_bug_is_one_warning_with_its_traceback(
+    start_gateway: StartGateway, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_gateway() as gateway:
+        monkeypatch.setattr(gateway.process._client, "submit", None)
+        assert await ask(gateway, "order-69") == 500
+    (warning,) = (record for record in caplog.records if record.name == NAME)
+    assert about(warning)["request_id"] == "order-69"
+    assert warning.exc_info is not None
+    assert warning.exc_info[0] is TypeError
+
+
+async def test_a_client_that_goes_is_told_at_debug_with_what_it_got(
+    start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, NAME)
+    async with start_gateway(never_answer) as gateway:
+        asking = asyncio.create_task(ask(gateway, "order-70"))
+        await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 1)
+        asking.cancel()
+        await gateway.engine.wait_for(lambda: bool(gateway.engine.aborted))
+    said = {record.getMessage(): about(record) for record in caplog.records if record.name == NAME}
+    assert said["ended"]["finish_reason"] == "ABORTED"
+    assert said["ended"]["output_tokens"] == 0
+    assert said["client has gone"]["request_id"] == "order-70"
+
+
+async def test_a_flood_of_failures_is_cut(
+    start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with start_gateway(fail) as gateway:
+        for _ in range(4):
+            await asyncio.gather(*(ask(gateway, "order-71") for _ in range(20)))
+    at_s = [record.created for record in caplog.records if record.name == NAME]
+    within_a_second = [sum(start <= other < start + 1 for other in at_s) for start in at_s]
+    assert max(within_a_second) <= 2 * MAX_PER_SECOND + 2  # the end of one second, and the next

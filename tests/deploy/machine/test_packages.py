@@ -1,0 +1,156 @@
+"""What is said of libraries, given what their imports came to."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longshore.deploy.machine.children import Outcome
+from longshore.deploy.machine.finding import Finding
+from longshore.deploy.machine.packages import package_findings
+from tests.deploy.machine.fake_host import fake_host
+
+H100 = {"name": "NVIDIA H100", "total": 80 << 30, "free": 78 << 30}
+GPU = {"proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t NVIDIA H100\nIRQ: 1\n"}
+NO_CUDA = {"cuda": None, "driver_cuda": 0, "devices": []}
+ALL = {
+    "torch": "2.13.0",
+    "cupy-cuda13x": "14.2",
+    "cuda-bindings": "13.5",
+    "nixl": "1.5",
+    "nixl-cu13": "1.5",
+    "mooncake-transfer-engine-non-cuda": "0.3.13",
+    "ray": "2.60",
+}
+CUPY = {"devices": 1, "runtime": 13000, "error": ""}
+
+
+def look(
+    root: Path,
+    versions: Mapping[str, str] = ALL,
+    files: Mapping[str, str] = {},
+    **outcomes: Mapping[str, Any] | str,
+) -> dict[str, Finding]:
+    """outcomes: facts by the name of the probe, or why there are none; torch has no CUDA, and
+    others load."""
+    asked: list[str] = []
+
+    def probe(names: list[str]) -> dict[str, Outcome]:
+        asked.extend(names)
+        facts = {name: outcomes.get(name, CUPY if name == "cuda" else {}) for name in names}
+        facts["torch"] = outcomes.get("torch", NO_CUDA)
+        return {
+            name: Outcome({}, each) if isinstance(each, str) else Outcome(each)
+            for name, each in facts.items()
+        }
+
+    found = {
+        each.what: each for each in package_findings(fake_host(root, files), versions.get, probe)
+    }
+    for name in asked[1:]:  # nothing is imported that is not installed
+        assert found[f"extra {name}"].state != "absent"
+    return found
+
+
+def test_what_is_not_installed_is_not_imported_and_comes_with_its_command(tmp_path: Path) -> None:
+    found = look(tmp_path, {"torch": "2.13.0"})
+    for name, command in (
+        ("audio", "pip install 'longshore[audio]'"),
+        ("nixl", "pip install --no-deps nixl nixl-cu13"),
+        ("s3", "pip install 'longshore[s3]'"),
+    ):
+        assert (found[f"extra {name}"].state, found[f"extra {name}"].fix) == ("absent", command)
+    assert (found["GPUs"].state, found["torch"].state) == ("absent", "ok")
+
+
+def test_what_loads_is_shown_with_its_versions(tmp_path: Path) -> None:
+    found = look(tmp_path, nixl={"usable": ["UCX", "POSIX"], "unusable": {}})
+    assert found["extra nixl"] == Finding(
+        "extra nixl", "nixl 1.5, nixl-cu13 1.5; usable: UCX, POSIX"
+    )
+    assert found["extra ray"] == Finding("extra ray", "ray 2.60")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "what", "words"),
+    [
+        (
+            {"mooncake": "ImportError: libibverbs.so.1: cannot open shared object file"},
+            "extra mooncake",
+            ["libibverbs.so.1", "apt-get install libibverbs1"],
+        ),
+        (
+            {"ray": "its import crashes (SIGSEGV): it says nothing"},
+            "extra ray",
+            ["SIGSEGV", "pip install 'longshore[ray]' --force-reinstall"],
+        ),
+        (
+            {"nixl": {"usable": [], "unusable": {"UCX": "NIXL_ERR_BACKEND"}}},
+            "extra nixl",
+            ["UCX: NIXL_ERR_BACKEND", "UCX_TLS"],
+        ),
+        (
+            {"torch": {"cuda": "12.8", "driver_cuda": 13000, "devices": [H100]}},
+            "extra cuda",
+            ["torch is for CUDA 12.8", "two CUDA runtimes", "CUDA 13"],
+        ),
+        (
+            {
+                "torch": {"cuda": "13.0", "driver_cuda": 13000, "devices": [H100]},
+                "cuda": CUPY | {"devices": 0, "error": "cudaErrorInsufficientDriver"},
+            },
+            "extra cuda",
+            ["cudaErrorInsufficientDriver", "Update the driver"],
+        ),
+    ],
+)
+def test_what_does_not_work_says_why_and_how_to_mend_it(
+    tmp_path: Path, outcomes: dict[str, Any], what: str, words: list[str]
+) -> None:
+    found = look(tmp_path, **outcomes)[what]
+    said = f"{found.found} {found.means} {found.fix}"
+    assert found.state == "warning"
+    assert all(word in said for word in words), said
+
+
+def test_half_of_an_extra_is_named(tmp_path: Path) -> None:
+    found = look(tmp_path, {"torch": "2", "redis": "8.1"})["extra redis"]
+    assert (found.state, found.found) == ("warning", "redis 8.1, but no hiredis")
+
+
+def test_cuda_libraries_without_a_gpu_are_well(tmp_path: Path) -> None:
+    found = look(tmp_path, cuda=CUPY | {"devices": 0, "error": "cudaErrorNoDevice"})["extra cuda"]
+    assert (found.state, found.means) == ("ok", "There is no GPU for it to use")
+
+
+@pytest.mark.parametrize(
+    ("torch", "words"),
+    [
+        (NO_CUDA, ["is a build for CPUs", "index with CUDA builds"]),
+        (
+            {"cuda": "13.0", "driver_cuda": 12080, "devices": []},
+            ["is for CUDA 13.0; the driver knows CUDA 12.8", "Update the driver"],
+        ),
+        ({"cuda": "13.0", "driver_cuda": 13000, "devices": []}, ["sees none", "--gpus all"]),
+        ("its import hangs (longer than 60 s)", ["torch, which would use them, does not load"]),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_a_problem_with_its_reason(
+    tmp_path: Path, torch: Any, words: list[str]
+) -> None:
+    found = look(tmp_path, files=GPU, torch=torch)["GPUs"]
+    assert (found.state, found.found) == ("problem", "NVIDIA H100")
+    assert all(word in f"{found.means} {found.fix}" for word in words)
+
+
+def test_a_gpu_is_shown_with_its_memory(tmp_path: Path) -> None:
+    torch = {"cuda": "13.0", "driver_cuda": 13000, "devices": [H100]}
+    found = look(tmp_path, files=GPU, torch=torch)
+    assert found["GPUs"] == Finding("GPUs", "NVIDIA H100 (78.0 of 80.0 GiB free)")
+
+
+def test_a_torch_that_is_missing_or_does_not_load_is_a_problem(tmp_path: Path) -> None:
+    assert look(tmp_path, {}, torch="ModuleNotFoundError: torch")["torch"].state == "problem"
+    found = look(tmp_path, torch="its import crashes (SIGILL): it says nothing")["torch"]
+    assert (found.state, "SIGILL" in found.found) == ("problem", True)

@@ -1,0 +1,77 @@
+"""Every call of a logger in scheduler and worker that speaks of a request or a step says which."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+CALLERS = {"logger", "_logger", "_warnings"}
+OWNERS = {"request": "request_id", "plan": "step_id", "planned": "step_id", "completion": "step_id"}
+"""Variables, and what a call that uses one of them has to carry."""
+
+
+def calls(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
+    """Calls of a logger, each in its function."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            for node in ast.walk(function):
+                match node:
+                    case ast.Call(func=ast.Attribute(value=owner, attr=attr)) if attr in LEVELS:
+                        name = getattr(owner, "id", getattr(owner, "attr", None))
+                        if name in CALLERS:
+                            yield function, node
+
+
+def keywords_of(function: ast.FunctionDef, call: ast.Call) -> set[str]:
+    """Names of the fields that the call carries, given directly or as `extra`."""
+    given = {keyword.arg for keyword in call.keywords}
+    for keyword in call.keywords:
+        if keyword.arg == "extra":
+            made = [keyword.value] if isinstance(keyword.value, ast.Call) else _assigned(function)
+            given |= {each.arg for value in made for each in value.keywords}
+    return {name for name in given if name is not None}
+
+
+def _assigned(function: ast.FunctionDef) -> list[ast.Call]:
+    return [
+        node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and getattr(node.value.func, "id", None) == "fields"
+    ]
+
+
+def lacking(source: str) -> list[str]:
+    """What is wrong with the calls in a module: line, and the field that is missing."""
+    found = []
+    for function, call in calls(ast.parse(source)):
+        names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
+        for name in sorted(names & OWNERS.keys()):
+            if OWNERS[name] not in keywords_of(function, call):
+                found.append(f"{call.lineno}: {OWNERS[name]}")
+    return found
+
+
+@pytest.mark.parametrize("folder", ["scheduler", "worker"])
+def test_lines_about_requests_and_steps_carry_their_ids(folder: str) -> None:
+    wrong = {
+        str(path.relative_to(ROOT)): problems
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if (problems := lacking(path.read_text()))
+    }
+    assert wrong == {}
+
+
+def test_a_call_without_its_id_is_found() -> None:
+    source = """
+def told(request, plan):
+    logger.info("%s", request.row)
+    about = fields(step_id=plan.step)
+    logger.info("%s", plan.step, extra=about)
+    self._warnings.warning("%d", request.row, request_id=request.request_id)
+"""
+    assert lacking(source) == ["3: request_id"]
