@@ -1,0 +1,70 @@
+"""Which test holds a command of the pages against the code, and the reasons of those that none runs.
+
+A new command of a program that is known here needs nothing: it is run if it asks a server and stands
+in a block, else parsed. Another one needs a line in NOT_RUN.
+"""
+
+import re
+from typing import Final
+
+from longshore.deploy.demo import DEMO_MODEL_DIR
+from tests.docs.blocks import Command
+
+NOT_RUN: Final = {  # by how a command begins
+    "source ": "tells a shell what to go on with",
+    "longshore COMMAND": "stands for each of them",
+    "curl -d @file.json": "a part of a command",
+    "python -m pytest": "what not to do",
+    "pip install -e": "the tests run in what it makes",
+    "pip install ./": "the page's example, which tests/docs installs by hand",
+    "pip install": "",
+    ".venv/bin/pytest": "runs this",
+    ".venv/bin/python scripts/": "",
+    "benchmarks/peers/": "downloads other projects",
+}
+EXTRA: Final = re.compile(r"pip install '?(?:-e )?[\w.]+\[(\w+)\]'?")
+CLIENTS: Final = (["chat"], ["top"], ["doctor"], ["bench", "serve"])
+STANDS_FOR: Final = {
+    "MODEL": str(DEMO_MODEL_DIR),
+    "[MODEL]": str(DEMO_MODEL_DIR),
+    "path/to/model": str(DEMO_MODEL_DIR),
+    "F": "result.json",
+    "N": "4",
+    "T": "4",
+    "D": "2",
+    "KEY": "key",
+    "URL": "http://127.0.0.1:8000",
+}
+
+
+def words_of(command: Command) -> list[str]:
+    """As one would type them: no priority, no folder of a program, and real values."""
+    words = [STANDS_FOR.get(word, word) for word in command.words]
+    if words[0] == "chrt":
+        words = words[3:]
+    return [words[0].removeprefix(".venv/bin/"), *words[1:]]
+
+
+def place_of(command: Command) -> str:
+    """`run`, `speech`, `parsed`, `benchmark`, `script`, `extra`, or why it is not run; raises
+    LookupError if it has no place."""
+    if EXTRA.fullmatch(command.text):
+        return "extra"
+    for begin, reason in NOT_RUN.items():
+        if command.text.startswith(begin):
+            return reason or "not run"
+    words = words_of(command)
+    if words[0] == "longshore":
+        asks = any(words[1 : 1 + len(client)] == client for client in CLIENTS)
+        return "run" if asks and command.is_block else "parsed"
+    if words[0] == "curl" and command.is_block:
+        return "speech" if "/v1/audio/" in command.text else "run"
+    if words[0].startswith("scripts/"):
+        return "script"
+    if words[0] == "python" and words[1].startswith("benchmarks/"):
+        return "benchmark"
+    if words[0].startswith("benchmarks/"):
+        return "benchmark"
+    raise LookupError(
+        f"{command.place}: no test knows {command.text!r}; give it a place in {__name__}"
+    )
