@@ -1,7 +1,8 @@
 """For the docs site: the fields that a docstring explains become a list.
 
 Docstrings here explain fields and parameters as `name: text`, one below the other, with further
-lines indented. In Markdown that would run together into one paragraph. Used by mkdocs.yml.
+lines indented. In Markdown that would run together into one paragraph. A message has a block of
+code with its fields, as its class has no `__init__` to show. Used by mkdocs.yml.
 """
 
 import re
@@ -36,3 +37,14 @@ class FieldsAsList(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = fields_as_list(obj.docstring.value)
+
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        if cls.docstring is None or not any(str(base).endswith("Struct") for base in cls.bases):
+            return
+        fields = [
+            f"{name}: {member.annotation}" + ("" if member.value is None else f" = {member.value}")
+            for name, member in cls.members.items()
+            if isinstance(member, griffe.Attribute) and member.annotation is not None
+        ]
+        if fields:
+            cls.docstring.value += "\n\n```python\n" + "\n".join(fields) + "\n```"

@@ -1,7 +1,7 @@
-"""Which test holds a command of the pages against the code, and the reasons of those that none runs.
+"""Which test holds a command of the pages against the code, or why none runs it.
 
-A new command of a program that is known here needs nothing: it is run if it asks a server and stands
-in a block, else parsed. Another one needs a line in NOT_RUN.
+A new command of a program that is known here needs nothing: it is run if it asks a server and
+stands in a block, else parsed. Another one needs a line in NOT_RUN.
 """
 
 import re
@@ -14,13 +14,12 @@ NOT_RUN: Final = {  # by how a command begins
     "source ": "tells a shell what to go on with",
     "longshore COMMAND": "stands for each of them",
     "curl -d @file.json": "a part of a command",
+    "pip install": "the tests run in what it makes; test_commands.py looks at extras",
     "python -m pytest": "what not to do",
-    "pip install -e": "the tests run in what it makes",
-    "pip install ./": "the page's example, which tests/docs installs by hand",
-    "pip install": "",
     ".venv/bin/pytest": "runs this",
-    ".venv/bin/python scripts/": "",
-    "benchmarks/peers/": "downloads other projects",
+    ".venv/bin/mkdocs serve": "runs until it is stopped; test_site.py builds the site",
+    ".venv/bin/python scripts/reference": "test_reference.py runs it",
+    "benchmarks/peers/": "needs other projects, which it downloads",
 }
 EXTRA: Final = re.compile(r"pip install '?(?:-e )?[\w.]+\[(\w+)\]'?")
 CLIENTS: Final = (["chat"], ["top"], ["doctor"], ["bench", "serve"])
@@ -52,7 +51,7 @@ def place_of(command: Command) -> str:
         return "extra"
     for begin, reason in NOT_RUN.items():
         if command.text.startswith(begin):
-            return reason or "not run"
+            return reason
     words = words_of(command)
     if words[0] == "longshore":
         asks = any(words[1 : 1 + len(client)] == client for client in CLIENTS)

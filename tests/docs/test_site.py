@@ -3,13 +3,12 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, load_script
 
 # Elements that make a browser fetch something as soon as they are there.
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}
@@ -32,7 +31,7 @@ class Fetches(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     mkdocs = Path(sys.executable).with_name("mkdocs")
     built = subprocess.run(
@@ -43,7 +42,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         timeout=110,
     )
     assert built.returncode == 0, built.stdout + built.stderr
-    yield folder
+    return folder
 
 
 def test_every_page_is_in_the_site_and_can_be_searched(site: Path) -> None:
@@ -73,6 +72,23 @@ def test_the_python_api_lists_the_fields_of_a_setting(site: Path) -> None:
     for name in ("LLM", "SamplingParams", "SchedulingPolicy", "SchedulerConnector"):
         assert re.search(rf'id="longshore\.[\w.]+\.{name}"', page), name
     assert "<li><code>temperature</code>: 0 is greedy" in page
+
+
+def test_explained_fields_become_a_list_and_nothing_else_does() -> None:
+    fields_as_list = load_script("griffe_fields.py").fields_as_list
+    said = "What it is: a thing.\n\nfirst: one,\n    and more.\nsecond, third: two.\nAnd so on.\n"
+    assert fields_as_list(said).split("\n") == [
+        "What it is: a thing.",
+        "",
+        "",
+        "- `first`: one,",
+        "    and more.",
+        "- `second`, `third`: two.",
+        "",
+        "And so on.",
+    ]
+    prose = "One line.\n\nThe other\nnumber: none."
+    assert fields_as_list(prose) == prose
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
