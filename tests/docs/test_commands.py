@@ -30,17 +30,11 @@ from tests.docs.blocks import (
     read_blocks,
     read_commands,
 )
-from tests.docs.places import EXTRA, place_of, words_of
+from tests.docs.places import EXTRA, elsewhere, place_of, server_of, words_of
 from tests.integration.deployment import Deployment
 from tests.models import make_tiny_llama
 
 URL = "http://127.0.0.1:8000"
-# Blocks that make a package or a module, by page, and what installs and uses them.
-PACKAGES = {
-    "docs/connectors.md": "tests/connectors/test_docs_example.py",
-    "docs/models.md": "tests/docs/test_models.py",
-    "docs/scheduling_policies.md": "tests/docs/test_scheduling_policies.py",
-}
 # Flags of other programs that the pages name.
 OTHERS_FLAGS = {"--shm-size"}
 
@@ -58,12 +52,11 @@ def commands_at(*places: str) -> list[Any]:
     return found
 
 
-def blocks_in(language: str, *, packages: bool) -> list[Any]:
-    is_package = re.compile(r'\s*(# \S+\.\w+\n(?!\[serve)|"""\w+\.py|\[project)')
+def blocks_in(*languages: str, elsewhere_too: bool = False) -> list[Any]:
     return [
         pytest.param(block, id=block.place)
         for block in read_blocks()
-        if block.language == language and bool(is_package.match(block.text)) == packages
+        if block.language in languages and (elsewhere(block) is not None) == elsewhere_too
     ]
 
 
@@ -149,7 +142,7 @@ def test_command_line_is_one_that_longshore_takes(command: Command) -> None:
 
 
 def run_in_shell(
-    command: Command, url: str, folder: Path, model: Path = DEMO_MODEL_DIR
+    command: Command, url: str, folder: Path, model: Path
 ) -> subprocess.CompletedProcess[str]:
     text = command.text.replace(URL, url).replace(".venv/bin/", "")
     text = re.sub(r"\bMODEL\b|path/to/model", str(model), text)
@@ -173,30 +166,21 @@ def run_in_shell(
 
 @pytest.mark.parametrize("command", commands_at("run"))
 def test_command_runs_against_a_server(
-    command: Command, served: Deployment, folder: Path, long_model: Path
+    command: Command, request: pytest.FixtureRequest, folder: Path, long_model: Path
 ) -> None:
-    ran = run_in_shell(command, served.url, folder, long_model)
+    server: Deployment = request.getfixturevalue(server_of(command.text))
+    ran = run_in_shell(command, server.url, folder, long_model)
     may_find_fault = "--machine" in command.words  # of the machine that the tests run on
     assert ran.returncode in ({0, 1} if may_find_fault else {0}), ran.stdout + ran.stderr
     assert ran.stdout
 
 
-@pytest.mark.parametrize("command", commands_at("speech"))
-def test_command_runs_against_a_server_of_speech(
-    command: Command, speech: Deployment, folder: Path
-) -> None:
-    ran = run_in_shell(command, speech.url, folder)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert '"text"' in ran.stdout
-
-
-@pytest.mark.parametrize("block", blocks_in("python", packages=False))
+@pytest.mark.parametrize("block", blocks_in("python"))
 def test_python_block_runs(block: Block, request: pytest.FixtureRequest, folder: Path) -> None:
     source = block.text
     names: dict[str, Any] = {"samples": tone(1.0)}
     if URL in source:
-        url = request.getfixturevalue("speech" if ".audio." in source else "served").url
-        source = source.replace(URL, url)
+        source = source.replace(URL, request.getfixturevalue(server_of(source)).url)
     if re.search(r"\bllm\.", source) and " as llm" not in source:
         names |= {"llm": request.getfixturevalue("llm"), "prompts": ["Where is C417?"]}
     few = "" if "num_blocks" in source else ", num_blocks=600"
@@ -208,7 +192,7 @@ def test_python_block_runs(block: Block, request: pytest.FixtureRequest, folder:
     exec(compile(source, block.place, "exec"), names)
 
 
-@pytest.mark.parametrize("block", blocks_in("toml", packages=False))
+@pytest.mark.parametrize("block", blocks_in("toml"))
 def test_settings_file_is_one_that_every_command_takes(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text(block.text.replace("path/to/model", str(DEMO_MODEL_DIR)))
@@ -220,13 +204,11 @@ def test_settings_file_is_one_that_every_command_takes(block: Block, tmp_path: P
             parse(name.split(), settings=(settings_file(path),))
 
 
-@pytest.mark.parametrize(
-    "block", [*blocks_in("python", packages=True), *blocks_in("toml", packages=True)]
-)
-def test_package_is_installed_and_used_by_a_test_of_its_page(block: Block) -> None:
-    page = block.page.relative_to(ROOT).as_posix()
-    assert page in PACKAGES, f"{block.place}: write a test that installs it, and name it here"
-    assert block.page.name in (ROOT / PACKAGES[page]).read_text(encoding="utf-8")
+@pytest.mark.parametrize("block", blocks_in("python", "toml", elsewhere_too=True))
+def test_block_has_a_test_of_its_own(block: Block) -> None:
+    test = elsewhere(block)
+    assert test is not None
+    assert block.page.name in (ROOT / test).read_text(encoding="utf-8")
     if block.language == "toml":
         tomllib.loads(block.text)
 
@@ -239,7 +221,7 @@ def test_extra_exists(command: Command) -> None:
     assert match[1] in project["optional-dependencies"]
 
 
-@pytest.mark.parametrize("command", commands_at("script", "benchmark"))
+@pytest.mark.parametrize("command", commands_at("program"))
 def test_program_exists_and_knows_its_flags(command: Command) -> None:
     words = words_of(command)
     program, *arguments = words[1:] if words[0] == "python" else words
@@ -265,15 +247,13 @@ def help_of(program: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", commands_at("benchmark"))
+@pytest.mark.parametrize("command", commands_at("program"))
 def test_benchmark_lists_its_flags_in_its_help(command: Command) -> None:
     words = words_of(command)
     program, *arguments = words[1:] if words[0] == "python" else words
-    if not program.endswith(".py") or program.startswith("benchmarks/peers/"):
-        return
-    said = help_of(program)
-    for flag in arguments:
-        assert not flag.startswith("--") or flag in said
+    if program.endswith(".py") and not program.startswith("benchmarks/peers/"):
+        said = help_of(program)
+        assert all(flag in said for flag in arguments if flag.startswith("--"))
 
 
 def test_every_flag_that_a_page_names_exists() -> None:
