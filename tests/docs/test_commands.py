@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cyclopts import MissingArgumentError
+from cyclopts import CycloptsError, MissingArgumentError
 from cyclopts.config import Toml
 
 from longshore.deploy.cli import PREFIX, app
 from longshore.deploy.cli import _settings_file as settings_file
 from longshore.deploy.demo import DEMO_MODEL_DIR
 from longshore.deploy.llm import LLM
+from longshore.protocol.errors import ConfigError
 from tests.conftest import ROOT, load_script
 from tests.deploy.sounds import as_file, tone
 from tests.deploy.tiny_whisper import make_tiny_whisper
@@ -139,6 +140,26 @@ def test_command_line_is_one_that_longshore_takes(command: Command) -> None:
     except MissingArgumentError:
         assert not command.is_block
         parse([*words, "x"])  # a sentence may name a flag without its value
+
+
+@pytest.mark.parametrize(
+    "words", ["--no-such-flag 1", "--dtype float3", "--port many", "--num-blocks 0", "--plan MODEL"]
+)
+def test_parser_refuses_what_longshore_does_not_take(words: str) -> None:
+    with pytest.raises((CycloptsError, ConfigError)):
+        parse(["serve", *words.split()])
+
+
+def test_settings_that_nothing_reads_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text("[serve]\nspeed = 1\n")
+    with pytest.raises(CycloptsError, match="speed"):
+        parse(["serve"], settings=(settings_file(path),))
+
+
+def test_an_unknown_program_needs_a_place() -> None:
+    with pytest.raises(LookupError, match="give it a place"):
+        place_of(Command("docs/x.md:1", "make coffee", is_block=True))
 
 
 def run_in_shell(
