@@ -1,0 +1,91 @@
+"""Which test holds a command or a block of the pages against the code, or why none runs it.
+
+A new command of a program that is known here needs nothing: it is run if it asks a server and
+stands in a block, else parsed. Another one needs a line in NOT_RUN. New blocks of Python are run,
+and those of TOML read as settings, unless RUN_ELSEWHERE names a test of their own. What needs
+another server than that of the demo model is told by SERVERS, and the fixture by
+tests/docs/test_commands.py.
+"""
+
+import re
+from typing import Final
+
+from longshore.deploy.demo import DEMO_MODEL_DIR
+from tests.conftest import ROOT
+from tests.docs.blocks import Block, Command
+
+NOT_RUN: Final = {  # by how a command begins
+    "source ": "tells a shell what to go on with",
+    "longshore COMMAND": "stands for each of them",
+    "curl -d @file.json": "a part of a command",
+    "pip install": "the tests run in what it makes; test_commands.py looks at extras",
+    "python -m pytest": "what not to do",
+    ".venv/bin/pytest": "runs this",
+    ".venv/bin/mkdocs serve": "runs until it is stopped; test_site.py builds the site",
+    ".venv/bin/python scripts/reference": "test_reference.py runs it",
+    "benchmarks/peers/": "needs other projects, which it downloads",
+}
+RUN_ELSEWHERE: Final = {  # by page and what the block holds: the test, which names the page
+    ("docs/connectors.md", "host"): "tests/connectors/test_docs_example.py",
+    ("docs/models.md", ""): "tests/docs/test_models.py",
+    ("docs/scheduling_policies.md", ""): "tests/docs/test_scheduling_policies.py",
+}
+SERVERS: Final = {"/v1/audio/": "speech", ".audio.": "speech"}  # fixtures, by what asks them
+EXTRA: Final = re.compile(r"pip install '?(?:-e )?[\w.]+\[(\w+)\]'?")
+CLIENTS: Final = (["chat"], ["top"], ["doctor"], ["bench", "serve"])
+STANDS_FOR: Final = {
+    "MODEL": str(DEMO_MODEL_DIR),
+    "[MODEL]": str(DEMO_MODEL_DIR),
+    "path/to/model": str(DEMO_MODEL_DIR),
+    "F": "result.json",
+    "N": "4",
+    "T": "4",
+    "D": "2",
+    "KEY": "key",
+    "URL": "http://127.0.0.1:8000",
+}
+
+
+def words_of(command: Command) -> list[str]:
+    """As one would type them: no priority, no folder of a program, and real values."""
+    words = [STANDS_FOR.get(word, word) for word in command.words]
+    if words[0] == "chrt":
+        words = words[3:]
+    return [words[0].removeprefix(".venv/bin/"), *words[1:]]
+
+
+def place_of(command: Command) -> str:
+    """`run`, `parsed`, `program`, `extra`, or why it is not run; raises LookupError if it has no
+    place."""
+    if EXTRA.fullmatch(command.text):
+        return "extra"
+    for begin, reason in NOT_RUN.items():
+        if command.text.startswith(begin):
+            return reason
+    words = words_of(command)
+    if words[0] == "longshore":
+        asks = any(words[1 : 1 + len(client)] == client for client in CLIENTS)
+        return "run" if asks and command.is_block else "parsed"
+    if words[0] == "curl" and command.is_block:
+        return "run"
+    if words[0].startswith(("benchmarks/", "scripts/")):
+        return "program"
+    if words[0] == "python" and words[1].startswith("benchmarks/"):
+        return "program"
+    raise LookupError(
+        f"{command.place}: no test knows {command.text!r}; give it a place in {__name__}"
+    )
+
+
+def server_of(text: str) -> str:
+    """The fixture with the server that a command or a block asks."""
+    return next((name for part, name in SERVERS.items() if part in text), "served")
+
+
+def elsewhere(block: Block) -> str | None:
+    """The file of the test that runs the block, if it is none of tests/docs/test_commands.py."""
+    page = block.page.relative_to(ROOT).as_posix()
+    for (of_page, part), test in RUN_ELSEWHERE.items():
+        if page == of_page and part in block.text:
+            return test
+    return None

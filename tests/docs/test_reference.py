@@ -1,0 +1,50 @@
+"""docs/reference/configuration.md is what scripts/reference writes."""
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
+from longshore.deploy.client_options import ChatOptions, DoctorOptions, TopOptions
+from longshore.deploy.options import CachePlanOptions, ServeOptions
+from tests.conftest import ROOT, load_script
+
+PAGE = ROOT / "docs" / "reference" / "configuration.md"
+
+
+def test_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == load_script("reference").page(), (
+        "run .venv/bin/python scripts/reference"
+    )
+
+
+def test_script_writes_what_it_says() -> None:
+    before = PAGE.read_bytes()
+    subprocess.run([sys.executable, "scripts/reference"], cwd=ROOT, check=True, timeout=60)
+    assert PAGE.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ServeOptions,
+        ChatOptions,
+        TopOptions,
+        DoctorOptions,
+        CachePlanOptions,
+        ThroughputOptions,
+        ServeBenchOptions,
+    ],
+)
+def test_every_setting_is_on_the_page_with_an_explanation(options: type) -> None:
+    rows = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `--")]
+    for field in fields(options):
+        flag = "--" + field.name.replace("_", "-")
+        of_setting = [row for row in rows if row.startswith(f"| `{flag}`")]
+        assert of_setting, flag
+        for row in of_setting:
+            names, _, _, explanation = row.strip("| ").split(" | ")
+            assert names.endswith(f"<br>`LONGSHORE_{field.name.upper()}`")
+            assert explanation, f"{flag} is not explained"

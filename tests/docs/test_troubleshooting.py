@@ -1,0 +1,78 @@
+"""The messages that docs/troubleshooting.md explains still stand in the code."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from itertools import chain
+
+import pytest
+
+from longshore.deploy.cli import app
+from tests.conftest import ROOT
+
+PAGE = ROOT / "docs" / "troubleshooting.md"
+ELLIPSIS = "…"
+HOLE = "\0"
+_PERCENT = re.compile(r"%(?:\.\d+)?[sdgrf]")
+
+
+def quoted_messages() -> list[str]:
+    """Those in block quotes, and those in the second column of the table of statuses."""
+    text = PAGE.read_text(encoding="utf-8")
+    quotes = re.findall(r"^> (.+)$", text, re.M)
+    cells = [row.split(" | ")[1] for row in re.findall(r"^\| \d{3} .*$", text, re.M)]
+    return quotes + [message for cell in cells for message in re.findall(r"`([^`]{25,})`", cell)]
+
+
+@cache
+def texts_of_the_code() -> list[str]:
+    """Every string literal of the product, with a HOLE for each value that is put into it."""
+    folders = ("protocol", "scheduler", "worker", "connectors", "deploy")
+    files = chain.from_iterable((ROOT / folder).rglob("*.py") for folder in folders)
+    return [text for path in files for text in literals(ast.parse(path.read_text("utf-8")))]
+
+
+def literals(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield _PERCENT.sub(HOLE, node.value)
+
+
+def test_messages_are_found_on_the_page() -> None:
+    messages = quoted_messages()
+    assert len(messages) > 25
+    assert all(len(message.replace(ELLIPSIS, "").strip()) > 10 for message in messages)
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_message_stands_in_the_code(message: str) -> None:
+    parts = (re.escape(part) for part in message.split(ELLIPSIS))
+    pattern = re.compile(f"[^{HOLE}]*?".join(parts).replace(f"[^{HOLE}]*?", f"(?:.*{HOLE}.*)?"))
+    assert any(pattern.search(text) for text in texts_of_the_code()), (
+        "no string literal of the code reads so any more; write on the page what it says now"
+    )
+
+
+def test_variables_of_the_page_are_metrics_that_exist() -> None:
+    names = set(re.findall(r"`longshore_(\w+?)(?:_total)?`", PAGE.read_text("utf-8")))
+    code = (ROOT / "deploy" / "gateway" / "metrics.py").read_text("utf-8")
+    assert names
+    for name in names:
+        assert f'"{name.removeprefix("scheduler_")}"' in code or f'"longshore_{name}"' in code
+
+
+def test_the_variable_that_a_kubernetes_service_makes_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LONGSHORE_PORT", "tcp://10.0.0.1:8000")
+    with pytest.raises(SystemExit) as exit_:
+        app.meta(["serve"])
+    assert exit_.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "Invalid value for LONGSHORE_PORT" in said
+    assert "tcp://10.0.0.1:8000" in said
