@@ -23,6 +23,8 @@ NOT_RUN: Final = {  # by how a command begins
     ".venv/bin/pytest": "runs this",
     ".venv/bin/mkdocs serve": "runs until it is stopped; test_site.py builds the site",
     ".venv/bin/python scripts/reference": "test_reference.py runs it",
+    "grep ": "reads a file of the reader's",
+    "prometheus ": "tests/integration/test_prometheus.py runs one with this configuration",
     "benchmarks/peers/": "needs other projects, which it downloads",
 }
 RUN_ELSEWHERE: Final = {  # by page and what the block holds: the test, which names the page
