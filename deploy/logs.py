@@ -29,8 +29,11 @@ def set_up_logging(
         send_records(level, is_relayed=is_relayed)
     else:
         write_records(level, _Line(format_line))
-    for noisy in ("asyncio", "uvicorn.error"):
-        logging.getLogger(noisy).setLevel(max(logging.getLogger().level, logging.WARNING))
-    # It warns of every form that is none, which the client is told: logs are not for clients.
-    parser = logging.getLogger("python_multipart")
-    parser.setLevel(max(logging.getLogger().level, logging.ERROR))
+    # The last two warn of every request or form that is none, which the client is told: a log that
+    # clients can fill helps nobody.
+    for noisy, least in (
+        ("asyncio", logging.WARNING),
+        ("uvicorn.error", logging.ERROR),
+        ("python_multipart", logging.ERROR),
+    ):
+        logging.getLogger(noisy).setLevel(max(logging.getLogger().level, least))

@@ -24,6 +24,7 @@ from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_requests import Int32, TokenIds, read_parameters
 from longshore.deploy.gateway.openai_responses import PromptTokensDetails
 from longshore.deploy.gateway.prompts import MAX_INLINE_CHARACTERS, no_tokenizer
+from longshore.deploy.gateway.request_log import answer_ended, answers_begin
 from longshore.deploy.live_requests import LiveRequest
 from longshore.deploy.options import MAX_TIMEOUT_S
 from longshore.protocol.client import MAX_NAME_CHARACTERS, FinishedRequest, FinishReason
@@ -274,6 +275,12 @@ class _Run(msgspec.Struct, kw_only=True):
         self.metrics.prompt_tokens.inc(sum(map(len, self.prompts)))
         for prompt in self.prompts:
             self.metrics.prompt_lengths.observe(len(prompt))
+        answers_begin(
+            self.request_id,
+            num_answers=len(self.prompts),
+            num_prompt_tokens=sum(map(len, self.prompts)),
+            max_tokens=None,
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -286,6 +293,13 @@ class _Run(msgspec.Struct, kw_only=True):
             self.metrics.request_ended(reason, elapsed_s)
             if end is not None:
                 self.metrics.phases_known(end, None)
+            answer_ended(
+                live.request_id,
+                reason=reason.name,
+                num_output_tokens=0,
+                arrived_s=self.arrived_s,
+                first_token_s=None,
+            )
 
     async def ends(self) -> list[FinishedRequest]:
         """Of all inputs, in order. Raises ApiError when the engine fails or refuses."""
