@@ -110,7 +110,7 @@ async def test_an_engine_that_is_not_there_is_a_404_by_name(start_gateway: Start
     async with start_gateway() as gateway:
         answer = await gateway.get("/dashboard/state?engine=1")
         assert answer.status == 404
-        assert "there is no engine '1'" in json.loads(answer.body)["error"]["message"]
+        assert "engine='1' is none of the 1 here" in json.loads(answer.body)["error"]["message"]
 
 
 async def test_state_of_an_engine_that_still_starts_is_a_503() -> None:

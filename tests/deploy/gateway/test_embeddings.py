@@ -109,7 +109,7 @@ async def test_a_vector_is_made_as_the_folder_says_unless_the_request_does(
         ({"input": "a", "deadline_s": 0}, "deadline_s", "above 0"),
         ({"input": "a", "cache_salt": "s" * 1025}, "cache_salt", "longer than 1024"),
         ({"input": "a", "messages": []}, "messages", "unknown parameter 'messages'"),
-        ([], None, "not a JSON object"),
+        ([], None, "Expected `object`, got `array`"),
         (b"{", None, "not JSON"),
     ],
 )
@@ -158,7 +158,10 @@ async def test_a_client_that_goes_takes_its_requests_along(start_gateway: StartG
         engine = gateway.engine
         _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         body = json.dumps({"input": [[5], [6], [7]]}).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        )
         writer.write(head.encode() + body)
         await engine.wait_for(lambda: len(engine.requests) == 3)
         writer.close()

@@ -88,7 +88,7 @@ async def test_a_bug_is_one_warning_with_its_traceback(
     start_gateway: StartGateway, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_gateway() as gateway:
-        monkeypatch.setattr(gateway.process._client, "submit", None)
+        monkeypatch.setattr(gateway.process._engines, "submit", None)
         assert await ask(gateway, "order-69") == 500
     (warning,) = (record for record in caplog.records if record.name == NAME)
     assert about(warning)["request_id"] == "order-69"
