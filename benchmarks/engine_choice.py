@@ -166,6 +166,7 @@ class Simulation:
         for request in sampling:
             if not request.live.num_taken:
                 self.ttft_s.append(now - request.arrived_s)
+                self._gateways[request.gateway].choice.note_answer(request.live)
             request.live.num_taken += 1
             request.num_left -= 1
             if not request.num_left:

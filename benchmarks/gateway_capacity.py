@@ -35,6 +35,7 @@ from longshore.deploy.demo import DEMO_MODEL_DIR
 from longshore.deploy.gateway.tokenizer import load_tokenizer
 from longshore.deploy.model_folder import SamplingDefaults
 from longshore.deploy.runtime_dir import RuntimeDir
+from longshore.protocol.channel import Endpoint
 
 VOCAB_SIZE: Final = 1600
 NUM_TOKENS: Final = 4096
@@ -93,6 +94,7 @@ class GatewayUnderTest:
         with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
             self.port = listener.getsockname()[1]
             config = {  # what the gateways of both checkouts know
+                **engine_setting(checkout, endpoint),
                 "model": str(DEMO_MODEL_DIR),
                 "served_model_name": "demo",
                 "model_fingerprint": IDENTITY.model_fingerprint,
@@ -100,7 +102,6 @@ class GatewayUnderTest:
                 "eos_token_ids": (),
                 "max_model_len": IDENTITY.max_model_len,
                 "sampling_defaults": SamplingDefaults(),
-                "engine": endpoint,
                 "listen_fd": listener.fileno(),
             }
             with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -196,6 +197,12 @@ class GatewayUnderTest:
         self._jobs.close()
         self._engine.join()
         self._runtime_dir.remove()
+
+
+def engine_setting(checkout: Path, endpoint: Endpoint) -> dict[str, Any]:
+    """As the checkout's gateway has it: before one could use several engines it was `engine`."""
+    config = (checkout / "deploy/gateway/config.py").read_text()
+    return {"engines": (endpoint,)} if "    engines:" in config else {"engine": endpoint}
 
 
 def wait_until_ready(port: int, path: str = "/ready", timeout_s: float = TIMEOUT_S) -> None:

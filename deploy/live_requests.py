@@ -33,11 +33,6 @@ def seed_source(seed: int | None, number: int = 0) -> random.Random:
     return random.Random(seed if number == 0 else f"{seed} of client {number}")
 
 
-def new_seed(source: random.Random) -> int:
-    """The next one."""
-    return source.getrandbits(SEED_BITS)
-
-
 @dataclass(eq=False)
 class LiveRequest:
     """One request as its client sees it.
@@ -66,11 +61,6 @@ class LiveRequest:
     engine: int = 0
 
     @property
-    def has_begun(self) -> bool:
-        """A token has come, or the end."""
-        return bool(self.num_taken or self.new_token_ids) or not self.is_live
-
-    @property
     def is_live(self) -> bool:
         return self.finished is None and self.failure is None
 
@@ -94,13 +84,13 @@ class LiveRequest:
 class LiveRequests:
     """Numbers requests with handles and hands each its tokens. Not thread-safe.
 
-    seed: makes the seeds repeatable that unseeded requests get; None draws them at random.
+    seeds: of unseeded requests; None draws them at random.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seeds: random.Random | None = None) -> None:
         self._by_handle: dict[int, LiveRequest] = {}
         self._next_handle = 0
-        self._seeds = seed_source(seed)
+        self._seeds = seeds or seed_source(None)
 
     def __len__(self) -> int:
         return len(self._by_handle)
@@ -138,7 +128,7 @@ class LiveRequests:
         handle = self._next_handle
         self._next_handle = (handle + 1) & 0x7FFFFFFF
         if sampling.seed is None:
-            sampling = msgspec.structs.replace(sampling, seed=new_seed(self._seeds))
+            sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(SEED_BITS))
         live = LiveRequest(request_id, handle, prompt_token_ids, on_change, num_primed=num_primed)
         num_prompt = len(prompt_token_ids) - num_primed
         message = AddRequest(

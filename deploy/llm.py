@@ -22,7 +22,7 @@ from longshore.deploy.gateway.answer_text import AnswerText, Stops
 from longshore.deploy.gateway.detokenizer import TokenDecoder
 from longshore.deploy.gateway.tokenizer import load_tokenizer
 from longshore.deploy.in_process_engine import InProcessEngine
-from longshore.deploy.live_requests import LiveRequests
+from longshore.deploy.live_requests import LiveRequests, seed_source
 from longshore.deploy.llm_answer import Answer
 from longshore.deploy.llm_beams import beam_output, run_searches
 from longshore.deploy.llm_embeddings import EmbeddingOutput, embedding_output, pooled_answers
@@ -81,7 +81,7 @@ class LLM:
                 max_model_len=self._max_model_len,
             )
             self._decoder = self._speech.tokenizer
-        self._requests = LiveRequests(options.seed)
+        self._requests = LiveRequests(seed_source(options.seed))
         self._num_requests = 0
         self._engine: Engine = InProcessEngine(plan) if in_process else RemoteEngine(plan)
         self._carrier = Carrier(self._requests, self._engine)

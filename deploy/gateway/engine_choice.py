@@ -8,17 +8,17 @@ ms so (2 and 4 simulated engines), 381 and 340 ms by requests alone, 411 and 440
 prompts about as long as each other 34, 41 and 30 ms.
 
 **What other gateways have** at an engine is what it said last (once a second), less what was this
-gateway's own then; it counts divided by the number of gateways. Taken whole, all of them would send
-to the engine that was empty a second ago: with 4 gateways and 4 engines that is 483 ms, worse than
-at random (450), against 353 so and 339 without any reports (each gateway's own are spread evenly,
-so their sum is). With one engine 2.5 times slower it is 571 ms whole, 414 so and 482 without.
+gateway's own when that came: what was given up just before counts as others' until the next one. It
+counts divided by the number of gateways. Taken whole, all of them would send to the engine that was
+empty a second ago: with 4 gateways and 4 engines that is 483 ms, worse than at random (450),
+against 353 so and 339 without any reports (each gateway's own are spread evenly, so their sum is).
+With one engine 2.5 times slower it is 571 ms whole, 414 so and 482 without.
 
 `benchmarks/engine_choice.py` has the conditions.
 
 Engines that are equally loaded take turns, and each gateway begins with another one.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -38,7 +38,7 @@ class EngineChoice:
     def __init__(self, num_engines: int, *, number: int = 0, num_gateways: int = 1) -> None:
         self._num_gateways = num_gateways
         self._num_others = [0] * num_engines
-        self._unanswered: list[deque[LiveRequest]] = [deque() for _ in range(num_engines)]
+        self._unanswered: dict[LiveRequest, int] = {}  # the engines they were sent to
         self._num_prompt_tokens = [0] * num_engines
         self._turn = number % num_engines
 
@@ -49,8 +49,15 @@ class EngineChoice:
 
     def note_prompt(self, engine: int, request: LiveRequest) -> None:
         """A prompt has been sent there, which shares no blocks with another one."""
-        self._unanswered[engine].append(request)
+        self._unanswered[request] = engine
         self._num_prompt_tokens[engine] += len(request.prompt_token_ids)
+
+    def note_answer(self, request: LiveRequest) -> None:
+        """Its first token has come, or its end, or nobody waits for it any more. May be called
+        again."""
+        engine = self._unanswered.pop(request, None)
+        if engine is not None:
+            self._num_prompt_tokens[engine] -= len(request.prompt_token_ids)
 
     @property
     def num_others(self) -> int:
@@ -59,11 +66,6 @@ class EngineChoice:
 
     def load(self, engine: int, num_own: int) -> float:
         """In requests. num_own: of this gateway there."""
-        unanswered = self._unanswered[engine]
-        # Engines begin with the oldest: whoever stands behind one without an answer is not looked
-        # at, so that this costs the same for any number of them.
-        while unanswered and unanswered[0].has_begun:
-            self._num_prompt_tokens[engine] -= len(unanswered.popleft().prompt_token_ids)
         num_others = self._num_others[engine] / self._num_gateways
         return num_own + num_others + self._num_prompt_tokens[engine] / TOKENS_PER_REQUEST
 

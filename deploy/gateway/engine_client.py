@@ -7,6 +7,7 @@ has died is seen on the connection itself, which the kernel closes with the proc
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
@@ -35,7 +36,9 @@ class EngineClient:
     """One engine. Create it inside a running loop.
 
     death:    set when the engine is gone; nothing can be submitted then.
-    on_stats: gets the engine's statistics, about once per second while anything changes.
+    seeds:    of requests that have none.
+    on_stats: gets the engine's statistics, about once per second while anything changes, behind
+              the ends that they know of.
     why_stopped: the supervisor's reason for stopping the engine, when it has one; the scheduler
               itself, told to stop, does not know it.
     """
@@ -45,6 +48,7 @@ class EngineClient:
         endpoint: Endpoint,
         hello: ClientHello,
         *,
+        seeds: random.Random,
         on_stats: Callable[[SchedulerStats], None],
         why_stopped: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -52,7 +56,7 @@ class EngineClient:
         socket = open_socket(self._context, zmq.DEALER, endpoint, bind=False)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._channel: Channel[ToEngine, ToClient] = Channel(socket, ToClient)
-        self._requests = LiveRequests()
+        self._requests = LiveRequests(seeds)
         self._steps: list[EngineOutputs] = []  # received and not handed out
         self._on_stats = on_stats
         self._why_stopped = why_stopped
@@ -161,6 +165,7 @@ class EngineClient:
                 case EngineOutputs():
                     self._steps.append(message)
                     if message.stats is not None:
+                        self._hand_out()
                         self._on_stats(message.stats)
                 case EngineReport():
                     if self._report is not None:

@@ -2,12 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-
-import msgspec
+from functools import partial
 
 from longshore.deploy.gateway.engine_choice import EngineChoice
 from longshore.deploy.gateway.engine_client import EngineClient
-from longshore.deploy.live_requests import LiveRequest, new_seed, seed_source
+from longshore.deploy.live_requests import LiveRequest, seed_source
 from longshore.protocol.block_map import BlockMap
 from longshore.protocol.channel import Endpoint
 from longshore.protocol.client import EngineReport, SchedulerStats
@@ -39,11 +38,15 @@ class Engines:
         why_stopped: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._choice = EngineChoice(len(endpoints), number=number, num_gateways=num_gateways)
-        self._seeds = seed_source(seed, number)
         self._on_stats = on_stats
+        seeds = seed_source(seed, number)
         self.clients = [
             EngineClient(
-                endpoint, hello, on_stats=self._stats_taker(engine), why_stopped=why_stopped
+                endpoint,
+                hello,
+                seeds=seeds,
+                on_stats=self._stats_taker(engine),
+                why_stopped=why_stopped,
             )
             for engine, endpoint in enumerate(endpoints)
         ]
@@ -110,8 +113,6 @@ class Engines:
     ) -> LiveRequest:
         """Queue one request where there is least to do, or where the one is that it forks; see
         `LiveRequests.open`. Raises EngineDead if there is no engine."""
-        if sampling.seed is None:
-            sampling = msgspec.structs.replace(sampling, seed=new_seed(self._seeds))
         engine = self._choose() if fork_of is None else fork_of.engine
         live = self.clients[engine].submit(
             request_id,
@@ -131,7 +132,13 @@ class Engines:
         live.engine = engine
         if fork_of is None:
             self._choice.note_prompt(engine, live)
+            live.on_change = partial(self._first_change, live, on_change)
         return live
+
+    def _first_change(self, live: LiveRequest, on_change: Callable[[], None]) -> None:
+        self._choice.note_answer(live)
+        live.on_change = on_change
+        on_change()
 
     def _choose(self) -> int:
         engine = self._choice.choose(
@@ -145,6 +152,8 @@ class Engines:
 
     def abort(self, requests: Sequence[LiveRequest]) -> None:
         """See EngineClient."""
+        for live in requests:
+            self._choice.note_answer(live)
         for engine, client in enumerate(self.clients):
             there = [live for live in requests if live.engine == engine]
             if there:

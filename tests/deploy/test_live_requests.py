@@ -4,7 +4,7 @@ from itertools import chain
 
 import numpy as np
 
-from longshore.deploy.live_requests import LiveRequest, LiveRequests
+from longshore.deploy.live_requests import LiveRequest, LiveRequests, seed_source
 from longshore.protocol.client import EngineOutputs, FinishedRequest, FinishReason
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.results import TokenLogprobs
@@ -129,7 +129,7 @@ def test_dead_engine_ends_every_live_request() -> None:
 
 def test_unseeded_requests_get_seeds_that_a_deployment_s_seed_repeats() -> None:
     def seeds(seed: int | None) -> list[int | None]:
-        requests = LiveRequests(seed)
+        requests = LiveRequests(seed_source(seed))
         opened = [requests.open("r", [1], SamplingParams(), on_change=Changes()) for _ in range(3)]
         return [message.sampling.seed for _, message in opened]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from longshore.deploy.engine import plan_engine
-from longshore.deploy.live_requests import LiveRequest, LiveRequests
+from longshore.deploy.live_requests import LiveRequest, LiveRequests, seed_source
 from longshore.deploy.model_folder import read_model_folder
 from longshore.deploy.options import engine_options
 from longshore.deploy.remote_engine import RemoteEngine
@@ -27,7 +27,7 @@ class Load:
     def __init__(self, engine: RemoteEngine, rng: random.Random) -> None:
         self._engine = engine
         self._rng = rng
-        self._requests = LiveRequests(seed=0)
+        self._requests = LiveRequests(seed_source(0))
         self._live: dict[str, LiveRequest] = {}
         self._bases = [[rng.randrange(128) for _ in range(100)] for _ in range(4)]
         self.num_sent = 0

@@ -96,7 +96,7 @@ async def gateway_process(folder: Path, **settings: Any) -> AsyncIterator[Gatewa
             eos_token_ids=(),
             max_model_len=IDENTITY.max_model_len,
             sampling_defaults=SamplingDefaults(),
-            engine=endpoint,
+            engines=(endpoint,),
             listen_fd=listener.fileno(),
             lifeline_fd=child_end.fileno(),
             drain_timeout_s=0.0,
@@ -133,7 +133,10 @@ def slow_client(port: int) -> Iterator[socket.socket]:
 
 
 def request_of(body: bytes) -> bytes:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        b"Content-Type: application/json\r\n"
+    )
     return b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body)
 
 

@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from longshore.deploy.gateway.engine_choice import TOKENS_PER_REQUEST, EngineChoice
 from longshore.deploy.live_requests import LiveRequest
-from longshore.protocol.errors import EngineDead
 
 
 def prompt(num_tokens: int) -> LiveRequest:
@@ -60,15 +59,16 @@ def test_a_long_prompt_weighs_until_its_first_token_has_come() -> None:
     choice.note_prompt(0, long)
     assert [choice.load(0, 1), choice.load(1, 5)] == [11, 5]
     assert choice.choose([1, 5], [True, True]) == 1
-    long.new_token_ids.append(7)
+    choice.note_answer(long)
     assert choice.load(0, 1) == 1
     assert choice.choose([1, 5], [True, True]) == 0
 
 
-def test_a_prompt_whose_request_has_ended_weighs_nothing() -> None:
-    choice, given_up = EngineChoice(1), prompt(900)
-    choice.note_prompt(0, given_up)
-    given_up.failure = EngineDead("gone")
+def test_an_answer_is_counted_once() -> None:
+    choice, long = EngineChoice(1), prompt(900)
+    choice.note_prompt(0, long)
+    for _ in range(2):
+        choice.note_answer(long)
     assert choice.load(0, 0) == 0
 
 
@@ -94,15 +94,16 @@ class SeveralGateways(RuleBasedStateMachine):
     def start(self, number: int) -> None:
         self.gateway = Gateway(NUM_ENGINES, number=number, num_gateways=NUM_GATEWAYS)
         self.others = [0] * NUM_ENGINES
-        self.sent: list[list[LiveRequest]] = [[] for _ in range(NUM_ENGINES)]
+        self.waiting: list[list[LiveRequest]] = [[] for _ in range(NUM_ENGINES)]
+        self.begun: list[list[LiveRequest]] = [[] for _ in range(NUM_ENGINES)]
         self.is_usable = [True] * NUM_ENGINES
 
     def brute_force_load(self, engine: int) -> float:
-        """Answers come in order, so those that have begun stand before those that have not."""
-        waiting = [live for live in self.sent[engine] if not live.has_begun]
+        waiting = self.waiting[engine]
         num_tokens = sum(len(live.prompt_token_ids) for live in waiting)
         return (
-            sum(live.is_live for live in self.sent[engine])
+            len(waiting)
+            + len(self.begun[engine])
             + self.others[engine] / NUM_GATEWAYS
             + num_tokens / TOKENS_PER_REQUEST
         )
@@ -120,20 +121,20 @@ class SeveralGateways(RuleBasedStateMachine):
         live = prompt(num_tokens)
         self.gateway.num_own[engine] += 1
         self.gateway.choice.note_prompt(engine, live)
-        self.sent[engine].append(live)
-
-    @rule(engine=st.integers(0, NUM_ENGINES - 1))
-    def the_oldest_gets_its_first_token(self, engine: int) -> None:
-        for live in self.sent[engine]:
-            if not live.has_begun:
-                live.new_token_ids.append(1)
-                return
+        self.waiting[engine].append(live)
 
     @rule(engine=st.integers(0, NUM_ENGINES - 1), place=st.integers(0, 9))
-    def one_that_has_begun_ends(self, engine: int, place: int) -> None:
-        begun = [live for live in self.sent[engine] if live.has_begun and live.is_live]
-        if place < len(begun):
-            begun[place].failure = EngineDead("ended")
+    def one_gets_its_first_token(self, engine: int, place: int) -> None:
+        if place < len(self.waiting[engine]):
+            live = self.waiting[engine].pop(place)
+            self.gateway.choice.note_answer(live)
+            self.begun[engine].append(live)
+
+    @rule(engine=st.integers(0, NUM_ENGINES - 1), place=st.integers(0, 9), waits=st.booleans())
+    def one_ends_or_is_given_up(self, engine: int, place: int, waits: bool) -> None:
+        requests = (self.waiting if waits else self.begun)[engine]
+        if place < len(requests):
+            self.gateway.choice.note_answer(requests.pop(place))
             self.gateway.num_own[engine] -= 1
 
     @rule(engine=st.integers(0, NUM_ENGINES - 1), num_requests=st.integers(0, 50))

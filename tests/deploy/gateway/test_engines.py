@@ -1,5 +1,7 @@
 """Several engines used as one: who gets what, and what becomes of it when one is gone."""
 
+import gc
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 from longshore.deploy.gateway.engines import Engines
 from longshore.deploy.live_requests import LiveRequest
 from longshore.deploy.runtime_dir import RuntimeDir
-from longshore.protocol.client import EngineOutputs
+from longshore.protocol.client import EngineOutputs, FinishedRequest, FinishReason
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello
 from longshore.protocol.sampling import SamplingParams
@@ -36,9 +38,9 @@ async def running(count: int, **settings: Any) -> AsyncIterator[tuple[Engines, l
         runtime_dir.remove()
 
 
-def submit(engines: Engines, **settings: Any) -> LiveRequest:
+def submit(engines: Engines, *, prompt: Sequence[int] = (1, 2, 3), **settings: Any) -> LiveRequest:
     settings.setdefault("sampling", SamplingParams())
-    return engines.submit("r", [1, 2, 3], on_change=lambda: None, **settings)
+    return engines.submit("r", prompt, on_change=lambda: None, **settings)
 
 
 def engines_of(lives: Sequence[LiveRequest]) -> list[int]:
@@ -68,6 +70,43 @@ async def test_each_engine_is_told_of_its_own_ends() -> None:
             assert fake.aborted == [lives[engine].handle]
         assert [len(fake.stopped) for fake in fakes] == [1, 0]
         assert engines.num_own_requests == 2
+
+
+async def test_a_prompt_without_an_answer_yet_weighs_until_it_has_one_or_is_given_up() -> None:
+    async with running(2) as (engines, fakes):
+        long = [submit(engines, prompt=[1] * 5000) for _ in range(2)]
+        short = [submit(engines) for _ in range(4)]
+        assert engines_of([*long, *short]) == [0, 1, 0, 1, 0, 1]
+        engines.abort([long[1]])
+        assert engines_of([submit(engines) for _ in range(3)]) == [1, 1, 1]
+        await fakes[0].wait_for(lambda: len(fakes[0].requests) == 3)
+        fakes[0].send_tokens(fakes[0].requests[0], [7])
+        fakes[0].send_tokens(fakes[0].requests[1], [7])
+        await engines.describe(5, 0)  # which comes behind the tokens
+        assert long[0].take_token_ids() == short[0].take_token_ids() == [7]
+        assert engines_of([submit(engines) for _ in range(2)]) == [0, 0]
+
+
+async def test_what_is_given_up_before_its_first_token_is_forgotten() -> None:
+    async with running(1) as (engines, _):
+        given_up = submit(engines)
+        engines.abort([given_up])
+        forgotten = weakref.ref(given_up)
+        del given_up
+        gc.collect()
+        assert forgotten() is None
+
+
+async def test_what_has_ended_with_a_report_is_not_taken_for_one_s_own() -> None:
+    async with running(1, num_gateways=2) as (engines, (fake,)):
+        ending, _ = submit(engines), submit(engines)
+        await fake.wait_for(lambda: len(fake.requests) == 2)
+        end = FinishedRequest(ending.handle, FinishReason.STOPPED, 0)
+        fake.send(EngineOutputs(finished=(end,), stats=STATS))
+        await engines.describe(5)
+        num_there = STATS.num_running + STATS.num_waiting
+        assert engines.num_live_requests == num_there  # one of them is from here
+        assert engines.num_own_requests == 1
 
 
 async def test_a_dead_engine_gets_nothing_more_and_all_dead_are_an_error() -> None:
