@@ -1,13 +1,16 @@
 """How a chat becomes a prompt, as vLLM's parameters say it."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol
 
 import msgspec
 
+from longshore.deploy.gateway.chat_messages import ChatMessage, template_input
 from longshore.deploy.gateway.chat_template import TemplateRefused
 from longshore.deploy.gateway.errors import invalid
-from longshore.deploy.gateway.tokenizer import ModelTokenizer
+from longshore.deploy.gateway.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
 
 # Parameters of their own, or not supported.
 _NOT_KWARGS: Final = frozenset(
@@ -54,6 +57,27 @@ def chat_form(request: FormParameters) -> ChatForm:
             param="chat_template_kwargs",
         )
     return ChatForm(not continues if adds is None else adds, continues, variables)
+
+
+class ChatRenderer:
+    """Renders the chats of one gateway, large ones on a thread, one at a time, so that live streams
+    do not wait for them."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "chat renderer")
+
+    async def text(
+        self, tokenizer: ModelTokenizer, messages: Sequence[ChatMessage], form: ChatForm
+    ) -> str:
+        """Raises as `template_input` and `render_chat` do."""
+
+        def render() -> str:
+            return render_chat(tokenizer, template_input(messages), form)
+
+        # JSON, because small messages take time too.
+        if len(msgspec.json.encode((messages, form.variables))) <= MAX_INLINE_CHARACTERS:
+            return render()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, render)
 
 
 def render_chat(

@@ -1,11 +1,13 @@
 """The messages of a chat, as OpenAI's API has them, and as chat templates know them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from longshore.deploy.gateway.errors import invalid
+
+MAX_MESSAGES: Final = 16_384
 
 
 class ContentPart(msgspec.Struct):
@@ -67,4 +69,9 @@ def template_input(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
     """A chat as templates know it. Raises ApiError for what cannot be served."""
     if not messages:
         raise invalid("messages is empty; a chat needs at least one", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise invalid(
+            f"messages is a list of {len(messages)}; at most {MAX_MESSAGES} are taken",
+            param="messages",
+        )
     return [message.as_template_input(i) for i, message in enumerate(messages)]

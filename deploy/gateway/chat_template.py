@@ -89,6 +89,7 @@ class ChatTemplate:
         except (
             TemplateError,
             ArithmeticError,
+            AttributeError,
             LookupError,
             RuntimeError,
             TypeError,

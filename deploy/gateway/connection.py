@@ -31,7 +31,8 @@ class BoundedConnection(HttpToolsProtocol):
     """Counts what arrives between two parts of a request that the gateway gets to see, and is the
     `Outlet` of the answer.
 
-    unread_timeout_s: how long a client may read nothing of what more than fills the connection.
+    unread_timeout_s: how long a client may read nothing of what more than fills the connection, or
+                      of what is left of an answer that has been written.
     """
 
     def __init__(self, *args: Any, unread_timeout_s: float, **kwargs: Any) -> None:
@@ -49,12 +50,13 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        super().connection_lost(exc)  # resumes writing
+        self._stop_watching()
+        super().connection_lost(exc)
 
     def _await_head(self) -> None:
         """The client has a while to say what it wants; then it makes room for others."""
         self._stop_waiting()
-        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close)
 
     def _await_body(self) -> None:
         self._stop_waiting()
@@ -67,7 +69,7 @@ class BoundedConnection(HttpToolsProtocol):
             return
         if not self.cycle.response_started:
             self.transport.write(_TOO_SLOW)
-        self.transport.close()
+        self._close()
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:
@@ -91,15 +93,38 @@ class BoundedConnection(HttpToolsProtocol):
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        if self._reader_timer is not None:
-            self._reader_timer.cancel()
+        self._stop_watching()
         super().resume_writing()
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        if is_answered or self.transport.is_closing():
+            self._watch_reader()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_reader()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        self._watch_reader()
+
+    def _close(self) -> None:
+        """Once the client has read what was written."""
+        self.transport.close()
+        self._watch_reader()
 
     def _watch_reader(self) -> None:
+        """From now on it must read, until nothing is left."""
+        self._stop_watching()
         num_unread = self.transport.get_write_buffer_size()
-        self._reader_timer = self.loop.call_later(
-            self._unread_timeout_s, self._check_reader, num_unread
-        )
+        if num_unread:
+            self._reader_timer = self.loop.call_later(
+                self._unread_timeout_s, self._check_reader, num_unread
+            )
+
+    def _stop_watching(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
     def _check_reader(self, num_unread: int) -> None:
         if self.transport.get_write_buffer_size() < num_unread:
@@ -114,7 +139,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().data_received(data)
         if self._num_unseen_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.transport.write(_TOO_LARGE)
-            self.transport.close()
+            self._close()
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -122,6 +147,8 @@ class BoundedConnection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         if not self._is_pipelined:
             self._await_head()
+            if not self.flow.write_paused:
+                self._stop_watching()  # a client that asks anew has read its answer
             super().on_message_begin()
             self.scope[OUTLET_KEY] = self  # type: ignore[typeddict-unknown-key]
 

@@ -23,8 +23,9 @@ from longshore.deploy.gateway.json_body import read_json_body
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai_requests import Int32, TokenIds, read_parameters
 from longshore.deploy.gateway.openai_responses import PromptTokensDetails
-from longshore.deploy.gateway.prompts import MAX_INLINE_CHARACTERS, no_tokenizer
+from longshore.deploy.gateway.prompts import no_tokenizer
 from longshore.deploy.gateway.request_log import answer_ended, answers_begin
+from longshore.deploy.gateway.tokenizer import MAX_INLINE_CHARACTERS
 from longshore.deploy.live_requests import LiveRequest
 from longshore.deploy.options import MAX_TIMEOUT_S
 from longshore.protocol.client import MAX_NAME_CHARACTERS, FinishedRequest, FinishReason

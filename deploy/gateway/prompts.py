@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from typing import Final, TypeVar
 
 from longshore.deploy.gateway.answer_text import Stops
-from longshore.deploy.gateway.chat_form import chat_form, render_chat
-from longshore.deploy.gateway.chat_messages import template_input
+from longshore.deploy.gateway.chat_form import ChatRenderer, chat_form
 from longshore.deploy.gateway.errors import ApiError, invalid
 from longshore.deploy.gateway.openai_requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
 )
-from longshore.deploy.gateway.tokenizer import ModelTokenizer
+from longshore.deploy.gateway.tokenizer import (
+    MAX_INLINE_CHARACTERS,
+    MAX_TOKENS_PER_CUT,
+    ModelTokenizer,
+)
 from longshore.deploy.model_folder import SamplingDefaults
 from longshore.deploy.prompt_check import prompt_problem, sampling_problem
 from longshore.protocol.sampling import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
-# More text than this is tokenized on another thread, so that live streams do not wait for it.
-MAX_INLINE_CHARACTERS: Final = 16_384
-MAX_TOKENS_PER_CUT: Final = 64
 
 T = TypeVar("T")
 
@@ -47,6 +47,7 @@ class PromptReader:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
+        self.chat_renderer = ChatRenderer()
 
     async def completion_prompts(self, request: CompletionRequest) -> list[list[int]]:
         """One list of token ids per prompt, each fit for the model."""
@@ -74,7 +75,7 @@ class PromptReader:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise no_tokenizer("messages")
-        text = render_chat(tokenizer, template_input(request.messages), chat_form(request))
+        text = await self.chat_renderer.text(tokenizer, request.messages, chat_form(request))
         if len(text) > MAX_INLINE_CHARACTERS:
             return await asyncio.to_thread(self._encode_chat, text, tokenizer)
         return self._encode_chat(text, tokenizer)
@@ -93,7 +94,6 @@ class PromptReader:
         num_tokens = 0
         for start in range(0, len(text), MAX_INLINE_CHARACTERS):
             part = text[start : start + MAX_INLINE_CHARACTERS]
-            # Where a text is cut, tokens may fall apart that are one in the whole.
             num_tokens += max(0, len(tokenizer.encode_rendered(part)) - MAX_TOKENS_PER_CUT)
             if num_tokens >= self.max_model_len:
                 raise invalid(

@@ -8,6 +8,7 @@ templates do not come near to.
 
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
@@ -41,14 +42,20 @@ class TemplateTooCostly(TemplateRuntimeError):
     """The rendering has used its budget up."""
 
 
+class _Budget(threading.local):
+    """What is left of this thread's rendering, in characters."""
+
+    left = 0
+
+
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """One rendering at a time, which `begin` gives its budget."""
+    """One rendering at a time in each thread, which `begin` gives its budget."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:
         super().__init__(optimized=False, **options)
-        self._left = 0
+        self._budget = _Budget()
         for name in _REMOVED_FILTERS:
             self.filters.pop(name, None)
             self.globals.pop(name, None)
@@ -64,13 +71,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def begin(self, values: object) -> None:
         """A new budget, for a rendering of `values`."""
-        self._left = available = 1 << 62
+        budget = self._budget
+        budget.left = available = 1 << 62
         self._counted(values)
-        self._left = FIXED_BUDGET + BUDGET_PER_CHARACTER * (available - self._left)
+        budget.left = FIXED_BUDGET + BUDGET_PER_CHARACTER * (available - budget.left)
 
     def _pay(self, cost: int) -> None:
-        self._left -= cost
-        if self._left < 0:
+        left = self._budget.left = self._budget.left - cost
+        if left < 0:
             raise TemplateTooCostly("it loops too often, or makes too much text")
 
     def _counted(self, value: T) -> T:
@@ -119,7 +127,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif name in ("format", "format_map", "%"):
             if _WIDE_FIELD.search(str(value)):
                 raise TemplateTooCostly("it formats a text with a width that is too large")
-            self._pay((value.count("{") + value.count("%")) * sum(map(len, texts)))
+            text = str(value)
+            self._pay((text.count("{") + text.count("%")) * sum(map(len, texts)))
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         position = int(hasattr(function, "jinja_pass_arg"))  # behind context or environment

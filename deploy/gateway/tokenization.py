@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from longshore.deploy.gateway.chat_form import chat_form, render_chat
-from longshore.deploy.gateway.chat_messages import ChatMessage, template_input
+from longshore.deploy.gateway.chat_form import chat_form
+from longshore.deploy.gateway.chat_messages import ChatMessage
 from longshore.deploy.gateway.endpoint import Endpoint, Service, check_model
 from longshore.deploy.gateway.errors import invalid
 from longshore.deploy.gateway.http import Exchange
 from longshore.deploy.gateway.json_body import read_json_body
 from longshore.deploy.gateway.openai_requests import read_json
-from longshore.deploy.gateway.prompts import MAX_INLINE_CHARACTERS, no_tokenizer
-from longshore.deploy.gateway.tokenizer import ModelTokenizer
+from longshore.deploy.gateway.prompts import no_tokenizer
+from longshore.deploy.gateway.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
 
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
@@ -58,17 +58,20 @@ class DetokenizeResponse(msgspec.Struct, frozen=True):
 
 
 class TokenizeEndpoint(Endpoint):
-    """Long texts are tokenized on another thread, so that live streams do not wait for them."""
+    """Long texts are tokenized on another thread, so that live streams do not wait for them; those
+    that the model could never take are refused."""
 
     path = "/tokenize"
 
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
         request = await _read(exchange, service, TokenizeRequest)
         check_model(request.model, service)
-        tokenizer = _tokenizer(service, "prompt" if request.messages is None else "messages")
-        text, with_special = _text(request, tokenizer)
+        param = "prompt" if request.messages is None else "messages"
+        tokenizer = _tokenizer(service, param)
+        text, with_special = await _text(request, service, tokenizer)
 
         def answer(text: str) -> TokenizeResponse:
+            service.prompts.refuse_hopeless(text, tokenizer, param)
             encode = tokenizer.encode if with_special else tokenizer.encode_rendered
             ids = encode(text)
             strings = [tokenizer.decode([i]) for i in ids] if request.return_token_strs else None
@@ -94,15 +97,17 @@ class DetokenizeEndpoint(Endpoint):
         await exchange.send_json(msgspec.json.encode(DetokenizeResponse(text)))
 
 
-def _text(request: TokenizeRequest, tokenizer: ModelTokenizer) -> tuple[str, bool]:
+async def _text(
+    request: TokenizeRequest, service: Service, tokenizer: ModelTokenizer
+) -> tuple[str, bool]:
     """What to tokenize, and whether special tokens stand before it."""
     special = request.add_special_tokens
     match request.prompt, request.messages:
         case str(text), None:
             return text, special is None or special
         case None, list(messages):
-            rendered = render_chat(tokenizer, template_input(messages), chat_form(request))
-            return rendered, bool(special)
+            renderer = service.prompts.chat_renderer
+            return await renderer.text(tokenizer, messages, chat_form(request)), bool(special)
     raise invalid("give either prompt or messages", param="prompt")
 
 

@@ -14,11 +14,17 @@ from longshore.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# More text than this is tokenized on another thread, so that live streams do not wait for it.
+MAX_INLINE_CHARACTERS: Final = 16_384
+# Where a text is cut, tokens may fall apart that are one in the whole.
+MAX_TOKENS_PER_CUT: Final = 64
+
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token")
 
 
 class ModelTokenizer:
-    """tokenizer.json of a model folder. Thread-safe: the library holds no state between calls.
+    """tokenizer.json of a model folder. Thread-safe: the library holds no state between calls, and
+    what is remembered here never changes.
 
     keeps_end: a text that is cut to a length loses its beginning.
     added_tokens: ids of the tokens beside the vocabulary's words, special ones among them.
@@ -37,6 +43,7 @@ class ModelTokenizer:
         self.added_tokens = {token.content: token_id for token_id, token in added}
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         self.is_bytewise = isinstance(tokenizer.decoder, ByteLevel)
+        self._vocab_size = tokenizer.get_vocab_size()
         self._texts: dict[int, str] = {}  # of single tokens, as they come
 
     def encode(self, text: str) -> list[int]:
@@ -49,14 +56,27 @@ class ModelTokenizer:
 
     def encode_cut(self, text: str, max_tokens: int, *, with_special: bool) -> list[int]:
         """At most so many tokens, the special ones among them, which are kept: the text loses its
-        end, unless `keeps_end`."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        end, unless `keeps_end`. Of a text that is far too long only the part is looked at that may
+        be kept: tokens take a hundred times the memory of their text."""
+        part = self._part_of(text, max_tokens)
+        encoding = self._tokenizer.encode(part, add_special_tokens=False)
         num_special = self._tokenizer.num_special_tokens_to_add(False) if with_special else 0
         side = "left" if self.keeps_end else "right"
         encoding.truncate(max(0, max_tokens - num_special), direction=side)
         return self._tokenizer.post_process(encoding, add_special_tokens=with_special).ids[
             :max_tokens
         ]
+
+    def _part_of(self, text: str, num_tokens: int) -> str:
+        """Its slices from the kept end on, up to where they hold so many tokens surely."""
+        for num_slices in range(1, -(-len(text) // MAX_INLINE_CHARACTERS)):
+            stop = num_slices * MAX_INLINE_CHARACTERS
+            start = stop - MAX_INLINE_CHARACTERS
+            piece = text[-stop : len(text) - start] if self.keeps_end else text[start:stop]
+            num_tokens -= len(self.encode_rendered(piece)) - MAX_TOKENS_PER_CUT
+            if num_tokens <= 0:
+                return text[-stop:] if self.keeps_end else text[:stop]
+        return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Ids that the vocabulary does not hold have no text."""
@@ -65,7 +85,8 @@ class ModelTokenizer:
         (token_id,) = token_ids
         if (text := self._texts.get(token_id)) is None:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-            self._texts[token_id] = text
+            if token_id < self._vocab_size:  # others are without number
+                self._texts[token_id] = text
         return text
 
 

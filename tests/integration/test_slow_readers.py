@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -196,5 +197,6 @@ async def test_clients_with_half_a_request_keep_nobody_from_being_served(tmp_pat
         await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 1)
         gateway.finish(gateway.engine.requests[0])
         assert (await asking).status == 200
+        assert select.select(clients, [], [], 0) == ([], [], [])  # all of them are waited for
         for client in clients:
             client.close()

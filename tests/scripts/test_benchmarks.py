@@ -152,6 +152,21 @@ def test_every_rule_for_choosing_an_engine_is_simulated_where_it_differs(tmp_pat
 
 
 @pytest.mark.skipif(not NATIVE, reason="the CPU kernels are not built")
+def test_a_gateway_is_measured_in_turns_with_that_of_another_checkout(tmp_path: Path) -> None:
+    case = ("--kinds", "chat", "--streams", "2", "--steps-per-s", "100", "--seconds", "0.1")
+    sides = ("--baseline", str(ROOT), "--repeats", "1")
+    result = Result(tmp_path, "gateway_capacity.py", *case, *sides)
+    assert [(row["side"], row["streams"]) for row in result.rows] == [("this", 2), ("baseline", 2)]
+    assert all(row["tokens_per_event"] > 0 and row["late_p99_us"] > 0 for row in result.rows)
+
+
+def test_a_whole_server_is_measured_without_its_peer(tmp_path: Path) -> None:
+    case = ("--streams", "2", "--tokens", "4", "--repeats", "1")
+    result = Result(tmp_path, "gateway_peer.py", *case, *NO_PEER)
+    assert [row["kind"] for row in result.rows] == ["chat", "completions"]
+    assert "NO PEER" in result.errors
+
+
 def test_fp8_halves_a_token_and_is_measured_beside_bfloat16(tmp_path: Path) -> None:
     result = Result(tmp_path, "fp8_cache.py", "--shapes", "tiny", "--repeats", "1")
     assert result.rows

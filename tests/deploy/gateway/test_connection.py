@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 
 import pytest
 import uvicorn
@@ -164,18 +165,28 @@ class Unread(asyncio.Transport):
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__()
+        self._is_closing = False
         self._sizes = sizes
         self.is_dropped = asyncio.Event()
 
     def get_write_buffer_size(self) -> int:
         return self._sizes.pop(0) if len(self._sizes) > 1 else self._sizes[0]
 
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def close(self) -> None:
+        self._is_closing = True
+
     def abort(self) -> None:
         self.sizes_left = len(self._sizes)
         self.is_dropped.set()
 
 
-async def test_client_is_dropped_when_it_reads_nothing_not_when_it_reads_slowly() -> None:
+def connected(client: Unread) -> BoundedConnection:
     made = BoundedConnection(
         uvicorn.Config(never_called, ws="none"),
         uvicorn.server.ServerState(),
@@ -183,9 +194,40 @@ async def test_client_is_dropped_when_it_reads_nothing_not_when_it_reads_slowly(
         asyncio.get_running_loop(),
         unread_timeout_s=0.01,
     )
-    client = Unread([9, 7, 4, 4])
     made.connection_made(client)
+    return made
+
+
+async def five_timeouts() -> None:
+    passed = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, passed.set)
+    await passed.wait()
+
+
+def fill(made: BoundedConnection) -> None:
     made.pause_writing()
+
+
+def answer(made: BoundedConnection) -> None:
+    """With less than fills the connection."""
+    made.on_response_complete()
+
+
+def refuse(made: BoundedConnection) -> None:
+    made.send_400_response("that is no HTTP")
+
+
+def flood(made: BoundedConnection) -> None:
+    made.data_received(b"GET /" + b"a" * MAX_HEAD_BYTES)
+
+
+@pytest.mark.parametrize("write", [fill, answer, refuse, flood])
+async def test_client_is_dropped_when_it_reads_nothing_not_when_it_reads_slowly(
+    write: Callable[[BoundedConnection], None],
+) -> None:
+    client = Unread([9, 7, 4, 4])
+    made = connected(client)
+    write(made)
     async with asyncio.timeout(TIMEOUT_S):
         await client.is_dropped.wait()
     assert client.sizes_left == 1  # it was asked until it stood still
@@ -193,22 +235,38 @@ async def test_client_is_dropped_when_it_reads_nothing_not_when_it_reads_slowly(
 
 
 async def test_client_that_has_read_is_watched_no_more() -> None:
-    made = BoundedConnection(
-        uvicorn.Config(never_called, ws="none"),
-        uvicorn.server.ServerState(),
-        {},
-        asyncio.get_running_loop(),
-        unread_timeout_s=0.01,
-    )
-    paused, other = Unread([9]), Unread([9])
-    made.connection_made(paused)
+    resumed, finished, asking = Unread([9]), Unread([9, 4, 0, 9]), Unread([9])
+    clients = (resumed, finished, asking)
+    made = [connected(each) for each in clients]
+    made[0].pause_writing()
+    made[0].resume_writing()
+    made[1].on_response_complete()
+    made[2].on_response_complete()
+    made[2].on_message_begin()
+    await five_timeouts()
+    for client, each in zip(clients, made, strict=True):
+        assert not client.is_dropped.is_set()
+        each.connection_lost(ConnectionResetError())
+
+
+async def test_the_rest_of_an_answer_is_watched_when_there_is_room_again() -> None:
+    client = Unread([9])
+    made = connected(client)
     made.pause_writing()
+    client.close()
     made.resume_writing()
-    asyncio.get_running_loop().call_later(0.05, other.abort)
     async with asyncio.timeout(TIMEOUT_S):
-        await other.is_dropped.wait()
-    assert not paused.is_dropped.is_set()
+        await client.is_dropped.wait()
     made.connection_lost(ConnectionResetError())
+
+
+async def test_client_that_has_gone_is_watched_no_more() -> None:
+    client = Unread([9])
+    made = connected(client)
+    made.pause_writing()
+    made.connection_lost(ConnectionResetError())
+    await five_timeouts()
+    assert not client.is_dropped.is_set()
 
 
 async def never_called(scope: Scope, receive: Receive, send: Send) -> None:
