@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from longshore.deploy.gateway.chat_messages import ChatMessage, template_input
-from longshore.deploy.gateway.chat_template import TemplateRefused
+from longshore.deploy.gateway.chat_template import ChatTemplate, TemplateRefused
 from longshore.deploy.gateway.errors import invalid
 from longshore.deploy.gateway.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
 
@@ -65,23 +65,25 @@ class ChatRenderer:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "chat renderer")
+        self._template: ChatTemplate | None = None  # that thread's
 
     async def text(
         self, tokenizer: ModelTokenizer, messages: Sequence[ChatMessage], form: ChatForm
     ) -> str:
-        """Raises as `template_input` and `render_chat` do."""
+        """The prompt's. Raises as `template_input` and `render_chat` do."""
 
-        def render() -> str:
-            return render_chat(tokenizer, template_input(messages), form)
+        def render_there() -> str:
+            template = self._template = self._template or tokenizer.chat_template.twin()
+            return render_chat(template, template_input(messages), form)
 
         # JSON, because small messages take time too.
-        if len(msgspec.json.encode((messages, form.variables))) <= MAX_INLINE_CHARACTERS:
-            return render()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, render)
+        if len(msgspec.json.encode((messages, form.variables))) > MAX_INLINE_CHARACTERS:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, render_there)
+        return render_chat(tokenizer.chat_template, template_input(messages), form)
 
 
 def render_chat(
-    tokenizer: ModelTokenizer, messages: Sequence[Mapping[str, object]], form: ChatForm
+    template: ChatTemplate, messages: Sequence[Mapping[str, object]], form: ChatForm
 ) -> str:
     """The prompt's text. Raises ApiError with the template's words if it refuses the messages."""
     if form.continues_final_message:
@@ -89,7 +91,7 @@ def render_chat(
         marked = {**last, "content": f"{last['content']}{_END_OF_MESSAGE}"}
         messages = [*messages[:-1], marked]
     try:
-        text = tokenizer.chat_template.render(
+        text = template.render(
             messages,
             add_generation_prompt=form.adds_generation_prompt,
             variables=form.variables,

@@ -42,8 +42,8 @@ class TemplateRefused(Exception):
 
 
 class ChatTemplate:
-    """One compiled template with the model's special tokens. Raises ConfigError if it does not
-    compile."""
+    """One compiled template with the model's special tokens, for one thread at a time. Raises
+    ConfigError if it does not compile."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._environment = environment = BoundedEnvironment(
@@ -59,7 +59,12 @@ class ChatTemplate:
                 f"the chat template does not compile: {error}. Fix it, or give another one with "
                 "--chat-template FILE."
             ) from error
+        self._source = source
         self._special_tokens = dict(special_tokens)
+
+    def twin(self) -> "ChatTemplate":
+        """The same for another thread."""
+        return ChatTemplate(self._source, self._special_tokens)
 
     def render(
         self,

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+from longshore.protocol.log_limit import LogLimit
+
 ANSWER_TIMEOUT_S: Final = 1.0
 MAX_QUESTION_BYTES: Final = 64
 
@@ -37,6 +39,7 @@ class Siblings:
         self._paths = paths if len(paths) > 1 else ()
         self._answers = {name.encode(): answer for name, answer in answers.items()}
         self._server: asyncio.Server | None = None
+        self._warnings = LogLimit(logger)  # anybody may ask for /ready
 
     async def listen(self) -> None:
         """From now on the others get answers."""
@@ -83,7 +86,7 @@ class Siblings:
                     writer.close()
         except (OSError, TimeoutError) as error:
             why = "does not answer" if isinstance(error, TimeoutError) else str(error)
-            logger.warning("gateway %d was asked for %s: %s", number, question, why)
+            self._warnings.warning("gateway %d was asked for %s: %s", number, question, why)
             return None
 
     async def metrics(self) -> bytes:

@@ -8,7 +8,6 @@ templates do not come near to.
 
 import functools
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
@@ -42,20 +41,14 @@ class TemplateTooCostly(TemplateRuntimeError):
     """The rendering has used its budget up."""
 
 
-class _Budget(threading.local):
-    """What is left of this thread's rendering, in characters."""
-
-    left = 0
-
-
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """One rendering at a time in each thread, which `begin` gives its budget."""
+    """One rendering at a time, which `begin` gives its budget."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:
         super().__init__(optimized=False, **options)
-        self._budget = _Budget()
+        self._left = 0
         for name in _REMOVED_FILTERS:
             self.filters.pop(name, None)
             self.globals.pop(name, None)
@@ -71,14 +64,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def begin(self, values: object) -> None:
         """A new budget, for a rendering of `values`."""
-        budget = self._budget
-        budget.left = available = 1 << 62
+        self._left = available = 1 << 62
         self._counted(values)
-        budget.left = FIXED_BUDGET + BUDGET_PER_CHARACTER * (available - budget.left)
+        self._left = FIXED_BUDGET + BUDGET_PER_CHARACTER * (available - self._left)
 
     def _pay(self, cost: int) -> None:
-        left = self._budget.left = self._budget.left - cost
-        if left < 0:
+        self._left -= cost
+        if self._left < 0:
             raise TemplateTooCostly("it loops too often, or makes too much text")
 
     def _counted(self, value: T) -> T:

@@ -43,7 +43,8 @@ class ModelTokenizer:
         self.added_tokens = {token.content: token_id for token_id, token in added}
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         self.is_bytewise = isinstance(tokenizer.decoder, ByteLevel)
-        self._vocab_size = tokenizer.get_vocab_size()
+        added_ids = self.added_tokens.values()
+        self._num_ids = max([tokenizer.get_vocab_size(), *(i + 1 for i in added_ids)])
         self._texts: dict[int, str] = {}  # of single tokens, as they come
 
     def encode(self, text: str) -> list[int]:
@@ -85,7 +86,7 @@ class ModelTokenizer:
         (token_id,) = token_ids
         if (text := self._texts.get(token_id)) is None:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-            if token_id < self._vocab_size:  # others are without number
+            if token_id < self._num_ids:  # others are without number
                 self._texts[token_id] = text
         return text
 

@@ -1,10 +1,12 @@
 """How a chat becomes a prompt: begun, continued, and with words for the template."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from longshore.deploy.gateway.chat_form import chat_form, render_chat
+from longshore.deploy.gateway.chat_form import ChatRenderer, chat_form, render_chat
+from longshore.deploy.gateway.chat_messages import ChatMessage, template_input
 from longshore.deploy.gateway.chat_template import ChatTemplate
 from longshore.deploy.gateway.errors import ApiError
 from longshore.deploy.gateway.openai_requests import ChatRequest
@@ -20,8 +22,9 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def rendered(template: str = CHAT_TEMPLATE, **form: Any) -> str:
-    tokenizer = ModelTokenizer(byte_level_tokenizer(), ChatTemplate(template, SPECIAL))
-    return render_chat(tokenizer, CHAT, chat_form(ChatRequest(messages=[], **form)))
+    return render_chat(
+        ChatTemplate(template, SPECIAL), CHAT, chat_form(ChatRequest(messages=[], **form))
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,3 +75,26 @@ def test_what_contradicts_itself_is_refused_by_name(
     with pytest.raises(ApiError, match=says) as refusal:
         rendered(template, **form)
     assert (refusal.value.status, refusal.value.body.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("messages", "variables", "is_inline"),
+    [
+        ([ChatMessage("user", "x")] * 3, {}, True),
+        ([ChatMessage("user", "x")] * 3000, {}, False),
+        ([ChatMessage("user", "x" * 20_000)], {}, False),
+        ([ChatMessage("user", "x")], {"documents_of_mine": [0] * 20_000}, False),
+    ],
+    ids=["small", "many messages", "a long one", "many variables"],
+)
+async def test_a_large_chat_is_rendered_beside_the_loop(
+    messages: list[ChatMessage], variables: dict[str, Any], is_inline: bool
+) -> None:
+    tokenizer = ModelTokenizer(byte_level_tokenizer(), ChatTemplate(CHAT_TEMPLATE, SPECIAL))
+    renderer = ChatRenderer()
+    form = chat_form(ChatRequest(messages=[], chat_template_kwargs=variables))
+    rendering = asyncio.create_task(renderer.text(tokenizer, messages, form))
+    await asyncio.sleep(0)  # which is its first step
+    assert rendering.done() == is_inline
+    text = await rendering
+    assert text == render_chat(tokenizer.chat_template, template_input(messages), form)

@@ -48,7 +48,15 @@ def test_templates_find_what_transformers_gives_them(source: str, expected: str)
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ 1 // 0 }}", "{{ messages[9].content }}", "{{ 'x' + 1 }}", "{{ [] | first + 1 }}"]
+    "source",
+    [
+        "{{ 1 // 0 }}",
+        "{{ messages[9].content }}",
+        "{{ 'x' + 1 }}",
+        "{{ [] | first + 1 }}",
+        "{{ 5 | dictsort }}",
+        "{{ 5 | format('a') }}",
+    ],
 )
 def test_template_that_fails_refuses_the_messages(source: str) -> None:
     with pytest.raises(TemplateRefused):

@@ -7,8 +7,8 @@ import pytest
 
 from longshore.deploy.gateway.errors import ApiError
 from longshore.deploy.gateway.openai_requests import CompletionRequest
-from longshore.deploy.gateway.prompts import MAX_INLINE_CHARACTERS, PromptReader
-from longshore.deploy.gateway.tokenizer import ModelTokenizer
+from longshore.deploy.gateway.prompts import PromptReader
+from longshore.deploy.gateway.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
 from longshore.deploy.model_folder import SamplingDefaults
 
 

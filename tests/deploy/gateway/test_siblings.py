@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.siblings import READY, Siblings, merged_metrics
+from longshore.protocol.log_limit import MAX_PER_SECOND
 from tests.deploy.gateway.fake_engine import STATS
 
 Answer = Callable[[], bytes]
@@ -109,6 +111,14 @@ async def test_one_that_has_not_started_or_hangs_is_said_not_to_answer(tmp_path:
         assert await own.ask("ready") == [READY, None, None]
         assert await own.not_ready_reason() == "gateway 1 does not answer"
         assert b'longshore_gateway_up{gateway="1"} 0' in await own.metrics()
+
+
+async def test_probes_cannot_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [str(tmp_path / name) for name in ("own", "absent")]
+    own = Siblings(0, paths, {"ready": lambda: READY})
+    for _ in range(5 * MAX_PER_SECOND):
+        assert await own.ask("ready") == [READY, None]
+    assert 0 < caplog.text.count("gateway 1 was asked for ready") < 4 * MAX_PER_SECOND
 
 
 async def test_a_sibling_that_asks_for_nothing_known_is_only_hung_up_on(tmp_path: Path) -> None:

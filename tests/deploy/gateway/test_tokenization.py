@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from longshore.deploy.gateway.chat_messages import MAX_MESSAGES
+from longshore.deploy.gateway.tokenizer import MAX_INLINE_CHARACTERS
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway
 from tests.deploy.gateway.test_http import error_of
 from tests.deploy.tiny_tokenizer import BOS_ID
@@ -79,3 +81,27 @@ async def test_a_model_without_a_tokenizer_has_no_text(start_gateway: StartGatew
             answer = await gateway.post(path, body)
             assert answer.status == 400
             assert "tokenizer.json" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("messages", [False, True])
+async def test_a_text_that_the_model_can_never_take_is_refused(
+    start_gateway: StartGateway, messages: bool
+) -> None:
+    text = "x " * MAX_INLINE_CHARACTERS
+    body = {"messages": [{"role": "user", "content": text}]} if messages else {"prompt": text}
+    async with start_gateway(max_body_bytes=1 << 20) as gateway:
+        answer = await gateway.post("/tokenize", body)
+        assert answer.status == 400
+        assert error_of(answer)["code"] == "context_length_exceeded"
+        assert error_of(answer)["param"] == next(iter(body))
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+async def test_more_messages_than_any_chat_has_are_refused(
+    start_gateway: StartGateway, path: str
+) -> None:
+    async with start_gateway(max_body_bytes=1 << 20) as gateway:
+        answer = await gateway.post(path, {"messages": CHAT * (MAX_MESSAGES + 1)})
+        assert answer.status == 400
+        assert error_of(answer)["param"] == "messages"
+        assert "at most 16384 are taken" in error_of(answer)["message"]
