@@ -14,21 +14,34 @@ import msgspec
 import numpy as np
 
 from longshore.deploy.embedding_model import NOT_SAMPLED
-from longshore.deploy.gateway.endpoint import Endpoint, Service, check_model, check_room, within
+from longshore.deploy.gateway.endpoint import (
+    Endpoint,
+    Service,
+    check_model,
+    check_room,
+    num_at_a_time,
+    within,
+)
 from longshore.deploy.gateway.engines import Engines
 from longshore.deploy.gateway.errors import ApiError, invalid, unavailable
 from longshore.deploy.gateway.front_door import request_id_of, trace_headers_of
 from longshore.deploy.gateway.http import Exchange
 from longshore.deploy.gateway.json_body import read_json_body
 from longshore.deploy.gateway.metrics import GatewayMetrics
-from longshore.deploy.gateway.openai_requests import Int32, TokenIds, read_parameters
+from longshore.deploy.gateway.openai_requests import (
+    CacheSalt,
+    Int32,
+    TokenIds,
+    check_deadline,
+    each_of,
+    read_parameters,
+)
 from longshore.deploy.gateway.openai_responses import PromptTokensDetails
 from longshore.deploy.gateway.prompts import no_tokenizer
 from longshore.deploy.gateway.request_log import answer_ended, answers_begin
 from longshore.deploy.gateway.tokenizer import MAX_INLINE_CHARACTERS
 from longshore.deploy.live_requests import LiveRequest
-from longshore.deploy.options import MAX_TIMEOUT_S
-from longshore.protocol.client import MAX_NAME_CHARACTERS, FinishedRequest, FinishReason
+from longshore.protocol.client import FinishedRequest, FinishReason
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.inputs import PoolingParams
 
@@ -57,28 +70,12 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     add_special_tokens: bool | None = None
     normalize: bool | None = None
     priority: Int32 | None = None
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
     deadline_s: float | None = None
 
     def inputs(self) -> list[str | TokenIds]:
-        """Every input by itself. Raises ApiError for none, too many, or several kinds of them."""
-        if isinstance(self.input, str):
-            return [self.input]
-        kinds = {type(item) for item in self.input}
-        if not kinds:
-            raise invalid("input is an empty list; give at least one text", param="input")
-        if len(kinds) > 1:
-            raise invalid(
-                "input mixes texts, token ids and lists of token ids; use one kind", param="input"
-            )
-        if kinds == {int}:
-            return [[item for item in self.input if isinstance(item, int)]]
-        if len(self.input) > MAX_INPUTS:
-            raise invalid(
-                f"input is a list of {len(self.input)}; at most {MAX_INPUTS} are taken at once",
-                param="input",
-            )
-        return [item for item in self.input if not isinstance(item, int)]
+        """Every input by itself. Raises ApiError as `each_of` does."""
+        return each_of(self.input, "input", MAX_INPUTS)
 
 
 class Embedding(msgspec.Struct, frozen=True):
@@ -115,7 +112,8 @@ class EmbeddingsEndpoint(Endpoint):
                 f"{self.path} is for models that take text",
                 param="model",
             )
-        request = parse_request(body)
+        request = read_parameters(EmbeddingRequest, body)
+        check_deadline(request.deadline_s)
         check_model(request.model, service)
         try:
             pooling = service.embedding.pooling(
@@ -141,7 +139,6 @@ class EmbeddingsEndpoint(Endpoint):
         else:
             prompts = _token_ids(inputs, request, service)
         check_room(1, service)
-        num_free = service.max_live_requests - service.client.num_live_requests
         run = _Run(
             request_id=request_id_of(exchange.scope, "embd"),
             prompts=prompts,
@@ -149,7 +146,7 @@ class EmbeddingsEndpoint(Endpoint):
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
             trace_headers=trace_headers_of(exchange.scope),
-            max_in_flight=max(1, min(MAX_IN_FLIGHT, num_free)),
+            max_in_flight=num_at_a_time(MAX_IN_FLIGHT, service),
             arrived_s=arrived_s,
             client=service.client,
             metrics=service.metrics,
@@ -169,21 +166,6 @@ class EmbeddingsEndpoint(Endpoint):
             data = _written(ends, as_text=as_text)
         response = {"object": "list", "data": data, "model": service.model_name, "usage": usage}
         await exchange.send_json(msgspec.json.encode(response))
-
-
-def parse_request(body: bytes) -> EmbeddingRequest:
-    """Raises ApiError (400) that names the parameter at fault."""
-    request = read_parameters(EmbeddingRequest, body)
-    if request.deadline_s is not None and not 0 < request.deadline_s <= MAX_TIMEOUT_S:
-        raise invalid(
-            f"deadline_s={request.deadline_s} must be above 0 and at most {MAX_TIMEOUT_S}",
-            param="deadline_s",
-        )
-    if request.cache_salt is not None and len(request.cache_salt) > MAX_NAME_CHARACTERS:
-        raise invalid(
-            f"cache_salt is longer than {MAX_NAME_CHARACTERS} characters", param="cache_salt"
-        )
-    return request
 
 
 def _token_ids(

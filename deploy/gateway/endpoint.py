@@ -175,6 +175,11 @@ def check_room(num_answers: int, service: Service) -> None:
         raise queue_full(num_live, service.max_live_requests)
 
 
+def num_at_a_time(most: int, service: Service) -> int:
+    """Of a request's parts in the engine: no more than there is room for."""
+    return max(1, min(most, service.max_live_requests - service.client.num_live_requests))
+
+
 async def within(deadline_s: float | None, arrived_s: float, answer: Awaitable[None]) -> None:
     """Raises ApiError once the deadline has passed; the answer is cancelled by then."""
     left_s = None if deadline_s is None else deadline_s - (time.perf_counter() - arrived_s)

@@ -49,8 +49,8 @@ class GatewayMetrics:
         )
         self.responses = Counter(
             "longshore_http_responses",
-            "HTTP responses by path and status; `other` is any path that is not served, status "
-            "`gone` a client that left before there was one",
+            "HTTP responses by path and status; `other` is any other path, `/v1/models/NAME` among "
+            "them, status `gone` a client that left before there was one",
             ["endpoint", "status"],
             registry=registry,
         )

@@ -19,6 +19,7 @@ from longshore.protocol.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
 
 TokenIds: TypeAlias = list[int]
 Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+CacheSalt: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)]
 
 MAX_PROMPTS: Final = 1024
 MAX_SAMPLES: Final = 128
@@ -121,7 +122,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     stop_token_ids: list[Int32] | None = None
     ignore_eos: bool | None = None
     priority: Int32 | None = None
-    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] | None = None
+    cache_salt: CacheSalt | None = None
     deadline_s: float | None = None
     no_store: bool | None = None
     skip_reading_prefix_cache: bool | None = None
@@ -238,24 +239,27 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
 
     def prompts(self) -> list[str | TokenIds]:
         """Every prompt by itself. Raises ApiError if texts and token ids are mixed."""
-        match self.prompt:
-            case str(text):
-                return [text]
-            case []:
-                raise invalid("prompt is an empty list; give at least one prompt", param="prompt")
-        if len(self.prompt) > MAX_PROMPTS and not isinstance(self.prompt[0], int):
-            raise invalid(
-                f"prompt is a list of {len(self.prompt)}; at most {MAX_PROMPTS} are taken at once",
-                param="prompt",
-            )
-        kinds = {type(item) for item in self.prompt}
-        if len(kinds) > 1:
-            raise invalid(
-                "prompt mixes texts, token ids and lists of token ids; use one kind", param="prompt"
-            )
-        if kinds == {int}:
-            return [[item for item in self.prompt if isinstance(item, int)]]
-        return [item for item in self.prompt if not isinstance(item, int)]
+        return each_of(self.prompt, "prompt", MAX_PROMPTS)
+
+
+def each_of(given: str | list[str | int | TokenIds], param: str, most: int) -> list[str | TokenIds]:
+    """Every prompt or input by itself. Raises ApiError for none, too many, or several kinds."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(item) for item in given}
+    if not kinds:
+        raise invalid(f"{param} is an empty list; give at least one", param=param)
+    if len(kinds) > 1:
+        raise invalid(
+            f"{param} mixes texts, token ids and lists of token ids; use one kind", param=param
+        )
+    if kinds == {int}:
+        return [[item for item in given if isinstance(item, int)]]
+    if len(given) > most:
+        raise invalid(
+            f"{param} is a list of {len(given)}; at most {most} are taken at once", param=param
+        )
+    return [item for item in given if not isinstance(item, int)]
 
 
 class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
@@ -295,11 +299,7 @@ _FIELD_OF_ERROR: Final = re.compile(r"at `\$\.(\w+)|(?:required|unknown) field `
 def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
     """A request body as `kind`; raises ApiError (400) that names the parameter at fault."""
     request = read_parameters(kind, body)
-    if request.deadline_s is not None and not 0 < request.deadline_s <= MAX_TIMEOUT_S:
-        raise invalid(
-            f"deadline_s={request.deadline_s} must be above 0 and at most {MAX_TIMEOUT_S}",
-            param="deadline_s",
-        )
+    check_deadline(request.deadline_s)
     if request.no_store and request.cache_salt is not None:
         raise invalid(
             "no_store shares with nobody, cache_salt says with whom; leave one of the two out",
@@ -312,6 +312,15 @@ def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
             "prompt_logprobs is not streamed; leave one of the two out", param="prompt_logprobs"
         )
     return request
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """Raises ApiError."""
+    if deadline_s is not None and not 0 < deadline_s <= MAX_TIMEOUT_S:
+        raise invalid(
+            f"deadline_s={deadline_s} must be above 0 and at most {MAX_TIMEOUT_S}",
+            param="deadline_s",
+        )
 
 
 def read_parameters(kind: type[ParametersT], body: bytes) -> ParametersT:

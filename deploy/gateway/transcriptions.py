@@ -18,6 +18,7 @@ from longshore.deploy.gateway.endpoint import (
     answer_whole,
     check_model,
     check_room,
+    num_at_a_time,
     stream,
 )
 from longshore.deploy.gateway.errors import ApiError, invalid
@@ -103,7 +104,6 @@ class SpeechEndpoint(Endpoint):
                     service, speech, request, features[0], request_id, arrived_s
                 )
             prompt = speech.prompt(language, self.task, request.prompt)
-            num_free = service.max_live_requests - service.client.num_live_requests
             spec = GenerationSpec(
                 request_id=request_id,
                 prompts=[prompt] * len(features),
@@ -113,7 +113,7 @@ class SpeechEndpoint(Endpoint):
                 arrived_s=arrived_s,
                 multimodal=features,
                 num_primed=NUM_PRIMED,
-                max_in_flight=max(1, min(MAX_IN_FLIGHT, num_free)),
+                max_in_flight=num_at_a_time(MAX_IN_FLIGHT, service),
                 trace_headers=trace_headers_of(exchange.scope),
             )
             check_room(spec.num_answers, service)
