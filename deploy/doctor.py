@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.client_options import DoctorOptions
@@ -175,7 +176,7 @@ def _pause(report: EngineReport) -> str:
 
 def tables(report: EngineReport) -> list[Table]:
     """The engine's state, and a line per waiting request."""
-    state = Table(title=f"Engine {report.engine_id}", show_header=False, title_justify="left")
+    state = Table(title=Text(f"Engine {report.engine_id}"), show_header=False, title_justify="left")
     used = report.num_blocks - 1 - report.num_free_blocks
     for name, value in (
         ("requests", f"{report.num_running} running, {report.num_waiting} waiting"),
@@ -184,7 +185,7 @@ def tables(report: EngineReport) -> list[Table]:
         ("last progress", f"{report.idle_s:.1f} s ago"),
         ("pause", _pause(report)),
     ):
-        state.add_row(name, value)
+        state.add_row(name, Text(value))
     if not report.waiting:
         return [state]
     shown = report.waiting[:MAX_SHOWN]
@@ -193,8 +194,8 @@ def tables(report: EngineReport) -> list[Table]:
         waiting.add_column(column, overflow="fold")
     for each in shown:
         waiting.add_row(
-            each.request_id,
-            each.waits_for,
+            Text(each.request_id),
+            Text(each.waits_for),
             f"{each.waited_s:.1f} s",
             f"{each.num_tokens:,}",
             f"{each.num_preemptions}×",

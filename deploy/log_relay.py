@@ -4,6 +4,7 @@ import threading
 from typing import Final, TextIO
 
 from longshore.deploy.log_lines import LineFormat, text_line
+from longshore.protocol.log_records import RECORD_MARK
 
 ERASE_TO_END: Final = "\x1b[K"  # of a longer progress bar that stood on this line
 
@@ -44,8 +45,11 @@ class LogRelay:
         if not text and end == "\r":
             return
         erase = ERASE_TO_END if self._is_terminal else ""
+        before, mark, record = text.partition(RECORD_MARK)  # behind what has not ended its line
+        lines = [before, mark + record] if before and mark else [text]
+        shown = f"{erase}\n".join(self._format_line(name, each) for each in lines)
         try:
-            self._stream.write(f"{self._format_line(name, text)}{erase}{end}")
+            self._stream.write(f"{shown}{erase}{end}")
             self._stream.flush()
-        except ValueError:
-            return  # the stream has been closed: the program that owns it is ending
+        except (OSError, ValueError):
+            return  # a full disk, a closed stream: the next line may be written again

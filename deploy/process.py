@@ -171,12 +171,20 @@ class ManagedProcess:
         if status is None:
             self.kill()
             status = self._popen.wait()
-        return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+        return f"exit status {status}" if status >= 0 else signal_name(-status)
 
     def close(self) -> None:
         """Release what is left of a process that has ended: its last lines are relayed first."""
         self._relay_thread.join(timeout=1.0)
         self.lifeline.close()
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`; of a real-time signal, which has no name of its own, `signal 40`."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _relay_output(stream: IO[bytes], relay: LogRelay, name: str) -> None:

@@ -217,6 +217,8 @@ class Supervisor:
                 return False
             for other in needed:
                 is_told = other.told_by in tellers  # and may have come to its end first
+                if is_told and other.told_by != process.name:
+                    continue  # another one's
                 if other.poll() is not None and not (is_told and other.poll() == 0):
                     logger.error(
                         "%s has died (%s) while %s was finishing; its answers are lost",

@@ -19,7 +19,7 @@ MAX_LISTED_BLOCKS: Final = 65_536
 
 
 class BlockState(enum.IntEnum):
-    """What a block is used for; of those that fit it, the first from HELD on.
+    """What a block is used for; of those that fit it, the last.
 
     RESERVED:    the null block, and blocks set aside for good.
     FREE:        nobody holds it, nobody can find it.

@@ -3,11 +3,13 @@
 The scheduler plans with names, offsets and sizes; the data itself only passes through it.
 """
 
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from longshore.protocol.arrays import EMPTY_UINT8, UInt8Array
+
+MAX_DIMENSIONS: Final = 2**31 - 1
 
 PoolingKind: TypeAlias = Literal["last", "mean", "cls"]
 
@@ -62,8 +64,8 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kind:       the state of the last token, that of the first, or the mean of all.
     normalize:  to length 1, behind the cut.
-    dimensions: leading elements to keep; None: all.
-    Raises ValueError for dimensions below 1.
+    dimensions: leading elements to keep; None, or more than there are: all.
+    Raises ValueError for dimensions that are not within 1..MAX_DIMENSIONS.
     """
 
     kind: PoolingKind = "last"
@@ -71,8 +73,8 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dimensions: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dimensions is not None and self.dimensions < 1:
-            raise ValueError(f"dimensions={self.dimensions} must be at least 1")
+        if self.dimensions is not None and not 1 <= self.dimensions <= MAX_DIMENSIONS:
+            raise ValueError(f"dimensions={self.dimensions} must lie within 1..{MAX_DIMENSIONS}")
 
     @property
     def needs_all_states(self) -> bool:

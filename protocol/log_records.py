@@ -8,6 +8,7 @@ what no logger wrote. A logging call names its fields once: `extra=fields(reques
 import contextlib
 import json
 import logging
+import math
 import sys
 import threading
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ Field: TypeAlias = str | int | float | bool | None
 
 RECORD_MARK: Final = "\x1e"  # ASCII record separator, as in RFC 7464
 MAX_FIELD_CHARACTERS: Final = 500
+MAX_MESSAGE_CHARACTERS: Final = 4000
 
 logger = logging.getLogger(__name__)
 
@@ -48,25 +50,32 @@ def fields(**values: Field) -> dict[str, dict[str, Field]]:
 
 
 def record_of(record: logging.LogRecord, context: Mapping[str, Field] = {}) -> Record:
-    """What a logger made; overlong fields are cut."""
+    """What a logger made, as any decoder can read it: overlong texts are cut."""
     exception = record.exc_info
     return Record(
         record.created,
         record.levelname,
         record.name,
-        record.getMessage(),
-        {name: _cut(value) for name, value in getattr(record, _ATTRIBUTE, {}).items()},
+        _cut(record.getMessage(), MAX_MESSAGE_CHARACTERS),
+        {name: _field(value) for name, value in getattr(record, _ATTRIBUTE, {}).items()},
         dict(context),
-        logging.Formatter().formatException(exception) if exception else None,
+        _encodable(logging.Formatter().formatException(exception)) if exception else None,
     )
 
 
-def _cut(value: Field) -> Field:
+def _field(value: Field) -> Field:
     if isinstance(value, float):
-        return round(value, 3)
-    if isinstance(value, str) and len(value) > MAX_FIELD_CHARACTERS:
-        return f"{value[:MAX_FIELD_CHARACTERS]}..."
-    return value
+        return round(value, 3) if math.isfinite(value) else str(value)
+    return _cut(value, MAX_FIELD_CHARACTERS) if isinstance(value, str) else value
+
+
+def _cut(text: str, max_characters: int) -> str:
+    return _encodable(text if len(text) <= max_characters else f"{text[:max_characters]}...")
+
+
+def _encodable(text: str) -> str:
+    """Surrogates, which no UTF-8 has, are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def read_record(line: str) -> Record | None:
@@ -78,13 +87,8 @@ def read_record(line: str) -> Record | None:
 
 
 def show_record(record: Record) -> str:
-    """For people: one line, and one more per line of a traceback, marked as such. A text among the
-    fields that the message shows already is not repeated."""
-    shown = [
-        f"{name}={_show(value)}"
-        for name, value in record.fields.items()
-        if not (isinstance(value, str) and value and value in record.message)
-    ]
+    """For people: one line, and one more per line of a traceback, marked as such."""
+    shown = [f"{name}={_show(value)}" for name, value in record.fields.items()]
     head = f"{record.level} {record.logger}: {printable(record.message)}"
     lines = [f"{head} [{' '.join(shown)}]" if shown else head]
     if record.traceback is not None:

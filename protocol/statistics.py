@@ -1,4 +1,5 @@
-"""What a rank has computed so far: counts that only grow, so that a lost report loses nothing."""
+"""What a rank has computed so far: counts that only grow, so that a lost report loses nothing but
+its longest step."""
 
 from collections.abc import Sequence
 from typing import Annotated, Final, TypeAlias
@@ -34,7 +35,8 @@ class WorkerStats(msgspec.Struct, tag="stats", frozen=True, forbid_unknown_field
                     at most as much as the bound of their bucket, and more than the one before.
     compute_s:      seconds on the device, all steps together; waiting for other ranks is part of
                     it where a step waits.
-    longest_step_s: of the steps since the last report.
+    longest_step_s: of the steps since the last report, so that who sees one report of several sees
+                    one second of several; the longest of all shows in `steps_by_seconds`.
     resident_bytes: of the process, in the host's memory.
     device_bytes:   that it holds of a GPU; 0 on a CPU.
     """

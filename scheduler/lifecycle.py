@@ -116,13 +116,15 @@ class Lifecycle:
             self._waiting.add(request)
 
     def refuse_message(self, malformed: Malformed, text: str, *, client: int) -> None:
-        """A message about a request could not be read; of one that has ended, nobody waits."""
+        """A message about a request could not be read: the live one of its handle ends, for its
+        client takes the answer for its own. If none lives, only who adds one waits for an answer.
+        """
         handle = malformed.handle
-        if isinstance(malformed, MalformedAdd):
+        if (request := self.get(client, handle)) is not None:
+            self.end(request, FinishReason.ERROR, message=text)
+        elif isinstance(malformed, MalformedAdd):
             self._outputs.add_refusal(client, handle, FinishReason.ERROR, text, 0)
             self.log.unreadable(text, client=client, handle=handle)
-        elif (request := self.get(client, handle)) is not None:
-            self.end(request, FinishReason.ERROR, message=text)
 
     def continue_session(self, request: Request, chunk: ContinueSession, now: float) -> None:
         """More input for a resumable request; it waits while the session is not ready for it."""
@@ -239,10 +241,12 @@ class Lifecycle:
         *,
         message: str | None = None,
         pooled: Float32Array | None = None,
+        step: int | None = None,
     ) -> None:
         """End a live request, wherever it is, for a reason other than its last token; a pooling
-        request with its vector."""
-        self._forget(request, reason, self._leave(request), message=message, pooled=pooled)
+        request with its vector. step: whose answer ends it, if that is still being applied."""
+        held = self._leave(request)
+        self._forget(request, reason, held, message=message, pooled=pooled, step=step)
 
     def end_cut(self, request: Request, num_output_tokens: int, now: float) -> None:
         """End a live request STOPPED, with its output cut to so many tokens."""
@@ -373,6 +377,7 @@ class Lifecycle:
         *,
         message: str | None = None,
         pooled: Float32Array | None = None,
+        step: int | None = None,
     ) -> None:
         """The request is on no row and in no queue; connector and client are told."""
         del self._requests[request.client_index, request.handle]
@@ -391,7 +396,8 @@ class Lifecycle:
             pooled=pooled,
             kv_transfer_params=departure.params,
         )
-        self.log.ended(request, reason, step=self._plan.step, text=message)
+        step = self._in_flight.last_answered_step if step is None else step
+        self.log.ended(request, reason, step=step, text=message)
 
     def _tables(self, held: HeldBlocks | None) -> tuple[Int32Array, ...]:
         return (EMPTY_INT32,) * self._kv_cache.num_groups if held is None else held.block_ids

@@ -83,7 +83,7 @@ class Recovery:
             logger.warning("blocks failed to load that no load had", extra=about)
             return
         fails = self._load_failure_policy == "fail"
-        self._spoil(sources, reason="its KV could not be loaded" if fails else None)
+        self._spoil(sources, planned.step, reason="its KV could not be loaded" if fails else None)
 
     def _tables_under(self, generation: int) -> tuple[Int32Array, ...]:
         rows = np.flatnonzero(self._running.generation == generation)
@@ -121,12 +121,12 @@ class Recovery:
                 "the model produced logits that are not finite numbers for this request, or its "
                 "settings forbid every token"
             )
-            self._lifecycle.end(request, FinishReason.ERROR, message=text)
-        self._spoil({generation: num_hit_tokens})
+            self._lifecycle.end(request, FinishReason.ERROR, message=text, step=step)
+        self._spoil({generation: num_hit_tokens}, step)
 
-    def _spoil(self, sources: dict[int, int], *, reason: str | None = None) -> None:
+    def _spoil(self, sources: dict[int, int], step: int, *, reason: str | None = None) -> None:
         """Everything that rests on bad KV is computed again; with `reason`, requests that hold some
-        of it fail for it. See `_forget_from` for `sources`."""
+        of it fail for it. step: whose answer says so. See `_forget_from` for `sources`."""
         spoilt = self._forget_from(sources)
         self._plan.unnamed += spoilt.block_ids.tolist()
         self._transfers.note_spoilt(spoilt.block_ids)
@@ -134,7 +134,7 @@ class Recovery:
             self._lifecycle.give_up_load(request)
         for request, num_good in spoilt.running:
             if reason is not None:
-                self._lifecycle.end(request, FinishReason.ERROR, message=reason)
+                self._lifecycle.end(request, FinishReason.ERROR, message=reason, step=step)
             else:
                 self._rewind(request, num_good)
 

@@ -12,10 +12,12 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """One line per call, in debug; clients cannot make more warnings than `LogLimit` lets pass."""
+    """One line per call, in debug. Of warnings come as many as a `LogLimit` lets pass: one for what
+    clients cause, who could hide the engine's own failures else, and one for those."""
 
     def __init__(self) -> None:
-        self._warnings = LogLimit(logger)
+        self._refusals = LogLimit(logger)
+        self._failures = LogLimit(logger)
 
     def arrived(self, message: AddRequest, *, client: int) -> None:
         """It is looked at now: queued or refused."""
@@ -32,25 +34,25 @@ class RequestLog:
 
     def refused(self, request_id: str, reason: FinishReason, text: str) -> None:
         """It was not queued."""
-        self._warnings.warning(
+        self._refusals.warning(
             "a request is refused: %s", text, request_id=request_id, finish_reason=reason.name
         )
 
     def unreadable(self, text: str, *, client: int, handle: int) -> None:
         """It could not be read but for its handle."""
-        self._warnings.warning(
+        self._refusals.warning(
             "request with handle %d of client %d is refused: %s", handle, client, text
         )
 
     def admitted(self, request: Request, *, step: int, num_computed: int, now: float) -> None:
-        """It runs from this step on."""
+        """It runs from this step on, which its events tell already."""
         if logger.isEnabledFor(logging.DEBUG):
             about = fields(
                 request_id=request.request_id,
                 step_id=step,
                 row=request.row,
                 found_tokens=num_computed,
-                waited_ms=(now - request.events[0][1]) * 1e3,
+                waited_ms=(now - request.events[-2][1]) * 1e3,
                 preemptions=request.num_preemptions or None,
             )
             logger.debug("admitted", extra=about)
@@ -74,14 +76,16 @@ class RequestLog:
 
     def not_finite(self, request: Request, *, step: int, num_nans: int) -> None:
         """Why it is going to end."""
-        self._warnings.warning(
+        self._failures.warning(
             "logits are not finite", request_id=request.request_id, step_id=step, nans=num_nans
         )
 
     def ended(self, request: Request, reason: FinishReason, *, step: int, text: str | None) -> None:
-        """It is on no row and in no queue any more. text: what its client is told."""
+        """It is on no row and in no queue any more. step: the newest that is answered. text: what
+        its client is told."""
         if reason in (FinishReason.ERROR, FinishReason.IGNORED):
-            self._warnings.warning(
+            limit = self._failures if reason is FinishReason.ERROR else self._refusals
+            limit.warning(
                 "a request has failed: %s",
                 text,
                 request_id=request.request_id,

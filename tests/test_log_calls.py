@@ -3,20 +3,24 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
-CALLERS = {"logger", "_logger", "_warnings"}
+CALLERS = {"logger", "_logger", "_refusals", "_failures", "limit"}
 OWNERS = {"request": "request_id", "plan": "step_id", "planned": "step_id", "completion": "step_id"}
 """Variables, and what a call that uses one of them has to carry."""
 
 
-def calls(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def calls(tree: ast.Module) -> Iterator[tuple[Function, ast.Call]]:
     """Calls of a logger, each in its function."""
     for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef):
+        if isinstance(function, Function):
             for node in ast.walk(function):
                 match node:
                     case ast.Call(func=ast.Attribute(value=owner, attr=attr)) if attr in LEVELS:
@@ -25,24 +29,30 @@ def calls(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, ast.Call]]:
                             yield function, node
 
 
-def keywords_of(function: ast.FunctionDef, call: ast.Call) -> set[str]:
+def keywords_of(function: Function, call: ast.Call) -> set[str]:
     """Names of the fields that the call carries, given directly or as `extra`."""
     given = {keyword.arg for keyword in call.keywords}
     for keyword in call.keywords:
         if keyword.arg == "extra":
-            made = [keyword.value] if isinstance(keyword.value, ast.Call) else _assigned(function)
-            given |= {each.arg for value in made for each in value.keywords}
+            made = keyword.value
+            if isinstance(made, ast.Name):
+                made = _assigned(function, made.id, call.lineno)
+            given |= {each.arg for each in getattr(made, "keywords", ())}
     return {name for name in given if name is not None}
 
 
-def _assigned(function: ast.FunctionDef) -> list[ast.Call]:
-    return [
-        node.value
+def _assigned(function: Function, name: str, line: int) -> ast.Call | None:
+    """The `fields(...)` that the variable was given last before the line."""
+    found = [
+        node
         for node in ast.walk(function)
         if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Call)
-        and getattr(node.value.func, "id", None) == "fields"
+        and node.lineno < line
+        and [getattr(target, "id", None) for target in node.targets] == [name]
     ]
+    made = max(found, key=lambda node: node.lineno).value if found else None
+    is_fields = isinstance(made, ast.Call) and getattr(made.func, "id", None) == "fields"
+    return made if is_fields else None  # type: ignore[return-value]
 
 
 def lacking(source: str) -> list[str]:
@@ -72,6 +82,13 @@ def told(request, plan):
     logger.info("%s", request.row)
     about = fields(step_id=plan.step)
     logger.info("%s", plan.step, extra=about)
-    self._warnings.warning("%d", request.row, request_id=request.request_id)
+    self._failures.warning("%d", request.row, request_id=request.request_id)
+
+async def awaited(request, plan):
+    logger.info("%s", request.row)
+    ours = fields(request_id=request.request_id)
+    about = fields(step_id=plan.step)
+    logger.info("%s", request.row, extra=about)
+    logger.info("%s", request.row, extra=ours)
 """
-    assert lacking(source) == ["3: request_id"]
+    assert lacking(source) == ["3: request_id", "9: request_id", "12: request_id"]

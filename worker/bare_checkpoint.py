@@ -4,7 +4,8 @@ with `layers.0...` where a model for generation has `model.layers.0...`."""
 from collections.abc import Set as AbstractSet
 
 from longshore.worker.layers.stored_tensor import StoredTensors
-from longshore.worker.loadable import HEAD, LoadableModel
+from longshore.worker.loadable import LoadableModel
+from longshore.worker.stored_names import HEAD
 
 
 class BareNames:

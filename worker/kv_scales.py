@@ -14,7 +14,7 @@ from longshore.worker.loader import find_tensors, open_safetensors
 logger = logging.getLogger(__name__)
 
 _SCALE: Final = re.compile(
-    r"(?P<layer>model\.layers\.\d+)\.self_attn\.(?:k_proj\.(?=k)|v_proj\.(?=v))?(?P<of>[kv])_scale"
+    r"(?:model\.)?(?P<layer>layers\.\d+)\.self_attn\.(?:k_proj\.(?=k)|v_proj\.(?=v))?(?P<of>[kv])_scale"
 )
 _SMALLEST: Final = 2.0**-126  # by which a float32 can be divided
 
@@ -28,14 +28,15 @@ def read_kv_scales(model_dir: Path, layers: Collection[str]) -> dict[str, KVScal
     """By layer, as `model.layers.0`; a scale that the checkpoint does not give is 1.
 
     Read are `model.layers.N.self_attn.k_scale` and `v_scale`, or `k_proj.k_scale` and
-    `v_proj.v_scale` there, one number each. Raises BrokenCheckpoint for one that is no scale.
+    `v_proj.v_scale` there, one number each; a decoder by itself stores them without
+    `model.`. Raises BrokenCheckpoint for one that is no scale.
     """
     found: dict[tuple[str, str], float] = {}
     for path, names in find_tensors(model_dir).items():
         with open_safetensors(path) as file:
             for name in sorted(names):
                 match = _SCALE.fullmatch(name)
-                if match is None or match["layer"] not in layers:
+                if match is None or (layer := f"model.{match['layer']}") not in layers:
                     continue
                 scale = file.get_tensor(name)
                 if scale.numel() != 1 or not _SMALLEST <= scale.float().item() < math.inf:
@@ -43,7 +44,7 @@ def read_kv_scales(model_dir: Path, layers: Collection[str]) -> dict[str, KVScal
                         f"{path}: {name} is {scale.tolist()}, but a scale of the KV cache is one "
                         "positive number. Calibrate it again, or remove it: 1 is the default."
                     )
-                if found.setdefault((match["layer"], match["of"]), scale.item()) != scale.item():
+                if found.setdefault((layer, match["of"]), scale.item()) != scale.item():
                     raise BrokenCheckpoint(
                         f"{path}: {name} differs from the same scale under its other name. Remove "
                         "one of them."

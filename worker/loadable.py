@@ -1,11 +1,8 @@
 """What the loader of weights needs of a model."""
 
-from typing import Final, Protocol
+from typing import Protocol
 
 from longshore.worker.layers.stored_tensor import StoredTensors
-
-HEAD: Final = "lm_head.weight"
-"""The output head, which stands beside the decoder."""
 
 
 class LoadableModel(Protocol):

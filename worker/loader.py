@@ -22,11 +22,10 @@ from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 from longshore.worker.loadable import LoadableModel
 from longshore.worker.models.json_fields import read_json_object
+from longshore.worker.stored_names import INDEX_FILE, SINGLE_FILE
 
 logger = logging.getLogger(__name__)
 
-SINGLE_FILE: Final = "model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
 _MAX_NAMED: Final = 4
 _FLOATS: Final = ("F32", "BF16", "F16")
 

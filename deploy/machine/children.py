@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from longshore.deploy.machine.probe import MARK
+from longshore.deploy.process import signal_name
 
 PROBE_TIMEOUT_S: Final = 60.0
 MAX_REASON_CHARACTERS: Final = 300
@@ -76,7 +77,7 @@ def _outcome(status: int | None, text: str, timeout_s: float) -> Outcome:
     if status is None:
         return Outcome({}, f"its import hangs (longer than {timeout_s:g} s)")
     if status < 0:
-        return Outcome({}, f"its import crashes ({signal.Signals(-status).name}): {_cut(last)}")
+        return Outcome({}, f"its import crashes ({signal_name(-status)}): {_cut(last)}")
     for line in lines:
         if line.startswith(MARK):
             facts = json.loads(line.removeprefix(MARK))

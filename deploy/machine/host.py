@@ -7,7 +7,7 @@ import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -85,25 +85,6 @@ class Host:
     def paths(self, pattern: str) -> list[Path]:
         """What matches below the root, in order."""
         return sorted(self.root.glob(pattern.lstrip("/")))
-
-    def meminfo_bytes(self, name: str) -> int | None:
-        """A line of /proc/meminfo."""
-        for line in (self.text("/proc/meminfo") or "").splitlines():
-            key, _, rest = line.partition(":")
-            if key == name:
-                return int(rest.split()[0]) * (1024 if rest.endswith("kB") else 1)
-        return None
-
-    def control_groups(self) -> Iterator[str]:
-        """Folders of the control groups (version 2) that this process is in, the innermost
-        first."""
-        own = ""
-        for line in (self.text("/proc/self/cgroup") or "").splitlines():
-            if line.startswith("0::"):
-                own = line.removeprefix("0::").strip("/")
-        parts = own.split("/") if own else []
-        for length in range(len(parts), -1, -1):
-            yield "/".join(["/sys/fs/cgroup", *parts[:length]])
 
 
 def errno_name(number: int) -> str:

@@ -8,6 +8,7 @@ from typing import Final
 import longshore
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.host import Host
+from longshore.worker.host import num_physical_cores, quota_cores
 
 _FEATURES: Final = {
     "avx2": "AVX2",
@@ -37,7 +38,7 @@ def _cpu(host: Host) -> Finding:
             break
     names = [name for flag, name in _FEATURES.items() if flag in flags]
     has_what = ", ".join(names) or f"{platform.machine()} without AVX2"
-    found = f"{num_physical_cores(host)} cores, {has_what}"
+    found = f"{num_physical_cores(host.allowed_cpus, host.root)} cores, {has_what}"
     if platform.machine() == "x86_64" and flags and "avx2" not in flags:
         return Finding(
             "CPU",
@@ -47,15 +48,6 @@ def _cpu(host: Host) -> Finding:
             "Serve on a newer processor; in a virtual machine, pass the host's CPU through",
         )
     return Finding("CPU", found)
-
-
-def num_physical_cores(host: Host) -> int:
-    """That this process may run on; hyperthreads share one."""
-    cores = set()
-    for cpu in host.allowed_cpus:
-        folder = f"/sys/devices/system/cpu/cpu{cpu}/topology"
-        cores.add(host.text(f"{folder}/thread_siblings_list") or f"{cpu}")
-    return len(cores)
 
 
 def kernels(folder: Path) -> Finding:
@@ -71,18 +63,8 @@ def kernels(folder: Path) -> Finding:
     )
 
 
-def quota_cores(host: Host) -> float | None:
-    """CPU time that the control groups grant, in cores; None if they set no bound."""
-    quotas = []
-    for folder in host.control_groups():
-        granted, _, period = (host.text(f"{folder}/cpu.max") or "max").partition(" ")
-        if granted != "max":
-            quotas.append(int(granted) / int(period or 100_000))
-    return min(quotas, default=None)
-
-
 def _quota(host: Host) -> Iterator[Finding]:
-    quota, num_cpus = quota_cores(host), len(host.allowed_cpus)
+    quota, num_cpus = quota_cores(host.root), len(host.allowed_cpus)
     if quota is None:
         yield Finding("CPU quota", "none")
     elif quota >= num_cpus:

@@ -9,6 +9,7 @@ from typing import Final
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.host import TIME_ERROR, Host, errno_name
 from longshore.deploy.runtime_dir import MAX_SOCKET_PATH_BYTES
+from longshore.worker.host import host_memory, meminfo
 
 MIN_OPEN_FILES: Final = 4096
 """A stream takes one, and gateways raise their limit to the hard one."""
@@ -37,18 +38,13 @@ def _gib(num_bytes: int) -> str:
 
 
 def _memory(host: Host) -> Finding:
-    total, available = (host.meminfo_bytes(f"Mem{name}") for name in ("Total", "Available"))
-    if total is None or available is None:
+    memory = host_memory(host.root)
+    if memory is None:
         return Finding("memory", "unknown: /proc/meminfo cannot be read", "warning")
-    left = [available]
-    found = f"of {_gib(total)}"
-    for folder in host.control_groups():
-        limit, used = host.number(f"{folder}/memory.max"), host.number(f"{folder}/memory.current")
-        if limit is not None and limit < total:
-            left.append(max(limit - (used or 0), 0))
-            found = f"of {_gib(limit)} that the control group allows"
-    found = f"{_gib(min(left))} available {found}"
-    if min(left) < 1 << 30:
+    limit = memory.limit_bytes
+    of = _gib(memory.total_bytes) if limit is None else f"{_gib(limit)} that control groups allow"
+    found = f"{_gib(memory.available_bytes)} available of {of}"
+    if memory.available_bytes < 1 << 30:
         return Finding(
             "memory",
             found,
@@ -78,7 +74,7 @@ def _huge_pages(host: Host) -> Iterator[Finding]:
     if modes is None:
         return
     mode = modes.partition("[")[2].partition("]")[0]
-    reserved = host.meminfo_bytes("HugePages_Total") or 0
+    reserved = meminfo("HugePages_Total", host.root) or 0
     found = f"transparent: {mode}; {reserved} reserved"
     if mode == "never":
         yield Finding(
@@ -103,8 +99,8 @@ def _locked_memory(host: Host) -> Finding:
     return Finding(
         "locked memory",
         found,
-        "problem",
-        "RDMA cannot register blocks beyond that",
+        "warning",
+        "A connector over RDMA could not register blocks beyond that",
         f"{how} (docker: --ulimit memlock=-1)",
     )
 

@@ -1,14 +1,16 @@
 """What `longshore doctor` makes of an engine's report, or of its silence."""
 
 import asyncio
+import io
 import json
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
 from longshore.deploy.client_options import DoctorOptions
-from longshore.deploy.doctor import Health, examine, judge, judge_all
+from longshore.deploy.doctor import Health, examine, judge, judge_all, tables
 from longshore.protocol.client import EngineReport, WaitingReport
 from longshore.scheduler.pause import PauseState
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway, start_gateway
@@ -152,3 +154,13 @@ def test_of_several_engines_the_worst_decides_and_each_is_named(
     assert verdict.health == (Health.STALLED if state == "stalled" else Health.HEALTHY)
     for word in ("engine-0.1 is serving: 3 running", *words):
         assert word in str(verdict)
+
+
+@pytest.mark.parametrize("text", ["cmpl-[/x]-0", "[bold]x", "[link=a]"])
+def test_what_clients_call_their_requests_is_shown_as_it_is(text: str) -> None:
+    waiting = (WaitingReport(text, "WAITING", f"its {text}", 40.0, 10),)
+    console = Console(width=100, file=io.StringIO())
+    for each in tables(replace(REPORT, engine_id=text, waiting=waiting, pause=text)):
+        console.print(each)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert printed.count(text) == 4

@@ -1,5 +1,6 @@
 """Lines of several processes on one stream."""
 
+import errno
 import io
 import json
 import logging
@@ -118,3 +119,31 @@ def test_what_a_stranger_chose_is_one_line_in_either_format(
         assert json.loads(shown.split("\n")[0])["request_id"] == nasty
     else:
         assert len(shown.splitlines()) <= 3  # what no logger wrote may have ended a line itself
+
+
+class FullDisk(io.StringIO):
+    """Takes nothing while `is_full`."""
+
+    is_full = False
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_a_line_that_cannot_be_written_is_lost_and_the_next_one_is_not() -> None:
+    stream = FullDisk()
+    relay = LogRelay(stream, at_noon)
+    for number, stream.is_full in enumerate([False, True, False]):
+        relay.feed("worker 0", f"line {number}\n".encode())
+    assert stream.getvalue() == "noon [worker 0] line 0\nnoon [worker 0] line 2\n"
+
+
+def test_a_record_behind_an_unfinished_line_is_a_record() -> None:
+    stream = io.StringIO()
+    relay = LogRelay(stream, json_line)
+    relay.feed("worker 0", b"progress 10%\rprogress 50%" + framed("it broke", request_id="r"))
+    other, record = map(json.loads, stream.getvalue().splitlines())
+    assert (other["message"], other["level"]) == ("progress 50%", None)
+    assert (record["message"], record["request_id"]) == ("it broke", "r")

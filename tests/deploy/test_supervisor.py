@@ -225,3 +225,28 @@ def test_killed_supervisor_leaves_no_process_and_no_directory() -> None:
         psutil.wait_procs(children, timeout=10)
     wait_until(lambda: not any(child.is_running() for child in children))
     wait_until(lambda: not Path(runtime_dir).exists())
+
+
+def test_the_death_of_another_engines_worker_does_not_disturb_an_orderly_end(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers = [
+        spec(f"worker {n}.0", "wait", ends_with="workers", told_by=f"scheduler {n}")
+        for n in range(2)
+    ]
+    schedulers = [
+        spec("scheduler 0", "serve", ends_with="schedulers"),
+        spec("scheduler 1", "outlive", ends_with="schedulers"),
+    ]
+    supervisor.start([*workers, *schedulers], timeout_s=20)
+    worker = supervisor.processes[0]
+    waits_for_this_process = supervisor.runtime_dir.path / f"waits.{os.getpid()}"
+    waits_for_this_process.touch()
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_until(lambda: worker.poll() is not None)
+    timer = threading.Timer(0.5, waits_for_this_process.unlink)
+    timer.start()
+    assert not supervisor.stop(drain_timeout_s=10)  # for the worker's sake
+    timer.join()
+    assert nothing_is_left(supervisor)
+    assert "scheduler 1" not in caplog.text

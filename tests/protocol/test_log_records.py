@@ -1,6 +1,7 @@
 """Records on their way from a logger to whoever shows them."""
 
 import logging
+import math
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.protocol.log_records import (
+    MAX_MESSAGE_CHARACTERS,
     RECORD_MARK,
     FramedFormatter,
     Record,
@@ -54,17 +56,27 @@ def test_fields_stand_behind_the_message_and_none_is_left_out() -> None:
     )
 
 
-def test_a_field_that_the_message_shows_is_not_repeated() -> None:
-    record = read_record(frame("request cmpl-7 waits", request_id="cmpl-7", step_id=7))
-    assert record is not None
-    assert show_record(record) == "WARNING longshore.a: request cmpl-7 waits [step_id=7]"
-    assert record.fields["request_id"] == "cmpl-7"
+@pytest.mark.parametrize("request_id", ["a", "failed", "a request has failed"])
+def test_an_id_that_the_message_happens_to_contain_is_shown(request_id: str) -> None:
+    shown = show_record(
+        Record(0.0, "INFO", "a", "a request has failed", {"request_id": request_id})
+    )
+    assert "[request_id=" in shown
 
 
-def test_an_overlong_field_is_cut() -> None:
-    record = read_record(frame("m", request_id="x" * 10_000))
+def test_an_overlong_field_or_message_is_cut() -> None:
+    record = read_record(frame("m" * 300_000, request_id="x" * 10_000))
     assert record is not None
     assert len(str(record.fields["request_id"])) < 600
+    assert len(record.message) == MAX_MESSAGE_CHARACTERS + len("...")
+
+
+def test_what_no_decoder_reads_becomes_text() -> None:
+    line = frame("bad \ud800", request_id="\udfff", idle_s=math.inf, ttft_ms=math.nan)
+    record = read_record(line)
+    assert record is not None
+    assert record.message == "bad \\ud800"
+    assert record.fields == {"request_id": "\\udfff", "idle_s": "inf", "ttft_ms": "nan"}
 
 
 def test_the_lines_of_a_traceback_are_marked_so_that_none_can_pass_for_a_record() -> None:

@@ -2,12 +2,17 @@
 
 from typing import Literal
 
+import msgspec
 import pytest
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import FinishReason
+from longshore.protocol.client import AddRequest, FinishReason, MalformedAdd, read_malformed
+from longshore.protocol.codec import Decoder, Encoder
+from longshore.protocol.errors import MalformedMessage
+from longshore.protocol.handshake import ToEngine
 from longshore.protocol.inputs import PoolingParams
 from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.answer_checks import BadAnswer
 from longshore.scheduler.request import RequestStatus
 from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
@@ -145,3 +150,21 @@ def test_an_answer_without_the_vector_is_refused() -> None:
     with pytest.raises(BadAnswer, match="no vector came for row 0"):
         driver.scheduler.update_from_output(answer, driver.now)
     assert driver.scheduler.take_outputs() == []  # nothing has changed
+
+
+@pytest.mark.parametrize("dimensions", [0, -1, 2**31, 2**63])
+def test_dimensions_that_no_vector_has_make_the_request_malformed_and_answered(
+    dimensions: int,
+) -> None:
+    with pytest.raises(ValueError, match="must lie within"):
+        PoolingParams(dimensions=dimensions)
+    good = AddRequest("r", 7, int32_array([1]), SamplingParams(), pooling=PoolingParams())
+    encoder: Encoder[ToEngine] = Encoder()
+    header, *arrays = encoder.encode(good)
+    raw = msgspec.msgpack.decode(header)
+    raw["pooling"] = {"dimensions": dimensions}
+    header = msgspec.msgpack.encode(raw)
+    decoder: Decoder[ToEngine] = Decoder(ToEngine)
+    with pytest.raises(MalformedMessage, match="must lie within"):
+        decoder.decode([header, *arrays])
+    assert read_malformed(header) == MalformedAdd(7)

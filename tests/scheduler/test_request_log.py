@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from longshore.protocol.client import RequestEvent
 from longshore.protocol.log_limit import MAX_PER_SECOND
 from tests.scheduler.driver import Driver, prompt_of
 
@@ -87,3 +88,45 @@ def test_a_flood_of_bad_requests_is_cut(caplog: pytest.LogCaptureFixture) -> Non
     at_s = [record.created for record in caplog.records]
     within_a_second = [sum(start <= other < start + 1 for other in at_s) for start in at_s]
     assert max(within_a_second) <= 2 * MAX_PER_SECOND + 2  # the end of one second, and the next
+
+
+def test_a_flood_of_bad_requests_does_not_hide_what_fails_here(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver = Driver()
+    driver.add("good", prompt_of(5), max_tokens=30)
+    driver.plan()
+    for number in range(300):
+        driver.add(f"long {number}", prompt_of(64))
+    driver.answer(nan_rows=[driver.requests["good"].row])
+    assert len(lines_of(caplog, "good")) == 2
+
+
+def test_the_end_is_told_with_the_step_whose_answer_brought_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver = Driver(max_steps_in_flight=2)
+    driver.add("bad", prompt_of(5), max_tokens=30)
+    driver.plan()
+    driver.plan()
+    driver.answer(nan_rows=[driver.requests["bad"].row])
+    assert [about["step_id"] for _, about in lines_of(caplog, "bad")] == [1, 1]
+
+
+def test_waiting_begins_anew_with_a_preemption(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, NAME)
+    driver = Driver(num_blocks=9, max_model_len=32)
+    driver.add("old", prompt_of(14, 0), max_tokens=14)
+    driver.add("young", prompt_of(14, 40), max_tokens=14)
+    driver.run()
+    first, second = [
+        at_s for what, at_s in driver.requests["young"].events if what is RequestEvent.SCHEDULED
+    ]
+    (left,) = [
+        at_s for what, at_s in driver.requests["young"].events if what is RequestEvent.PREEMPTED
+    ]
+    waited_ms = [
+        about["waited_ms"] for text, about in lines_of(caplog, "young") if text == "admitted"
+    ]
+    assert first < left < second
+    assert waited_ms[1] == pytest.approx((second - left) * 1e3)

@@ -6,7 +6,7 @@ equal, that blocks are conserved, and that no row reads KV that is not its own.
 
 import pytest
 
-from longshore.protocol.client import FinishReason
+from longshore.protocol.client import FinishReason, MalformedAdd
 from longshore.scheduler.request import RequestStatus
 from tests.scheduler.driver import EOS, Driver, expected_output, pressed, prompt_of
 
@@ -429,3 +429,14 @@ def test_the_requests_of_a_client_that_went_away_all_end() -> None:
         (0, 1): FinishReason.ABORTED,
         (1, 2): FinishReason.LENGTH_CAPPED,
     }
+
+
+def test_a_malformed_add_ends_the_live_request_of_its_handle() -> None:
+    driver = Driver()
+    client, handle = driver.add("r", prompt_of(5), max_tokens=30)
+    driver.plan()
+    driver.scheduler.refuse_message(MalformedAdd(handle), "no such field", client=client)
+    driver.answer()
+    driver.run()
+    assert driver.finished[client, handle].reason is FinishReason.ERROR
+    assert driver.scheduler.get_request_counts() == (0, 0)

@@ -9,10 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from longshore.deploy.model_folder import read_model_folder
 from longshore.protocol.handshake import Feature
 from longshore.protocol.inputs import PoolingParams
 from longshore.worker.config import WorkerConfig
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.fp8 import KVScales
+from longshore.worker.kv_scales import read_kv_scales
+from longshore.worker.stored_names import HEAD, INDEX_FILE, SINGLE_FILE, stored_names
 from longshore.worker.worker import Worker
 from tests.models import make_tiny_model
 from tests.worker.plans import Entry, Planner
@@ -97,3 +101,52 @@ def test_a_name_that_only_looks_like_a_family_is_refused(tmp_path: Path) -> None
         (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
         with pytest.raises(UnsupportedModel, match=name):
             open_worker(tmp_path)
+
+
+def as_published(path: Path, **more: torch.Tensor) -> None:
+    """Untied, bare names, no head, and still called by the whole model's name."""
+    make_tiny_model("Qwen3", path, head_dim=16)
+    tensors = load_file(path / "model.safetensors")
+    body = {n.removeprefix("model."): each for n, each in tensors.items() if n != HEAD}
+    save_file(body | more, path / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_a_body_that_is_called_the_whole_gives_vectors(is_indexed: bool, tmp_path: Path) -> None:
+    make_tiny_model("Qwen3", tmp_path / "whole", head_dim=16)
+    as_published(tmp_path / "bare")
+    if is_indexed:
+        (tmp_path / "bare" / SINGLE_FILE).rename(tmp_path / "bare" / "part.safetensors")
+        names = load_file(tmp_path / "bare" / "part.safetensors")
+        index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
+        (tmp_path / "bare" / INDEX_FILE).write_text(json.dumps(index))
+    with open_worker(tmp_path / "bare") as worker:
+        assert Feature.POOLING_ONLY in worker.features
+    np.testing.assert_array_equal(vector_of(tmp_path / "bare"), vector_of(tmp_path / "whole"))
+    folder = read_model_folder(tmp_path / "bare")
+    assert folder.embedding is not None
+    assert folder.embedding.is_only
+
+
+def test_a_whole_model_that_lacks_its_head_is_incomplete(tmp_path: Path) -> None:
+    make_tiny_model("Qwen3", tmp_path, head_dim=16)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    del tensors[HEAD]
+    save_file(tensors, tmp_path / SINGLE_FILE, {"format": "pt"})
+    with pytest.raises(BrokenCheckpoint, match=r"lacks lm_head\.weight"):
+        open_worker(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x09\0\0\0\0\0\0\0[1, 2, {}]", b"\xff" * 20])
+def test_names_that_cannot_be_read_are_none(content: bytes, tmp_path: Path) -> None:
+    assert stored_names(tmp_path) == frozenset()
+    (tmp_path / SINGLE_FILE).write_bytes(content)
+    assert stored_names(tmp_path) == frozenset()
+
+
+def test_scales_of_the_kv_cache_are_read_by_bare_names_too(tmp_path: Path) -> None:
+    scale = {"layers.0.self_attn.k_scale": torch.tensor(0.5)}
+    as_published(tmp_path, **scale)
+    scales = read_kv_scales(tmp_path, ["model.layers.0", "model.layers.1"])
+    assert scales == {"model.layers.0": KVScales(0.5, 1.0), "model.layers.1": KVScales(1.0, 1.0)}
+    open_worker(tmp_path).close()

@@ -22,9 +22,9 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation, rotary_table
 from longshore.worker.layers.stored_tensor import StoredTensors
-from longshore.worker.loadable import HEAD
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.parallel import ALONE, Parallel
+from longshore.worker.stored_names import HEAD
 
 EMBEDDINGS: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"

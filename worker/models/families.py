@@ -31,6 +31,7 @@ from longshore.worker.models.qwen2_config import Qwen2Config
 from longshore.worker.models.qwen3_config import Qwen3Config
 from longshore.worker.models.qwen3_moe_config import Qwen3MoeConfig
 from longshore.worker.models.whisper_config import WhisperConfig
+from longshore.worker.stored_names import is_body_alone
 
 ENTRY_POINT_GROUP: Final = "longshore.models"
 ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {
@@ -57,15 +58,16 @@ ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {
 
 
 def read_model_config(model_dir: Path) -> DecoderConfig:
-    """What `model_dir/config.json` describes.
+    """What `model_dir/config.json` describes. Whether a model with a head of its own has it, the
+    checkpoint's names say: many that give vectors alone are published as if they had one.
 
     Raises UnsupportedModel for an architecture or feature that is not computed here, and
     BrokenCheckpoint for a file that is missing or makes no sense.
     """
     fields = read_json_object(model_dir / "config.json")
     config = _family(fields).read(fields)
-    if _is_bare(fields):
-        config = replace(config, has_head=config.tie_word_embeddings)
+    if not config.tie_word_embeddings and (_is_bare(fields) or is_body_alone(model_dir)):
+        config = replace(config, has_head=False)
     return config
 
 

@@ -20,6 +20,7 @@ def test_each_way_to_fail_is_told_apart() -> None:
             "good": python(f"print('noise'); print('{MARK}{{\"cuda\": null}}'); print('more')"),
             "bad": python(f'print(\'{MARK}{{"failure": "ImportError: libx.so"}}\'); exit(1)'),
             "crash": python("import os; print('last words', flush=True); os.abort()"),
+            "own signal": python("import os; os.kill(os.getpid(), 40)"),
             "exit": python("exit('no licence')"),
             "silent": python("exit(3)"),
             "nothing": probe_command("no such probe"),
@@ -30,6 +31,7 @@ def test_each_way_to_fail_is_told_apart() -> None:
     assert outcomes["good"].facts == {"cuda": None}
     assert outcomes["bad"].failure == "ImportError: libx.so"
     assert outcomes["crash"].failure == "its import crashes (SIGABRT): last words"
+    assert outcomes["own signal"].failure == "its import crashes (signal 40): it says nothing"
     assert outcomes["exit"].failure == "its import ends the process (exit status 1): no licence"
     assert "it says nothing" in (outcomes["silent"].failure or "")
     assert "KeyError" in (outcomes["nothing"].failure or "")

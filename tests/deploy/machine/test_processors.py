@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from longshore.deploy.machine.processors import kernels, processor_findings, quota_cores
+from longshore.deploy.machine.processors import kernels, processor_findings
+from longshore.worker.host import quota_cores
 from tests.deploy.machine.fake_host import fake_host
 
 CPUFREQ = "sys/devices/system/cpu/cpu0/cpufreq"
@@ -81,7 +82,7 @@ def test_the_tightest_control_group_around_this_process_sets_the_quota(tmp_path:
         "sys/fs/cgroup/system.slice/cpu.max": "300000 100000",
         "sys/fs/cgroup/system.slice/longshore.service/cpu.max": "max 100000",
     }
-    assert quota_cores(fake_host(tmp_path, files)) == 3.0
+    assert quota_cores(fake_host(tmp_path, files).root) == 3.0
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX2 is of x86")

@@ -1,0 +1,33 @@
+"""What a checkpoint calls its tensors, read without a tensor library."""
+
+import json
+from pathlib import Path
+from typing import Final
+
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+HEAD: Final = "lm_head.weight"
+"""The output head, which stands beside the decoder."""
+
+_MAX_HEADER_BYTES: Final = 100_000_000  # as safetensors itself
+
+
+def is_body_alone(model_dir: Path) -> bool:
+    """The checkpoint has no output head, and names its layers as a decoder by itself does."""
+    names = stored_names(model_dir)
+    return HEAD not in names and any(name.startswith("layers.") for name in names)
+
+
+def stored_names(model_dir: Path) -> frozenset[str]:
+    """Empty if they cannot be read: whoever loads the tensors says why."""
+    try:
+        single = model_dir / SINGLE_FILE
+        if single.exists():
+            with single.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                names = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
+        else:
+            names = json.loads((model_dir / INDEX_FILE).read_bytes())["weight_map"]
+        return frozenset(names)
+    except (OSError, ValueError, LookupError, TypeError):
+        return frozenset()
