@@ -177,7 +177,14 @@ def _workers(workers: Sequence[WorkerView]) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, expand=True, padding=(0, 1), pad_edge=False, header_style="dim")
+    table = Table(
+        box=None,
+        expand=True,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+        header_style="dim",
+    )
     table.add_column(first, no_wrap=True)
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from longshore.deploy.demo import DEMO_MODEL_DIR
+
 LOADED = (
     "import sys, longshore.deploy.cli; print({'torch', 'starlette', 'numpy'} & set(sys.modules))"
 )
