@@ -130,7 +130,7 @@ def test_workers_have_a_panel_where_a_row_of_it_fits(height: int) -> None:
     assert len(lines) <= height
     assert lines[-1].startswith("╰")
     assert ("workers" in "\n".join(lines)) == (height >= 27)
-    assert sum("0.00 GiB" in line for line in lines) == min(max(height - 26, 0), 2)
+    assert sum("0.00 GiB" in line for line in lines) == min(max(height - 26, 0), 3)
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80])

@@ -81,7 +81,8 @@ const isBroken = (each) => each.getClientRects().length > 1;
 const names = [...document.querySelectorAll('td:first-child code')];
 const meanings = [...document.querySelectorAll('td:nth-child(2)')];
 const words = (found) => found.map((each) => each.innerText);
-return [words(names.filter((each) => isBroken(each) || isOut(each))), words(meanings.filter(isOut)), names.length];
+const broken = names.filter((each) => isBroken(each) || isOut(each));
+return [words(broken), words(meanings.filter(isOut)), names.length];
 """
 
 
