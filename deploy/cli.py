@@ -29,9 +29,13 @@ bench = App(name="bench", help="Measure throughput and latency; results as JSON.
 app.command(bench)
 
 
+def _name_of_default_model(folder: Path) -> str:
+    return "the bundled demo model"
+
+
 @app.command
 def serve(
-    model: Path = DEMO_MODEL_DIR,
+    model: Annotated[Path, Parameter(show_default=_name_of_default_model)] = DEMO_MODEL_DIR,
     *,
     options: Annotated[ServeOptions, Parameter(name="*")] = ServeOptions(),  # noqa: B008  # frozen
 ) -> None:
@@ -39,7 +43,7 @@ def serve(
 
     Args:
         model: Folder of the model, as Hugging Face writes it, or its id on a model hub
-            (owner/name or owner/name@revision). Default: the bundled demo model.
+            (owner/name or owner/name@revision).
     """
     from longshore.deploy.model_folder import read_model_folder
     from longshore.deploy.serve import serve as serve_model

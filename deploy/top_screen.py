@@ -31,7 +31,7 @@ class TopScreen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         view = self._view
-        head, latencies = self._head(), _panel("latency", _latencies(view))
+        head, latencies = self._head(options.max_width), _panel("latency", _latencies(view))
         counts = _side_by_side(
             _panel("requests", _requests(view)), _panel("tokens per second", _tokens(view))
         )
@@ -44,21 +44,26 @@ class TopScreen:
             parts.append(_panel("engines", _engines(view.engines)))
         if view.workers:
             num_lines = len(console.render_lines(Group(*parts), options.update(height=None)))
-            num_rows = max(1, options.max_height - num_lines - 3) if self._fills_terminal else None
-            parts.append(_workers_panel(view.workers, num_rows))
+            num_rows = options.max_height - num_lines - 3 if self._fills_terminal else None
+            if num_rows is None or num_rows > 0:
+                parts.append(_workers_panel(view.workers, num_rows))
         yield Group(*parts) if self._trouble is None else Styled(Group(*parts), "dim")
 
-    def _head(self) -> RenderableType:
+    def _head(self, width: int) -> RenderableType:
+        """Where there is little room the URL gives way, not the state."""
         if self._trouble is not None:
             return Text(self._trouble, style="bold red", no_wrap=True, overflow="ellipsis")
         state = ("ready", "green") if self._view.is_ready else ("not ready", "bold red")
         head = Table.grid(expand=True)
         head.add_column(no_wrap=True)
         head.add_column(justify="right", no_wrap=True)
-        head.add_row(
-            Text.assemble((f"longshore {self._view.version}", "bold"), f" at {self._url}  ", state),
-            Text(_window(self._view), style="dim"),
-        )
+        window = _window(self._view)
+        room = width - len(window) - len(state[0]) - 4
+        where = Text.assemble((f"longshore {self._view.version}", "bold"), f" at {self._url}")
+        if len(where) > room:
+            where = Text(self._url)
+            where.truncate(max(room, 1), overflow="ellipsis")
+        head.add_row(Text.assemble(where, "  ", state), Text(window, style="dim"))
         return head
 
 
@@ -172,7 +177,14 @@ def _workers(workers: Sequence[WorkerView]) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, expand=True, padding=(0, 1), pad_edge=False, header_style="dim")
+    table = Table(
+        box=None,
+        expand=True,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+        header_style="dim",
+    )
     table.add_column(first, no_wrap=True)
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)

@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -82,6 +82,7 @@ class Gateway:
                 Route("/metrics", self._metrics),
                 Route("/engine/report", self._engine_report),
                 Route("/openapi.json", self._openapi),
+                Route("/", _to_dashboard),
                 Route("/dashboard", dashboard.page),
                 Route("/dashboard/state", dashboard.state),
             ],
@@ -157,6 +158,11 @@ class Gateway:
     async def _metrics(self, request: Request) -> Response:
         content = await self.siblings.metrics()
         return Response(content, media_type="text/plain; version=0.0.4")
+
+
+async def _to_dashboard(request: Request) -> Response:
+    """For a browser on the address that the server prints. Relative: a proxy may add a prefix."""
+    return RedirectResponse("dashboard")
 
 
 def _json(content: msgspec.Struct) -> Response:

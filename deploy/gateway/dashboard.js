@@ -413,15 +413,16 @@ function showHolders(state) {
   $("holders-none").hidden = state.holders.length > 0;
 }
 
-// Rows of plain cells: [[text, text, ...], ...]; those in `numeric` are numbers.
+// Rows of plain cells: [[text, [text, title], ...], ...].
 function fill(body, rows, isNumeric) {
   while (body.children.length > rows.length) body.lastChild.remove();
   rows.forEach((texts, index) => {
     const row = body.children[index] ?? body.appendChild(make("tr"));
     while (row.children.length > texts.length) row.lastChild.remove();
-    texts.forEach((text, column) => {
+    texts.map((text) => [text].flat()).forEach(([text, title = ""], column) => {
       const cell = row.children[column] ?? row.appendChild(make("td", isNumeric(column) ? "num" : ""));
       setText(cell, text);
+      cell.title = title;
     });
   });
 }
@@ -453,10 +454,10 @@ function showWaiting(report) {
 function showPlaces(state, workers) {
   const { counts, groups } = state, total = state.states.length;
   const unused = counts[FREE] + counts[CACHED];
-  const share = (number) => `${count(number)}  (${percent(number / Math.max(total - counts[RESERVED], 1))})`;
+  const share = (number) => [count(number), `${percent(number / Math.max(total - counts[RESERVED], 1))} of those that can be used`];
   const size = bytes(total * Math.max(0, ...groups.map((group) => group.block_bytes)));
   fill($("tiers"), [[
-    "device, each worker", count(total), share(total - unused - counts[RESERVED]),
+    ["device", "as many blocks in each worker"], count(total), share(total - unused - counts[RESERVED]),
     share(counts[CACHED]), share(counts[FREE]), size,
   ]], (column) => column > 0);
   fill($("groups"), groups.map((group) => [
@@ -508,21 +509,24 @@ function latency(name, part) {
   return (now, _, longAgo) => quantile(now.metrics, longAgo.metrics, `longshore_${name}_seconds`, part);
 }
 
-// title, how a value is written, [name, value of (now, RATE_S ago, QUANTILE_S ago)] ..., least top
+// title, how a value is written, [name, value of (now, RATE_S ago, QUANTILE_S ago)] ..., least top,
+// whether it is of all engines: the gateway measures these, and not by engine
 const CHARTS = [
   ["KV blocks in use", percent, [["", (now) => now.state.report.kv_usage]], 1],
   ["Requests", count, [["running", (now) => now.state.report.num_running], ["waiting", (now) => now.state.report.num_waiting]], 4],
-  ["Tokens out / s", rate, [["", per(metric("longshore_generated_tokens_total"))]], 1],
-  ["Tokens in / s", rate, [["", per(metric("longshore_prompt_tokens_total"))]], 1],
-  ["First token", seconds, [["p50", latency("time_to_first_token", 0.5)], ["p99", latency("time_to_first_token", 0.99)]], 0.001],
-  ["Between tokens", seconds, [["p50", latency("inter_token_latency", 0.5)], ["p99", latency("inter_token_latency", 0.99)]], 0.001],
+  ["Tokens out / s", rate, [["", per(metric("longshore_generated_tokens_total"))]], 1, true],
+  ["Tokens in / s", rate, [["", per(metric("longshore_prompt_tokens_total"))]], 1, true],
+  ["First token", seconds, [["p50", latency("time_to_first_token", 0.5)], ["p99", latency("time_to_first_token", 0.99)]], 0.001, true],
+  ["Between tokens", seconds, [["p50", latency("inter_token_latency", 0.5)], ["p99", latency("inter_token_latency", 0.99)]], 0.001, true],
   ["Steps / s", rate, [["", per((sample) => sample.state.num_steps)]], 1],
   ["Prefix hits", percent, [["", share((sample) => sample.state.num_prefix_hit_tokens, (sample) => sample.state.num_prefix_queried_tokens)]], 1],
 ];
-const charts = CHARTS.map(([title, write, series, least]) => {
+const charts = CHARTS.map(([title, write, series, least, isOfAll = false]) => {
   const box = make("div", "chart"), head = make("div", "head"), values = make("div", "values");
   const top = make("span", "top num"), canvas = make("canvas");
-  head.append(make("h2", "", title), top);
+  const heading = make("h2", "", title);
+  if (isOfAll) heading.append(" ", make("span", "scope", "all engines"));
+  head.append(heading, top);
   const numbers = series.map(([name]) => {
     const span = make("span"), number = make("b", "", "–");
     if (series.length > 1) span.append(make("i"));
@@ -621,6 +625,7 @@ function showState({ state, metrics }) {
 
 function showEngines(number) {
   $("engines").hidden = number < 2;
+  for (const scope of document.getElementsByClassName("scope")) scope.hidden = number < 2;
   if ($("choose").children.length === number) return;
   $("choose").replaceChildren(...Array.from({ length: number }, (_, index) => new Option(`engine ${index}`, String(index))));
   $("choose").value = engine;

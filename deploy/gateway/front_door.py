@@ -19,7 +19,7 @@ from longshore.deploy.gateway.request_log import AccessLog, HttpRequest, note_bu
 
 REQUEST_ID_HEADER: Final = b"x-request-id"
 TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
-OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/dashboard"})
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/", "/dashboard"})
 """Probes, scrapers and a browser that opens a page have no key; the page asks for one."""
 
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}", re.ASCII)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from longshore.deploy.demo import DEMO_MODEL_DIR
+
 LOADED = (
     "import sys, longshore.deploy.cli; print({'torch', 'starlette', 'numpy'} & set(sys.modules))"
 )
@@ -165,6 +167,8 @@ def test_help_names_every_flag_with_what_it_does() -> None:
     for flag in ("--no-async-scheduling", "--max-num-batched-tokens", "--drain-timeout-s"):
         assert flag in run.stdout
     assert "power of two" in run.stdout
+    assert str(DEMO_MODEL_DIR.parent) not in "".join(run.stdout.split())
+    assert "bundled demo model]" in run.stdout
 
 
 def test_help_puts_every_setting_under_a_heading() -> None:

@@ -121,6 +121,29 @@ def test_workers_that_do_not_fit_are_counted() -> None:
     assert sum("0.00 GiB" in line for line in drawn(view, fills_terminal=False)) == 9
 
 
+@pytest.mark.parametrize("height", range(23, 30))
+def test_workers_have_a_panel_where_a_row_of_it_fits(height: int) -> None:
+    metrics = busy_metrics()
+    metrics.observe_scheduler("0", with_workers(2))
+    metrics.observe_scheduler("1", STATS)
+    lines = drawn(overview(Window(sample(metrics, 1.0))), height=height)
+    assert len(lines) <= height
+    assert lines[-1].startswith("╰")
+    assert ("workers" in "\n".join(lines)) == (height >= 27)
+    assert sum("0.00 GiB" in line for line in lines) == min(max(height - 26, 0), 3)
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 80])
+def test_the_head_cuts_the_address_before_the_state(width: int) -> None:
+    console = Console(width=width, height=24, record=True, file=io.StringIO())
+    console.print(TopScreen(two_looks(), "http://a-long-name.example.org:8000"))
+    head, *_ = console.export_text().splitlines()
+    assert "ready" in head
+    assert head.rstrip().endswith("q ends")
+    assert ("longshore" in head) == (width == 80)
+    assert ("http://a-long-name.example.org:8000 " in head) == (width >= 60)
+
+
 def test_several_engines_have_a_row_each_and_a_sum() -> None:
     metrics = busy_metrics()
     metrics.observe_scheduler("1", msgspec.structs.replace(STATS, num_running=9, kv_usage=0.5))

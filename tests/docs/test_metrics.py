@@ -21,8 +21,8 @@ def rows() -> set[str]:
             continue  # the gateway process switches them off
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
-        shown = ", ".join(f"`{label}`" for label in labels)
-        rows.add(f"| `{name}` | {family.type} | {shown} | {family.documentation} |")
+        by = f" by {', '.join(f'`{label}`' for label in labels)}" if labels else ""
+        rows.add(f"| `{name}`<br>{family.type}{by} | {family.documentation} |")
     return rows
 
 

@@ -45,6 +45,6 @@ def test_every_setting_is_on_the_page_with_an_explanation(options: type) -> None
         of_setting = [row for row in rows if row.startswith(f"| `{flag}`")]
         assert of_setting, flag
         for row in of_setting:
-            names, _, _, explanation = row.strip("| ").split(" | ")
+            names, explanation, _, _ = row[2:-2].split(" | ")
             assert names.endswith(f"<br>`LONGSHORE_{field.name.upper()}`")
             assert explanation, f"{flag} is not explained"

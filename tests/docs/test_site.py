@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, load_script
+from tests.integration.browser import open_browser
 
 # Elements that make a browser fetch something as soon as they are there.
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}
@@ -72,6 +73,45 @@ def test_the_python_api_lists_the_fields_of_a_setting(site: Path) -> None:
     for name in ("LLM", "SamplingParams", "SchedulingPolicy", "SchedulerConnector"):
         assert re.search(rf'id="longshore\.[\w.]+\.{name}"', page), name
     assert "<li><code>temperature</code>: 0 is greedy" in page
+
+
+NAMES_AND_MEANINGS = """
+const isOut = (each) => each.getBoundingClientRect().right > innerWidth;
+const isBroken = (each) => each.getClientRects().length > 1;
+const names = [...document.querySelectorAll('td:first-child code')];
+const meanings = [...document.querySelectorAll('td:nth-child(2)')];
+const words = (found) => found.map((each) => each.innerText);
+const broken = names.filter((each) => isBroken(each) || isOut(each));
+return [words(broken), words(meanings.filter(isOut)), names.length];
+"""
+
+
+@pytest.mark.services
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("page", ["metrics", "reference/configuration"])
+def test_names_are_whole_and_what_they_mean_is_in_sight(
+    site: Path, tmp_path: Path, page: str, width: int
+) -> None:
+    with open_browser(tmp_path, size=(width, 900)) as driver:
+        driver.get((site / f"{page}.html").as_uri())
+        broken, hidden, total = driver.execute_script(NAMES_AND_MEANINGS)
+    assert total > 30
+    assert broken == []
+    assert hidden == []
+
+
+@pytest.mark.services
+def test_drawings_can_be_read_on_a_phone(site: Path, tmp_path: Path) -> None:
+    with open_browser(tmp_path, size=(390, 800)) as driver:
+        for page in ("index", "architecture"):
+            driver.get((site / f"{page}.html").as_uri())
+            pictures = driver.execute_script(
+                "return [...document.querySelectorAll('article img')].map((each) =>"
+                " [each.width, each.parentElement.scrollWidth > each.parentElement.clientWidth])"
+            )
+            assert pictures
+            assert all(width >= 640 and scrolls for width, scrolls in pictures)
+            assert driver.execute_script("return document.documentElement.scrollWidth") == 390
 
 
 def test_explained_fields_become_a_list_and_nothing_else_does() -> None:

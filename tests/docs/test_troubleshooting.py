@@ -63,7 +63,7 @@ def test_metrics_that_the_page_names_are_listed_in_theirs() -> None:
     listed = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     assert names
     for name in names:
-        assert f"| `{name}` |" in listed
+        assert f"| `{name}`<br>" in listed
 
 
 def test_the_variable_that_a_kubernetes_service_makes_is_refused_by_name(

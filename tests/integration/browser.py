@@ -1,4 +1,4 @@
-"""A headless Chromium on the dashboard of a running server."""
+"""A headless Chromium, and the dashboard of a running server in it."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -71,23 +71,36 @@ class Page:
 
 
 @contextmanager
-def open_page(
-    url: str, profile_dir: Path, *, size: tuple[int, int] = (1280, 1000), is_dark: bool = False
-) -> Iterator[Page]:
-    """The dashboard of the server at `url`. Fails where Chromium is missing."""
+def open_browser(
+    profile_dir: Path, *, size: tuple[int, int] = (1280, 1000), is_dark: bool = False
+) -> Iterator[Chrome]:
+    """An empty tab. Fails where Chromium is missing."""
     options = ChromeOptions()
     for flag in (*FLAGS, f"--user-data-dir={profile_dir}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = Chrome(options, ChromeService("/usr/bin/chromedriver"))
     try:
-        width, height = size
-        driver.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
-        )
+        resize(driver, *size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        yield Page(driver, url)
+        yield driver
     finally:
         driver.quit()
+
+
+def resize(driver: Chrome, width: int, height: int) -> None:
+    """Give the page so many CSS pixels."""
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
+    )
+
+
+@contextmanager
+def open_page(
+    url: str, profile_dir: Path, *, size: tuple[int, int] = (1280, 1000), is_dark: bool = False
+) -> Iterator[Page]:
+    """The dashboard of the server at `url`."""
+    with open_browser(profile_dir, size=size, is_dark=is_dark) as driver:
+        yield Page(driver, url)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from selenium.webdriver import ActionChains, Keys
 
-from tests.integration.browser import Page, open_page
+from tests.integration.browser import Page, open_page, resize
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import Deployment, wait_until
 from tests.integration.test_process_life import open_stream
@@ -120,6 +120,54 @@ def test_a_narrow_window_shows_everything_one_below_the_other(
         above, below = narrow.run(boxes)
         assert above < below
         assert narrow.complaints == []
+
+
+FILL_WITH_WIDE_NUMBERS = """
+for (const scope of document.querySelectorAll('.scope')) scope.hidden = false;
+for (const number of document.querySelectorAll('.values b')) number.textContent = '1,234 ms';
+for (const top of document.querySelectorAll('.top')) top.textContent = 'to 100 ms';
+const isNumber = (column) => column > 0;
+fill($('workers'), [['0', '12,345', '999 ms', '999 ms', '100 %', '123,456', '79.9 GiB']], isNumber);
+fill($('tiers'), [['device', ...Array(4).fill('123,456'), '79.9 GiB']], isNumber);
+"""
+FIND_WHAT_IS_CUT = """
+const all = (where, of = document) => [...of.querySelectorAll(where)];
+const box = (element) => element.getBoundingClientRect();
+const cut = all('.chart').filter((tile) => all('span, h2', tile).some((each) =>
+  box(each).right > box(tile).right || box(each).bottom > box(tile.lastChild).top + 1));
+const scroll = all('.wide').filter((each) => each.scrollWidth > each.clientWidth);
+return [...cut, ...(innerWidth < 768 ? [] : scroll)].map((each) => each.innerText);
+"""
+
+
+def test_no_number_is_cut_however_wide_the_window(page: Page) -> None:
+    page.wait_for_polls()
+    page.driver.find_element("id", "freeze").click()
+    page.wait_for_status("frozen")
+    cut = {}
+    for width in (400, 768, 1001, 1024, 1280, 1281, 1440, 1461, 1920):
+        resize(page.driver, width, 900)
+        cut[width] = page.run(FILL_WITH_WIDE_NUMBERS + FIND_WHAT_IS_CUT)
+    assert {width: what for width, what in cut.items() if what} == {}
+
+
+def test_of_several_engines_the_page_says_what_it_shows_of_which(
+    start_deployment: StartDeployment, tmp_path: Path
+) -> None:
+    shown = "return [...document.querySelectorAll('.scope')].filter((each) => !each.hidden)"
+    deployment = start_deployment("--replicas", "2").wait_until_ready()
+    with open_page(deployment.url, tmp_path / "profile") as page:
+        page.wait_for_status("idle")
+        of_all = page.run(f"{shown}.map((each) => each.parentElement.textContent)")
+        page.driver.get(f"{deployment.url}/?engine=0")  # as a person types it
+        page.wait_for_status("idle")
+        assert page.driver.current_url.startswith(f"{deployment.url}/dashboard")
+    assert of_all == [
+        "Tokens out / s all engines",
+        "Tokens in / s all engines",
+        "First token all engines",
+        "Between tokens all engines",
+    ]
 
 
 def test_the_data_need_a_key_which_stays_in_the_tab(

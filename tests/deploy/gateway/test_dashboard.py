@@ -106,6 +106,14 @@ async def test_page_needs_no_key_and_its_data_do(start_gateway: StartGateway) ->
         assert (await gateway.get("/dashboard/state?api_key=secret")).status == 401
 
 
+async def test_a_browser_on_the_bare_address_is_led_to_the_page(
+    start_gateway: StartGateway,
+) -> None:
+    async with start_gateway(api_keys=("secret",)) as gateway:
+        answer = await gateway.get("/")
+        assert (answer.status, answer.headers["location"]) == (307, "dashboard")
+
+
 async def test_an_engine_that_is_not_there_is_a_404_by_name(start_gateway: StartGateway) -> None:
     async with start_gateway() as gateway:
         answer = await gateway.get("/dashboard/state?engine=1")
