@@ -1,6 +1,6 @@
 """The settings of commands that talk to a running server."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from longshore.deploy.options import check_at_least, check_duration
 
@@ -21,7 +21,7 @@ class DoctorOptions:
 
     machine: bool = False
     engine: str = "http://127.0.0.1:8000"
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     json: bool = False
     stall_after_s: float = 10.0
     timeout_s: float = 15.0
@@ -48,7 +48,7 @@ class ChatOptions:
     """
 
     url: str = "http://127.0.0.1:8000"
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     model: str | None = None
     system: str = ""
     temperature: float | None = None
@@ -76,7 +76,7 @@ class TopOptions:
     """
 
     url: str = "http://127.0.0.1:8000"
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     interval_s: float = 1.0
     num_looks: int | None = None
     json: bool = False
