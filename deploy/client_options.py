@@ -1,6 +1,9 @@
 """The settings of commands that talk to a running server."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from longshore.deploy.options import check_at_least, check_duration
 
@@ -12,7 +15,7 @@ class DoctorOptions:
     Attributes:
         machine: Look at this machine instead: versions, devices, processors, memory, limits, the
             port, and which optional libraries load.
-        engine: Address of its server, as `longshore serve` prints it.
+        url: Address of the server, as `longshore serve` prints it.
         api_key: Key that the server wants.
         json: Print JSON instead of tables.
         stall_after_s: An engine with requests of which none advances for so long is stalled.
@@ -20,7 +23,7 @@ class DoctorOptions:
     """
 
     machine: bool = False
-    engine: str = "http://127.0.0.1:8000"
+    url: Annotated[str, Parameter(alias="--engine")] = "http://127.0.0.1:8000"
     api_key: str | None = field(default=None, repr=False)
     json: bool = False
     stall_after_s: float = 10.0

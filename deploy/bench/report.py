@@ -42,7 +42,7 @@ def conditions(options: Any) -> dict[str, Any]:
     """Software, machine and settings (a dataclass) of this run. People publish these: fields that
     have no place in a repr, which are those that may hold secrets, and credentials in a URL have
     none here either."""
-    settings = {
+    settings: dict[str, Any] = {
         field.name: _plain(getattr(options, field.name))
         for field in dataclasses.fields(options)
         if field.repr
