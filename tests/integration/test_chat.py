@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from tests.deploy.tiny_tokenizer import BOS, EOS, byte_level_tokenizer
 from tests.integration.deployment import Deployment
 
 WAIT_S = 30.0
@@ -157,13 +158,13 @@ def piped(deployment: Deployment, said: str, *arguments: str) -> "subprocess.Com
 
 
 @pytest.mark.parametrize(
-    ("term", "typed", "then", "num_prompt_tokens"),
+    ("term", "typed", "then", "question"),
     [
         # A terminal that marks a paste, and one that does not.
-        ("xterm", "\x1b[200~first\nsecond\nthird\x1b[201~", "\n", 36),
-        ("dumb", "first\nsecond\nthird\n", "", 36),
-        ("dumb", "first\nsecond\nthird", "\n", 36),
-        ("dumb", "first\\\n", "second\n", 30),
+        ("xterm", "\x1b[200~first\nsecond\nthird\x1b[201~", "\n", "first\nsecond\nthird"),
+        ("dumb", "first\nsecond\nthird\n", "", "first\nsecond\nthird"),
+        ("dumb", "first\nsecond\nthird", "\n", "first\nsecond\nthird"),
+        ("dumb", "first\\\n", "second\n", "first\nsecond"),
     ],
 )
 def test_lines_that_are_pasted_or_end_in_a_backslash_are_one_question(
@@ -172,7 +173,7 @@ def test_lines_that_are_pasted_or_end_in_a_backslash_are_one_question(
     term: str,
     typed: str,
     then: str,
-    num_prompt_tokens: int,
+    question: str,
 ) -> None:
     monkeypatch.setenv("TERM", term)
     terminal = chat(deployment, 4)
@@ -184,6 +185,7 @@ def test_lines_that_are_pasted_or_end_in_a_backslash_are_one_question(
     terminal.type("/stats\n")
     seen = terminal.wait_for("tokens per second")
     assert "all 1" in seen
-    assert re.search(rf"prompt tokens +│ {num_prompt_tokens} ", seen)
+    prompt = byte_level_tokenizer().encode(f"{BOS}[user]{question}{EOS}[assistant]")
+    assert re.search(rf"prompt tokens +│ {len(prompt.ids)} ", seen), seen
     terminal.type("/quit\n")
     assert terminal.close() == 0
