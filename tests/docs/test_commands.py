@@ -184,7 +184,7 @@ def run_in_shell(
     text = command.text.replace(URL, url).replace(".venv/bin/", "")
     text = re.sub(r"\bMODEL\b|path/to/model", str(model), text)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    defaults = {"URL": url, "ENGINE": url, "NUM_LOOKS": "1"}
+    defaults = {"URL": url, "NUM_LOOKS": "1"}
     return subprocess.run(
         ["bash", "-ec", text],
         cwd=folder,
@@ -194,7 +194,7 @@ def run_in_shell(
             "PATH": path,
             "CURL_HOME": str(folder),
         },
-        input="",
+        input="C417 B42 red C009 B13 blue Where is C417?\n",  # a chat answers it
         capture_output=True,
         text=True,
         timeout=60,
