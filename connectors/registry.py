@@ -84,7 +84,8 @@ def _entry_point(name: str) -> EntryPoint:
     offered = ", ".join(installed_connectors()) or "none"
     raise ConfigError(
         f"--kv-connector {name} is unknown. Installed packages offer: {offered}. "
-        "A connector of your own is given as package.module:Class."
+        "A connector of your own is given as package.module:Class; no worker of this version can "
+        "move blocks for one yet."
     )
 
 

@@ -20,6 +20,7 @@ from longshore.deploy.options import CachePlanOptions, resolve_device
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype
 from longshore.scheduler.config import CacheConfig
+from longshore.worker.byte_size import byte_size
 from longshore.worker.cache_plan import (
     DTYPE_BYTES,
     CacheSizes,
@@ -178,21 +179,21 @@ def tables(report: PlanReport) -> list[Table]:
 def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
     cache = report.cache
     shard = f", a shard of {report.tensor_parallel_size}" if report.tensor_parallel_size > 1 else ""
-    yield f"weights in {report.dtype}{shard}", _size(report.weight_bytes)
+    yield f"weights in {report.dtype}{shard}", byte_size(report.weight_bytes)
     yield (
         "KV cache (--kv-cache-bytes)",
-        f"{_size(cache.size_bytes)}: {cache.num_blocks:,} blocks of {cache.block_bytes:,} bytes, "
-        f"{cache.num_reserved_blocks:,} set aside for padding",
+        f"{byte_size(cache.size_bytes)}: {cache.num_blocks:,} blocks of {cache.block_bytes:,} "
+        f"bytes, {cache.num_reserved_blocks:,} set aside for padding",
     )
     if cache.expanded_bytes:
         yield (
             "beside it, once a prompt is long",
-            f"{_size(cache.expanded_bytes)} for keys and values made of latents",
+            f"{byte_size(cache.expanded_bytes)} for keys and values made of latents",
         )
     request_blocks = sum(group.max_blocks for group in cache.groups)
     yield (
         f"a request of {cache.max_model_len:,} tokens",
-        f"{_size(request_blocks * cache.block_bytes)}: {_blocks(request_blocks)}, "
+        f"{byte_size(request_blocks * cache.block_bytes)}: {_blocks(request_blocks)}, "
         f"{cache.padding_share:.1%} of it padding",
     )
     if cache.num_blocks_in_flight:
@@ -233,12 +234,3 @@ def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
 
 def _blocks(count: int) -> str:
     return "1 block" if count == 1 else f"{count:,} blocks"
-
-
-def _size(size_bytes: int) -> str:
-    size, unit = float(size_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:,.0f} bytes" if unit == "bytes" else f"{size:,.2f} {unit}"

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import re
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,15 +14,19 @@ from rich.console import Console
 from rich.table import Table
 
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
+from longshore.deploy.chat_input import read_message, use_line_editing
 from longshore.deploy.client_options import ChatOptions
+from longshore.deploy.refusal import refusal
 from longshore.protocol.errors import LongshoreError
 
 HELP: Final = (
     "/stats   tokens and times of the last answer and of all\n"
     "/reset   forget the conversation\n"
     "/system TEXT   say first what the model is to be; without TEXT: nothing\n"
-    "/quit    leave, as does Ctrl-D; Ctrl-C ends an answer"
+    "/quit    leave, as does Ctrl-D; Ctrl-C ends an answer\n"
+    "A line that ends in \\ goes on in the next."
 )
+LEAVE: Final = ("/quit", "/exit")
 
 
 class ChatFailed(LongshoreError):
@@ -162,32 +168,63 @@ class _Answer:
         )
 
 
-def chat(options: ChatOptions) -> None:
-    """Talk until the input ends. Raises ChatFailed if the server cannot be asked at all."""
+def chat(options: ChatOptions) -> bool:
+    """Talk until the input ends; whether everything that a pipe asked has been answered. Raises
+    ChatFailed if the server cannot be asked at all."""
     console = Console(highlight=False)
     endpoint = HttpEndpoint(options.url, api_key=options.api_key)
-    model = options.model or asyncio.run(_served_model(endpoint, options.timeout_s))
+    model = asyncio.run(_served_model(endpoint, options))
     conversation = Conversation(endpoint, options, model, lambda piece: show(console, piece))
     conversation.set_system(options.system)
+    if not sys.stdin.isatty():
+        return _answer_all(console, conversation, sys.stdin)
+    use_line_editing()
+    prompt = _prompt(console)
     console.print(f"{model} at {options.url}; /help lists the commands", markup=False)
     while True:
         try:
-            line = console.input("[bold cyan]you[/bold cyan]  ").strip()
+            said = read_message(prompt).strip()
         except (EOFError, KeyboardInterrupt):
             console.print()
-            return
-        if line.startswith("/"):
-            if line in ("/quit", "/exit"):
-                return
-            _command(console, conversation, line)
-        elif line:
-            _ask(console, conversation, line)
+            return True
+        if said in LEAVE:
+            return True
+        if said.startswith("/"):
+            _command(console, conversation, said)
+        elif said:
+            _ask(console, conversation, said)
 
 
-def _ask(console: Console, conversation: Conversation, line: str) -> None:
+def _answer_all(console: Console, conversation: Conversation, lines: Iterable[str]) -> bool:
+    """A question per line, and nothing but answers on standard output."""
+    all_well = True
+    for said in map(str.strip, lines):
+        if said in LEAVE:
+            break
+        if said.startswith("/"):
+            _command(console, conversation, said)
+        elif said:
+            try:
+                asyncio.run(conversation.ask(said))
+            except ChatFailed as error:
+                print(f"longshore: error: {error}", file=sys.stderr)
+                all_well = False
+            else:
+                console.print()
+    return all_well
+
+
+def _prompt(console: Console) -> str:
+    """As this terminal shows it; colours in the marks by which readline knows what has no width."""
+    with console.capture() as captured:
+        console.print("[bold cyan]you[/bold cyan]  ", end="")
+    return re.sub(r"\x1b\[[\d;]*m", lambda colour: f"\1{colour[0]}\2", captured.get())
+
+
+def _ask(console: Console, conversation: Conversation, said: str) -> None:
     console.print("[bold green]model[/bold green]  ", end="")
     try:
-        asyncio.run(_interruptible(conversation.ask(line)))
+        asyncio.run(_interruptible(conversation.ask(said)))
     except asyncio.CancelledError:
         console.print(" [dim](cut off)[/dim]", end="")
     except ChatFailed as error:
@@ -233,9 +270,10 @@ def _stats_table(conversation: Conversation) -> Table:
     return table
 
 
-async def _served_model(endpoint: HttpEndpoint, timeout_s: float) -> str:
+async def _served_model(endpoint: HttpEndpoint, options: ChatOptions) -> str:
+    """The model that is asked for, or the first. Raises ChatFailed if the server has it not."""
     try:
-        answer = await endpoint.request("GET", "/v1/models", timeout_s=timeout_s)
+        answer = await endpoint.request("GET", "/v1/models", timeout_s=options.timeout_s)
     except (OSError, TimeoutError) as error:
         raise ChatFailed(
             f"no server can be asked: {error or type(error).__name__}. Is `longshore serve` "
@@ -244,13 +282,20 @@ async def _served_model(endpoint: HttpEndpoint, timeout_s: float) -> str:
     if answer.status != 200:
         raise ChatFailed(_error_of(answer))
     try:
-        return str(json.loads(answer.body)["data"][0]["id"])
+        served = [str(model["id"]) for model in json.loads(answer.body)["data"]]
+        model = options.model or served[0]
     except (ValueError, LookupError, TypeError) as error:
         raise ChatFailed("what answers there is no OpenAI-compatible server") from error
+    if model not in served:
+        raise ChatFailed(f"--model {model} is not served at {options.url}: {', '.join(served)}")
+    return model
 
 
 def _error_of(answer: HttpAnswer) -> str:
-    try:
-        return str(json.loads(answer.body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return f"HTTP {answer.status}"
+    message = refusal(answer) or f"HTTP {answer.status}"
+    if "needs a tokenizer" in message:
+        return (
+            "this model cannot be talked to: its folder has no tokenizer.json. Put it there and "
+            "start `longshore serve` again"
+        )
+    return message

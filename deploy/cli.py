@@ -1,6 +1,7 @@
 """The `longshore` command. Commands import what they need when they run: `--help` is immediate."""
 
 import contextlib
+import difflib
 import logging
 import os
 import sys
@@ -33,7 +34,7 @@ def _name_of_default_model(folder: Path) -> str:
     return "the bundled demo model"
 
 
-@app.command
+@app.command(usage="Usage: longshore serve [OPTIONS] [MODEL]")
 def serve(
     model: Annotated[Path, Parameter(show_default=_name_of_default_model)] = DEMO_MODEL_DIR,
     *,
@@ -57,10 +58,14 @@ def chat(
     *,
     options: Annotated[ChatOptions, Parameter(name="*")] = ChatOptions(),  # noqa: B008  # frozen
 ) -> None:
-    """Talk to a running server in the terminal; /help there lists the commands."""
+    """Talk to a running server in the terminal; /help there lists the commands.
+
+    From a pipe every line is a question, standard output has the answers alone, and the exit status
+    is 1 if one failed.
+    """
     from longshore.deploy.chat import chat as talk
 
-    talk(options)
+    sys.exit(0 if talk(options) else 1)
 
 
 @app.command
@@ -137,13 +142,39 @@ def launch(
 
 def _check_variables(variables: Mapping[str, str]) -> None:
     """Raise ConfigError for a variable that means something and would be passed over, or that is
-    set to nothing: a key that a deployment forgot to fill in must not open the server."""
+    set to nothing: a key that a deployment forgot to fill in must not open the server. Warn of
+    those that no command reads."""
     for name, value in variables.items():
         if name.startswith(PREFIX + "NO_"):
             setting = name.removeprefix(PREFIX + "NO_")
             raise ConfigError(f"{name} is not read; say {PREFIX}{setting}=false")
         if name.startswith(PREFIX) and not value.strip():
             raise ConfigError(f"{name} is set, but empty; give it a value or unset it")
+    known = _known_variables()
+    unread = [
+        f"{name} ({nearest[0]} is meant?)" if nearest else name
+        for name in sorted(variables)
+        if name.startswith(PREFIX) and name not in known
+        for nearest in [difflib.get_close_matches(name, known, n=1, cutoff=0.8)]
+    ]
+    if unread:
+        print(f"longshore: warning: nothing reads {', '.join(unread)}", file=sys.stderr)
+
+
+def _known_variables() -> set[str]:
+    """Of all commands: a variable may be meant for another one than this."""
+    commands = [
+        *(app[name] for name in _commands(app)),
+        *(bench[name] for name in _commands(bench)),
+    ]
+    return {
+        PREFIX + name.removeprefix("--").replace("-", "_").upper()
+        for command in commands
+        if command.default_command is not None
+        for argument in command.assemble_argument_collection()
+        if not argument.children
+        for name in argument.names
+    }
 
 
 def _settings_file(path: Path) -> Toml:

@@ -1,6 +1,9 @@
 """The settings of commands that talk to a running server."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from longshore.deploy.options import check_at_least, check_duration
 
@@ -12,7 +15,7 @@ class DoctorOptions:
     Attributes:
         machine: Look at this machine instead: versions, devices, processors, memory, limits, the
             port, and which optional libraries load.
-        engine: Address of its server, as `longshore serve` prints it.
+        url: Address of the server, as `longshore serve` prints it.
         api_key: Key that the server wants.
         json: Print JSON instead of tables.
         stall_after_s: An engine with requests of which none advances for so long is stalled.
@@ -20,8 +23,8 @@ class DoctorOptions:
     """
 
     machine: bool = False
-    engine: str = "http://127.0.0.1:8000"
-    api_key: str | None = None
+    url: Annotated[str, Parameter(alias="--engine")] = "http://127.0.0.1:8000"
+    api_key: str | None = field(default=None, repr=False)
     json: bool = False
     stall_after_s: float = 10.0
     timeout_s: float = 15.0
@@ -48,7 +51,7 @@ class ChatOptions:
     """
 
     url: str = "http://127.0.0.1:8000"
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     model: str | None = None
     system: str = ""
     temperature: float | None = None
@@ -76,7 +79,7 @@ class TopOptions:
     """
 
     url: str = "http://127.0.0.1:8000"
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     interval_s: float = 1.0
     num_looks: int | None = None
     json: bool = False

@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 import enum
-import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from rich.console import Console
@@ -17,11 +16,14 @@ from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.client_options import DoctorOptions
 from longshore.deploy.machine.finding import summary, table
 from longshore.deploy.machine.report import findings
+from longshore.deploy.refusal import refusal
 from longshore.protocol.client import EngineReport
 from longshore.scheduler.pause import PauseState
 
 REPORT_PATH: Final = "/engine/report"
-MAX_SHOWN: Final = 20
+MAX_SHOWN: Final = 10
+MAX_ID_LEN: Final = 16
+"""Of a request id, its end: what a client chose may stand before it."""
 
 
 class Health(enum.IntEnum):
@@ -77,7 +79,7 @@ def _read(answer: HttpAnswer | Exception) -> list[EngineReport]:
 
 def examine_machine(options: DoctorOptions) -> int:
     """Look and print; the result is the exit status: 1 if something will not do."""
-    found = findings(HttpEndpoint(options.engine).port)
+    found = findings(HttpEndpoint(options.url).port)
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
@@ -89,7 +91,7 @@ def examine_machine(options: DoctorOptions) -> int:
 
 async def _ask(options: DoctorOptions) -> HttpAnswer | Exception:
     """The server's answer, or why there is none."""
-    endpoint = HttpEndpoint(options.engine, api_key=options.api_key)
+    endpoint = HttpEndpoint(options.url, api_key=options.api_key)
     try:
         return await endpoint.request("GET", REPORT_PATH, timeout_s=options.timeout_s)
     except (OSError, TimeoutError) as error:
@@ -148,7 +150,7 @@ def judge_silence(answer: HttpAnswer | Exception) -> Verdict:
         return Verdict(
             Health.UNREACHABLE, "unreachable", f"{reason}.", "Does `longshore serve` run there?"
         )
-    message = _error_message(answer)
+    message = refusal(answer) or "this is no Longshore gateway of the same version"
     if answer.status == 504:
         return Verdict(
             Health.STALLED,
@@ -157,14 +159,6 @@ def judge_silence(answer: HttpAnswer | Exception) -> Verdict:
             "Look at the scheduler's process and its last log lines, then restart the deployment.",
         )
     return Verdict(Health.UNREACHABLE, "unreachable", f"HTTP {answer.status}: {message}.")
-
-
-def _error_message(answer: HttpAnswer) -> str:
-    try:
-        body: Any = json.loads(answer.body)
-        return str(body["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return "this is no Longshore gateway of the same version"
 
 
 def _pause(report: EngineReport) -> str:
@@ -190,16 +184,23 @@ def tables(report: EngineReport) -> list[Table]:
         return [state]
     shown = report.waiting[:MAX_SHOWN]
     waiting = Table(title="Waiting, the next to be served first", title_justify="left")
-    for column in ("request", "waits for", "since", "tokens", "preempted"):
+    waiting.add_column("request", no_wrap=True)
+    for column in ("waits for", "since", "tokens", "preempted"):
         waiting.add_column(column, overflow="fold")
     for each in shown:
         waiting.add_row(
-            Text(each.request_id),
+            Text(_short(each.request_id)),
             Text(each.waits_for),
             f"{each.waited_s:.1f} s",
             f"{each.num_tokens:,}",
             f"{each.num_preemptions}×",
         )
     if report.num_waiting > len(shown):
-        waiting.caption = f"and {report.num_waiting - len(shown):,} more"
+        rest = report.num_waiting - len(shown)
+        in_json = "all" if len(report.waiting) == report.num_waiting else f"{len(report.waiting):,}"
+        waiting.caption = f"and {rest:,} more (--json has {in_json})"
     return [state, waiting]
+
+
+def _short(request_id: str) -> str:
+    return request_id if len(request_id) <= MAX_ID_LEN + 1 else f"…{request_id[-MAX_ID_LEN:]}"

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
@@ -138,7 +138,7 @@ class EngineOptions:
     preempt_threshold: Annotated[float, _SCHEDULING] = 0.95
     admit_threshold: Annotated[float, _SCHEDULING] = 0.80
     kv_connector: Annotated[str | None, _CONNECTOR] = None
-    kv_connector_config: Annotated[str, _CONNECTOR] = "{}"
+    kv_connector_config: Annotated[str, _CONNECTOR] = field(default="{}", repr=False)
     load_failure_policy: Annotated[Literal["recompute", "fail"], _CONNECTOR] = "recompute"
     load_timeout_s: Annotated[float, _CONNECTOR] = 60.0
     max_loading_blocks: Annotated[int | None, _CONNECTOR] = None
@@ -245,7 +245,7 @@ class ServeOptions(EngineOptions):
     max_audio_mib: Annotated[int, _SERVER] = 25
     max_audio_s: Annotated[float, _SERVER] = 3600.0
     max_live_requests: Annotated[int, _SERVER] = 16_384
-    api_key: Annotated[tuple[str, ...] | None, _SERVER] = None
+    api_key: Annotated[tuple[str, ...] | None, _SERVER] = field(default=None, repr=False)
     cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None
     log_format: Annotated[LogFormat, _OPERATION] = "text"
     unread_timeout_s: Annotated[float, _OPERATION] = 60.0
@@ -391,7 +391,7 @@ def check_at_least(name: str, value: int | None, minimum: int) -> None:
 
 def engine_options(settings: dict[str, Any]) -> EngineOptions:
     """EngineOptions from keyword arguments; raises ConfigError listing the names if one is none."""
-    known = [field.name for field in fields(EngineOptions)]
+    known = [setting.name for setting in fields(EngineOptions)]
     for name in settings:
         if name not in known:
             raise ConfigError(f"{name} is no setting of an engine; known are {', '.join(known)}")

@@ -20,7 +20,7 @@ from longshore.deploy.log_lines import LINE_FORMATS
 from longshore.deploy.model_folder import ModelFolder
 from longshore.deploy.options import ServeOptions
 from longshore.deploy.process import ProcessSpec
-from longshore.deploy.ready_line import ready_line
+from longshore.deploy.ready_line import cache_sizes, ready_line
 from longshore.deploy.replica import replicas
 from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.deploy.stop_signals import StopSignals
@@ -62,13 +62,11 @@ def serve(
             logger.info("stopped before it was ready")
             return
         port.close()  # the gateways alone hold it now, and give it up when they drain
+        logger.info("KV cache: %s", cache_sizes(ready, options.replicas))
+        name = options.served_model_name or model.name
         announce(
             ready_line(
-                url,
-                options.served_model_name or model.name,
-                ready,
-                num_replicas=options.replicas,
-                num_gateways=options.gateways,
+                url, name, ready, num_replicas=options.replicas, num_gateways=options.gateways
             )
         )
         death = supervisor.wait_for_death(stop_signal=stop_signal)
@@ -76,10 +74,14 @@ def serve(
             supervisor.stop_now(death)
             raise EngineDead(f"{death} Everything has been stopped; start it again to go on.")
         stop_signal.clear()  # a second one cuts the draining short
-        logger.info("stopping: live answers have %.0f s to finish", options.drain_timeout_s)
+        logger.info(
+            "stopping: live answers have %.0f s to finish; Ctrl-C again ends them now",
+            options.drain_timeout_s,
+        )
         all_well = supervisor.stop(options.drain_timeout_s + STOP_TIMEOUT_S, stop_signal)
         if not all_well and not stop_signal.is_set():
             raise EngineDead("not every process came to an orderly end; the lines above say which.")
+    logger.info("stopped")
 
 
 def _processes(

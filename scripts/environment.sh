@@ -28,7 +28,7 @@ ensure_environment() {
   if [[ $(cat "$stamp" .venv/installed-dev 2>/dev/null) == *"$wanted"* ]]; then
     return
   fi
-  echo "installing Longshore${extra:+ with the $extra extra} into .venv" >&2
+  echo "installing Longshore${extra:+ with the $extra extra} into .venv; some minutes, most of them for torch" >&2
   .venv/bin/python -m pip install --quiet --disable-pip-version-check \
     --constraint constraints.txt --editable ".${extra:+[$extra]}" || return
   echo "$wanted" >"$stamp"

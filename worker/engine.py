@@ -99,7 +99,7 @@ class WorkerEngine:
                         self._unanswered.append(message.num_scheduled_tokens)
                         self._request_log.taken_in(message)
                 case Shutdown(reason=reason):
-                    logger.info("shutting down: %s", reason)
+                    logger.info("told to stop: %s", reason)
                     self._is_stopping = True
                     return
                 case SampleMask(step=step):

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from longshore.worker.bare_checkpoint import as_stored
+from longshore.worker.byte_size import byte_size
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 from longshore.worker.loadable import LoadableModel
@@ -43,9 +44,9 @@ def load_weights(
     num_tensors, num_bytes = _fill(model, model_dir, show_progress)
     filled = time.monotonic()
     logger.info(
-        "loaded %d tensors, %.2f GiB, in %.1f s; laying them out for this device",
+        "loaded %d tensors, %s, in %.1f s; laying them out for this device",
         num_tensors,
-        num_bytes / 2**30,
+        byte_size(num_bytes),
         filled - started,
     )
     model.loaded()

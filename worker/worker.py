@@ -23,6 +23,7 @@ from longshore.protocol.kv_cache_spec import (
 )
 from longshore.worker import kv_cache
 from longshore.worker.attention.grouped import GroupedAttention
+from longshore.worker.byte_size import byte_size
 from longshore.worker.cache_plan import (
     CacheSizes,
     check_cache_specs,
@@ -149,10 +150,10 @@ class Worker:
         wait_for_device(self._device)  # the queue's stream does not wait for what was prepared here
         self._warm_up(runner)
         logger.info(
-            "KV cache: %d blocks of %d bytes, %.2f GiB in %s on %s",
+            "KV cache: %d blocks of %d bytes, %s in %s on %s",
             cache.num_blocks,
             cache.block_size_bytes,
-            cache.num_blocks * cache.block_size_bytes / 2**30,
+            byte_size(cache.num_blocks * cache.block_size_bytes),
             agreed.dtype,
             self._device,
         )
@@ -263,10 +264,11 @@ class Worker:
             )
         if report.expanded_bytes:
             logger.info(
-                "%d MiB more are taken once keys and values are made of latents",
-                report.expanded_bytes >> 20,
+                "%s more are taken once keys and values are made of latents",
+                byte_size(report.expanded_bytes),
             )
-        logger.info("%.2f requests of %d tokens fit", report.max_concurrency, report.max_model_len)
+        num_requests = f"{report.max_concurrency:,.2f}".removesuffix(".00")
+        logger.info("%s requests of %d tokens fit", num_requests, report.max_model_len)
 
     def _warm_up(self, runner: ModelRunner) -> None:
         config = self._config

@@ -1,7 +1,7 @@
 """Settings of the benchmarks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from longshore.deploy.demo import DEMO_MODEL_DIR
@@ -62,7 +62,7 @@ class ServeBenchOptions:
     """
 
     url: str = "http://127.0.0.1:8000"
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     model: str | None = None
     num_prompts: int = 100
     num_warm_up: int = 1

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 
@@ -38,8 +39,18 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def conditions(options: Any) -> dict[str, Any]:
-    """Software, machine and settings (a dataclass) of this run."""
-    settings = {name: _plain(value) for name, value in dataclasses.asdict(options).items()}
+    """Software, machine and settings (a dataclass) of this run. People publish these: fields that
+    have no place in a repr, which are those that may hold secrets, and credentials in a URL have
+    none here either."""
+    settings: dict[str, Any] = {
+        field.name: _plain(getattr(options, field.name))
+        for field in dataclasses.fields(options)
+        if field.repr
+    }
+    if "url" in settings:
+        parts = urlsplit(settings["url"])
+        netloc = parts.netloc.rpartition("@")[2]
+        settings["url"] = urlunsplit((parts.scheme, netloc, parts.path, "", ""))
     return {**machine(), "settings": settings}
 
 

@@ -17,6 +17,7 @@ from longshore.deploy.bench.options import ServeBenchOptions
 from longshore.deploy.bench.prompts import random_prompts
 from longshore.deploy.bench.report import check_writable, conditions, percentiles_ms, write
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
+from longshore.deploy.refusal import refusal
 from longshore.protocol.errors import LongshoreError
 
 UNKNOWN_VOCAB_SIZE = 1000
@@ -81,10 +82,12 @@ async def _ask_server(endpoint: HttpEndpoint, options: ServeBenchOptions) -> Ser
     """The options, with what the server says about its model filled in."""
     try:
         answer = await endpoint.request("GET", "/v1/models", timeout_s=10.0)
+        if answer.status != 200:
+            raise _refused(answer)
         model = json.loads(answer.body)["data"][0]
-    except (OSError, TimeoutError, ValueError, LookupError) as error:
+    except (OSError, TimeoutError, ValueError, LookupError, TypeError) as error:
         raise ServerFailed(
-            f"{options.url}/v1/models lists no model ({error!r}). Is the server running there?"
+            f"{options.url} lists no model ({error!r}). Is the server running there?"
         ) from error
     return replace(
         options,
@@ -120,8 +123,13 @@ async def _measure(
     ).encode()
     answer = await endpoint.request("POST", "/v1/completions", body, timeout_s=options.timeout_s)
     if answer.status != 200:
-        raise ServerFailed(f"HTTP {answer.status}: {answer.body.decode(errors='replace')}")
+        raise _refused(answer)
     return _timings(answer)
+
+
+def _refused(answer: HttpAnswer) -> ServerFailed:
+    what = refusal(answer) or answer.body.decode(errors="replace")
+    return ServerFailed(f"HTTP {answer.status}: {what}")
 
 
 def _timings(answer: HttpAnswer) -> Measured:

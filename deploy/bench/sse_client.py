@@ -29,7 +29,11 @@ class HttpAnswer:
 
 
 class HttpEndpoint:
-    """One server. Every request has a connection of its own. api_key: what the server wants."""
+    """One server. Every request has a connection of its own.
+
+    url:     of the server, or of its API as OpenAI's clients take it, with `/v1` at its end.
+    api_key: what the server wants.
+    """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         parts = urlsplit(url)
@@ -38,7 +42,7 @@ class HttpEndpoint:
         self._host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
-        self._prefix = parts.path.rstrip("/")
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._netloc = parts.netloc.rpartition("@")[2]
 

@@ -102,7 +102,7 @@ def test_a_dependency_missing_at_construction_is_named_too(package: Callable[...
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("unheard-of", "unheard-of is unknown. Installed packages offer: .*mine"),
+        ("unheard-of", "unheard-of is unknown. .* offer: .*mine.* no worker .* yet"),
         ("theirs:", "theirs: is unknown"),
         (":Mine", ":Mine is unknown"),
         ("theirs", "theirs is unknown"),

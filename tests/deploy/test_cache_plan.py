@@ -97,7 +97,7 @@ def test_the_log_says_once_how_each_kind_of_layer_is_computed(
     ):
         caplog.clear()
         config = WorkerConfig(model=str(path), num_blocks=200, show_progress=False)
-        with caplog.at_level("INFO"), Worker(config) as worker:
+        with caplog.at_level("DEBUG"), Worker(config) as worker:
             worker.start()
         lines = [text for text in caplog.messages if text.startswith("attention: ")]
         assert len(lines) == len(words)

@@ -62,6 +62,7 @@ def test_command_line_loads_neither_torch_nor_a_server() -> None:
             ],
             ["--kv-connector longshore.connectors.base:SchedulerConnector", "no connector half"],
         ),
+        (["doctor", "--url", "nowhere"], ["url='nowhere'"]),
         (["doctor", "--engine", "nowhere"], ["url='nowhere'"]),
         (["doctor", "--engine", "http://127.0.0.1:9"], ["unreachable", "longshore serve"]),
         (["doctor", "--stall-after-s", "0"], ["stall_after_s=0"]),
@@ -159,6 +160,40 @@ def test_variables_for_serving_do_not_keep_doctor_from_asking() -> None:
         LONGSHORE_BLOCK_SIZE="0",
     )
     assert "unreachable" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable"),
+    [
+        (["--url", "http://127.0.0.1:9"], {}),
+        ([], {"LONGSHORE_URL": "http://127.0.0.1:9"}),
+        (["--engine", "http://127.0.0.1:9"], {}),
+        ([], {"LONGSHORE_ENGINE": "http://127.0.0.1:9"}),
+    ],
+)
+def test_doctor_takes_an_address_as_the_other_commands_do_and_as_it_used_to(
+    arguments: list[str], variable: dict[str, str]
+) -> None:
+    assert "'127.0.0.1', 9" in longshore("doctor", *arguments, **variable).stdout
+
+
+def test_a_variable_that_no_command_reads_is_warned_of_with_the_one_that_is_meant() -> None:
+    run = longshore(
+        *("doctor", "--url", "http://127.0.0.1:9"),
+        LONGSHORE_PROT="9000",
+        LONGSHORE_FROBNICATE="1",
+        LONGSHORE_NUM_PROMPTS="5",
+    )
+    assert run.stderr.splitlines() == [
+        "longshore: warning: nothing reads LONGSHORE_FROBNICATE, "
+        "LONGSHORE_PROT (LONGSHORE_PORT is meant?)"
+    ]
+    assert run.returncode == 2
+
+
+def test_help_calls_the_model_a_model() -> None:
+    first = longshore("serve", "--help").stdout.splitlines()[0]
+    assert first == "Usage: longshore serve [OPTIONS] [MODEL]"
 
 
 def test_help_names_every_flag_with_what_it_does() -> None:

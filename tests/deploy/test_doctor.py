@@ -25,7 +25,7 @@ BLOCKS = WaitingReport("r1", "WAITING", "9 blocks; 3 are free", 50.0, 140)
 
 async def doctor(gateway: RunningGateway, **options: Any) -> Health:
     url = f"http://127.0.0.1:{gateway.port}"
-    return await asyncio.to_thread(examine, DoctorOptions(engine=url, **options))
+    return await asyncio.to_thread(examine, DoctorOptions(url=url, **options))
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,21 @@ async def test_long_queue_is_cut_and_the_rest_is_counted(
         gateway.engine.report = replace(REPORT, num_waiting=5000, waiting=(BLOCKS,) * 200)
         await doctor(gateway)
     printed = capsys.readouterr().out
-    assert printed.count("9 blocks; 3 are free") == 20
-    assert "and 4,980 more" in printed
+    assert printed.count("9 blocks; 3 are free") == 10
+    assert "and 4,990 more (--json has 200)" in printed
+
+
+def test_a_waiting_request_is_one_row_of_80_columns_with_the_end_of_its_id() -> None:
+    name = "chatcmpl-order-66-0123456789abcdef80873a64-0"
+    long = replace(GRAMMAR, request_id=name)
+    console = Console(width=80, file=io.StringIO())
+    for table in tables(replace(REPORT, num_waiting=12, waiting=(long,) * 12)):
+        console.print(table)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert sum("its grammar" in line for line in printed.splitlines()) == 10
+    assert printed.count(f"…{name[-16:]} ") == 10
+    assert "and 2 more (--json has all)" in printed
+    assert len(printed.splitlines()) < 30
 
 
 async def test_json_holds_the_report_and_the_verdict(
@@ -133,7 +146,7 @@ async def test_something_else_at_the_address_is_no_engine(
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        options = DoctorOptions(engine=f"http://127.0.0.1:{port}")
+        options = DoctorOptions(url=f"http://127.0.0.1:{port}")
         assert await asyncio.to_thread(examine, options) is Health.UNREACHABLE
     assert "no Longshore gateway" in " ".join(capsys.readouterr().out.split())
 

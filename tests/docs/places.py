@@ -18,6 +18,7 @@ NOT_RUN: Final = {  # by how a command begins
     "source ": "tells a shell what to go on with",
     "longshore COMMAND": "stands for each of them",
     "curl -d @file.json": "a part of a command",
+    ".venv/bin/pip install": "as pip install",
     "pip install": "the tests run in what it makes; test_commands.py looks at extras",
     "python -m pytest": "what not to do",
     ".venv/bin/pytest": "runs this",

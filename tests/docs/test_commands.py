@@ -68,6 +68,22 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         yield deployment.wait_until_ready()
 
 
+def test_the_bundled_model_answers_what_the_quick_start_tells_one_to_type(
+    served: Deployment,
+) -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    said = re.search(r"^you  (.+)\nmodel  (.+)$", page, re.M)
+    assert said is not None
+    run = subprocess.run(
+        [sys.executable, "-m", "longshore.deploy", "chat", "--url", served.url],
+        input=f"{said[1]}\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, said[2]), run.stderr
+
+
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One whose cache can be planned for any length."""
@@ -168,7 +184,7 @@ def run_in_shell(
     text = command.text.replace(URL, url).replace(".venv/bin/", "")
     text = re.sub(r"\bMODEL\b|path/to/model", str(model), text)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    defaults = {"URL": url, "ENGINE": url, "NUM_LOOKS": "1"}
+    defaults = {"URL": url, "NUM_LOOKS": "1"}
     return subprocess.run(
         ["bash", "-ec", text],
         cwd=folder,
@@ -178,7 +194,7 @@ def run_in_shell(
             "PATH": path,
             "CURL_HOME": str(folder),
         },
-        input="",
+        input="C417 B42 red C009 B13 blue Where is C417?\n",  # a chat answers it
         capture_output=True,
         text=True,
         timeout=60,

@@ -9,6 +9,9 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+from tests.deploy.tiny_tokenizer import BOS, EOS, byte_level_tokenizer
 from tests.integration.deployment import Deployment
 
 WAIT_S = 30.0
@@ -118,6 +121,71 @@ def test_a_refused_question_has_not_been_asked(deployment: Deployment) -> None:
         text=True,
         timeout=WAIT_S,
     )
-    assert run.returncode == 0
-    assert run.stdout.count("temperature=-1.0 must be") == 2
+    assert run.returncode == 1
+    assert run.stderr.count("temperature=-1.0 must be") == 2
     assert "all 0" in run.stdout
+
+
+def test_a_pipe_gets_the_answers_and_nothing_else(deployment: Deployment) -> None:
+    run = piped(deployment, "hello\nhello\n/reset\nhello\n", "--temperature", "0")
+    assert (run.returncode, run.stderr) == (0, "")
+    first, *_ = run.stdout.split("forgotten")
+    (again,) = run.stdout.split("forgotten\n")[1:]
+    assert again.endswith("\n")
+    assert first.startswith(again)  # no name of a model, no prompt
+    assert "/help" not in run.stdout
+
+
+def test_a_model_that_the_server_has_not_is_refused_with_what_it_has(
+    deployment: Deployment,
+) -> None:
+    run = piped(deployment, "hello\n", "--model", "nope")
+    assert run.returncode == 1
+    assert "--model nope is not served" in run.stderr
+    assert run.stderr.strip().endswith(": tiny0")
+    assert run.stdout == ""
+
+
+def piped(deployment: Deployment, said: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "longshore.deploy", "chat", "--url", f"{deployment.url}/v1"]
+    return subprocess.run(
+        [*command, "--max-tokens", "12", *arguments],
+        input=said,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+
+
+@pytest.mark.parametrize(
+    ("term", "typed", "then", "question"),
+    [
+        # A terminal that marks a paste, and one that does not.
+        ("xterm", "\x1b[200~first\nsecond\nthird\x1b[201~", "\n", "first\nsecond\nthird"),
+        ("dumb", "first\nsecond\nthird\n", "", "first\nsecond\nthird"),
+        ("dumb", "first\nsecond\nthird", "\n", "first\nsecond\nthird"),
+        ("dumb", "first\\\n", "second\n", "first\nsecond"),
+    ],
+)
+def test_lines_that_are_pasted_or_end_in_a_backslash_are_one_question(
+    deployment: Deployment,
+    monkeypatch: pytest.MonkeyPatch,
+    term: str,
+    typed: str,
+    then: str,
+    question: str,
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    terminal = chat(deployment, 4)
+    terminal.type(typed)
+    terminal.wait_for("first")
+    terminal.type(then)
+    terminal.wait_for("model")
+    terminal.wait_for("you")
+    terminal.type("/stats\n")
+    seen = terminal.wait_for("tokens per second")
+    assert "all 1" in seen
+    prompt = byte_level_tokenizer().encode(f"{BOS}[user]{question}{EOS}[assistant]")
+    assert re.search(rf"prompt tokens +│ {len(prompt.ids)} ", seen), seen
+    terminal.type("/quit\n")
+    assert terminal.close() == 0

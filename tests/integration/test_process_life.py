@@ -89,9 +89,10 @@ def test_second_signal_cuts_the_drain_short(start_deployment: StartDeployment) -
     deployment = start_deployment().wait_until_ready()
     open_stream(deployment, 4000)
     deployment.process.terminate()
-    wait_until(lambda: "live answers have" in deployment.output)
+    wait_until(lambda: "30 s to finish; Ctrl-C again ends them now" in deployment.output)
     deployment.process.send_signal(signal.SIGINT)
     assert deployment.process.wait(timeout=4) == 0, deployment.output
+    assert deployment.output.splitlines()[-1].endswith("stopped")
     deployment.assert_nothing_is_left()
 
 

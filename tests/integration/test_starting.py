@@ -191,15 +191,20 @@ def block_bytes(dtype: str, num_shards: int) -> int:
 
 def printed_num_blocks(deployment: Deployment, dtype: str, *, num_shards: int = 1) -> int:
     """From the last line of the start, after a look at the rest of it."""
-    (line,) = (line for line in deployment.output.splitlines() if "ready at" in line)
-    found = re.search(r"([\d,]+) blocks of 16 tokens: ([\d,]+) tokens fit", line)
+    lines = deployment.output.splitlines()
+    (ready,) = (line for line in lines if "ready at" in line)
+    (line,) = (line for line in lines if "KV cache: " in line and "supervisor" in line)
+    found = re.search(r"room for ([\d,]+) tokens, 4,096 per request\)$", ready)
+    assert found is not None, ready
+    num_tokens = int(found[1].replace(",", ""))
+    found = re.search(r"KV cache: ([\d,]+) blocks of 16 tokens, ", line)
     assert found is not None, line
-    num_blocks, num_tokens = (int(number.replace(",", "")) for number in found.groups())
+    num_blocks = int(found[1].replace(",", ""))
     assert num_tokens == (num_blocks - 1) * 16
     size = block_bytes(dtype, num_shards)
     where = "" if num_shards == 1 else f" on each of {num_shards} workers"
     total = f"{num_blocks:,} x {size:,} = {num_blocks * size:,} bytes"
-    assert line.endswith(f"KV cache: {total}{where})")
+    assert line.endswith(f"blocks of 16 tokens, {total}{where}")
     return num_blocks
 
 

@@ -333,7 +333,7 @@ def test_the_log_says_once_that_ranks_share_tokens(caplog: pytest.LogCaptureFixt
     cache = attention_cache(3, num_layers=2, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM)
     kind = PagedAttentionKind(num_heads=HEADS)
     layers = [CachedLayer(name, kind) for name in cache.groups[0].layer_names]
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         GroupedAttention(cache, layers, place)
     assert caplog.messages == [f"attention: torch, 2 ranks share tokens, {kind}"]
     latents = PagedLatents(torch.zeros(2, 1, 4, LATENT.latent_dim + LATENT.rope_dim))

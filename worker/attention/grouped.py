@@ -46,7 +46,7 @@ class GroupedAttention:
                 self._backends.append((group, backend))
             self._layers.append((number, index))
         for description in dict.fromkeys(str(backend) for _, backend in self._backends):
-            logger.info("attention: %s", description)
+            logger.debug("attention: %s", description)
 
     def begin_step(self, metadata: Sequence[AttentionMetadata]) -> "GroupedStep":
         """metadata: by group. Called once per step on the compute queue."""

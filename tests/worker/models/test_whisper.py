@@ -318,7 +318,7 @@ def test_the_log_says_what_computes_cross_attention(
     transcribe: Callable[..., Transcriber],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         transcribe(plain, cpu_kernels=cpu_kernels)
     own, cross = (text for text in caplog.messages if text.startswith("attention: "))
     assert "num_heads=4" in own
