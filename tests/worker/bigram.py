@@ -50,8 +50,10 @@ class InlineQueue:
         self,
         operation: Callable[[], object],
         on_done: Callable[[Completion], None] | None = None,
+        *,
+        step_id: int | None = None,
     ) -> Completion:
-        completion = Completion()
+        completion = Completion(step_id)
         completion.begin()
         with torch.inference_mode():
             operation()
