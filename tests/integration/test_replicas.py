@@ -150,14 +150,18 @@ def test_doctor_top_and_bench_see_one_server(shared: Deployment, tmp_path: Path)
         )
     )
     assert json.loads(result_file.read_text())["completed"] == 6
-    top = subprocess.run(
-        [*command, "top", "--url", shared.url, "--num-looks", "1"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert top.returncode == 0, top.stderr
-    assert "1,198 free" in top.stdout  # blocks
+
+    def top_shows_all_blocks() -> bool:
+        top = subprocess.run(
+            [*command, "top", "--url", shared.url, "--num-looks", "1"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert top.returncode == 0, top.stderr
+        return "1,198 free" in top.stdout
+
+    wait_until(top_shows_all_blocks)  # engines report once a second
 
 
 def test_the_ready_line_tells_what_each_engine_holds(shared: Deployment) -> None:
