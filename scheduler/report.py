@@ -109,8 +109,14 @@ class WaitingReasons:
         )
         if num_free - num_needed < num_kept:
             return (
-                f"blocks: its first chunk needs up to {num_needed}, {num_free} are free, of which "
-                f"{num_kept} are kept back; loads hold {self._transfers.num_loading_blocks}, "
-                f"{self._transfers.num_quarantined_blocks} are in quarantine"
+                f"blocks: its first chunk needs up to {num_needed}, {num_free} are free"
+                + (f", of which {num_kept} are kept back" if num_kept else "")
+                + self._blocks_of_transfers()
             )
         return self._encoder.waits_for(request) or "the next step"
+
+    def _blocks_of_transfers(self) -> str:
+        transfers = self._transfers
+        loading, quarantined = transfers.num_loading_blocks, transfers.num_quarantined_blocks
+        text = f"; loads hold {loading}" if loading else ""
+        return text + (f"; {quarantined} are in quarantine" if quarantined else "")
