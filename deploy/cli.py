@@ -18,7 +18,7 @@ from longshore.deploy.client_options import ChatOptions, DoctorOptions, TopOptio
 from longshore.deploy.demo import DEMO_MODEL_DIR
 from longshore.deploy.log_lines import LINE_FORMATS
 from longshore.deploy.logs import set_up_logging
-from longshore.deploy.options import CachePlanOptions, ServeOptions
+from longshore.deploy.options import SHOWN_AS_DEMO_MODEL, CachePlanOptions, ServeOptions
 from longshore.protocol.errors import ConfigError, LongshoreError
 
 logger = logging.getLogger(__name__)
@@ -30,13 +30,9 @@ bench = App(name="bench", help="Measure throughput and latency; results as JSON.
 app.command(bench)
 
 
-def _name_of_default_model(folder: Path) -> str:
-    return "the bundled demo model"
-
-
 @app.command(usage="Usage: longshore serve [OPTIONS] [MODEL]")
 def serve(
-    model: Annotated[Path, Parameter(show_default=_name_of_default_model)] = DEMO_MODEL_DIR,
+    model: Annotated[Path, SHOWN_AS_DEMO_MODEL] = DEMO_MODEL_DIR,
     *,
     options: Annotated[ServeOptions, Parameter(name="*")] = ServeOptions(),  # noqa: B008  # frozen
 ) -> None:

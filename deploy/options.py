@@ -24,6 +24,14 @@ _RANKS: Final = Parameter(group=Group.create_ordered("Several workers"))
 _CONNECTOR: Final = Parameter(group=Group.create_ordered("KV beyond the device"))
 _OPERATION: Final = Parameter(group=Group.create_ordered("Operation"))
 
+
+def _demo_model(folder: Path) -> str:
+    return "the bundled demo model"
+
+
+SHOWN_AS_DEMO_MODEL: Final = Parameter(show_default=_demo_model)
+"""Of a model that is the bundled one by default: its folder differs from machine to machine."""
+
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 MAX_AUDIO_S: Final = 24 * 3600
 # Far beyond what makes sense; larger numbers are typing errors that would end in a traceback.

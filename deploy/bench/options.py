@@ -3,9 +3,10 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from longshore.deploy.demo import DEMO_MODEL_DIR
-from longshore.deploy.options import EngineOptions, check_at_least
+from longshore.deploy.options import SHOWN_AS_DEMO_MODEL, EngineOptions, check_at_least
 from longshore.protocol.errors import ConfigError
 
 
@@ -24,7 +25,7 @@ class ThroughputOptions(EngineOptions):
         json: File for the result; default: standard output.
     """
 
-    model: Path = DEMO_MODEL_DIR
+    model: Annotated[Path, SHOWN_AS_DEMO_MODEL] = DEMO_MODEL_DIR
     num_prompts: int = 64
     input_len: int = 256
     output_len: int = 128

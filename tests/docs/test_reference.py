@@ -26,6 +26,11 @@ def test_script_writes_what_it_says() -> None:
     assert PAGE.read_bytes() == before
 
 
+def test_page_is_the_same_on_every_machine() -> None:
+    assert str(ROOT) not in PAGE.read_text("utf-8")
+    assert "/demo_model`" not in PAGE.read_text("utf-8")
+
+
 @pytest.mark.parametrize(
     "options",
     [

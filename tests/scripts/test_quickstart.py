@@ -123,10 +123,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_wheel_holds_every_module_and_the_demo_model(wheel: Path) -> None:
+def test_wheel_holds_every_module_the_demo_model_and_the_dashboard(wheel: Path) -> None:
     expected = {"longshore/__init__.py", "longshore/py.typed"}
     for package in PACKAGES:
-        files = [*(ROOT / package).rglob("*.py"), *(ROOT / package).glob("demo_model/*")]
+        files = [
+            path
+            for pattern in ("**/*.py", "demo_model/*", "gateway/dashboard.*")
+            for path in (ROOT / package).glob(pattern)
+        ]
         expected |= {f"longshore/{path.relative_to(ROOT).as_posix()}" for path in files}
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
