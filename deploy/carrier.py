@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, Unpack
 
-from longshore.deploy.live_requests import LiveRequest, LiveRequests
+from longshore.deploy.live_requests import LiveRequest, LiveRequests, RequestFields
 from longshore.protocol.client import ClientRequest, EngineOutputs
+from longshore.protocol.sampling import SamplingParams
 
 
 class Engine(Protocol):
@@ -32,9 +33,14 @@ class Carrier:
     engine: Engine
 
     def submit(
-        self, request_id: str, prompt_token_ids: Sequence[int], *args: Any, **fields: Any
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        **fields: Unpack[RequestFields],
     ) -> LiveRequest:
-        live, message = self.requests.open(request_id, prompt_token_ids, *args, **fields)
+        """See `LiveRequests.open`."""
+        live, message = self.requests.open(request_id, prompt_token_ids, sampling, **fields)
         self.engine.send(message)
         return live
 

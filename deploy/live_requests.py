@@ -6,6 +6,7 @@ The gateway and `LLM` both talk to a scheduler through this table, over whatever
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Required, TypedDict
 
 import msgspec
 
@@ -79,6 +80,21 @@ class LiveRequest:
         """Of every prompt token; the first has none. To be called when a token has come."""
         positions = range(1, len(self.prompt_token_ids))
         return [None, *(self.scores.pop(position) for position in positions)]
+
+
+class RequestFields(TypedDict, total=False):
+    """What `LiveRequests.open` takes by name, for those who pass it on."""
+
+    on_change: Required[Callable[[], None]]
+    priority: int
+    cache_salt: str | None
+    fork_of: LiveRequest | None
+    keeps_blocks: bool
+    multimodal: tuple[MultimodalFeature, ...]
+    num_primed: int
+    trace_headers: Mapping[str, str] | None
+    skips_reading: bool
+    pooling: PoolingParams | None
 
 
 class LiveRequests:

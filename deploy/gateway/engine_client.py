@@ -8,13 +8,13 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import assert_never
+from collections.abc import Callable, Sequence
+from typing import Unpack, assert_never
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from longshore.deploy.live_requests import LiveRequest, LiveRequests
+from longshore.deploy.live_requests import LiveRequest, LiveRequests, RequestFields
 from longshore.protocol.block_map import BlockMap, DescribeBlocks
 from longshore.protocol.channel import Channel, Endpoint, SocketWatcher, open_socket
 from longshore.protocol.client import (
@@ -26,7 +26,6 @@ from longshore.protocol.client import (
 )
 from longshore.protocol.errors import EngineDead, HandshakeRefused
 from longshore.protocol.handshake import ClientHello, EngineReady, Refused, ToClient, ToEngine
-from longshore.protocol.inputs import MultimodalFeature, PoolingParams
 from longshore.protocol.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -100,17 +99,7 @@ class EngineClient:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        *,
-        on_change: Callable[[], None],
-        priority: int = 0,
-        cache_salt: str | None = None,
-        fork_of: LiveRequest | None = None,
-        keeps_blocks: bool = False,
-        multimodal: tuple[MultimodalFeature, ...] = (),
-        num_primed: int = 0,
-        trace_headers: Mapping[str, str] | None = None,
-        skips_reading: bool = False,
-        pooling: PoolingParams | None = None,
+        **fields: Unpack[RequestFields],
     ) -> LiveRequest:
         """Queue one request; see `LiveRequests.open`. Raises EngineDead if there is no engine."""
         if self.death is not None:
@@ -119,16 +108,7 @@ class EngineClient:
             request_id,
             prompt_token_ids,
             sampling,
-            on_change=on_change,
-            priority=priority,
-            cache_salt=cache_salt,
-            fork_of=fork_of,
-            keeps_blocks=keeps_blocks,
-            multimodal=multimodal,
-            num_primed=num_primed,
-            trace_headers=trace_headers,
-            skips_reading=skips_reading,
-            pooling=pooling,
+            **fields,
         )
         self._send(message)
         return live

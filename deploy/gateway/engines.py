@@ -1,18 +1,18 @@
 """The engines behind one gateway, used as if they were one."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Unpack
 
 from longshore.deploy.gateway.engine_choice import EngineChoice
 from longshore.deploy.gateway.engine_client import EngineClient
-from longshore.deploy.live_requests import LiveRequest, seed_source
+from longshore.deploy.live_requests import LiveRequest, RequestFields, seed_source
 from longshore.protocol.block_map import BlockMap
 from longshore.protocol.channel import Endpoint
 from longshore.protocol.client import EngineReport, SchedulerStats
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello, EngineReady
-from longshore.protocol.inputs import MultimodalFeature, PoolingParams
 from longshore.protocol.sampling import SamplingParams
 
 
@@ -99,40 +99,22 @@ class Engines:
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        *,
-        on_change: Callable[[], None],
-        priority: int = 0,
-        cache_salt: str | None = None,
-        fork_of: LiveRequest | None = None,
-        keeps_blocks: bool = False,
-        multimodal: tuple[MultimodalFeature, ...] = (),
-        num_primed: int = 0,
-        trace_headers: Mapping[str, str] | None = None,
-        skips_reading: bool = False,
-        pooling: PoolingParams | None = None,
+        **fields: Unpack[RequestFields],
     ) -> LiveRequest:
         """Queue one request where there is least to do, or where the one is that it forks; see
         `LiveRequests.open`. Raises EngineDead if there is no engine."""
+        fork_of = fields.get("fork_of")
         engine = self._choose() if fork_of is None else fork_of.engine
         live = self.clients[engine].submit(
             request_id,
             prompt_token_ids,
             sampling,
-            on_change=on_change,
-            priority=priority,
-            cache_salt=cache_salt,
-            fork_of=fork_of,
-            keeps_blocks=keeps_blocks,
-            multimodal=multimodal,
-            num_primed=num_primed,
-            trace_headers=trace_headers,
-            skips_reading=skips_reading,
-            pooling=pooling,
+            **fields,
         )
         live.engine = engine
         if fork_of is None:
             self._choice.note_prompt(engine, live)
-            live.on_change = partial(self._first_change, live, on_change)
+            live.on_change = partial(self._first_change, live, fields["on_change"])
         return live
 
     def _first_change(self, live: LiveRequest, on_change: Callable[[], None]) -> None:
