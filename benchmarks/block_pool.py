@@ -35,14 +35,14 @@ print(json.dumps(result["c"]))
 def measure(at_a_time: int, *, evicting: bool) -> dict[str, float]:
     """Our medians for so many blocks at a time."""
     pool = BlockPool(NUM_BLOCKS)
-    num_named = 0
+    num_cached_blocks = 0
 
     def name(block_ids: BlockIds) -> None:
-        nonlocal num_named
+        nonlocal num_cached_blocks
         if evicting:
-            first, num_named = num_named, num_named + len(block_ids)
-            names = [number.to_bytes(32, "big") for number in range(first, num_named)]
-            pool.cache_unnamed_blocks([int(block_id) for block_id in block_ids], names)
+            first, num_cached_blocks = num_cached_blocks, num_cached_blocks + len(block_ids)
+            names = [number.to_bytes(32, "big") for number in range(first, num_cached_blocks)]
+            pool.cache_blocks([int(block_id) for block_id in block_ids], names)
 
     block_ids = pool.get_new_blocks(NUM_BLOCKS - 1)
     name(block_ids)

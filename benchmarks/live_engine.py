@@ -39,7 +39,7 @@ from longshore.protocol.handshake import (
     ToClient,
     ToEngine,
     ToWorker,
-    Welcome,
+    WorkerAccepted,
     WorkerHello,
     WorkerReady,
 )
@@ -171,7 +171,7 @@ def connect_worker(
     groups = (KVCacheGroup(("layer",), spec),)
     worker.send(WorkerHello(0, identity, KVCacheConfig(num_blocks, groups, "bfloat16")))
     answer = worker.receive(TIMEOUT_S)
-    assert isinstance(answer, Welcome), answer
+    assert isinstance(answer, WorkerAccepted), answer
     worker.send(WorkerReady(0))
     return worker
 

@@ -29,7 +29,7 @@ held = []
 while pool.num_free:
     block_ids = pool.get_new_blocks(min(pool.num_free, 2048))
     names = [hashlib.sha256(block_id.to_bytes(8)).digest() for block_id in map(int, block_ids)]
-    pool.cache_unnamed_blocks([int(block_id) for block_id in block_ids], names)
+    pool.cache_blocks([int(block_id) for block_id in block_ids], names)
     held.append(block_ids)
 while held:
     pool.free_blocks(held.pop())

@@ -124,7 +124,7 @@ class Cache:
 
     def _named_request(self) -> Request:
         request = request_of(self._prompt)
-        self._hasher.extend(request.block_names, request.token_ids)
+        self._hasher.extend(request.block_hashes, request.token_ids)
         return request
 
     def _timed(self, part: str, call: Callable[[], Any]) -> Any:

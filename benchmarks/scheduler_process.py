@@ -24,7 +24,7 @@ from longshore.protocol.handshake import (
     EngineIdentity,
     FromWorker,
     ToWorker,
-    Welcome,
+    WorkerAccepted,
     WorkerHello,
     WorkerReady,
 )
@@ -77,7 +77,7 @@ def measure(num_blocks: int) -> tuple[float, float]:
         spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype_bytes=2)
         groups = (KVCacheGroup(("layer",), spec),)
         worker.send(WorkerHello(0, IDENTITY, KVCacheConfig(num_blocks, groups, "bfloat16")))
-        assert isinstance(worker.receive(30), Welcome)
+        assert isinstance(worker.receive(30), WorkerAccepted)
         worker.send(WorkerReady(0))
         with ours.makefile("rb") as lines:
             while isinstance(reported := decode_report(lines.readline()), Progress):

@@ -16,7 +16,7 @@ from longshore.connectors.base import (
     BlockHolder,
     ConnectorConfig,
     ConnectorOutput,
-    Departure,
+    FinishAction,
     Match,
     Matched,
     RequestView,
@@ -155,11 +155,11 @@ class OneClassAdapter(SchedulerConnector):
 
     def request_finished(
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
-    ) -> Departure:
+    ) -> FinishAction:
         groups = _lists(block_ids)
         if isinstance(self.connector, SupportsHMA):
-            return Departure(*self.connector.request_finished_all_groups(request, groups))
-        return Departure(*self.connector.request_finished(request, groups[0] if groups else []))
+            return FinishAction(*self.connector.request_finished_all_groups(request, groups))
+        return FinishAction(*self.connector.request_finished(request, groups[0] if groups else []))
 
     @property
     def has_pending_work(self) -> bool:

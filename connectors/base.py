@@ -39,14 +39,14 @@ class RequestView:
     """One request as a connector may see it.
 
     token_ids:   (num_tokens,) prompt and output so far; read-only.
-    block_names: names of its full blocks as far as known, one per `hash_block_size` tokens; not to
+    block_hashes: names of its full blocks as far as known, one per `hash_block_size` tokens; not to
                  be kept, it grows.
     """
 
     request_id: str
     token_ids: Int32Array
     num_prompt_tokens: int
-    block_names: Sequence[bytes]
+    block_hashes: Sequence[bytes]
     kv_transfer_params: Mapping[str, Any] | None = None
     cache_salt: str | None = None
     lora_name: str | None = None
@@ -75,7 +75,7 @@ Match: TypeAlias = Matched | AskLater
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class FinishAction:
     """What becomes of the blocks of a request that ends.
 
     delay_free: they stay until the workers report the request in `finished_sending`.
@@ -87,14 +87,14 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedBlocks:
+class CachedBlocks:
     """Full blocks of one request and KV cache group that got their names with this plan: what a
     connector may store once the plan is answered. `names[i]` belongs to `block_ids[i]`."""
 
     request_id: str
     group: int
     block_ids: Sequence[int]
-    names: Sequence[bytes]
+    block_hashes: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ class StepView:
 
     admitted:  requests that took a row, in order.
     unnamed:   block ids that lost a name that an earlier plan listed, because what they hold proved
-               wrong (a failed load, logits that are not finite). Comes before `named`.
-    named:     see `NamedBlocks`; in the order in which they were named. Provisional: not to be
+               wrong (a failed load, logits that are not finite). Comes before `cached`.
+    named:     see `CachedBlocks`; in the order in which they were named. Provisional: not to be
                stored before `step` is answered, nor if a later plan lists the block as unnamed.
     preempted, finished: request ids that left their rows since the plan before.
     answered_step: the newest answer that had been applied.
@@ -113,8 +113,8 @@ class StepView:
     step: int
     answered_step: int
     admitted: Sequence[str] = ()
-    unnamed: Sequence[int] = ()
-    named: Sequence[NamedBlocks] = ()
+    uncached: Sequence[int] = ()
+    cached: Sequence[CachedBlocks] = ()
     preempted: Sequence[str] = ()
     finished: Sequence[str] = ()
 
@@ -194,10 +194,10 @@ class SchedulerConnector:
 
     def request_finished(
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
-    ) -> Departure:
+    ) -> FinishAction:
         """The request ends, for whatever reason; called exactly once. `block_ids` are empty if it
         held none; groups that forget have the null block (id 0) where blocks were given back."""
-        return Departure()
+        return FinishAction()
 
     def load_abandoned(self, request_id: str) -> None:
         """Nobody waits for this request's asynchronous load any more (abort, deadline). Its blocks

@@ -8,11 +8,11 @@ import zmq
 from longshore.deploy.engine import EnginePlan, check_workers, engine_processes
 from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor import STOP_TIMEOUT_S, Supervisor
-from longshore.protocol.block_map import BlockMap
+from longshore.protocol.block_map import BlockSnapshot
 from longshore.protocol.channel import Channel, open_socket
 from longshore.protocol.client import ClientRequest, EngineFailed, EngineOutputs, EngineReport
-from longshore.protocol.errors import EngineDead, HandshakeRefused
-from longshore.protocol.handshake import ClientHello, EngineReady, Refused, ToClient, ToEngine
+from longshore.protocol.errors import EngineDead, HandshakeRejected
+from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine
 
 HELLO_TIMEOUT_S: Final = 10.0
 # While nothing comes, the processes are looked after this often.
@@ -47,8 +47,8 @@ class RemoteEngine:
         match self._channel.receive(HELLO_TIMEOUT_S):
             case EngineReady() as ready:
                 return ready
-            case Refused(reason):
-                raise HandshakeRefused(reason)
+            case Rejected(reason):
+                raise HandshakeRejected(reason)
             case _:
                 raise self._dead("the scheduler did not answer")
 
@@ -72,9 +72,9 @@ class RemoteEngine:
                 return None
             case EngineFailed(reason):
                 raise self._dead(self._supervisor.wait_for_death(DEATH_TIMEOUT_S) or reason)
-            case Refused(reason):  # it has dropped this client: nothing will come back
+            case Rejected(reason):  # it has dropped this client: nothing will come back
                 raise self._dead(reason)
-            case EngineReady() | EngineReport() | BlockMap():
+            case EngineReady() | EngineReport() | BlockSnapshot():
                 return None  # a second answer to the same greeting; nobody asks for reports
             case _:
                 assert_never(message)

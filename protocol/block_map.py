@@ -12,7 +12,7 @@ from longshore.protocol.arrays import EMPTY_INT32, Int32Array, UInt8Array
 from longshore.protocol.client import EngineReport
 
 MAX_LISTED_HOLDERS: Final = 256
-"""Holders that a `BlockMap` lists."""
+"""Holders that a `BlockSnapshot` lists."""
 
 MAX_LISTED_BLOCKS: Final = 65_536
 """Block ids that it lists, of all holders together."""
@@ -46,7 +46,7 @@ class BlockHolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     row, num_computed_tokens: -1 without a row, and 0 for a transfer.
     num_blocks: by KV cache group; forgotten ones do not count.
-    num_listed: by group, how many of them `BlockMap.block_ids` names: those at the end.
+    num_listed: by group, how many of them `BlockSnapshot.block_ids` names: those at the end.
     age_s:      seconds since the request arrived anywhere.
     """
 
@@ -74,7 +74,7 @@ class GroupUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int
 
 
-class BlockMap(msgspec.Struct, tag="block_map", frozen=True, forbid_unknown_fields=True):
+class BlockSnapshot(msgspec.Struct, tag="block_snapshot", frozen=True, forbid_unknown_fields=True):
     """The answer to `DescribeBlocks`.
 
     states:    a `BlockState` for each block.
@@ -102,4 +102,4 @@ class DescribeBlocks(
 
 
 MIN_INTERVAL_S: Final = 0.25
-"""No new `BlockMap` is made sooner."""
+"""No new `BlockSnapshot` is made sooner."""

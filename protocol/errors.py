@@ -13,7 +13,7 @@ class KVCacheTooSmall(ConfigError):
     """The KV cache cannot hold one request of the longest length that will be admitted."""
 
 
-class HandshakeRefused(LongshoreError):
+class HandshakeRejected(LongshoreError):
     """Two processes do not fit together; the message names the field and both values."""
 
 

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from longshore.protocol.block_map import BlockMap, DescribeBlocks
+from longshore.protocol.block_map import BlockSnapshot, DescribeBlocks
 from longshore.protocol.client import (
     AbortRequests,
     AddRequest,
@@ -25,13 +25,13 @@ from longshore.protocol.client import (
     EngineReport,
     StopFound,
 )
-from longshore.protocol.errors import HandshakeRefused
+from longshore.protocol.errors import HandshakeRejected
 from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.results import ModelRunnerOutput, TransferReport, WorkerFailed
 from longshore.protocol.statistics import WorkerStats
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 """Raised by every change of a message; both sides must run the same one."""
 
 
@@ -59,12 +59,12 @@ class EngineIdentity(msgspec.Struct, frozen=True):
 
 
 def check_identity(ours: EngineIdentity, theirs: EngineIdentity, *, peer: str) -> None:
-    """Raise HandshakeRefused naming the first field in which `peer` differs, and both values."""
+    """Raise HandshakeRejected naming the first field in which `peer` differs, and both values."""
     fields = EngineIdentity.__struct_fields__
     for field in ("protocol_version", *fields):  # another version may mean anything by the rest
         wanted, got = getattr(ours, field), getattr(theirs, field)
         if wanted != got:
-            raise HandshakeRefused(
+            raise HandshakeRejected(
                 f"{peer} has {field}={got!r}, this engine has {wanted!r}; they cannot share a "
                 f"KV cache. Start both from the same configuration and version."
             )
@@ -93,7 +93,7 @@ class WorkerHello(msgspec.Struct, tag="worker_hello", frozen=True):
     features: tuple[Feature, ...] = ()
 
 
-class Welcome(msgspec.Struct, tag="welcome", frozen=True, forbid_unknown_fields=True):
+class WorkerAccepted(msgspec.Struct, tag="accepted", frozen=True, forbid_unknown_fields=True):
     """The rank belongs to this engine: plans will carry `epoch` and use `num_blocks` blocks."""
 
     epoch: int
@@ -123,13 +123,13 @@ class EngineReady(msgspec.Struct, tag="engine_ready", frozen=True, forbid_unknow
     num_blocks: int
 
 
-class Refused(msgspec.Struct, tag="refused", frozen=True):
+class Rejected(msgspec.Struct, tag="rejected", frozen=True):
     """The two do not fit; `reason` names the field and both values."""
 
     reason: str
 
 
-ToWorker: TypeAlias = SchedulerOutput | SampleMask | Shutdown | Welcome | Refused
+ToWorker: TypeAlias = SchedulerOutput | SampleMask | Shutdown | WorkerAccepted | Rejected
 FromWorker: TypeAlias = (
     ModelRunnerOutput | TransferReport | WorkerStats | WorkerFailed | WorkerHello | WorkerReady
 )
@@ -142,7 +142,9 @@ ToEngine: TypeAlias = (
     | DescribeBlocks
     | ClientHello
 )
-ToClient: TypeAlias = EngineOutputs | EngineReport | BlockMap | EngineFailed | EngineReady | Refused
+ToClient: TypeAlias = (
+    EngineOutputs | EngineReport | BlockSnapshot | EngineFailed | EngineReady | Rejected
+)
 
 
 def model_fingerprint(model_dir: Path) -> str:

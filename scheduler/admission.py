@@ -82,7 +82,7 @@ class Admission:
                 self._waiting.park_head()
             is_over = outcome is Outcome.NO_TOKENS
             if outcome is Outcome.NO_ROOM:
-                is_over = not self._others_give_up(request)
+                is_over = not self._reclaim_blocks(request)
             if is_over:
                 break
         self._waiting.end_step()
@@ -97,7 +97,7 @@ class Admission:
         except GrammarError as error:
             self._lifecycle.end(request, FinishReason.ERROR, message=str(error))
             return Outcome.ENDED
-        if request.lora is not None and not self._loras.has_place(request.lora.name):
+        if request.lora is not None and not self._loras.has_slot(request.lora.name):
             return Outcome.SET_ASIDE
         if request.held is not None:
             if self._forks.holds(request):
@@ -121,7 +121,7 @@ class Admission:
             num_slots = min(local.num_tokens + num_external + 1, request.num_tokens)
             if self._kv_cache.num_blocks_for(num_slots) <= self._max_loading_blocks:
                 outcome = self._begin_load(request, local, num_external)
-                while outcome is Outcome.NO_ROOM and self._others_give_up(request):
+                while outcome is Outcome.NO_ROOM and self._reclaim_blocks(request):
                     outcome = self._begin_load(request, local, num_external)
                 if outcome is not Outcome.NO_ROOM or not self._is_idle:
                     return outcome
@@ -172,16 +172,16 @@ class Admission:
         """Nothing runs, and no answer is due that could change anything."""
         return self._running.num_rows == 0 and len(self._in_flight) == 0
 
-    def _others_give_up(self, request: Request) -> bool:
+    def _reclaim_blocks(self, request: Request) -> bool:
         """Whether somebody made room: who only holds blocks; if nothing else can run, whose load is
         over, or in the end the request itself, which may need more with a hold than without."""
-        if self._forks.give_up_youngest(besides=request):
+        if self._forks.release_youngest(besides=request):
             return True
         if not self._is_idle:
             return False
-        if self._lifecycle.give_up_youngest_load(besides=request):
+        if self._lifecycle.release_youngest_load(besides=request):
             return True
-        return self._forks.give_up_youngest()
+        return self._forks.release_youngest()
 
     def _has_room(self, num_needed: int) -> bool:
         return self._gates.has_room(
@@ -286,19 +286,19 @@ class Admission:
             return Outcome.NO_TOKENS
         row, num_slots = self._running.next_row, self._num_slots(num_computed + need)
         kv_cache, answered_step = self._kv_cache, self._in_flight.last_answered_step
-        num_new = kv_cache.num_blocks_to_go_on(held, num_computed, num_slots, answered_step)
+        num_new = kv_cache.num_blocks_to_resume(held, num_computed, num_slots, answered_step)
         if self._config.scheduler_reserve_full_isl and self._running.num_rows:
             num_tokens = max(num_slots, request.num_tokens)
             num_new += kv_cache.num_blocks_for(num_tokens) - kv_cache.num_blocks_for(num_slots)
         if not self._has_room(num_new):
             return Outcome.NO_ROOM
         step = self._plan.step + 1
-        copies = kv_cache.go_on(
+        copies = kv_cache.resume(
             row, held, num_computed, num_slots, step=step, answered_step=answered_step
         )
         assert copies is not None, "there is room"
         self._plan.copies += copies
-        self._forks.let_go(request)
+        self._forks.take_over(request)
         request.num_hit_tokens, request.num_external_tokens = num_computed, 0
         self._kv_cache.count_lookup(request, num_computed)
         self._enter(request, num_computed, need)
@@ -320,7 +320,7 @@ class Admission:
             self._loras.enter(request.lora.name)
         if request.multimodal:
             self._encoder.admit(request, num_computed, need)
-        self._kv_cache.naming.name_blocks(
+        self._kv_cache.full_blocks.cache_row(
             row, request, request.token_ids, num_computed + need, step=self._plan.step + 1
         )
         self._num_scheduled[row] = need

@@ -10,12 +10,12 @@ from longshore.scheduler.logprobs import lengths_agree
 from longshore.scheduler.parts import Parts
 
 
-class BadAnswer(LongshoreError):
+class InvalidOutput(LongshoreError):
     """A worker's answer fits no plan that it was sent; the epoch cannot go on."""
 
 
-class AnswerChecks:
-    """What an answer must be, for the plan that is due. `plan_of` raises BadAnswer otherwise."""
+class OutputValidator:
+    """What an output must be, for the plan that is due. `plan_of` raises InvalidOutput else."""
 
     def __init__(self, parts: Parts) -> None:
         self._running = parts.running
@@ -27,10 +27,10 @@ class AnswerChecks:
         planned = self._in_flight.oldest()
         if planned is None or planned.step != output.step:
             expected = "none" if planned is None else f"step {planned.step}"
-            raise BadAnswer(f"a worker answered step {output.step}; {expected} was due")
+            raise InvalidOutput(f"a worker answered step {output.step}; {expected} was due")
         text = self._flaw(planned, output)
         if text is not None:
-            raise BadAnswer(f"step {output.step}: {text}")
+            raise InvalidOutput(f"step {output.step}: {text}")
         return planned
 
     def _flaw(self, planned: PlannedStep, output: ModelRunnerOutput) -> str | None:
@@ -82,7 +82,7 @@ class AnswerChecks:
             if self._running.generation[row] == generation:
                 request = self._running.request_on(row)
             else:
-                request = self._in_flight.departed(generation).request
+                request = self._in_flight.past_occupant(generation).request
             if request.pooling is not None and not request.is_finished:
                 return int(row)
         return None

@@ -8,7 +8,7 @@ import numpy as np
 from longshore.protocol.arrays import Float32Array, Int32Array
 from longshore.protocol.client import FinishReason
 from longshore.protocol.results import ModelRunnerOutput
-from longshore.scheduler.answer_checks import AnswerChecks
+from longshore.scheduler.answer_checks import OutputValidator
 from longshore.scheduler.in_flight import PlannedStep
 from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.parts import Parts
@@ -19,7 +19,7 @@ from longshore.scheduler.request import Request
 from longshore.scheduler.sampling_rows import SamplingRows
 
 
-class Answers:
+class OutputProcessor:
     """Applies answers in the order of the plans.
 
     num_stale_tokens: sampled for a request that had ended or was rewound, or by a worker of another
@@ -36,7 +36,7 @@ class Answers:
         self._plan = plan
         self._lifecycle = lifecycle
         self._recovery = recovery
-        self._checks = AnswerChecks(parts)
+        self._checks = OutputValidator(parts)
         # Requests that end with the answer being applied, behind the generation that it is for:
         # a pooling request with its vector, one that failed with the reason.
         self._ending: list[tuple[int, Request, Float32Array | str | None]] = []
@@ -127,7 +127,7 @@ class Answers:
         if planned.step <= void_through or request.is_finished:
             self.num_stale_tokens += len(token_ids)
         elif request.pooling is not None:
-            assert pooled is not None, "AnswerChecks has seen to it"
+            assert pooled is not None, "OutputValidator has seen to it"
             self._ending.append((generation, request, pooled))
         else:
             if request.row >= 0 and planned.num_drafts is not None:
@@ -140,7 +140,7 @@ class Answers:
         running = self._running
         if running.generation[row] == generation:
             return running.request_on(row), int(running.void_through[row])
-        left = self._in_flight.departed(generation)
+        left = self._in_flight.past_occupant(generation)
         return left.request, left.void_through
 
     def _settle_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:

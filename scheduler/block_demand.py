@@ -21,11 +21,11 @@ class ComputedBlocks(NamedTuple):
 
 
 class BlockDemand(NamedTuple):
-    """What a request that starts needs: its cached prefix, and `num_new` blocks. `places[group]`
+    """What a request that starts needs: its cached prefix, and `num_new` blocks. `positions[group]`
     are the positions in its table that get one, up to `ends[group]`."""
 
     computed: ComputedBlocks
-    places: tuple[Sequence[int], ...]
+    positions: tuple[Sequence[int], ...]
     ends: tuple[int, ...]
     num_new: int
 
@@ -52,10 +52,10 @@ class BlockCopy(NamedTuple):
     num_tokens: int
 
 
-def laid_out(first: int, end: int, places: Sequence[int], block_ids: BlockIds) -> BlockIds:
-    """The table entries [first, end): these blocks at `places`, null blocks between."""
-    if end - first == len(places):
+def laid_out(first: int, end: int, positions: Sequence[int], block_ids: BlockIds) -> BlockIds:
+    """The table entries [first, end): these blocks at `positions`, null blocks between."""
+    if end - first == len(positions):
         return block_ids
     entries = np.zeros(end - first, np.int32)
-    entries[np.array(places, np.int64) - first] = block_ids
+    entries[np.array(positions, np.int64) - first] = block_ids
     return entries

@@ -21,9 +21,9 @@ from longshore.protocol.inputs import MultimodalFeature, PromptEmbeds
 _GROUP_BYTES: Final = 4
 
 
-def block_key(name: bytes, group: int) -> bytes:
+def block_key(block_hash: bytes, group: int) -> bytes:
     """A name outside the prefix map: the name, then the KV cache group, 4 bytes big-endian."""
-    return name + group.to_bytes(_GROUP_BYTES, "big")
+    return block_hash + group.to_bytes(_GROUP_BYTES, "big")
 
 
 class KeyedRequest(Protocol):
@@ -110,10 +110,10 @@ class BlockHasher:
         (self.none_hash,) = self._algorithm.chain(b"", [(b"longshore block names\0" + seed,)])
 
     def extend(
-        self, names: list[bytes], token_ids: Int32Array, extra_keys: ExtraKeys | None = None
+        self, hashes: list[bytes], token_ids: Int32Array, extra_keys: ExtraKeys | None = None
     ) -> None:
-        """Append the names of the full blocks of `token_ids` (contiguous) that `names` lacks."""
-        size, first = self.block_size, len(names)
+        """Append the names of the full blocks of `token_ids` (contiguous) that `hashes` lacks."""
+        size, first = self.block_size, len(hashes)
         num_full = len(token_ids) // size
         if first >= num_full:
             return
@@ -121,16 +121,16 @@ class BlockHasher:
         blocks: Iterable[tuple[bytes]] = self._packed_block.iter_unpack(packed)
         if extra_keys is not None and first * size < extra_keys.num_tokens:
             blocks = _with_keys(blocks, extra_keys, first * size, size)
-        names += self._algorithm.chain(names[-1] if names else self.none_hash, blocks)
+        hashes += self._algorithm.chain(hashes[-1] if hashes else self.none_hash, blocks)
 
     def extend_each(self, chains: Sequence[list[bytes]], token_ids: Int32Array) -> list[bytes]:
         """Append to each of `chains`, all different, the name of its next block, whose tokens are
         `token_ids[i]` (len(chains), block_size) and which has no extra keys; returns the names."""
         blocks = self._packed_block.iter_unpack(token_ids.tobytes())
-        parents = [names[-1] if names else self.none_hash for names in chains]
+        parents = [hashes[-1] if hashes else self.none_hash for hashes in chains]
         added = self._algorithm.each(parents, blocks)
-        for names, name in zip(chains, added, strict=True):
-            names.append(name)
+        for hashes, block_hash in zip(chains, added, strict=True):
+            hashes.append(block_hash)
         return added
 
 

@@ -17,7 +17,7 @@ from longshore.protocol.block_map import (
     MAX_LISTED_HOLDERS,
     MIN_INTERVAL_S,
     BlockHolder,
-    BlockMap,
+    BlockSnapshot,
     BlockState,
     GroupUse,
 )
@@ -56,7 +56,7 @@ def states_of(kv_cache: KVCacheManager, holdings: Sequence[Holding]) -> UInt8Arr
     return states
 
 
-class BlockMaps:
+class BlockSnapshots:
     """Makes the pictures. kv_cache: what the workers agreed on."""
 
     def __init__(self, parts: Parts, kv_cache: KVCacheConfig) -> None:
@@ -70,23 +70,23 @@ class BlockMaps:
             GroupUse(_kind(group.spec), size, len(group.layer_names), group.block_size_bytes, 0)
             for group, size in zip(kv_cache.groups, self._kv_cache.block_sizes, strict=True)
         )
-        self._latest: BlockMap | None = None
+        self._latest: BlockSnapshot | None = None
         self._made_s = 0.0
 
-    def latest(self, now: float) -> BlockMap | None:
+    def latest(self, now: float) -> BlockSnapshot | None:
         """The picture made last, if it is too early for another one."""
         return self._latest if now - self._made_s < MIN_INTERVAL_S else None
 
     def make(
         self, report: EngineReport, now: float, *, num_steps: int, num_preemptions: int
-    ) -> BlockMap:
+    ) -> BlockSnapshot:
         """The picture now."""
         holdings = list(self.holdings())
         holders, block_ids = self._list(holdings, now)
         counts = self._kv_cache.num_blocks_of_rows(self._running.order)
         prefixes = self._kv_cache.stats
         self._made_s = now
-        self._latest = BlockMap(
+        self._latest = BlockSnapshot(
             report,
             states=states_of(self._kv_cache, holdings),
             groups=tuple(

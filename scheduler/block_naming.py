@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from longshore.connectors.base import NamedBlocks
+from longshore.connectors.base import CachedBlocks
 from longshore.protocol.arrays import Int32Array, Int64Array
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.scheduler.block_hash import BlockHasher, extra_keys_of
@@ -21,12 +21,12 @@ from longshore.scheduler.single_type_manager import SingleTypeManager
 TokenTable: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
 
-class BlockNaming:
+class FullBlocks:
     """Gives blocks their names, in all groups that cache.
 
     caching: their managers.
     events:  is told of each name that gets its first block.
-    record_named: keep for `take_named` what gets a name.
+    record_cached: keep for `take_cached` what gets a name.
     """
 
     def __init__(
@@ -36,26 +36,26 @@ class BlockNaming:
         hasher: BlockHasher,
         *,
         events: KVEventLog | None,
-        record_named: bool,
+        record_cached: bool,
     ) -> None:
         self._caching = tuple(caching)
         self._pool = pool
         self._hasher = hasher
         self._events = events
-        self._named: list[NamedBlocks] | None = [] if record_named else None
+        self._named: list[CachedBlocks] | None = [] if record_cached else None
 
-    def rows_to_name(self, num_tokens: Int64Array) -> Int64Array:
+    def rows_to_cache(self, num_tokens: Int64Array) -> Int64Array:
         """Rows with a full block among their first `num_tokens` (max_num_seqs,) that has no name.
 
         To be asked with tokens that are verified and whose KV is in a plan being built."""
         if len(self._caching) == 1:
-            return self._caching[0].rows_to_name(num_tokens)
+            return self._caching[0].rows_to_cache(num_tokens)
         is_due = np.zeros(len(num_tokens), np.bool_)
         for manager in self._caching:
-            is_due[manager.rows_to_name(num_tokens)] = True
+            is_due[manager.rows_to_cache(num_tokens)] = True
         return is_due.nonzero()[0]
 
-    def name_rows(
+    def cache_rows(
         self,
         rows: Int64Array,
         num_tokens: Int64Array,
@@ -67,25 +67,29 @@ class BlockNaming:
         of `rows`, one row after the other; they can be found now.
 
         token_ids: (max_num_seqs, max_model_len) int32.
-        requests:  by row; their `block_names` are extended.
+        requests:  by row; their `block_hashes` are extended.
         step:      the plan that computes the blocks; no event speaks of them before its answer.
         """
         if not self._caching or len(rows) == 0:
             return
-        named = [request for row in rows.tolist() if (request := requests[row]) is not None]
-        self._extend_chains(rows, num_tokens[rows], token_ids, named)
-        chains = [request.block_names for request in named]
+        cached = [request for row in rows.tolist() if (request := requests[row]) is not None]
+        self._extend_hashes_of_rows(rows, num_tokens[rows], token_ids, cached)
+        chains = [request.block_hashes for request in cached]
         for manager in self._caching:
             num_full = num_tokens[rows] // manager.block_size
             if self._named is not None:
-                for row, request, last in zip(rows.tolist(), named, num_full.tolist(), strict=True):
-                    self._record_named(manager, row, request, last)
+                for row, request, last in zip(
+                    rows.tolist(), cached, num_full.tolist(), strict=True
+                ):
+                    self._record_cached(manager, row, request, last)
             if self._events is not None:
-                for row, request, last in zip(rows.tolist(), named, num_full.tolist(), strict=True):
+                for row, request, last in zip(
+                    rows.tolist(), cached, num_full.tolist(), strict=True
+                ):
                     self._tell_stored(manager, row, request, token_ids[row], last, step)
-            manager.name_rows(rows, num_full, chains)
+            manager.cache_rows(rows, num_full, chains)
 
-    def _extend_chains(
+    def _extend_hashes_of_rows(
         self,
         rows: Int64Array,
         num_tokens: Int64Array,
@@ -99,73 +103,75 @@ class BlockNaming:
         single: list[int] = []
         chains: list[list[bytes]] = []
         for index, (request, count) in enumerate(zip(requests, num_links.tolist(), strict=True)):
-            names, keys = request.block_names, request.extra_keys
+            hashes, keys = request.block_hashes, request.extra_keys
             # Who has names has had his extra keys made.
-            if len(names) == count - 1 > 0 and (
-                keys is None or keys.num_tokens <= size * len(names)
+            if len(hashes) == count - 1 > 0 and (
+                keys is None or keys.num_tokens <= size * len(hashes)
             ):
                 single.append(index)
-                chains.append(names)
-            elif len(names) < count:
+                chains.append(hashes)
+            elif len(hashes) < count:
                 tokens = token_ids[rows[index], : num_tokens[index]]
-                self._hasher.extend(names, tokens, extra_keys_of(request))
+                self._hasher.extend(hashes, tokens, extra_keys_of(request))
         if single:
             ends = (rows * token_ids.shape[1] + num_links * size)[single]
             positions = ends[:, None] + np.arange(-size, 0)
             self._hasher.extend_each(chains, token_ids.reshape(-1)[positions])
 
-    def name_blocks(
+    def cache_row(
         self, row: int, request: Request, token_ids: Int32Array, num_tokens: int, step: int = 0
     ) -> None:
-        """`name_rows` for one row, from its leading verified tokens: those beyond `token_ids` name
+        """`cache_rows` for one row, from its leading verified tokens: those beyond `token_ids` name
         nothing, whatever `num_tokens` says."""
         if not self._caching:
             return
         num_verified = min(num_tokens, len(token_ids))
-        self.extend_chain(request, token_ids, num_verified)
+        self.extend_hashes(request, token_ids, num_verified)
         for manager in self._caching:
             num_full = num_verified // manager.block_size
             if self._named is not None:
-                self._record_named(manager, row, request, num_full)
+                self._record_cached(manager, row, request, num_full)
             if self._events is not None:
                 self._tell_stored(manager, row, request, token_ids, num_full, step)
-            manager.name_blocks(row, request.block_names, num_full)
+            manager.cache_row(row, request.block_hashes, num_full)
 
-    def extend_chain(self, request: Request, token_ids: Int32Array, num_tokens: int) -> None:
+    def extend_hashes(self, request: Request, token_ids: Int32Array, num_tokens: int) -> None:
         """Work out the names that the request lacks for full blocks of so many of `token_ids`."""
-        if len(request.block_names) < num_tokens // self._hasher.block_size:
+        if len(request.block_hashes) < num_tokens // self._hasher.block_size:
             keys = extra_keys_of(request)
-            self._hasher.extend(request.block_names, token_ids[:num_tokens], keys)
+            self._hasher.extend(request.block_hashes, token_ids[:num_tokens], keys)
 
-    def take_named(self) -> list[NamedBlocks]:
+    def take_cached(self) -> list[CachedBlocks]:
         """What got a name since the last call and still has it, in order."""
         assert self._named is not None
         recorded, self._named = self._named, []
-        named = []
+        cached = []
         for record in recorded:
-            pairs = zip(record.block_ids, record.names, strict=True)
+            pairs = zip(record.block_ids, record.block_hashes, strict=True)
             kept = [
-                (block_id, name) for block_id, name in pairs if self._pool.name(block_id) == name
+                (block_id, block_hash)
+                for block_id, block_hash in pairs
+                if self._pool.block_hash(block_id) == block_hash
             ]
             if kept:
-                block_ids, names = zip(*kept, strict=True)
-                named.append(NamedBlocks(record.request_id, record.group, block_ids, names))
-        return named
+                block_ids, hashes = zip(*kept, strict=True)
+                cached.append(CachedBlocks(record.request_id, record.group, block_ids, hashes))
+        return cached
 
     def clear(self) -> None:
         """Forget what nobody has taken."""
         if self._named is not None:
             self._named = []
 
-    def _record_named(
+    def _record_cached(
         self, manager: SingleTypeManager, row: int, request: Request, num_full: int
     ) -> None:
         """The row's blocks up to `num_full` are about to be named."""
-        first = int(manager.num_named[row])
+        first = int(manager.num_cached_blocks[row])
         if self._named is not None and num_full > first:
-            names = manager.names_of_blocks(request.block_names, first, num_full)
+            hashes = manager.hashes_of_blocks(request.block_hashes, first, num_full)
             block_ids = manager.table[row, first:num_full].tolist()
-            self._named.append(NamedBlocks(request.request_id, manager.group, block_ids, names))
+            self._named.append(CachedBlocks(request.request_id, manager.group, block_ids, hashes))
 
     def _tell_stored(
         self,
@@ -178,14 +184,14 @@ class BlockNaming:
     ) -> None:
         """The row's blocks up to `num_full` are about to be named."""
         assert self._events is not None
-        group, size, first = manager.group, manager.block_size, int(manager.num_named[row])
-        names = manager.names_of_blocks(request.block_names, 0, num_full)
+        group, size, first = manager.group, manager.block_size, int(manager.num_cached_blocks[row])
+        hashes = manager.hashes_of_blocks(request.block_hashes, 0, num_full)
         for index in range(first, num_full):
-            is_new = self._pool.get_cached_block(names[index], (group,)) is None
+            is_new = self._pool.get_cached_block(hashes[index], (group,)) is None
             if is_new and manager.table[row, index] != NULL_BLOCK:
                 event = BlockStored(
-                    name=names[index],
-                    parent=names[index - 1] if index else None,
+                    block_hash=hashes[index],
+                    parent_hash=hashes[index - 1] if index else None,
                     token_ids=token_ids[index * size : (index + 1) * size].copy(),
                     group=group,
                     lora_name=request.lora_name,

@@ -27,7 +27,7 @@ from longshore.scheduler.free_queue import FEW_BLOCKS as FEW_BLOCKS
 from longshore.scheduler.free_queue import TAKEN, FreeQueue, NotTaken
 from longshore.scheduler.free_queue import BlockIds as BlockIds  # the pool's callers speak it too
 from longshore.scheduler.kv_events import KVEventLog
-from longshore.scheduler.prefix_map import PrefixMap
+from longshore.scheduler.prefix_map import BlockHashMap
 
 
 class BlockPool:
@@ -55,17 +55,17 @@ class BlockPool:
         self._num_usable = num_blocks - 1 - num_set_aside
         self.metrics = metrics
         self._events = events
-        self._prefixes = tuple(PrefixMap() for _ in range(num_groups))
+        self._prefixes = tuple(BlockHashMap() for _ in range(num_groups))
         self._start_empty()
 
     def _start_empty(self) -> None:
         self._free = FreeQueue(self.num_blocks, self._num_set_aside)
         # A block stands in the free queue, or its place there is minus the number of its holders:
         # it cannot be both free and held.
-        self._place, self._place_item = self._free.place, self._free.place_item
-        self._names: list[bytes | None] = [None] * self.num_blocks
-        self._is_named: UInt8Array = np.zeros(self.num_blocks, np.uint8)
-        self._is_named_item = memoryview(self._is_named)
+        self._position, self._position_item = self._free.position, self._free.position_item
+        self._hashes: list[bytes | None] = [None] * self.num_blocks
+        self._is_cached: UInt8Array = np.zeros(self.num_blocks, np.uint8)
+        self._is_cached_item = memoryview(self._is_cached)
         self._group = np.zeros(self.num_blocks if len(self._prefixes) > 1 else 0, np.int16)
         self._fence: Int64Array = np.zeros(self.num_blocks, np.int64)
         self._fence_item = memoryview(self._fence)
@@ -81,9 +81,9 @@ class BlockPool:
         """Share of the usable blocks that somebody holds, 0 to 1."""
         return (self._num_usable - self.num_free) / self._num_usable
 
-    def name(self, block_id: int) -> bytes | None:
+    def block_hash(self, block_id: int) -> bytes | None:
         """The block's name, if it is full and cached."""
-        return self._names[block_id]
+        return self._hashes[block_id]
 
     def _group_of(self, block_id: int) -> int:
         return int(self._group[block_id]) if len(self._group) else 0
@@ -128,7 +128,7 @@ class BlockPool:
 
     def _start_lives(self, block_ids: list[int]) -> None:
         """Blocks just taken from the free queue lose the names that they still have."""
-        evicted = self._drop_names(block_ids)
+        evicted = self._uncache(block_ids)
         if self.metrics is not None:
             self.metrics.evicted(int32_array(evicted))
             self.metrics.allocated(int32_array(block_ids))
@@ -146,10 +146,10 @@ class BlockPool:
             if step:
                 self.fence(few, step)
             return
-        left = self._place[index] + 1
+        left = self._position[index] + 1
         if left.max(initial=0) > 0:
             raise NotTaken(f"block {index[left.argmax()]} is freed, but nobody holds it")
-        self._place[index] = left
+        self._position[index] = left
         self._free.append_n(index[left == 0].astype(np.int32))
         if step:
             self.fence(block_ids, step)
@@ -158,16 +158,16 @@ class BlockPool:
         """Add one holder each; a block that nobody held leaves the free queue."""
         index = None if len(block_ids) <= FEW_BLOCKS else self._bulk_index(block_ids)
         if index is None:
-            place = self._place_item
+            position = self._position_item
             for block_id in block_ids if isinstance(block_ids, list) else block_ids.tolist():
-                if place[block_id] >= 0:
+                if position[block_id] >= 0:
                     self._free.remove(block_id)
                 elif block_id != NULL_BLOCK:
-                    place[block_id] -= 1
+                    position[block_id] -= 1
         else:
-            places = self._place[index]
-            self._free.remove_n(index[places >= 0])
-            self._place[index] = np.minimum(places, 0) - 1
+            positions = self._position[index]
+            self._free.remove_n(index[positions >= 0])
+            self._position[index] = np.minimum(positions, 0) - 1
         if self.metrics is not None:
             accessed = int32_array(block_ids)
             self.metrics.accessed(accessed[accessed != NULL_BLOCK])
@@ -176,14 +176,14 @@ class BlockPool:
         """Whether the block's one holder may write to it: nobody can find it by a name, and nobody
         who has left writes to it in a plan after `answered_step`."""
         is_settled = self._fence_item[block_id] <= answered_step
-        return self._place_item[block_id] == -1 and self._names[block_id] is None and is_settled
+        return self._position_item[block_id] == -1 and self._hashes[block_id] is None and is_settled
 
     def num_unheld(self, block_ids: BlockIds) -> int:
         """How many of the blocks, all different, `touch` would take from the free queue."""
         if isinstance(block_ids, list):
-            place = self._place_item
-            return len([block_id for block_id in block_ids if place[block_id] >= 0])
-        return int(np.count_nonzero(self._place[block_ids.astype(np.int64)] >= 0))
+            position = self._position_item
+            return len([block_id for block_id in block_ids if position[block_id] >= 0])
+        return int(np.count_nonzero(self._position[block_ids.astype(np.int64)] >= 0))
 
     def fence(self, block_ids: BlockIds, step: int) -> None:
         """Plan `step`, the newest, names these blocks: until it is answered, once they are free,
@@ -207,114 +207,116 @@ class BlockPool:
 
     # Names
 
-    def cache_unnamed_blocks(
-        self, block_ids: Sequence[int], names: Sequence[bytes], group: int = 0
+    def cache_blocks(
+        self, block_ids: Sequence[int], hashes: Sequence[bytes], group: int = 0
     ) -> None:
         """Make full blocks, all different, findable: `block_ids[i]` holds the KV of the prefix
-        named `names[i]`. Those that have a name keep it, and null blocks get none."""
-        ids, column = block_ids, self._names
+        named `hashes[i]`. Those that have a name keep it, and null blocks get none."""
+        ids, column = block_ids, self._hashes
         before = [column[block_id] for block_id in ids]
         if NULL_BLOCK in ids or before.count(None) < len(before):
-            wanted = [bool(b) and name is None for b, name in zip(ids, before, strict=True)]
-            ids, names = list(compress(ids, wanted)), list(compress(names, wanted))
-        is_named = self._is_named_item
-        for block_id, name in zip(ids, names, strict=True):
-            column[block_id] = name
-            is_named[block_id] = 1
+            wanted = [
+                bool(b) and block_hash is None for b, block_hash in zip(ids, before, strict=True)
+            ]
+            ids, hashes = list(compress(ids, wanted)), list(compress(hashes, wanted))
+        is_cached = self._is_cached_item
+        for block_id, block_hash in zip(ids, hashes, strict=True):
+            column[block_id] = block_hash
+            is_cached[block_id] = 1
         if len(self._group):
             self._group[ids] = group
-        self._prefixes[group].insert_n(names, ids)
+        self._prefixes[group].insert_n(hashes, ids)
 
-    def get_cached_block(self, name: bytes, groups: Sequence[int]) -> list[int] | None:
+    def get_cached_block(self, block_hash: bytes, groups: Sequence[int]) -> list[int] | None:
         """One block per group that holds this prefix; None if any group has none."""
         block_ids: list[int] = []
         for group in groups:
-            block_id = self._prefixes[group].get_one_block(name)
+            block_id = self._prefixes[group].get_one_block(block_hash)
             if block_id is None:
                 return None
             block_ids.append(block_id)
         return block_ids
 
-    def find_cached_prefix(self, names: Sequence[bytes], group: int = 0) -> BlockIds:
+    def find_cached_prefix(self, hashes: Sequence[bytes], group: int = 0) -> BlockIds:
         """One block per name, left to right, up to the first name that no block carries."""
-        found = self._prefixes[group].find_prefix(names)
+        found = self._prefixes[group].find_prefix(hashes)
         return found if len(found) <= FEW_BLOCKS else int32_array(found)
 
-    def forget_blocks(self, block_ids: BlockIds) -> None:
+    def uncache_blocks(self, block_ids: BlockIds) -> None:
         """Take their names from these blocks; others that carry the same ones keep them."""
-        self._drop_names(block_ids if isinstance(block_ids, list) else block_ids.tolist())
+        self._uncache(block_ids if isinstance(block_ids, list) else block_ids.tolist())
 
-    def num_leading_named(self, block_ids: Int32Array) -> int:
+    def num_leading_cached(self, block_ids: Int32Array) -> int:
         """How many of these blocks have a name, or are null, before the first that is neither."""
-        names = [self._names[block_id] if block_id else b"" for block_id in block_ids.tolist()]
-        return names.index(None) if None in names else len(names)
+        hashes = [self._hashes[block_id] if block_id else b"" for block_id in block_ids.tolist()]
+        return hashes.index(None) if None in hashes else len(hashes)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every name. False, and nothing happens, while anybody holds a block."""
         if self.num_free != self._num_usable:
             return False
-        self._forget_everything()
+        self._uncache_all()
         return True
 
     def clear(self) -> None:
         """Everything free, unnamed and unfenced, whoever holds it: whoever did is gone."""
         self._start_empty()
-        self._forget_everything()
+        self._uncache_all()
 
-    def _forget_everything(self) -> None:
+    def _uncache_all(self) -> None:
         for prefixes in self._prefixes:
             prefixes.clear()
-        self._names = [None] * self.num_blocks
-        self._is_named[:] = 0
+        self._hashes = [None] * self.num_blocks
+        self._is_cached[:] = 0
         if self._events is not None:
             self._events.cleared()
 
-    def _drop_names(self, block_ids: Sequence[int]) -> list[int]:
+    def _uncache(self, block_ids: Sequence[int]) -> list[int]:
         """Un-name those of these blocks that are named; returns them."""
-        column, is_named = self._names, self._is_named_item
-        named: list[int] = []
-        names: list[bytes] = []
+        column, is_cached = self._hashes, self._is_cached_item
+        cached: list[int] = []
+        hashes: list[bytes] = []
         for block_id in block_ids:
-            name = column[block_id]
-            if name is not None:
+            block_hash = column[block_id]
+            if block_hash is not None:
                 column[block_id] = None
-                is_named[block_id] = 0
-                named.append(block_id)
-                names.append(name)
-        if not named:
-            return named
+                is_cached[block_id] = 0
+                cached.append(block_id)
+                hashes.append(block_hash)
+        if not cached:
+            return cached
         if len(self._prefixes) == 1:
-            self._prefixes[0].pop_n(names, named)
+            self._prefixes[0].pop_n(hashes, cached)
         else:
-            for name, block_id in zip(names, named, strict=True):
-                self._prefixes[self._group_of(block_id)].pop(name, block_id)
+            for block_hash, block_id in zip(hashes, cached, strict=True):
+                self._prefixes[self._group_of(block_id)].pop(block_hash, block_id)
         if self._events is not None:
-            groups = map(self._group_of, named)
-            for group, name in dict.fromkeys(zip(groups, names, strict=True)):
-                if name not in self._prefixes[group]:
-                    self._events.removed(name, group)
-        return named
+            groups = map(self._group_of, cached)
+            for group, block_hash in dict.fromkeys(zip(groups, hashes, strict=True)):
+                if block_hash not in self._prefixes[group]:
+                    self._events.removed(block_hash, group)
+        return cached
 
     # Books
 
     def references(self) -> Int64Array:
         """(num_blocks,) references to each block; null block and those set aside count none."""
-        references = np.maximum(-self._place, 0).astype(np.int64)
+        references = np.maximum(-self._position, 0).astype(np.int64)
         references[: NULL_BLOCK + 1 + self._num_set_aside] = 0
         return references
 
     def num_references(self, block_ids: Int64Array) -> Int64Array:
         """References to each of these blocks, null block and those set aside not among them."""
-        return np.maximum(-self._place[block_ids], 0).astype(np.int64)
+        return np.maximum(-self._position[block_ids], 0).astype(np.int64)
 
     def states(self) -> UInt8Array:
         """(num_blocks,) a new column with a `BlockState` each, as far as references and names tell:
         HELD by one, SHARED by several. A few vector operations, whatever the blocks do."""
-        is_held = (self._place < 0).view(np.uint8)
-        states: UInt8Array = (self._place < TAKEN).view(np.uint8)
+        is_held = (self._position < 0).view(np.uint8)
+        states: UInt8Array = (self._position < TAKEN).view(np.uint8)
         states += BlockState.FREE.value
         states += is_held * np.uint8(BlockState.HELD - BlockState.FREE)
-        states += self._is_named & (is_held ^ 1)
+        states += self._is_cached & (is_held ^ 1)
         states[: NULL_BLOCK + 1 + self._num_set_aside] = BlockState.RESERVED.value
         return states
 
@@ -337,13 +339,15 @@ class BlockPool:
                 f"{len(set(free))} blocks are in the free queue, which counts {self.num_free}; "
                 f"{num_held} are held; there are {self._num_usable} beside the null block"
             )
-        named = [block_id for block_id, name in enumerate(self._names) if name is not None]
-        for block_id in named:
-            group, name = self._group_of(block_id), self._names[block_id]
-            if name is None or block_id not in self._prefixes[group].holders(name):
+        cached = [
+            block_id for block_id, block_hash in enumerate(self._hashes) if block_hash is not None
+        ]
+        for block_id in cached:
+            group, block_hash = self._group_of(block_id), self._hashes[block_id]
+            if block_hash is None or block_id not in self._prefixes[group].holders(block_hash):
                 raise LongshoreError(f"block {block_id} is not found under its name")
-        if np.flatnonzero(self._is_named).tolist() != named:
+        if np.flatnonzero(self._is_cached).tolist() != cached:
             raise LongshoreError("the column of named blocks differs from their names")
         num_found = sum(prefixes.num_holders for prefixes in self._prefixes)
-        if num_found != len(named):
-            raise LongshoreError(f"{num_found} blocks are found by name, {len(named)} have one")
+        if num_found != len(cached):
+            raise LongshoreError(f"{num_found} blocks are found by name, {len(cached)} have one")

@@ -42,6 +42,6 @@ class StepBudget:
         assert num_tokens <= self.num_left
         self.num_left -= num_tokens
 
-    def give_back(self, num_tokens: int) -> None:
+    def refund(self, num_tokens: int) -> None:
         """A request that had been given tokens in this step does not run after all."""
         self.num_left += num_tokens

@@ -200,7 +200,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.decode_context_parallel_size * self.prefill_context_parallel_size
 
     @property
-    def tokens_per_name(self) -> int:
+    def tokens_per_hash(self) -> int:
         """Tokens that each link of the chain of names adds."""
         if self.hash_block_size is not None:
             return self.hash_block_size

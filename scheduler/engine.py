@@ -31,7 +31,7 @@ from longshore.protocol.handshake import (
     ClientHello,
     EngineReady,
     FromWorker,
-    Refused,
+    Rejected,
     ToClient,
     ToEngine,
     ToWorker,
@@ -178,13 +178,13 @@ class Engine:
 
     def _on_clients(self) -> None:
         now = time.monotonic()
-        for peer, message in self._clients.drain(self._refuse_malformed):
+        for peer, message in self._clients.drain(self._reject_malformed):
             index = self._index_of_peer.get(peer)
             match message:
                 case ClientHello():
-                    self._welcome_client(peer, message)
+                    self._accept_client(peer, message)
                 case _ if index is None:
-                    self._clients.send(peer, Refused("say ClientHello before anything else"))
+                    self._clients.send(peer, Rejected("say ClientHello before anything else"))
                 case AddRequest():
                     self._scheduler.add_request(message, client=index, now=now)
                 case AbortRequests():
@@ -196,35 +196,37 @@ class Engine:
                 case DescribeEngine():
                     self._clients.send(peer, self._scheduler.make_report(now, self._engine_id))
                 case DescribeBlocks():
-                    self._clients.send(peer, self._scheduler.make_block_map(now, self._engine_id))
+                    self._clients.send(
+                        peer, self._scheduler.make_block_snapshot(now, self._engine_id)
+                    )
                 case _:
                     assert_never(message)
         self._send_outputs_and_plans()
         self._check_sockets()
 
-    def _refuse_malformed(self, peer: bytes, header: bytes, error: ProtocolError) -> bool:
+    def _reject_malformed(self, peer: bytes, header: bytes, error: ProtocolError) -> bool:
         """A request is always answered, also one that cannot be read but for its handle."""
         index, malformed = self._index_of_peer.get(peer), read_malformed(header)
         if index is None or malformed is None:
             return False
-        self._scheduler.refuse_message(malformed, str(error), client=index)
+        self._scheduler.reject_message(malformed, str(error), client=index)
         return True
 
-    def _welcome_client(self, peer: bytes, hello: ClientHello) -> None:
+    def _accept_client(self, peer: bytes, hello: ClientHello) -> None:
         ours, theirs = self._config.identity.model_fingerprint, hello.model_fingerprint
         if hello.protocol_version != PROTOCOL_VERSION:
             reason = (
                 f"client {hello.name!r} speaks protocol_version={hello.protocol_version}, this "
                 f"engine {PROTOCOL_VERSION}; start both from the same version"
             )
-            self._clients.send(peer, Refused(reason))
+            self._clients.send(peer, Rejected(reason))
             return
         if theirs != ours:
             reason = (
                 f"client {hello.name!r} has model_fingerprint={theirs!r}, this engine {ours!r}; "
                 "its token ids would mean something else here"
             )
-            self._clients.send(peer, Refused(reason))
+            self._clients.send(peer, Rejected(reason))
             return
         if peer not in self._index_of_peer:
             self._index_of_peer[peer] = self._num_clients

@@ -27,15 +27,15 @@ from longshore.scheduler.single_type_manager import SingleTypeManager, register_
 _Tokens = TypeVar("_Tokens", int, Int64Array)
 
 
-class ForgettingManager(SingleTypeManager):
-    """What the kinds have in common. num_forgotten: (max_num_seqs,) int64, leading entries that
+class WindowedManager(SingleTypeManager):
+    """What the kinds have in common. num_freed: (max_num_seqs,) int64, leading entries that
     have been gone through for blocks to give back."""
 
-    forgets = True
+    frees_skipped = True
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.num_forgotten: Int64Array = np.zeros_like(self.num_blocks)
+        self.num_freed: Int64Array = np.zeros_like(self.num_blocks)
 
     def num_skipped_tokens(self, num_tokens: _Tokens) -> _Tokens:
         """Leading tokens that the token behind `num_tokens` others has no use for; below 0 means
@@ -45,34 +45,34 @@ class ForgettingManager(SingleTypeManager):
     def first_needed(self, num_tokens: int) -> int:
         return max(self.num_skipped_tokens(num_tokens), 0) // self.block_size
 
-    def places(self, first: int, last: int, num_computed: int) -> Sequence[int]:
+    def positions(self, first: int, last: int, num_computed: int) -> Sequence[int]:
         return range(min(max(first, self.first_needed(num_computed)), last), last)
 
     def start(self, row: int, hits: BlockIds, new_block_ids: BlockIds) -> None:
         super().start(row, hits, new_block_ids)
-        self.num_forgotten[row] = 0
+        self.num_freed[row] = 0
 
     def truncate(self, row: int, num_tokens: int) -> Int32Array:
         cut = super().truncate(row, num_tokens)
-        self.num_forgotten[row] = min(self.num_forgotten[row], self.num_blocks[row])
+        self.num_freed[row] = min(self.num_freed[row], self.num_blocks[row])
         return cut
 
-    def forget(
-        self, num_settled: Int64Array, seniority: Int64Array, *, only_named: bool
+    def free_skipped(
+        self, num_settled: Int64Array, seniority: Int64Array, *, only_cached: bool
     ) -> Int32Array:
         """Take from all rows the blocks that no token behind their `num_settled` (max_num_seqs,)
         tokens needs; returns them, rows of lower `seniority` first, each row's last block first.
 
-        only_named: keep those that wait for their name.
+        only_cached: keep those that wait for their name.
         """
         num_skipped = np.maximum(self.num_skipped_tokens(num_settled), 0) // self.block_size
-        last = np.minimum(num_skipped, self.num_named if only_named else self.num_blocks)
-        rows = np.flatnonzero(last > self.num_forgotten)
+        last = np.minimum(num_skipped, self.num_cached_blocks if only_cached else self.num_blocks)
+        rows = np.flatnonzero(last > self.num_freed)
         if len(rows) == 0:
             return EMPTY_INT32
         rows = rows[seniority[rows].argsort()]
         last = last[rows]
-        counts = last - self.num_forgotten[rows]
+        counts = last - self.num_freed[rows]
         num_entries = int(counts.sum())
         if num_entries == len(rows):  # one each, as in decode
             entries = rows, last - 1
@@ -81,12 +81,12 @@ class ForgettingManager(SingleTypeManager):
             entries = np.repeat(rows, counts), np.repeat(last, counts) - 1 - nth_of_row
         forgotten = self.table[entries]
         self.table[entries] = NULL_BLOCK
-        self.num_forgotten[rows] = last
+        self.num_freed[rows] = last
         block_ids: Int32Array = forgotten[forgotten != NULL_BLOCK]
         return block_ids
 
     def blocks_in_use(self, row: int) -> Int32Array:
-        entries = self.table[row, self.num_forgotten[row] : self.num_blocks[row]]
+        entries = self.table[row, self.num_freed[row] : self.num_blocks[row]]
         block_ids: Int32Array = entries[entries != NULL_BLOCK]
         return block_ids
 
@@ -99,7 +99,7 @@ class ForgettingManager(SingleTypeManager):
 
 
 @register_manager(SlidingWindowSpec)
-class SlidingWindowManager(ForgettingManager):
+class SlidingWindowManager(WindowedManager):
     """Tokens attend to themselves and to the `sliding_window - 1` before."""
 
     def num_skipped_tokens(self, num_tokens: _Tokens) -> _Tokens:
@@ -108,7 +108,7 @@ class SlidingWindowManager(ForgettingManager):
 
 
 @register_manager(ChunkedLocalAttentionSpec)
-class ChunkedLocalManager(ForgettingManager):
+class ChunkedLocalManager(WindowedManager):
     """Tokens attend to those before them in their chunk."""
 
     def num_skipped_tokens(self, num_tokens: _Tokens) -> _Tokens:
@@ -117,7 +117,7 @@ class ChunkedLocalManager(ForgettingManager):
 
 
 @register_manager(MambaSpec)
-class MambaManager(ForgettingManager):
+class MambaManager(WindowedManager):
     """A state in place of KV: the last one is all that the next token needs.
 
     A step reads the state in the block of the last token computed before it, and writes to the
@@ -130,7 +130,7 @@ class MambaManager(ForgettingManager):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._named_in_step: set[int] = set()
+        self._cached_in_step: set[int] = set()
 
     def num_skipped_tokens(self, num_tokens: _Tokens) -> _Tokens:
         return num_tokens - 1
@@ -148,7 +148,7 @@ class MambaManager(ForgettingManager):
         allowed = np.where(offset > 0, size - offset, num_new - num_new % size)
         return np.where(offset + num_new <= size, num_new, allowed)
 
-    def places(self, first: int, last: int, num_computed: int) -> Sequence[int]:
+    def positions(self, first: int, last: int, num_computed: int) -> Sequence[int]:
         wanted = {self.first_needed(num_computed), last - 1} if num_computed else {last - 1}
         return sorted(position for position in wanted if first <= position < last)
 
@@ -162,17 +162,17 @@ class MambaManager(ForgettingManager):
 
     def step_begins(self) -> None:
         """States named so far are written before any that the coming step reads."""
-        self._named_in_step.clear()
+        self._cached_in_step.clear()
 
-    def find(self, names: Sequence[bytes]) -> BlockIds:
-        found = super().find(names)
-        if self._named_in_step and not self._named_in_step.isdisjoint(found):
-            return found[: [block_id in self._named_in_step for block_id in found].index(True)]
+    def find(self, hashes: Sequence[bytes]) -> BlockIds:
+        found = super().find(hashes)
+        if self._cached_in_step and not self._cached_in_step.isdisjoint(found):
+            return found[: [block_id in self._cached_in_step for block_id in found].index(True)]
         return found
 
-    def _give_names(self, block_ids: list[int], names: Sequence[bytes]) -> None:
-        super()._give_names(block_ids, names)
-        self._named_in_step.update(block_ids)
+    def _cache_blocks(self, block_ids: list[int], hashes: Sequence[bytes]) -> None:
+        super()._cache_blocks(block_ids, hashes)
+        self._cached_in_step.update(block_ids)
 
 
 def check_states(

@@ -126,7 +126,7 @@ class Forks:
             if fork.is_parked:
                 self._pending[fork] = None
 
-    def parent_leaves(self, request: Request) -> None:
+    def parent_ends(self, request: Request) -> None:
         """A request gives up row or hold for good, and still has it: its forks go on without it,
         with what they share if it is computed."""
         for fork in list(self._of_parent.get(request, ())):
@@ -215,7 +215,7 @@ class Forks:
         request.held, request.num_computed_tokens = held, num_tokens
         self._holders[request] = None
 
-    def let_go(self, request: Request) -> HeldBlocks:
+    def take_over(self, request: Request) -> HeldBlocks:
         """The hold is over; its references are the caller's."""
         held = request.held
         assert held is not None
@@ -225,9 +225,9 @@ class Forks:
 
     def give_up(self, request: Request) -> None:
         """The blocks go back; the request computes everything when its turn comes."""
-        self._kv_cache.release(self.let_go(request))
+        self._kv_cache.release(self.take_over(request))
 
-    def give_up_youngest(self, *, besides: Request | None = None) -> bool:
+    def release_youngest(self, *, besides: Request | None = None) -> bool:
         """Blocks are short. False if nobody else holds any."""
         for request in reversed(self._holders):
             if request is not besides:

@@ -1,7 +1,7 @@
 """The order in which free blocks are handed out: least recently freed first.
 
 A log of block ids with lazy deletion, in place of a linked list: `ring[position] = block` and
-`place[block] = position`, and an entry counts only while the two agree. Appending and taking n
+`position[block] = position`, and an entry counts only while the two agree. Appending and taking n
 blocks are then a few vector operations instead of n relinkings, and taking one from the middle is
 one store. When the log is full its live entries move to the front: it is twice as long as there
 are blocks, so that costs O(1) per append. There is no end marker and no link to repair, hence no
@@ -48,7 +48,7 @@ class FreeQueue:
     place: (num_blocks,) int32, where a free block stands, 0 or more; of a taken one minus the
            number of its holders, so that nothing can be free and held. The null block has neither:
            it is PINNED. Those set aside have one holder for ever.
-    place_item: the same memory for scalar access, which costs half as much as numpy's.
+    position_item: the same memory for scalar access, which costs half as much as numpy's.
 
     Block ids go in and out as int32 arrays, few of them as lists. `num_free` is exact at any time.
     """
@@ -56,10 +56,10 @@ class FreeQueue:
     def __init__(self, num_blocks: int, num_set_aside: int = 0) -> None:
         first = NULL_BLOCK + 1 + num_set_aside
         self.num_free = num_blocks - first
-        self.place: Int32Array = np.arange(-first, self.num_free, dtype=np.int32)
-        self.place[:first] = TAKEN
-        self.place[NULL_BLOCK] = PINNED
-        self.place_item = memoryview(self.place)
+        self.position: Int32Array = np.arange(-first, self.num_free, dtype=np.int32)
+        self.position[:first] = TAKEN
+        self.position[NULL_BLOCK] = PINNED
+        self.position_item = memoryview(self.position)
         self._capacity = 2 * num_blocks
         self._ring: Int32Array = np.zeros(self._capacity, np.int32)
         self._ring_item = memoryview(self._ring)
@@ -98,7 +98,7 @@ class FreeQueue:
             missing -= len(live)
             self._head = end
         popped = np.concatenate(pieces) if pieces else EMPTY_INT32
-        self.place[popped.astype(np.int64)] = TAKEN
+        self.position[popped.astype(np.int64)] = TAKEN
         return popped
 
     def popleft_few(self, count: int) -> list[int]:
@@ -106,12 +106,12 @@ class FreeQueue:
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks are needed, {self.num_free} are free")
         self.num_free -= count
-        ring, place, head = self._ring_item, self.place_item, self._head
+        ring, position, head = self._ring_item, self.position_item, self._head
         popped: list[int] = []
         while count:
             block_id = ring[head]
-            if place[block_id] == head:
-                place[block_id] = TAKEN
+            if position[block_id] == head:
+                position[block_id] = TAKEN
                 popped.append(block_id)
                 count -= 1
             head += 1
@@ -126,7 +126,7 @@ class FreeQueue:
             self._move_to_front()
         tail = self._tail
         self._ring[tail : tail + count] = block_ids
-        self.place[block_ids.astype(np.int64)] = np.arange(tail, tail + count, dtype=np.int32)
+        self.position[block_ids.astype(np.int64)] = np.arange(tail, tail + count, dtype=np.int32)
         self._tail = tail + count
         self.num_free += count
 
@@ -136,48 +136,48 @@ class FreeQueue:
         if self._tail + len(block_ids) > self._capacity:
             self._move_to_front()
         first = tail = self._tail
-        ring, place = self._ring_item, self.place_item
+        ring, position = self._ring_item, self.position_item
         for index, block_id in enumerate(block_ids):
-            left = place[block_id] + 1
+            left = position[block_id] + 1
             if left == 0:
                 ring[tail] = block_id
-                place[block_id] = tail
+                position[block_id] = tail
                 tail += 1
             elif left > 0:
                 for freed in reversed(block_ids[:index]):
-                    place[freed] = TAKEN if place[freed] >= first else place[freed] - 1
-                place[NULL_BLOCK] = PINNED
+                    position[freed] = TAKEN if position[freed] >= first else position[freed] - 1
+                position[NULL_BLOCK] = PINNED
                 raise NotTaken(f"block {block_id} is freed, but nobody holds it")
             elif block_id != NULL_BLOCK:
-                place[block_id] = left
+                position[block_id] = left
         self._tail = tail
         self.num_free += tail - first
 
     def remove(self, block_id: int) -> None:
         """Take one block out, wherever it stands. Raises NotInFreeQueue."""
-        if self.place_item[block_id] < 0:
+        if self.position_item[block_id] < 0:
             raise NotInFreeQueue(f"block {block_id} is not free")
-        self.place_item[block_id] = TAKEN
+        self.position_item[block_id] = TAKEN
         self.num_free -= 1
 
     def remove_n(self, block_ids: Int32Array | Int64Array) -> None:
         """`remove` for blocks that are all different."""
         index = block_ids.astype(np.int64)
-        is_taken = self.place[index] < 0
+        is_taken = self.position[index] < 0
         if is_taken.any():
             raise NotInFreeQueue(f"block {index[is_taken.argmax()]} is not free")
-        self.place[index] = TAKEN
+        self.position[index] = TAKEN
         self.num_free -= len(index)
 
     def _live(self, start: int, end: int) -> tuple[Int32Array, Int64Array]:
         """The entries at positions [start, end), and which of them count."""
         entries = self._ring[start:end]
-        places = self.place[entries.astype(np.int64)]
-        return entries, np.flatnonzero(places == np.arange(start, end, dtype=np.int32))
+        positions = self.position[entries.astype(np.int64)]
+        return entries, np.flatnonzero(positions == np.arange(start, end, dtype=np.int32))
 
     def _move_to_front(self) -> None:
         entries, live = self._live(self._head, self._tail)
         count = len(live)
         self._ring[:count] = entries[live]
-        self.place[self._ring[:count]] = np.arange(count, dtype=np.int32)
+        self.position[self._ring[:count]] = np.arange(count, dtype=np.int32)
         self._head, self._tail = 0, count

@@ -57,7 +57,7 @@ class PlannedStep:
 
 
 @dataclass(slots=True)
-class LeftRow:
+class PastOccupant:
     """A request that left its row while plans that may compute on it were unanswered.
 
     last_step: the newest of them.
@@ -77,7 +77,7 @@ class StepsInFlight:
 
     def __init__(self) -> None:
         self._steps: deque[PlannedStep] = deque()
-        self._departed: dict[int, LeftRow] = {}
+        self._past_occupants: dict[int, PastOccupant] = {}
         self.last_answered_step = 0
 
     def __len__(self) -> int:
@@ -99,12 +99,12 @@ class StepsInFlight:
     def answered(self) -> None:
         """The oldest plan's answer has been applied."""
         self.last_answered_step = self._steps.popleft().step
-        if self._departed:
-            for generation, departure in list(self._departed.items()):
+        if self._past_occupants:
+            for generation, departure in list(self._past_occupants.items()):
                 if departure.last_step <= self.last_answered_step:
-                    del self._departed[generation]
+                    del self._past_occupants[generation]
 
-    def note_departure(
+    def note_vacated(
         self,
         request: Request,
         generation: int,
@@ -119,26 +119,26 @@ class StepsInFlight:
             return
         if expects_tokens and void_through < self.newest_step:
             request.resume_after_step = self.newest_step
-        self._departed[generation] = LeftRow(
+        self._past_occupants[generation] = PastOccupant(
             request, self.newest_step, tables, request.num_hit_tokens, void_through
         )
 
-    def departed(self, generation: int) -> LeftRow:
+    def past_occupant(self, generation: int) -> PastOccupant:
         """Who held a row under this generation when an unanswered plan was made."""
-        return self._departed[generation]
+        return self._past_occupants[generation]
 
-    def departures(self) -> list[tuple[int, LeftRow]]:
+    def past_occupants(self) -> list[tuple[int, PastOccupant]]:
         """(generation, who left) for all that left their rows under unanswered plans."""
-        return list(self._departed.items())
+        return list(self._past_occupants.items())
 
-    def void_departed(self, request: Request | None = None) -> None:
+    def void_past_occupants(self, request: Request | None = None) -> None:
         """Tokens still to come for requests that left their rows (or for this one) mean nothing."""
-        for left in self._departed.values():
+        for left in self._past_occupants.values():
             if request is None or left.request is request:
                 left.void_through = left.last_step
 
     def reset(self) -> None:
         """The workers are gone; no answer will come."""
         self._steps.clear()
-        self._departed.clear()
+        self._past_occupants.clear()
         self.last_answered_step = 0

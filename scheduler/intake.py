@@ -26,11 +26,11 @@ SAMPLE_SIZE_BYTES: Final = 4
 MAX_ADDED_BYTES: Final = 64 << 20
 """Of the requests that one plan adds: token ids, embeddings and multimodal data together."""
 
-Refusal: TypeAlias = tuple[FinishReason, str]
+Rejection: TypeAlias = tuple[FinishReason, str]
 """(finish reason, text for the client)"""
 
 
-class Intake:
+class RequestValidator:
     """Refuses by name what would otherwise fail later, or be ignored.
 
     vocab_size:    token ids must stay below it.
@@ -57,7 +57,7 @@ class Intake:
         self._has_connector = has_connector
         self._max_encoder_tokens = max_encoder_tokens
 
-    def refusal(self, message: AddRequest, *, is_duplicate: bool) -> Refusal | None:
+    def rejection(self, message: AddRequest, *, is_duplicate: bool) -> Rejection | None:
         """Why a request must not be queued; None if it may."""
         if is_duplicate:
             return FinishReason.ERROR, (
@@ -74,14 +74,14 @@ class Intake:
             text = self._bad_inputs(message, num_tokens) or self._unsupported(message)
         return self._bad_length(num_tokens) if text is None else (FinishReason.ERROR, text)
 
-    def chunk_refusal(self, chunk: ContinueSession, *, num_tokens: int) -> Refusal | None:
+    def chunk_rejection(self, chunk: ContinueSession, *, num_tokens: int) -> Rejection | None:
         """Why a session of `num_tokens` tokens cannot go on with this chunk; None if it can."""
         text = self._bad_ids(chunk.sampling, chunk.prompt_token_ids)
         if text is not None:
             return FinishReason.ERROR, text
         return self._bad_length(num_tokens + len(chunk.prompt_token_ids))
 
-    def _bad_length(self, num_tokens: int) -> Refusal | None:
+    def _bad_length(self, num_tokens: int) -> Rejection | None:
         limit = self._config.max_model_len
         if num_tokens < limit:
             return None

@@ -38,7 +38,7 @@ class KVCacheCoordinator:
         self._no_hits: tuple[BlockIds, ...] = tuple([] for _ in managers)
 
     def find_longest_hit(
-        self, names: Sequence[bytes], max_tokens: int
+        self, hashes: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[BlockIds, ...], int]:
         """Blocks per group of the longest prefix of at most `max_tokens` tokens that every caching
         group can serve, and its tokens: a multiple of all their block sizes, or 0. Null blocks
@@ -50,7 +50,7 @@ class NoPrefixCacheCoordinator(KVCacheCoordinator):
     """Any number of groups, nothing cached."""
 
     def find_longest_hit(
-        self, names: Sequence[bytes], max_tokens: int
+        self, hashes: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[BlockIds, ...], int]:
         return self._no_hits, 0
 
@@ -79,21 +79,21 @@ class HybridCoordinator(KVCacheCoordinator):
                 kinds.append([manager])
             else:
                 kind.append(manager)
-        self._keeping = [kind for kind in kinds if not kind[0].forgets]
-        self._forgetting = [kind for kind in kinds if kind[0].forgets]
+        self._keeping = [kind for kind in kinds if not kind[0].frees_skipped]
+        self._windowed = [kind for kind in kinds if kind[0].frees_skipped]
 
     def find_longest_hit(
-        self, names: Sequence[bytes], max_tokens: int
+        self, hashes: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[BlockIds, ...], int]:
         length, hits = max_tokens, list(self._no_hits)
         for kind in self._keeping:
-            length = self._kept(kind, names, length, hits)
+            length = self._kept(kind, hashes, length, hits)
         accepted = -1
         while length > 0 and length != accepted:
             accepted = length
-            for kind in self._forgetting:
-                length = self._shorten(kind, names, length, hits)
-            if len(self._forgetting) == 1:
+            for kind in self._windowed:
+                length = self._shorten(kind, hashes, length, hits)
+            if len(self._windowed) == 1:
                 break
         length -= self._num_dropped
         if length <= 0:
@@ -107,34 +107,34 @@ class HybridCoordinator(KVCacheCoordinator):
     def _kept(
         self,
         kind: list[SingleTypeManager],
-        names: Sequence[bytes],
+        hashes: Sequence[bytes],
         max_tokens: int,
         hits: list[BlockIds],
     ) -> int:
         """`_shorten` for a kind that keeps every block; its hits may reach beyond."""
         size = kind[0].block_size
-        wanted = kind[0].names_of_blocks(names, 0, max_tokens // size)
+        wanted = kind[0].hashes_of_blocks(hashes, 0, max_tokens // size)
         num_tokens = self._find_all(kind, wanted, hits) * size
         return num_tokens - num_tokens % self.alignment
 
     @staticmethod
     def _find_all(
-        kind: list[SingleTypeManager], names: Sequence[bytes], hits: list[BlockIds]
+        kind: list[SingleTypeManager], hashes: Sequence[bytes], hits: list[BlockIds]
     ) -> int:
         """How many of these blocks, from the first on, all groups of one kind have; those of each,
         and maybe more, go into `hits`."""
-        num_found = len(names)
+        num_found = len(hashes)
         for manager in kind:
-            hits[manager.group] = found = manager.find(names)
+            hits[manager.group] = found = manager.find(hashes)
             if len(found) < num_found:
                 num_found = len(found)
-                names = names[:num_found]
+                hashes = hashes[:num_found]
         return num_found
 
     def _shorten(
         self,
         kind: list[SingleTypeManager],
-        names: Sequence[bytes],
+        hashes: Sequence[bytes],
         max_tokens: int,
         hits: list[BlockIds],
     ) -> int:
@@ -149,12 +149,12 @@ class HybridCoordinator(KVCacheCoordinator):
         size = first.block_size
         step = self.alignment // size
         end = max_tokens // size
-        if end * first.names_per_block > len(names):
-            end = len(names) // first.names_per_block
+        if end * first.hashes_per_block > len(hashes):
+            end = len(hashes) // first.hashes_per_block
         end -= end % step
         while end > 0:
             start = first.first_needed(end * size - dropped)
-            num_found = self._find_all(kind, first.names_of_blocks(names, start, end), hits)
+            num_found = self._find_all(kind, first.hashes_of_blocks(hashes, start, end), hits)
             reach = (start + num_found) // step * step
             if reach == end or (
                 reach > start and first.first_needed(reach * size - dropped) == start
@@ -170,12 +170,12 @@ class UnitaryCoordinator(HybridCoordinator):
     """One group that caches: its manager's answer is the answer."""
 
     def find_longest_hit(
-        self, names: Sequence[bytes], max_tokens: int
+        self, hashes: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[BlockIds, ...], int]:
         manager = self.caching[0]
-        if len(self.managers) > 1 or self._num_dropped or manager.forgets:
-            return super().find_longest_hit(names, max_tokens)
-        hits = manager.find(manager.names_of_blocks(names, 0, max_tokens // self.alignment))
+        if len(self.managers) > 1 or self._num_dropped or manager.frees_skipped:
+            return super().find_longest_hit(hashes, max_tokens)
+        hits = manager.find(manager.hashes_of_blocks(hashes, 0, max_tokens // self.alignment))
         return (hits,), len(hits) * self.alignment
 
 
@@ -211,7 +211,7 @@ def make_coordinator(
             max_num_batched_tokens=max_num_batched_tokens,
             max_steps_in_flight=max_steps_in_flight,
             context_parallel_size=cache.context_parallel_size,
-            tokens_per_name=cache.tokens_per_name,
+            tokens_per_hash=cache.tokens_per_hash,
         )
         for index, group in enumerate(kv_cache.groups)
     ]
@@ -219,10 +219,10 @@ def make_coordinator(
     if not cache.enable_prefix_caching or not caching:
         return NoPrefixCacheCoordinator(managers)
     for manager in caching:
-        if manager.block_size % cache.tokens_per_name:
+        if manager.block_size % cache.tokens_per_hash:
             raise ConfigError(
                 f"blocks of group {manager.group} hold {manager.block_size} tokens, which is no "
-                f"multiple of the {cache.tokens_per_name} tokens of a block name. Set "
+                f"multiple of the {cache.tokens_per_hash} tokens of a block name. Set "
                 "hash_block_size to a number that divides the blocks of all groups."
             )
     coordinator = UnitaryCoordinator if len(caching) == 1 else HybridCoordinator

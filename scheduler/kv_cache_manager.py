@@ -25,10 +25,10 @@ from longshore.scheduler.block_demand import HeldBlocks as HeldBlocks
 from longshore.scheduler.block_demand import laid_out
 from longshore.scheduler.block_hash import BlockHasher
 from longshore.scheduler.block_metrics import BlockMetrics
-from longshore.scheduler.block_naming import BlockNaming
+from longshore.scheduler.block_naming import FullBlocks
 from longshore.scheduler.block_pool import BlockIds, BlockPool
 from longshore.scheduler.config import CacheConfig
-from longshore.scheduler.forgetting_managers import ForgettingManager, MambaManager
+from longshore.scheduler.forgetting_managers import MambaManager, WindowedManager
 from longshore.scheduler.kv_cache_coordinator import make_coordinator
 from longshore.scheduler.kv_events import KVEvent, KVEventLog
 from longshore.scheduler.release_order import ReleaseOrder
@@ -63,7 +63,7 @@ class KVCacheManager:
                which there are `max_steps_in_flight`; None sets no limit. They bound what a group
                that forgets holds.
     metrics:   is told how blocks live.
-    record_named: keep for `naming.take_named` what gets a name.
+    record_cached: keep for `full_blocks.take_cached` what gets a name.
     naming:    gives full blocks their names; to be told what is computed.
 
     Arrays indexed by row are (max_num_seqs,) int64. `num_tokens` of a row counts everything it
@@ -81,7 +81,7 @@ class KVCacheManager:
         max_num_batched_tokens: int | None = None,
         max_steps_in_flight: int = DEFAULT_STEPS_IN_FLIGHT,
         metrics: BlockMetrics | None = None,
-        record_named: bool = False,
+        record_cached: bool = False,
     ) -> None:
         self._events = KVEventLog() if cache.enable_kv_cache_events else None
         self._pool = BlockPool(
@@ -101,14 +101,16 @@ class KVCacheManager:
             max_steps_in_flight=max_steps_in_flight,
         )
         self._managers = self._coordinator.managers
-        self._release_order = ReleaseOrder(self.block_sizes, [m.forgets for m in self._managers])
+        self._release_order = ReleaseOrder(
+            self.block_sizes, [m.frees_skipped for m in self._managers]
+        )
         self._caching = self._coordinator.caching
-        self._forgetting = [m for m in self._managers if isinstance(m, ForgettingManager)]
+        self._windowed = [m for m in self._managers if isinstance(m, WindowedManager)]
         self._states = [m for m in self._managers if isinstance(m, MambaManager)]
         self._settled = SettledCounts()
-        hasher = BlockHasher(cache.tokens_per_name, hash_seed, cache.hash_algorithm)
-        self.naming = BlockNaming(
-            self._caching, self._pool, hasher, events=self._events, record_named=record_named
+        hasher = BlockHasher(cache.tokens_per_hash, hash_seed, cache.hash_algorithm)
+        self.full_blocks = FullBlocks(
+            self._caching, self._pool, hasher, events=self._events, record_cached=record_cached
         )
         nothing: BlockIds = []
         self._nothing_computed = ComputedBlocks(tuple(nothing for _ in self._managers), 0)
@@ -152,9 +154,9 @@ class KVCacheManager:
         if not self._looks_up(request):
             return self._nothing_computed
         num_tokens = request.num_tokens
-        self.naming.extend_chain(request, request.token_ids, num_tokens)
+        self.full_blocks.extend_hashes(request, request.token_ids, num_tokens)
         hits, num_hit_tokens = self._coordinator.find_longest_hit(
-            request.block_names, num_tokens - 1
+            request.block_hashes, num_tokens - 1
         )
         return ComputedBlocks(hits, num_hit_tokens) if num_hit_tokens else self._nothing_computed
 
@@ -184,16 +186,16 @@ class KVCacheManager:
         """What a request needs to hold `num_tokens` tokens, `computed` among them. Somebody else
         brings KV behind those, so that `num_loaded` tokens are computed; 0 if nobody does."""
         hits = computed.block_ids
-        if len(self._managers) == 1 and not self._forgetting:
+        if len(self._managers) == 1 and not self._windowed:
             end = self._managers[0].num_positions(num_tokens, num_encoder_tokens)
             first = len(hits[0])
             return BlockDemand(computed, (range(first, end),), (end,), end - first)
         ends = [m.num_positions(num_tokens, num_encoder_tokens) for m in self._managers]
-        places = [
-            manager.places(len(found), end, num_loaded)
+        positions = [
+            manager.positions(len(found), end, num_loaded)
             for manager, found, end in zip(self._managers, hits, ends, strict=True)
         ]
-        return BlockDemand(computed, tuple(places), tuple(ends), sum(map(len, places)))
+        return BlockDemand(computed, tuple(positions), tuple(ends), sum(map(len, positions)))
 
     def num_blocks_needed(self, demand: BlockDemand) -> int:
         """Free blocks that `start` or `reserve` take: new ones, and hits that nobody holds."""
@@ -209,11 +211,11 @@ class KVCacheManager:
             for manager, hits in zip(self._managers, computed.block_ids, strict=True):
                 first = manager.first_needed(computed.num_tokens)  # null blocks before it
                 self._pool.touch(hits[first:] if first else hits)
-        for manager, hits, places, end in zip(
-            self._managers, computed.block_ids, demand.places, demand.ends, strict=True
+        for manager, hits, positions, end in zip(
+            self._managers, computed.block_ids, demand.positions, demand.ends, strict=True
         ):
-            block_ids = self._pool.get_new_blocks(len(places)) if places else []
-            manager.start(row, hits, laid_out(len(hits), end, places, block_ids))
+            block_ids = self._pool.get_new_blocks(len(positions)) if positions else []
+            manager.start(row, hits, laid_out(len(hits), end, positions, block_ids))
         return True
 
     def reserve(
@@ -237,12 +239,12 @@ class KVCacheManager:
             self._pool.touch(all_hits)
             new = settled
         tables = []
-        for hits, places, end in zip(
-            demand.computed.block_ids, demand.places, demand.ends, strict=True
+        for hits, positions, end in zip(
+            demand.computed.block_ids, demand.positions, demand.ends, strict=True
         ):
-            added = laid_out(len(hits), end, places, new[: len(places)])
+            added = laid_out(len(hits), end, positions, new[: len(positions)])
             tables.append(np.concatenate((int32_array(hits), int32_array(added))))
-            new = new[len(places) :]
+            new = new[len(positions) :]
         return HeldBlocks(tuple(tables))
 
     def hold(self, block_ids: Sequence[int]) -> HeldBlocks:
@@ -252,11 +254,11 @@ class KVCacheManager:
         self._pool.touch(held)
         return HeldBlocks((held, *(EMPTY_INT32 for _ in self._managers[1:])))
 
-    def attach(self, row: int, held: HeldBlocks, num_named_tokens: int = 0) -> None:
+    def attach(self, row: int, held: HeldBlocks, num_hashed_tokens: int = 0) -> None:
         """An empty row takes over these references. Blocks that have a name keep it and the next
-        ones will be named; `num_named_tokens`, if more, are named by nobody."""
+        ones will be named; `num_hashed_tokens`, if more, are named by nobody."""
         for manager, block_ids in zip(self._managers, held.block_ids, strict=True):
-            manager.attach(row, block_ids, num_named_tokens // manager.block_size)
+            manager.attach(row, block_ids, num_hashed_tokens // manager.block_size)
 
     def detach(self, row: int) -> HeldBlocks:
         """The row lets go of its blocks; its references stay with the result."""
@@ -286,7 +288,7 @@ class KVCacheManager:
     @property
     def can_fork(self) -> bool:
         """Whether a request can begin anywhere in another one's KV: no group forgets."""
-        return not self._forgetting and self.follows_from_tokens
+        return not self._windowed and self.follows_from_tokens
 
     @property
     def follows_from_tokens(self) -> bool:
@@ -306,10 +308,10 @@ class KVCacheManager:
             self._pool.touch(block_ids)
         return HeldBlocks(shared)
 
-    def num_blocks_to_go_on(
+    def num_blocks_to_resume(
         self, held: HeldBlocks, num_computed: int, num_tokens: int, answered_step: int
     ) -> int:
-        """Free blocks that `go_on` takes."""
+        """Free blocks that `resume` takes."""
         num_new = 0
         for manager, table in zip(self._managers, held.block_ids, strict=True):
             num_new += max(manager.num_positions(num_tokens) - len(table), 0)
@@ -319,7 +321,7 @@ class KVCacheManager:
             )
         return num_new
 
-    def go_on(
+    def resume(
         self,
         row: int,
         held: HeldBlocks,
@@ -332,7 +334,7 @@ class KVCacheManager:
         """An empty row takes over these references, which hold the KV of `num_computed` tokens, and
         gets blocks for `num_tokens`. What plan `step` has to copy, so that the row writes to no
         block of somebody else. None, and nothing has changed, if there are too few free blocks."""
-        num_new = self.num_blocks_to_go_on(held, num_computed, num_tokens, answered_step)
+        num_new = self.num_blocks_to_resume(held, num_computed, num_tokens, answered_step)
         if num_new > self._pool.num_free:
             return None
         self.attach(row, held)
@@ -363,11 +365,11 @@ class KVCacheManager:
     # Blocks of rows
 
     @property
-    def forgets(self) -> bool:
-        """Whether any group gives blocks back while a request runs; see `forget`."""
-        return bool(self._forgetting)
+    def frees_skipped(self) -> bool:
+        """Whether any group gives blocks back while a request runs; see `free_skipped`."""
+        return bool(self._windowed)
 
-    def forget(
+    def free_skipped(
         self,
         num_computed: Int64Array,
         num_verified: Int64Array,
@@ -381,9 +383,9 @@ class KVCacheManager:
         settled = self._settled.before_plan(
             num_computed, num_verified, generation, step=step, answered_step=answered_step
         )
-        for manager in self._forgetting:
-            only_named = manager in self._caching
-            block_ids = manager.forget(settled, generation, only_named=only_named)
+        for manager in self._windowed:
+            only_cached = manager in self._caching
+            block_ids = manager.free_skipped(settled, generation, only_cached=only_cached)
             if len(block_ids):
                 self._pool.free_blocks(block_ids, step - 1)
         for manager in self._states:
@@ -413,7 +415,7 @@ class KVCacheManager:
         """At most `num_good` tokens behind which a request with these tables can go on: every group
         has what the next token needs. `num_good` itself, if all groups keep everything; else a
         common block border, or 0."""
-        if not self._forgetting:
+        if not self._windowed:
             return num_good
         border = math.lcm(*self.block_sizes)
         num_tokens = num_good - num_good % border
@@ -451,14 +453,16 @@ class KVCacheManager:
             first + manager.num_row_lacks(row, num_tokens)
             for manager, first in zip(self._managers, firsts, strict=True)
         ]
-        places = [
-            manager.places(first, end, 0)
+        positions = [
+            manager.positions(first, end, 0)
             for manager, first, end in zip(self._managers, firsts, ends, strict=True)
         ]
-        if sum(map(len, places)) > self._pool.num_free:
+        if sum(map(len, positions)) > self._pool.num_free:
             return None
         entries: list[list[int]] = []
-        for manager, first, end, wanted in zip(self._managers, firsts, ends, places, strict=True):
+        for manager, first, end, wanted in zip(
+            self._managers, firsts, ends, positions, strict=True
+        ):
             new = self._pool.get_new_blocks(len(wanted)) if wanted else []
             added = laid_out(first, end, wanted, new)
             if end > first:
@@ -500,11 +504,11 @@ class KVCacheManager:
         num_free = self._pool.num_free
         return demand.num_blocks <= num_free or self.num_blocks_needed(demand) <= num_free
 
-    # Names beside those of `naming`
+    # Names beside those of `full_blocks`
 
-    def forget_from(self, block_ids: Int32Array) -> None:
+    def uncache_blocks(self, block_ids: Int32Array) -> None:
         """Un-name exactly these blocks; the content of each cannot be trusted."""
-        self._pool.forget_blocks(block_ids)
+        self._pool.uncache_blocks(block_ids)
 
     def take_events(self, answered_step: int) -> list[KVEvent]:
         """What became findable or ceased to be, in order, as far as the answer to `answered_step`
@@ -539,7 +543,7 @@ class KVCacheManager:
         """A new epoch: rows are empty, all blocks are free and unnamed, nothing is fenced, and
         whoever held blocks elsewhere holds them no longer."""
         self._pool.clear()
-        self.naming.clear()
+        self.full_blocks.clear()
         self._settled.clear()
         for manager in self._managers:
             manager.clear()

@@ -15,11 +15,11 @@ MEDIUM_GPU = "gpu"
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag="stored"):
-    """A full block can be found. `parent` is the name of the block before it; None: it is the
+    """A full block can be found. `parent_hash` is the hash of the block before it; None: it is the
     first. token_ids: (block_size,) int32."""
 
-    name: bytes
-    parent: bytes | None
+    block_hash: bytes
+    parent_hash: bytes | None
     token_ids: Int32Array
     group: int
     lora_name: str | None = None
@@ -29,7 +29,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag="stored"):
 class BlockRemoved(msgspec.Struct, frozen=True, tag="removed"):
     """No block carries the name any more."""
 
-    name: bytes
+    block_hash: bytes
     group: int
     medium: str = MEDIUM_GPU
 
@@ -51,12 +51,12 @@ class KVEventLog:
 
     def stored(self, event: BlockStored, step: int) -> None:
         """A name got its first block, which plan `step` computes; 0: its content is there."""
-        self._provisional.setdefault((event.group, event.name), (step, event))
+        self._provisional.setdefault((event.group, event.block_hash), (step, event))
 
-    def removed(self, name: bytes, group: int) -> None:
+    def removed(self, block_hash: bytes, group: int) -> None:
         """A name lost its last block."""
-        if self._provisional.pop((group, name), None) is None:
-            self._proven.append(BlockRemoved(name, group))
+        if self._provisional.pop((group, block_hash), None) is None:
+            self._proven.append(BlockRemoved(block_hash, group))
 
     def cleared(self) -> None:
         """Every name is gone; this comes first in what is taken next."""

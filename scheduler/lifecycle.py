@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from longshore.connectors.base import Departure, RequestView
+from longshore.connectors.base import FinishAction, RequestView
 from longshore.protocol.arrays import EMPTY_INT32, Float32Array, Int32Array
 from longshore.protocol.client import (
     AddRequest,
@@ -14,7 +14,7 @@ from longshore.protocol.client import (
     RequestEvent,
 )
 from longshore.scheduler.forks import fork_problem
-from longshore.scheduler.intake import Intake
+from longshore.scheduler.intake import RequestValidator
 from longshore.scheduler.kv_cache_manager import HeldBlocks
 from longshore.scheduler.parts import Parts
 from longshore.scheduler.plan_builder import PlanBuilder
@@ -26,7 +26,7 @@ MAX_QUEUED_CHUNKS: Final = 1024
 """Chunks of one session that may wait for their turn."""
 
 
-_NO_CONNECTOR: Final = Departure()
+_NO_CONNECTOR: Final = FinishAction()
 
 
 class Lifecycle:
@@ -36,7 +36,12 @@ class Lifecycle:
     """
 
     def __init__(
-        self, parts: Parts, plan: PlanBuilder, intake: Intake, *, eos_token_ids: tuple[int, ...]
+        self,
+        parts: Parts,
+        plan: PlanBuilder,
+        intake: RequestValidator,
+        *,
+        eos_token_ids: tuple[int, ...],
     ) -> None:
         self._config = parts.config
         self._running = parts.running
@@ -79,7 +84,7 @@ class Lifecycle:
             or self._transfers.has(request_id)
         )
         self.log.arrived(message, client=client)
-        refused = self._intake.refusal(message, is_duplicate=is_duplicate)
+        refused = self._intake.rejection(message, is_duplicate=is_duplicate)
         parent = None
         may_fork = self._kv_cache.follows_from_tokens  # else a fork is a request like any other
         if message.fork_of is not None and refused is None and may_fork:
@@ -89,7 +94,7 @@ class Lifecycle:
         if refused is not None:
             reason, text = refused
             num_outputs = len(message.output_token_ids)
-            self._outputs.add_refusal(client, message.handle, reason, text, num_outputs)
+            self._outputs.add_rejection(client, message.handle, reason, text, num_outputs)
             self.log.refused(request_id, reason, text)
             return
         request = self._requests[key] = Request(
@@ -115,7 +120,7 @@ class Lifecycle:
         else:
             self._waiting.add(request)
 
-    def refuse_message(self, malformed: Malformed, text: str, *, client: int) -> None:
+    def reject_message(self, malformed: Malformed, text: str, *, client: int) -> None:
         """A message about a request could not be read: the live one of its handle ends, for its
         client takes the answer for its own. If none lives, only who adds one waits for an answer.
         """
@@ -123,7 +128,7 @@ class Lifecycle:
         if (request := self.get(client, handle)) is not None:
             self.end(request, FinishReason.ERROR, message=text)
         elif isinstance(malformed, MalformedAdd):
-            self._outputs.add_refusal(client, handle, FinishReason.ERROR, text, 0)
+            self._outputs.add_rejection(client, handle, FinishReason.ERROR, text, 0)
             self.log.unreadable(text, client=client, handle=handle)
 
     def continue_session(self, request: Request, chunk: ContinueSession, now: float) -> None:
@@ -145,7 +150,7 @@ class Lifecycle:
         if closes_session(chunk):
             self.end(request, FinishReason.STOPPED)
             return
-        refused = self._intake.chunk_refusal(chunk, num_tokens=request.num_tokens)
+        refused = self._intake.chunk_rejection(chunk, num_tokens=request.num_tokens)
         if refused is not None:
             reason, text = refused
             self.end(request, reason, message=text)
@@ -166,7 +171,7 @@ class Lifecycle:
         """Take row and blocks from a running request; it computes everything again later."""
         assert request.status is RequestStatus.RUNNING
         row = request.row
-        (held,) = self._leave_rows([request], is_void=False)
+        (held,) = self._vacate_rows([request], is_void=False)
         self._kv_cache.release(held)
         self._plan.drop_preempted(row, request.request_id)
         self._put_back(request, now)
@@ -181,13 +186,13 @@ class Lifecycle:
         self._waiting.put_back(request)
         self.log.preempted(request, step=self._plan.step + 1)
 
-    def give_up_load(self, request: Request) -> None:
+    def release_load(self, request: Request) -> None:
         """A waiting request lets go of its blocks, which a load has filled or which it holds, and
         starts from nothing."""
         self._kv_cache.release(self._take_held(request))
         request.asks_connector = True
 
-    def give_up_youngest_load(self, *, besides: Request | None = None) -> bool:
+    def release_youngest_load(self, *, besides: Request | None = None) -> bool:
         """The last resort when nothing else can run: of the waiting requests whose load has ended
         (`besides` apart) the one that began it last gives it up. False if there is none."""
         if not self._transfers.num_loading_blocks:
@@ -198,7 +203,7 @@ class Lifecycle:
             if other.held is not None and other is not besides and not self._forks.holds(other)
         ]
         if ready:
-            self.give_up_load(max(ready, key=lambda request: request.load_number))
+            self.release_load(max(ready, key=lambda request: request.load_number))
         return bool(ready)
 
     def end_load(self, load: EndedLoad) -> None:
@@ -216,7 +221,7 @@ class Lifecycle:
         text = "its KV could not be loaded, and load_failure_policy is 'fail'"
         self.end(load.request, FinishReason.ERROR, message=text)
 
-    def give_up_waiting(self, request: Request) -> None:
+    def stop_waiting(self, request: Request) -> None:
         """A request has waited for its load long enough: it computes everything itself, or fails,
         as the policy says. The load keeps its blocks."""
         if self._config.load_failure_policy == "fail":
@@ -245,28 +250,28 @@ class Lifecycle:
     ) -> None:
         """End a live request, wherever it is, for a reason other than its last token; a pooling
         request with its vector. step: whose answer ends it, if that is still being applied."""
-        held = self._leave(request)
+        held = self._vacate(request)
         self._forget(request, reason, held, message=message, pooled=pooled, step=step)
 
     def end_cut(self, request: Request, num_output_tokens: int, now: float) -> None:
         """End a live request STOPPED, with its output cut to so many tokens."""
         row, running = request.row, self._running
         has_computed = row >= 0 and bool(running.num_tokens[row] > running.num_known[row])
-        held = self._leave(request)
+        held = self._vacate(request)
         num_kept = request.num_prompt_tokens + max(num_output_tokens, 0)
         request.token_ids = request.token_ids[:num_kept]
-        request.block_names = []
+        request.block_hashes = []
         self._end_output(request, FinishReason.STOPPED, held, now, has_computed=has_computed)
 
     def end_after_token(self, request: Request, now: float) -> None:
         """End a live request whose last token stops it, fills its length or repeats its output."""
-        self._end_after_token(request, self._leave(request), now)
+        self._end_after_token(request, self._vacate(request), now)
 
     def end_stopped(self, requests: Sequence[Request], now: float) -> None:
         """`end_after_token` for requests that all run."""
         for request in requests:
             self._plan.drop_finished(request.row, request.request_id)
-        tables = self._leave_rows(requests, is_void=True)
+        tables = self._vacate_rows(requests, is_void=True)
         for request, held in zip(requests, tables, strict=True):
             self._end_after_token(request, held, now)
 
@@ -306,7 +311,7 @@ class Lifecycle:
         request.num_cached_tokens = NOT_SCHEDULED
         request.is_resumed = False
         request.resume_after_step = 0
-        self._in_flight.void_departed(request)  # they belong to the output that has ended
+        self._in_flight.void_past_occupants(request)  # they belong to the output that has ended
         request.status = RequestStatus.WAITING_FOR_STREAMING_REQ
         self._waiting.park(request)
         if request.next_chunks:
@@ -318,12 +323,12 @@ class Lifecycle:
         is_closed = bool(request.next_chunks) and closes_session(request.next_chunks[0])
         return is_full or is_closed
 
-    def _leave(self, request: Request) -> HeldBlocks | None:
+    def _vacate(self, request: Request) -> HeldBlocks | None:
         """Out of the queue or off the row; returns blocks that are still referenced."""
         if request.row >= 0:
             self._plan.drop_finished(request.row, request.request_id)
-            return self._leave_rows([request], is_void=True)[0]
-        self._forks.parent_leaves(request)
+            return self._vacate_rows([request], is_void=True)[0]
+        self._forks.parent_ends(request)
         self._forks.drop(request)
         self._waiting.remove(request)
         if request.held is not None:
@@ -332,19 +337,19 @@ class Lifecycle:
             self._abandon_load(request)
         return None
 
-    def _leave_rows(self, requests: Sequence[Request], *, is_void: bool) -> list[HeldBlocks]:
+    def _vacate_rows(self, requests: Sequence[Request], *, is_void: bool) -> list[HeldBlocks]:
         """Off their rows; tokens may still be on their way, and mean nothing if `is_void`: then
         they do not come back as what they were."""
         if is_void:
             for request in requests:
-                self._forks.parent_leaves(request)
+                self._forks.parent_ends(request)
         tables = [self._kv_cache.detach(request.row) for request in requests]
         if len(self._in_flight):  # plans that are not answered may still compute on these blocks
             newest_step = self._in_flight.newest_step
             for request, held in zip(requests, tables, strict=True):
                 row = request.row
                 self._kv_cache.fence(held, newest_step)
-                self._in_flight.note_departure(
+                self._in_flight.note_vacated(
                     request,
                     int(self._running.generation[row]),
                     tables=held.block_ids,
@@ -361,7 +366,7 @@ class Lifecycle:
 
     def _take_held(self, request: Request) -> HeldBlocks:
         if self._forks.holds(request):
-            return self._forks.let_go(request)
+            return self._forks.take_over(request)
         held = request.held
         assert held is not None
         request.held = None
@@ -434,7 +439,7 @@ def view_of(request: Request) -> RequestView:
         request_id=request.request_id,
         token_ids=token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
-        block_names=request.block_names,
+        block_hashes=request.block_hashes,
         kv_transfer_params=request.kv_transfer_params,
         cache_salt=request.cache_salt,
         lora_name=request.lora_name,

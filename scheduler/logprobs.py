@@ -46,7 +46,7 @@ class ScoredRows:
         num_tokens: Int64Array = running.num_tokens[self.rows]
         for index in np.flatnonzero(~is_current).tolist():
             request = self.requests[index]
-            left = in_flight.departed(int(self.generations[index]))
+            left = in_flight.past_occupant(int(self.generations[index]))
             is_live[index] = step > left.void_through and not request.is_finished
             num_tokens[index] = request.num_tokens
         return is_live, num_tokens

@@ -3,14 +3,14 @@
 from collections import Counter
 
 
-class LoRAPlaces:
+class LoRASlots:
     """Requests that run, by adapter; those of one adapter share its place."""
 
     def __init__(self, max_loras: int) -> None:
         self._max_loras = max_loras
         self._running: Counter[str] = Counter()
 
-    def has_place(self, name: str | None) -> bool:
+    def has_slot(self, name: str | None) -> bool:
         """Only a new adapter beyond the limit has none."""
         return name is None or name in self._running or len(self._running) < self._max_loras
 

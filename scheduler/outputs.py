@@ -88,7 +88,7 @@ class OutputBuckets:
             )
         )
 
-    def add_refusal(
+    def add_rejection(
         self, client: int, handle: int, reason: FinishReason, message: str, num_output_tokens: int
     ) -> None:
         """A request that never became one is answered too."""

@@ -9,7 +9,7 @@ from longshore.scheduler.forks import Forks
 from longshore.scheduler.gates import AdmissionGates
 from longshore.scheduler.in_flight import StepsInFlight
 from longshore.scheduler.kv_cache_manager import KVCacheManager
-from longshore.scheduler.lora import LoRAPlaces
+from longshore.scheduler.lora import LoRASlots
 from longshore.scheduler.outputs import OutputBuckets
 from longshore.scheduler.policy import SchedulingPolicy
 from longshore.scheduler.running import RunningTable
@@ -38,5 +38,5 @@ class Parts:
     outputs: OutputBuckets
     transfers: Transfers
     gates: AdmissionGates
-    loras: LoRAPlaces
+    loras: LoRASlots
     encoder: EncoderCache

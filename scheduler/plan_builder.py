@@ -42,9 +42,9 @@ class PlanBuilder:
         self.step = 0
         self._digest = 0
         self._common_prefix_blocks: tuple[int, ...] = ()
-        self._forget_changes()
+        self._clear_changes()
 
-    def _forget_changes(self) -> None:
+    def _clear_changes(self) -> None:
         self._finished: dict[int, str] = {}
         self._preempted: dict[int, str] = {}
         self._rewound: dict[int, Rewind] = {}
@@ -53,7 +53,7 @@ class PlanBuilder:
         self.appended: list[AppendedBlocks] = []
         self.copies: list[BlockCopy] = []
         self.zero_block_ids: list[int] = []
-        self.unnamed: list[int] = []
+        self.uncached: list[int] = []
         self.loads: list[int] = []
         self.num_invalid_draft_tokens = 0
         self.has_new_loads = False
@@ -165,10 +165,10 @@ class PlanBuilder:
             full_state=self._full_state(num_scheduled) if self._verify_plan else None,
         )
         loads = tuple(self.loads)
-        self._forget_changes()
+        self._clear_changes()
         return plan, loads
 
-    def build_standing(self, num_tokens: int, *, answered_step: int) -> SchedulerOutput:
+    def build_steady(self, num_tokens: int, *, answered_step: int) -> SchedulerOutput:
         """The plan of a standing step, in which all rows compute `num_tokens` as expected: it says
         which blocks are appended, if any. Not for a connector, or full state."""
         appended, self.appended = tuple(self.appended), []
@@ -239,8 +239,8 @@ class PlanBuilder:
                 step=self.step,
                 answered_step=answered_step,
                 admitted=[start.request_id for start in self._added],
-                unnamed=self.unnamed,
-                named=self._kv_cache.naming.take_named(),
+                uncached=self.uncached,
+                cached=self._kv_cache.full_blocks.take_cached(),
                 preempted=list(self._preempted.values()),
                 finished=list(self._finished.values()),
             )

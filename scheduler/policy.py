@@ -98,12 +98,12 @@ class OrderedPolicy(SchedulingPolicy):
         return PriorityQueue(self.order)
 
     def prefers_skipped(self, waiting: PolicyRequest, skipped: PolicyRequest) -> bool:
-        return self._place(skipped) < self._place(waiting)
+        return self._position(skipped) < self._position(waiting)
 
     def pick_victim(self, running: Sequence[PolicyRequest]) -> int:
-        return max(range(len(running)), key=lambda index: self._place(running[index]))
+        return max(range(len(running)), key=lambda index: self._position(running[index]))
 
-    def _place(self, request: PolicyRequest) -> tuple[Order, str]:
+    def _position(self, request: PolicyRequest) -> tuple[Order, str]:
         return self.order(request), request.request_id
 
 
@@ -261,8 +261,8 @@ class CheckedPolicy(SchedulingPolicy):
         order = self._order
         if order is None:
             return 0
-        places = [(order(request), request.request_id) for request in running]
-        return places.index(min(places))
+        positions = [(order(request), request.request_id) for request in running]
+        return positions.index(min(positions))
 
     def arrived(self, request: PolicyRequest) -> None:
         self._ask(self._policy.arrived, request)

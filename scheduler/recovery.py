@@ -41,7 +41,7 @@ class _Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spoilt:
+class _Invalidated:
     """All bad blocks, and who holds one of them. With a running request come the leading tokens
     whose KV is good."""
 
@@ -83,13 +83,15 @@ class Recovery:
             logger.warning("blocks failed to load that no load had", extra=about)
             return
         fails = self._load_failure_policy == "fail"
-        self._spoil(sources, planned.step, reason="its KV could not be loaded" if fails else None)
+        self._invalidate(
+            sources, planned.step, reason="its KV could not be loaded" if fails else None
+        )
 
     def _tables_under(self, generation: int) -> tuple[Int32Array, ...]:
         rows = np.flatnonzero(self._running.generation == generation)
         if len(rows):
             return self._kv_cache.block_ids(int(rows[0]))
-        return self._in_flight.departed(generation).tables
+        return self._in_flight.past_occupant(generation).tables
 
     def fail_not_finite(self, output: ModelRunnerOutput, planned: PlannedStep) -> None:
         """The model's output was not a number for `output.nan_rows`. The eldest first: a younger
@@ -110,7 +112,7 @@ class Recovery:
             request = self._running.request_on(row)
             num_hit_tokens = request.num_hit_tokens
         else:
-            left = self._in_flight.departed(generation)
+            left = self._in_flight.past_occupant(generation)
             request, num_hit_tokens = left.request, left.num_hit_tokens
             if step <= left.void_through and not request.is_finished:
                 return
@@ -122,23 +124,23 @@ class Recovery:
                 "settings forbid every token"
             )
             self._lifecycle.end(request, FinishReason.ERROR, message=text, step=step)
-        self._spoil({generation: num_hit_tokens}, step)
+        self._invalidate({generation: num_hit_tokens}, step)
 
-    def _spoil(self, sources: dict[int, int], step: int, *, reason: str | None = None) -> None:
+    def _invalidate(self, sources: dict[int, int], step: int, *, reason: str | None = None) -> None:
         """Everything that rests on bad KV is computed again; with `reason`, requests that hold some
-        of it fail for it. step: whose answer says so. See `_forget_from` for `sources`."""
-        spoilt = self._forget_from(sources)
-        self._plan.unnamed += spoilt.block_ids.tolist()
-        self._transfers.note_spoilt(spoilt.block_ids)
-        for request in spoilt.waiting:
-            self._lifecycle.give_up_load(request)
-        for request, num_good in spoilt.running:
+        of it fail for it. step: whose answer says so. See `_find_invalid` for `sources`."""
+        invalid = self._find_invalid(sources)
+        self._plan.uncached += invalid.block_ids.tolist()
+        self._transfers.note_invalid(invalid.block_ids)
+        for request in invalid.waiting:
+            self._lifecycle.release_load(request)
+        for request, num_good in invalid.running:
             if reason is not None:
                 self._lifecycle.end(request, FinishReason.ERROR, message=reason, step=step)
             else:
                 self._rewind(request, num_good)
 
-    def _forget_from(self, sources: dict[int, int]) -> _Spoilt:
+    def _find_invalid(self, sources: dict[int, int]) -> _Invalidated:
         """Un-name everything computed from a bad position on, and say who is concerned.
 
         sources: generation of a request that ran while the plan was unanswered -> leading tokens of
@@ -151,8 +153,8 @@ class Recovery:
         """
         bad = np.zeros(self._kv_cache.num_blocks, np.bool_)
         holders = list(self._holders(sources))
-        spoilt = [holder for holder in holders if holder.generation in sources]
-        for holder in spoilt:
+        invalid = [holder for holder in holders if holder.generation in sources]
+        for holder in invalid:
             self._mark(holder, bad)
         has_grown = True
         while has_grown:
@@ -162,7 +164,7 @@ class Recovery:
                 if num_good < holder.num_good:
                     holder.num_good = num_good
                     self._mark(holder, bad)
-                    spoilt.append(holder)
+                    invalid.append(holder)
                     has_grown = True
         waiting = [
             request
@@ -170,10 +172,10 @@ class Recovery:
             if request.held is not None and any(bad[ids].any() for ids in request.held.block_ids)
         ]
         block_ids = int32_array(np.flatnonzero(bad))
-        self._kv_cache.forget_from(block_ids)
-        self._in_flight.void_departed()
-        running = {holder.request: holder.num_good for holder in spoilt if holder.is_running}
-        return _Spoilt(block_ids, list(running.items()), waiting)
+        self._kv_cache.uncache_blocks(block_ids)
+        self._in_flight.void_past_occupants()
+        running = {holder.request: holder.num_good for holder in invalid if holder.is_running}
+        return _Invalidated(block_ids, list(running.items()), waiting)
 
     def _rewind(self, request: Request, num_good: int) -> None:
         """The running request computes again from the last block border of all groups up to
@@ -188,8 +190,8 @@ class Recovery:
         if request.multimodal:
             self._encoder.rewound(request)
         self.num_rewinds += 1
-        self._plan.add_rewind(self._running.send_back(row, num_tokens, newest_step))
-        self._lifecycle.log.sent_back(request, step=newest_step, num_tokens=num_tokens)
+        self._plan.add_rewind(self._running.rewind_row(row, num_tokens, newest_step))
+        self._lifecycle.log.rewound_row(request, step=newest_step, num_tokens=num_tokens)
 
     def _holders(self, sources: dict[int, int]) -> Iterator[_Holder]:
         sizes = self._kv_cache.block_sizes
@@ -204,7 +206,7 @@ class Recovery:
                 tuple(request.num_hit_tokens // size for size in sizes),
                 sources.get(generation, num_tokens),
             )
-        for generation, left in self._in_flight.departures():
+        for generation, left in self._in_flight.past_occupants():
             yield _Holder(
                 left.request,
                 generation,

@@ -20,11 +20,11 @@ class ReleaseOrder:
     forgets:     by group, whether its tables may begin with null blocks.
     """
 
-    def __init__(self, block_sizes: Sequence[int], forgets: Sequence[bool]) -> None:
+    def __init__(self, block_sizes: Sequence[int], frees_skipped: Sequence[bool]) -> None:
         unit = math.gcd(*block_sizes)
         self._strides = [size // unit for size in block_sizes]
         self._is_even = max(self._strides) == 1
-        self._forgets = tuple(forgets)
+        self._forgets = tuple(frees_skipped)
 
     def tail_first(self, tables: Sequence[Int32Array]) -> Int32Array:
         """The blocks of all groups but for null ones, whichever ends at a later token first, and of

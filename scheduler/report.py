@@ -83,7 +83,7 @@ class WaitingReasons:
                 f"the answer to step {request.resume_after_step}, which brings a token sampled "
                 "before its preemption"
             )
-        if not self._loras.has_place(request.lora_name):
+        if not self._loras.has_slot(request.lora_name):
             return (
                 f"a place for its adapter {request.lora_name!r}: max_loras="
                 f"{self._config.max_loras} others run"

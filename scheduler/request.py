@@ -57,7 +57,7 @@ class Request:
     """One request of one client.
 
     token_ids:     prompt and verified output, never written to; out of date while the request runs.
-    block_names:   names of its full blocks, as far as they have been computed.
+    block_hashes:   names of its full blocks, as far as they have been computed.
     stop_ids:      ids that end it, end-of-sequence ids among them.
     max_total_tokens: it ends when prompt and output together reach this.
     resume_after_step: not admitted before this step is answered, because a token of an earlier
@@ -104,7 +104,7 @@ class Request:
     stop_reason: int | None = None
     waits_for: str | None = None
     is_resumed = False
-    place: int | None = None
+    position: int | None = None
     held: "HeldBlocks | None" = None
     load_number = 0
     asks_connector = True
@@ -144,7 +144,7 @@ class Request:
         if len(message.output_token_ids):
             self.token_ids = np.concatenate((message.prompt_token_ids, message.output_token_ids))
         self._take_sampling(message.sampling, max_model_len, eos_token_ids)
-        self.block_names: list[bytes] = []
+        self.block_hashes: list[bytes] = []
         self.next_chunks: list[ContinueSession] = []
         self.events: list[tuple[RequestEvent, float]] = [(RequestEvent.QUEUED, now)]
         # Beside token ids: what its start adds to a plan, and to the encoder's work.

@@ -68,7 +68,7 @@ class RequestLog:
             )
             logger.debug("preempted: it computes everything again later", extra=about)
 
-    def sent_back(self, request: Request, *, step: int, num_tokens: int) -> None:
+    def rewound_row(self, request: Request, *, step: int, num_tokens: int) -> None:
         """KV behind so many of its tokens was wrong."""
         if logger.isEnabledFor(logging.DEBUG):
             about = fields(request_id=request.request_id, step_id=step, good_tokens=num_tokens)

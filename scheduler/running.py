@@ -231,7 +231,7 @@ class RunningTable(RowTable):
         self.num_placeholders[rows] -= 1
         self._fewest_left -= 1
 
-    def send_back(self, row: int, num_computed_tokens: int, newest_step: int) -> Rewind:
+    def rewind_row(self, row: int, num_computed_tokens: int, newest_step: int) -> Rewind:
         """The row computes again from `num_computed_tokens`; what it sampled in the plans up to
         `newest_step` that are not answered is void."""
         rewind = Rewind(

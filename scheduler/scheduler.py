@@ -11,7 +11,7 @@ import msgspec
 
 from longshore.connectors.base import ConnectorOutput, SchedulerConnector
 from longshore.protocol.arrays import Int32Array, int32_array
-from longshore.protocol.block_map import BlockMap
+from longshore.protocol.block_map import BlockSnapshot
 from longshore.protocol.client import (
     MAX_REPORTED,
     AddRequest,
@@ -33,18 +33,18 @@ from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.protocol.results import ModelRunnerOutput, TransferReport
 from longshore.protocol.statistics import WorkerStats
 from longshore.scheduler.admission import Admission
-from longshore.scheduler.answers import Answers
-from longshore.scheduler.block_map import BlockMaps
+from longshore.scheduler.answers import OutputProcessor
+from longshore.scheduler.block_map import BlockSnapshots
 from longshore.scheduler.block_metrics import BlockMetrics
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.forgetting_managers import check_states
 from longshore.scheduler.forks import Forks
 from longshore.scheduler.gates import AdmissionGates
 from longshore.scheduler.in_flight import StepsInFlight
-from longshore.scheduler.intake import Intake
+from longshore.scheduler.intake import RequestValidator
 from longshore.scheduler.kv_cache_manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.lora import LoRAPlaces
+from longshore.scheduler.lora import LoRASlots
 from longshore.scheduler.outputs import OutputBuckets
 from longshore.scheduler.parts import Parts
 from longshore.scheduler.pause import PauseState
@@ -115,7 +115,7 @@ class Scheduler:
             max_steps_in_flight=config.max_steps_in_flight,
             hash_seed=hash_seed,
             metrics=block_metrics,
-            record_named=connector is not None,
+            record_cached=connector is not None,
         )
         policy = load_policy(config.policy) if policy is None else checked(policy)
         in_flight = StepsInFlight()
@@ -136,7 +136,7 @@ class Scheduler:
             outputs=OutputBuckets(),
             transfers=Transfers(blocks, in_flight, num_ranks=num_ranks),
             gates=AdmissionGates(cache, kv_cache.num_blocks),
-            loras=LoRAPlaces(config.max_loras),
+            loras=LoRASlots(config.max_loras),
             encoder=make_encoder(config, kv_cache),
         )
         self.config = config
@@ -145,7 +145,7 @@ class Scheduler:
         self._connector = connector
         self._in_flight, self._outputs = in_flight, parts.outputs
         self._transfers, self._encoder = parts.transfers, parts.encoder
-        intake = Intake(
+        intake = RequestValidator(
             config,
             vocab_size=vocab_size,
             features=features,
@@ -158,13 +158,13 @@ class Scheduler:
         self._lifecycle = Lifecycle(parts, self._plan, intake, eos_token_ids=eos_token_ids)
         self._admission = Admission(parts, self._plan, self._lifecycle, self._structured)
         self._recovery = Recovery(parts, self._plan, self._lifecycle)
-        self._answers = Answers(parts, self._plan, self._lifecycle, self._recovery)
+        self._answers = OutputProcessor(parts, self._plan, self._lifecycle, self._recovery)
         self._planner = StepPlanner(
             parts,
             self._plan,
             self._lifecycle,
             self._admission,
-            steps_can_stand=not (
+            allow_steady_steps=not (
                 connector is not None
                 or verify_plan
                 or config.feed_back_tokens
@@ -172,7 +172,7 @@ class Scheduler:
             ),
         )
         self._reasons, self._progress = WaitingReasons(parts), Progress()
-        self._block_maps = BlockMaps(parts, kv_cache)
+        self._block_maps = BlockSnapshots(parts, kv_cache)
         self._sum_in_flight = self._num_steps_reported = 0
         if connector is not None:
             connector.bind_blocks(parts.transfers)
@@ -183,9 +183,9 @@ class Scheduler:
         """Queue a request; one that cannot be served is answered with the reason at once."""
         self._lifecycle.queue(message, client=client, now=now)
 
-    def refuse_message(self, malformed: Malformed, reason: str, *, client: int) -> None:
+    def reject_message(self, malformed: Malformed, reason: str, *, client: int) -> None:
         """Answer for a message that could not be read: the request that it is about ends."""
-        self._lifecycle.refuse_message(malformed, reason, client=client)
+        self._lifecycle.reject_message(malformed, reason, client=client)
 
     def continue_session(self, client: int, message: ContinueSession, now: float) -> None:
         """More input for a resumable request. Handles that have ended already are ignored."""
@@ -220,7 +220,7 @@ class Scheduler:
         if len(self._in_flight) >= self.config.max_steps_in_flight:
             return None
         for request in self._transfers.expired(now):
-            self._lifecycle.give_up_waiting(request)
+            self._lifecycle.stop_waiting(request)
         plan = self._planner.plan_step(now)
         if plan is not None:
             self._forks.planned()
@@ -238,7 +238,7 @@ class Scheduler:
     def update_from_output(self, output: ModelRunnerOutput, now: float) -> None:
         """Apply the answer to the oldest unanswered plan.
 
-        An answer of another epoch is counted and dropped. Raises BadAnswer for one that fits no
+        An answer of another epoch is counted and dropped. Raises InvalidOutput for one that fits no
         plan, and changes nothing then.
         """
         was_due = self._answers.apply(output, now)
@@ -376,7 +376,7 @@ class Scheduler:
             waiting=self._reasons.describe(self._planner.pause, now, MAX_REPORTED),
         )
 
-    def make_block_map(self, now: float, engine_id: str) -> BlockMap:
+    def make_block_snapshot(self, now: float, engine_id: str) -> BlockSnapshot:
         """What every block is used for, and who holds which; the one before, if asked too soon."""
         return self._block_maps.latest(now) or self._block_maps.make(
             self.make_report(now, engine_id),

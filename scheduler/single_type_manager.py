@@ -33,7 +33,7 @@ class SingleTypeManager:
     table:      (max_num_seqs, positions) int32, block ids in order of position; the memory of
                 a row is touched only as far as it is used.
     num_blocks: (max_num_seqs,) int64, table entries in use.
-    num_named:  (max_num_seqs,) int64, leading entries that need no name any more.
+    num_cached_blocks:  (max_num_seqs,) int64, leading entries that need no name any more.
     block_size: tokens per block, over all ranks that share its tokens.
 
     caches_prefixes: blocks have names and can be found.
@@ -45,7 +45,7 @@ class SingleTypeManager:
     """
 
     caches_prefixes: ClassVar[bool] = True
-    forgets: ClassVar[bool] = False
+    frees_skipped: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class SingleTypeManager:
         max_num_batched_tokens: int | None = None,
         max_steps_in_flight: int = DEFAULT_STEPS_IN_FLIGHT,
         context_parallel_size: int = 1,
-        tokens_per_name: int | None = None,
+        tokens_per_hash: int | None = None,
     ) -> None:
         self.spec = spec
         self.group = group
         shared = of_all_ranks(spec, context_parallel_size)
         self.block_size: int = shared.block_size
-        self.names_per_block = self.block_size // (tokens_per_name or self.block_size)
+        self.hashes_per_block = self.block_size // (tokens_per_hash or self.block_size)
         self._max_model_len = max_model_len
         self._max_blocks: int = shared.max_blocks(
             max_model_len, max_num_batched_tokens, max_steps_in_flight
@@ -74,10 +74,10 @@ class SingleTypeManager:
             (max_num_seqs, self._num_positions_at_most), np.int32
         )
         self.num_blocks: Int64Array = np.zeros(max_num_seqs, np.int64)
-        self.num_named: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.num_cached_blocks: Int64Array = np.zeros(max_num_seqs, np.int64)
         # The same memory for one row at a time, which costs half as much as through numpy.
         self._num_blocks_item = memoryview(self.num_blocks)
-        self._num_named_item = memoryview(self.num_named)
+        self._num_cached_item = memoryview(self.num_cached_blocks)
 
     @property
     def _num_positions_at_most(self) -> int:
@@ -98,7 +98,7 @@ class SingleTypeManager:
         """The first block that computing the token behind so many others reads or writes."""
         return 0
 
-    def places(self, first: int, last: int, num_computed: int) -> Sequence[int]:
+    def positions(self, first: int, last: int, num_computed: int) -> Sequence[int]:
         """Which of the positions [first, last) get a block of their own, ascending, if KV of
         `num_computed` tokens, loaded by others, is among what goes there; `last - 1` is one."""
         return range(first, last)
@@ -140,14 +140,14 @@ class SingleTypeManager:
             self.table[row, :num_hits] = hits
             self.table[row, num_hits:count] = new_block_ids
         self._num_blocks_item[row] = count
-        self._num_named_item[row] = num_hits
+        self._num_cached_item[row] = num_hits
 
-    def attach(self, row: int, block_ids: Int32Array, num_named: int) -> None:
-        """An empty row gets these blocks; those in front that have names, and `num_named` at least,
-        will not be named again."""
+    def attach(self, row: int, block_ids: Int32Array, num_cached_blocks: int) -> None:
+        """An empty row gets these blocks; the leading ones that are cached, and at least
+        `num_cached_blocks`, will not be cached again."""
         if self.caches_prefixes:
-            num_named = max(num_named, self._pool.num_leading_named(block_ids))
-        self.start(row, block_ids[:num_named], block_ids[num_named:])
+            num_cached_blocks = max(num_cached_blocks, self._pool.num_leading_cached(block_ids))
+        self.start(row, block_ids[:num_cached_blocks], block_ids[num_cached_blocks:])
 
     def append(self, rows: Int64Array, counts: Int64Array, block_ids: BlockIds) -> Int64Array:
         """Row `rows[i]` gets the next `counts[i]` of `block_ids`; returns the row of each block."""
@@ -174,14 +174,14 @@ class SingleTypeManager:
         keep = self.num_positions(num_tokens)
         cut: Int32Array = self.table[row, keep : self.num_blocks[row]].copy()
         self.num_blocks[row] -= len(cut)
-        named = self.table[row, : min(int(self.num_named[row]), keep)]
-        self.num_named[row] = self._pool.num_leading_named(named)
+        cached = self.table[row, : min(int(self.num_cached_blocks[row]), keep)]
+        self.num_cached_blocks[row] = self._pool.num_leading_cached(cached)
         return cut
 
     def redirect(self, row: int, position: int, block_id: int) -> None:
         """The row has this block there now, which it fills itself."""
         self.table[row, position] = block_id
-        self._num_named_item[row] = min(self._num_named_item[row], position)
+        self._num_cached_item[row] = min(self._num_cached_item[row], position)
 
     def block_ids(self, row: int) -> Int32Array:
         """A copy of the row's table, in order of position."""
@@ -192,7 +192,7 @@ class SingleTypeManager:
         """The row's blocks, in order of position; the row is empty then."""
         block_ids: Int32Array = self.table[row, : self._num_blocks_item[row]].copy()
         self._num_blocks_item[row] = 0
-        self._num_named_item[row] = 0
+        self._num_cached_item[row] = 0
         return block_ids
 
     def blocks_in_use(self, row: int) -> Int32Array:
@@ -213,55 +213,55 @@ class SingleTypeManager:
     def clear(self) -> None:
         """Every row is empty."""
         self.num_blocks[:] = 0
-        self.num_named[:] = 0
+        self.num_cached_blocks[:] = 0
 
     # Names
 
-    def find(self, names: Sequence[bytes]) -> BlockIds:
+    def find(self, hashes: Sequence[bytes]) -> BlockIds:
         """One block per name, up to the first name that none carries. Holds nothing."""
-        return self._pool.find_cached_prefix(names, self.group)
+        return self._pool.find_cached_prefix(hashes, self.group)
 
-    def rows_to_name(self, num_tokens: Int64Array) -> Int64Array:
+    def rows_to_cache(self, num_tokens: Int64Array) -> Int64Array:
         """Rows that hold full blocks of their first `num_tokens` (max_num_seqs,) without a name."""
-        return np.flatnonzero(num_tokens >= (self.num_named + 1) * self.block_size)
+        return np.flatnonzero(num_tokens >= (self.num_cached_blocks + 1) * self.block_size)
 
-    def name_blocks(self, row: int, names: Sequence[bytes], num_full: int) -> None:
-        """Name the row's blocks up to `num_full` that have no name yet; `names` is its chain. A
+    def cache_row(self, row: int, hashes: Sequence[bytes], num_full: int) -> None:
+        """Name the row's blocks up to `num_full` that have no name yet; `hashes` is its chain. A
         cached prefix may have lost a name in its middle, when the blocks behind kept theirs."""
-        first = self._num_named_item[row]
+        first = self._num_cached_item[row]
         if num_full > first:
-            new_names = self.names_of_blocks(names, first, num_full)
+            new_hashes = self.hashes_of_blocks(hashes, first, num_full)
             block_ids = self.table[row, first:num_full].tolist()
-            self._give_names(block_ids, new_names)
-            self._num_named_item[row] = num_full
+            self._cache_blocks(block_ids, new_hashes)
+            self._num_cached_item[row] = num_full
 
-    def name_rows(
+    def cache_rows(
         self, rows: Int64Array, num_full: Int64Array, chains: Sequence[Sequence[bytes]]
     ) -> None:
-        """`name_blocks` for row `rows[i]`, its `num_full[i]` and its `chains[i]`, in this order."""
-        first = self.num_named[rows]
+        """`cache_row` for row `rows[i]`, its `num_full[i]` and its `chains[i]`, in this order."""
+        first = self.num_cached_blocks[rows]
         if (num_full - first == 1).all():
-            last_links = (num_full * self.names_per_block - 1).tolist()
-            last_names = [chain[link] for chain, link in zip(chains, last_links, strict=True)]
+            last_links = (num_full * self.hashes_per_block - 1).tolist()
+            last_hashes = [chain[link] for chain, link in zip(chains, last_links, strict=True)]
             block_ids = self.table[rows, first].tolist()
-            self._give_names(block_ids, last_names)
-            self.num_named[rows] = num_full
+            self._cache_blocks(block_ids, last_hashes)
+            self.num_cached_blocks[rows] = num_full
         else:
-            for row, names, count in zip(rows.tolist(), chains, num_full.tolist(), strict=True):
-                self.name_blocks(row, names, count)
+            for row, hashes, count in zip(rows.tolist(), chains, num_full.tolist(), strict=True):
+                self.cache_row(row, hashes, count)
 
-    def _give_names(self, block_ids: list[int], names: Sequence[bytes]) -> None:
-        self._pool.cache_unnamed_blocks(block_ids, names, self.group)
+    def _cache_blocks(self, block_ids: list[int], hashes: Sequence[bytes]) -> None:
+        self._pool.cache_blocks(block_ids, hashes, self.group)
 
-    def names_of_blocks(
-        self, names: Sequence[bytes], first: int = 0, last: int | None = None
+    def hashes_of_blocks(
+        self, hashes: Sequence[bytes], first: int = 0, last: int | None = None
     ) -> Sequence[bytes]:
         """Names of the blocks [first, last), from the chain."""
-        per_block = self.names_per_block
+        per_block = self.hashes_per_block
         if per_block == 1:
-            return names[first:last]
+            return hashes[first:last]
         end = None if last is None else last * per_block
-        return names[(first + 1) * per_block - 1 : end : per_block]
+        return hashes[(first + 1) * per_block - 1 : end : per_block]
 
     # What rows share
 

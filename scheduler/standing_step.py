@@ -12,7 +12,7 @@ from longshore.scheduler.in_flight import PlannedStep
 from longshore.scheduler.running import RunningTable
 
 
-class StandingStep:
+class SteadyDecode:
     """True of the plan `planned`, which has just been built, and of the next ones while it `holds`.
 
     sampling:      all running rows.
@@ -29,16 +29,16 @@ class StandingStep:
         self.num_tokens = len(rows)
         left = running.last_computed[rows] - running.num_computed[rows]
         self._last_step = planned.step + int(left.min())
-        self._quiet_through = planned.step
+        self._no_block_through = planned.step
 
     def holds(self, running: RunningTable, step: int) -> bool:
         """Whether the plan `step`, which comes next, is such a one again: the same requests run,
         and none has reached its last token."""
         return self.sampling.version == running.version and step <= self._last_step
 
-    def is_quiet(self, step: int) -> bool:
+    def needs_no_block(self, step: int) -> bool:
         """Whether no row needs a block in the plan `step`, nor completes one to be named."""
-        return step <= self._quiet_through
+        return step <= self._no_block_through
 
     def look_ahead(
         self, running: RunningTable, block_sizes: tuple[int, ...], *, num_lookahead: int, step: int
@@ -49,7 +49,7 @@ class StandingStep:
         num_computed = running.num_computed[rows]
         num_verified = np.minimum(running.num_tokens[rows], num_computed)
         num_slots = num_computed + num_lookahead
-        num_quiet = min(
+        num_steps = min(
             int(steps.min())
             for size in block_sizes
             for steps in (
@@ -58,4 +58,4 @@ class StandingStep:
                 -num_slots % size,
             )
         )
-        self._quiet_through = step + max(num_quiet, 0)
+        self._no_block_through = step + max(num_steps, 0)

@@ -21,7 +21,7 @@ from longshore.protocol.lifeline import Lifeline, Progress, Ready
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.engine import Engine
 from longshore.scheduler.scheduler import Scheduler
-from longshore.scheduler.welcome import WorkerChannel, welcome_workers
+from longshore.scheduler.welcome import WorkerChannel, accept_workers
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
         for endpoint in config.workers:
             worker_socket = open_socket(context, zmq.DEALER, endpoint, bind=True)
             workers.append(Channel(worker_socket, FromWorker))
-        kv_cache, features = welcome_workers(
+        kv_cache, features = accept_workers(
             workers, config, on_progress=lambda doing: lifeline.report(Progress(doing))
         )
         if config.scheduler.num_speculative_tokens and Feature.DRAFTS not in features:

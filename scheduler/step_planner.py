@@ -20,13 +20,13 @@ from longshore.scheduler.pause import PauseState
 from longshore.scheduler.pipeline_batches import share_of_step
 from longshore.scheduler.plan_builder import PlanBuilder
 from longshore.scheduler.sampling_rows import SamplingRows
-from longshore.scheduler.standing_step import StandingStep
+from longshore.scheduler.standing_step import SteadyDecode
 
 
 class StepPlanner:
     """Makes one plan after the other.
 
-    steps_can_stand: off if somebody is to hear of every row or of every step.
+    allow_steady_steps: off if somebody is to hear of every row or of every step.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class StepPlanner:
         lifecycle: Lifecycle,
         admission: Admission,
         *,
-        steps_can_stand: bool,
+        allow_steady_steps: bool,
     ) -> None:
         self._config = parts.config
         self._policy = parts.policy
@@ -49,19 +49,19 @@ class StepPlanner:
         self._plan = plan
         self._lifecycle = lifecycle
         self._admission = admission
-        self._steps_can_stand = steps_can_stand
-        self._standing: StandingStep | None = None
+        self._steps_can_stand = allow_steady_steps
+        self._standing: SteadyDecode | None = None
         self._sampling = SamplingRows(parts.running, np.empty(0, np.int64))
         self.pause = PauseState.UNPAUSED
 
     def plan_step(self, now: float) -> SchedulerOutput | None:
         """The next plan; None if there is nothing to plan."""
-        if (plan := self._plan_standing_step()) is not None:
+        if (plan := self._plan_steady_step()) is not None:
             return plan
         budget = StepBudget(self._token_budget, self._config.long_prefill_token_threshold)
         self._encoder.begin_step()
         num_scheduled, nobody_preempted = self._schedule_running(budget, now)
-        self._name_running_blocks(num_scheduled)
+        self._cache_running_blocks(num_scheduled)
         if nobody_preempted and self.pause is PauseState.UNPAUSED:
             self._admission.admit_waiting(budget, num_scheduled, now)
         if not budget.num_spent and not self._plan.must_be_sent:
@@ -72,7 +72,7 @@ class StepPlanner:
     def _token_budget(self) -> int:
         return 0 if self.pause is PauseState.PAUSED_ALL else self._config.token_budget
 
-    def _plan_standing_step(self) -> SchedulerOutput | None:
+    def _plan_steady_step(self) -> SchedulerOutput | None:
         """The next plan if it is like the one before: the same requests run, each computes one
         token, and nobody can join them. None if that is not sure, or blocks are short."""
         standing, running, step = self._standing, self._running, self._plan.step + 1
@@ -82,22 +82,22 @@ class StepPlanner:
             not running.is_full and self._waiting.peek() is not None
         ):
             return None
-        is_quiet = standing.is_quiet(step)
-        if not is_quiet:
-            self._forget_blocks()
+        needs_no_block = standing.needs_no_block(step)
+        if not needs_no_block:
+            self._free_skipped_blocks()
             appended = self._kv_cache.grow(
                 self._num_slots(standing.num_scheduled), running.generation
             )
             if appended is None:
                 return None
             self._plan.appended += appended
-            has_named = self._name_running_blocks(standing.num_scheduled)
-        plan = self._plan.build_standing(
+            has_cached = self._cache_running_blocks(standing.num_scheduled)
+        plan = self._plan.build_steady(
             standing.num_tokens, answered_step=self._in_flight.last_answered_step
         )
         running.advance(standing.num_scheduled)
         running.num_placeholders += standing.num_scheduled
-        if not (is_quiet or appended or has_named):
+        if not (needs_no_block or appended or has_cached):
             standing.look_ahead(
                 running,
                 self._kv_cache.block_sizes,
@@ -110,7 +110,7 @@ class StepPlanner:
     def _schedule_running(self, budget: StepBudget, now: float) -> tuple[Int64Array, bool]:
         """Tokens per row for the requests that run, and whether all of them still do."""
         running = self._running
-        self._forget_blocks()
+        self._free_skipped_blocks()
         wanted = budget.cap(running.wanted())
         if self._config.feed_back_tokens:
             wanted = share_of_step(wanted, running, self._config.max_steps_in_flight)
@@ -146,11 +146,11 @@ class StepPlanner:
                 num_scheduled = budget.cut(wanted, running)
         return self._kv_cache.aligned_chunks(running.num_computed, num_scheduled)
 
-    def _forget_blocks(self) -> None:
+    def _free_skipped_blocks(self) -> None:
         """Blocks that no row needs any more come before those that rows lack."""
         running = self._running
-        if self._kv_cache.forgets:
-            self._kv_cache.forget(
+        if self._kv_cache.frees_skipped:
+            self._kv_cache.free_skipped(
                 running.num_computed,
                 running.num_tokens,
                 running.generation,
@@ -193,15 +193,15 @@ class StepPlanner:
             num_tokens = int(running.num_computed[row]) + count + self._config.num_lookahead_tokens
             block_ids = self._kv_cache.grow_row(row, num_tokens)
             while block_ids is None:
-                if self._forks.give_up_youngest():
+                if self._forks.release_youngest():
                     block_ids = self._kv_cache.grow_row(row, num_tokens)
                     continue
-                if len(requests) == 1 and self._lifecycle.give_up_youngest_load():
+                if len(requests) == 1 and self._lifecycle.release_youngest_load():
                     block_ids = self._kv_cache.grow_row(row, num_tokens)
                     continue
                 victim_index = self._policy.pick_victim(requests)
                 victim = requests.pop(victim_index)
-                budget.give_back(int(num_scheduled[victim.row]))
+                budget.refund(int(num_scheduled[victim.row]))
                 num_scheduled[victim.row] = 0
                 grown.pop(victim.row, None)
                 self._lifecycle.preempt(victim, now)
@@ -221,17 +221,17 @@ class StepPlanner:
         self._plan.appended += _appended_blocks(grown)
         return num_scheduled, nobody_preempted
 
-    def _name_running_blocks(self, num_scheduled: Int64Array) -> bool:
+    def _cache_running_blocks(self, num_scheduled: Int64Array) -> bool:
         """Make findable what this plan completes, if anything. Not earlier: a request preempted in
         this step computes nothing of what it had been given. Tokens not verified yet name nothing.
         """
         running = self._running
-        num_named = np.minimum(running.num_computed + num_scheduled, running.num_tokens)
-        rows = self._kv_cache.naming.rows_to_name(num_named)
+        num_cached_blocks = np.minimum(running.num_computed + num_scheduled, running.num_tokens)
+        rows = self._kv_cache.full_blocks.rows_to_cache(num_cached_blocks)
         if len(rows):
             rows = rows[running.generation[rows].argsort()]
-            self._kv_cache.naming.name_rows(
-                rows, num_named, running.token_ids, running.requests, self._plan.step + 1
+            self._kv_cache.full_blocks.cache_rows(
+                rows, num_cached_blocks, running.token_ids, running.requests, self._plan.step + 1
             )
         return len(rows) > 0
 
@@ -251,13 +251,13 @@ class StepPlanner:
             self._consume_drafts(num_scheduled, rows, num_drafts)
         for request in list(self._encoder.pending.values()):
             self._encoder.advanced(request, int(running.num_computed[request.row]))
-        self._standing = self._standing_after(plan, planned, num_scheduled)
+        self._standing = self._steady_after(plan, planned, num_scheduled)
         self._in_flight.add(planned)
         return plan
 
-    def _standing_after(
+    def _steady_after(
         self, plan: SchedulerOutput, planned: PlannedStep, num_scheduled: Int64Array
-    ) -> StandingStep | None:
+    ) -> SteadyDecode | None:
         """What stands if this plan, just built, is one that the next can be like."""
         running, last = self._running, self._standing
         if (
@@ -270,7 +270,7 @@ class StepPlanner:
             return None
         if last is not None and last.holds(running, plan.step):
             return last
-        return StandingStep(running, planned, num_scheduled)
+        return SteadyDecode(running, planned, num_scheduled)
 
     def _planned_step(
         self,

@@ -35,7 +35,7 @@ class _Transfer:
     deadline: float = _NO_DEADLINE
     ranks_done: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
-    spoilt: set[int] = field(default_factory=set)
+    invalid: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,11 @@ class Transfers:
                 self._kv_cache.release(send.held)
         return sent, received, ended
 
-    def note_spoilt(self, block_ids: Int32Array) -> None:
+    def note_invalid(self, block_ids: Int32Array) -> None:
         """These blocks hold wrong KV; a load may have begun behind some of them."""
-        spoilt = set(block_ids.tolist())
+        invalid = set(block_ids.tolist())
         for load in self._loads.values():
-            load.spoilt |= spoilt & _ids(load.held)
+            load.invalid |= invalid & _ids(load.held)
 
     def _note_failed(self, block_ids: Int32Array) -> None:
         if len(block_ids):
@@ -161,11 +161,11 @@ class Transfers:
         num_good = load.num_tokens
         for block_ids, block_size in zip(load.held.block_ids, block_sizes, strict=True):
             for index, block_id in enumerate(block_ids.tolist()):
-                if block_id in load.failed or block_id in load.spoilt:
+                if block_id in load.failed or block_id in load.invalid:
                     num_good = min(num_good, index * block_size)
                     break
         held, unwritten = load.held, load.failed
-        if self._kv_cache.forgets and num_good < load.num_tokens:
+        if self._kv_cache.frees_skipped and num_good < load.num_tokens:
             # Not every length that was loaded is one to go on from, nor are there blocks to
             # compute the rest into where none was loaded.
             num_good = self._kv_cache.resume_point(held.block_ids, num_good)

@@ -25,7 +25,7 @@ class WaitingRequests:
         self._waiting: RequestQueue[Request] = policy.make_queue()
         self._is_fcfs = isinstance(self._waiting, FCFSQueue)
         self._skipped: RequestQueue[Request] = (
-            PriorityQueue(_place) if self._is_fcfs else policy.make_queue()
+            PriorityQueue(_position) if self._is_fcfs else policy.make_queue()
         )
         self._set_aside: list[Request] = []
         self._parked: dict[str, Request] = {}
@@ -78,9 +78,9 @@ class WaitingRequests:
         self._skipped.add(self._parked.pop(request.request_id))
 
     def _give_place(self, request: Request) -> None:
-        if request.place is None:
+        if request.position is None:
             self._last_place += 1
-            request.place = self._last_place
+            request.position = self._last_place
 
     def announce(self, request: Request) -> None:
         """A new request; `add` and the other two see to it themselves."""
@@ -100,7 +100,7 @@ class WaitingRequests:
         requests that arrive blocked and are ready later would overtake it for ever."""
         if len(self._skipped) or self._parked:
             self._first_place -= 1
-            request.place = self._first_place
+            request.position = self._first_place
             self._skipped.prepend(request)
         else:
             self._waiting.prepend(request)
@@ -113,7 +113,7 @@ class WaitingRequests:
     def pop(self) -> Request:
         """Take out the request that `peek` shows, because it is admitted."""
         request = self._take()
-        request.place = None
+        request.position = None
         return request
 
     def set_aside(self) -> None:
@@ -175,6 +175,6 @@ class WaitingRequests:
         return self._skipped if prefers_skipped else self._waiting
 
 
-def _place(request: Request) -> int:
-    assert request.place is not None
-    return request.place
+def _position(request: Request) -> int:
+    assert request.position is not None
+    return request.position

@@ -12,13 +12,13 @@ import msgspec
 import zmq
 
 from longshore.protocol.channel import Channel
-from longshore.protocol.errors import ConfigError, EngineDead, HandshakeRefused
+from longshore.protocol.errors import ConfigError, EngineDead, HandshakeRejected
 from longshore.protocol.handshake import (
     Feature,
     FromWorker,
-    Refused,
+    Rejected,
     ToWorker,
-    Welcome,
+    WorkerAccepted,
     WorkerHello,
     WorkerReady,
     check_identity,
@@ -31,7 +31,7 @@ WorkerChannel: TypeAlias = Channel[ToWorker, FromWorker]
 Message = TypeVar("Message", WorkerHello, WorkerReady)
 
 
-def welcome_workers(
+def accept_workers(
     workers: Sequence[WorkerChannel],
     config: SchedulerProcessConfig,
     on_progress: Callable[[str], None] = lambda doing: None,
@@ -40,22 +40,22 @@ def welcome_workers(
 
     workers: by rank. Returns the cache as every rank has it but for the number of its layers, and
     what all of them can do. Waits as long as it takes: a rank that dies is its supervisor's news.
-    Raises EngineDead if a rank fails, HandshakeRefused or ConfigError if one does not fit.
+    Raises EngineDead if a rank fails, HandshakeRejected or ConfigError if one does not fit.
     """
     on_progress(_waiting_for(workers, "load the model"))
     hellos = _receive_from_all(workers, WorkerHello)
     try:
         for rank, hello in enumerate(hellos):
             if hello.rank != rank:
-                raise HandshakeRefused(f"rank {hello.rank} came to the endpoint of rank {rank}")
+                raise HandshakeRejected(f"rank {hello.rank} came to the endpoint of rank {rank}")
             check_identity(config.identity, hello.identity, peer=f"worker {rank}")
         kv_cache = _agree_on_blocks([hello.kv_cache for hello in hellos], config)
-    except (HandshakeRefused, ConfigError) as error:
+    except (HandshakeRejected, ConfigError) as error:
         for worker in workers:
-            worker.send(Refused(str(error)))
+            worker.send(Rejected(str(error)))
         raise
     for worker in workers:
-        worker.send(Welcome(config.epoch, kv_cache.num_blocks, config.verify_plan))
+        worker.send(WorkerAccepted(config.epoch, kv_cache.num_blocks, config.verify_plan))
     on_progress(_waiting_for(workers, "warm up"))
     _receive_from_all(workers, WorkerReady)
     return kv_cache, frozenset.intersection(*(frozenset(hello.features) for hello in hellos))
@@ -95,7 +95,7 @@ def _agree_on_blocks(
 ) -> KVCacheConfig:
     """The smallest number of blocks; everything else must be equal but for the stages' layers.
 
-    Raises HandshakeRefused or ConfigError for what would have ranks read each other's blocks wrong.
+    Raises HandshakeRejected or ConfigError where ranks would read each other's blocks wrong.
     """
     first = offered[0]
     for rank, theirs in enumerate(offered):
@@ -106,7 +106,7 @@ def _agree_on_blocks(
     _check_layers(offered, num_shards=len(offered) - config.sampling_rank)
     for group in first.groups:
         if group.spec.block_size % config.cache.block_size:
-            raise HandshakeRefused(
+            raise HandshakeRejected(
                 f"the workers have blocks of {group.spec.block_size} tokens, the scheduler of "
                 f"{config.cache.block_size}: a group's blocks may hold a multiple of that, so that "
                 "they have whole names. Start both from the same configuration."
@@ -137,7 +137,7 @@ def _check_layers(offered: Sequence[KVCacheConfig], *, num_shards: int) -> None:
             continue
         for name in chain.from_iterable(layers):
             if name in holders:
-                raise HandshakeRefused(
+                raise HandshakeRejected(
                     f"workers {holders[name]} and {rank} both keep KV of {name}, or one keeps it "
                     "twice; a layer belongs to one pipeline stage and to one KV cache group. "
                     "Start all from the same configuration."
@@ -148,7 +148,7 @@ def _check_layers(offered: Sequence[KVCacheConfig], *, num_shards: int) -> None:
 def _check_equal(what: str, theirs: tuple[int, object], others: tuple[int, object]) -> None:
     """theirs, others: a rank, and what it has."""
     if theirs[1] != others[1]:
-        raise HandshakeRefused(
+        raise HandshakeRejected(
             f"worker {theirs[0]} has {what} {theirs[1]}, worker {others[0]} has {others[1]}; the "
             "ranks of an engine share one block table. Start all from the same configuration."
         )

@@ -92,10 +92,10 @@ def check_context_parallel(
     if size == 1:
         return
     for name, spec in specs.items():
-        forgets = isinstance(spec, FullAttentionSpec) and (
+        frees_skipped = isinstance(spec, FullAttentionSpec) and (
             spec.sliding_window is not None or spec.attention_chunk_size is not None
         )
-        if forgets or not isinstance(spec, FullAttentionSpec | MLAAttentionSpec):
+        if frees_skipped or not isinstance(spec, FullAttentionSpec | MLAAttentionSpec):
             raise UnsupportedModel(
                 f"decode_context_parallel_size={size}: {name} of this model keeps "
                 f"{type(spec).__name__}, and only layers that attend to everything before "

@@ -19,7 +19,7 @@ import zmq
 
 from longshore.protocol.channel import Channel
 from longshore.protocol.errors import EngineDead, PlanMismatch
-from longshore.protocol.handshake import FromWorker, Refused, ToWorker, Welcome
+from longshore.protocol.handshake import FromWorker, Rejected, ToWorker, WorkerAccepted
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.results import WorkerFailed, WorkerReport
 from longshore.worker.errors import RankLost
@@ -107,7 +107,7 @@ class WorkerEngine:
                         f"a token mask for step {step} came, but this worker does not support "
                         "structured output; switch it off in the scheduler"
                     )
-                case Welcome() | Refused():
+                case WorkerAccepted() | Rejected():
                     raise PlanMismatch(f"a second {type(message).__name__} came; plans were due")
                 case _:
                     assert_never(message)

@@ -13,12 +13,12 @@ import torch
 import zmq
 
 from longshore.protocol.channel import Channel, open_socket
-from longshore.protocol.errors import EngineDead, HandshakeRefused, LongshoreError
+from longshore.protocol.errors import EngineDead, HandshakeRejected, LongshoreError
 from longshore.protocol.handshake import (
     FromWorker,
-    Refused,
+    Rejected,
     ToWorker,
-    Welcome,
+    WorkerAccepted,
     WorkerHello,
     WorkerReady,
     model_fingerprint,
@@ -142,8 +142,8 @@ def _shake_hands(
     worker: Worker,
     lifeline: Lifeline,
     channel: Channel[FromWorker, ToWorker],
-) -> Welcome | None:
-    """None: the engine is shut down before it began. Raises HandshakeRefused or EngineDead."""
+) -> WorkerAccepted | None:
+    """None: the engine is shut down before it began. Raises HandshakeRejected or EngineDead."""
     # What this rank has loaded and does, wherever the configuration came from.
     identity = msgspec.structs.replace(
         config.identity,
@@ -155,7 +155,7 @@ def _shake_hands(
     lifeline.report(Progress("loaded; waiting for the scheduler's welcome"))
     answer = channel.receive(config.startup_timeout_s)
     match answer:
-        case Welcome():
+        case WorkerAccepted():
             return answer
         case None:
             raise EngineDead(
@@ -164,13 +164,15 @@ def _shake_hands(
             )
         case Shutdown():
             return None
-        case Refused(reason=reason):
-            raise HandshakeRefused(reason)
+        case Rejected(reason=reason):
+            raise HandshakeRejected(reason)
         case _:
-            raise HandshakeRefused(f"the scheduler began with {type(answer).__name__}")
+            raise HandshakeRejected(f"the scheduler began with {type(answer).__name__}")
 
 
-def _details(config: WorkerProcessConfig, worker: Worker, welcome: Welcome) -> dict[str, str]:
+def _details(
+    config: WorkerProcessConfig, worker: Worker, welcome: WorkerAccepted
+) -> dict[str, str]:
     return {
         "device": config.device,
         "dtype": config.identity.dtype,

@@ -22,7 +22,7 @@ from longshore.deploy.gateway.endpoint import Service
 from longshore.deploy.gateway.errors import ApiError, unavailable
 from longshore.deploy.replica import Replica
 from longshore.protocol.arrays import Int32Array, UInt8Array
-from longshore.protocol.block_map import BlockHolder, BlockMap, BlockState, GroupUse
+from longshore.protocol.block_map import BlockHolder, BlockSnapshot, BlockState, GroupUse
 from longshore.protocol.client import EngineReport
 from longshore.protocol.errors import EngineDead
 
@@ -33,7 +33,7 @@ Said = TypeVar("Said")
 
 
 class DashboardState(msgspec.Struct, frozen=True):
-    """What the page shows beside `/metrics`; see `BlockMap`.
+    """What the page shows beside `/metrics`; see `BlockSnapshot`.
 
     state_names: of the blocks' states, by number.
     states:      a byte per block, deflated, as base64.
@@ -121,7 +121,7 @@ async def scheduler_says(answer: Awaitable[Said], timeout_s: float, name: str) -
         raise unavailable(str(error)) from error
 
 
-def encode_state(model: str, block_map: BlockMap, *, num_engines: int = 1) -> bytes:
+def encode_state(model: str, block_map: BlockSnapshot, *, num_engines: int = 1) -> bytes:
     """A `DashboardState` as JSON. Takes milliseconds where there are a million blocks."""
     state = DashboardState(
         model=model,

@@ -15,7 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from longshore.deploy.live_requests import LiveRequest, LiveRequests, RequestFields
-from longshore.protocol.block_map import BlockMap, DescribeBlocks
+from longshore.protocol.block_map import BlockSnapshot, DescribeBlocks
 from longshore.protocol.channel import Channel, Endpoint, SocketWatcher, open_socket
 from longshore.protocol.client import (
     DescribeEngine,
@@ -24,8 +24,8 @@ from longshore.protocol.client import (
     EngineReport,
     SchedulerStats,
 )
-from longshore.protocol.errors import EngineDead, HandshakeRefused
-from longshore.protocol.handshake import ClientHello, EngineReady, Refused, ToClient, ToEngine
+from longshore.protocol.errors import EngineDead, HandshakeRejected
+from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine
 from longshore.protocol.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class EngineClient:
         self._why_stopped = why_stopped
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._report: asyncio.Future[EngineReport] | None = None
-        self._block_map: asyncio.Future[BlockMap] | None = None
+        self._block_map: asyncio.Future[BlockSnapshot] | None = None
         self.death: EngineDead | None = None
         self._watcher = SocketWatcher(socket, self._receive)
         self._monitor_watcher = SocketWatcher(self._monitor, self._disconnected)
@@ -72,7 +72,7 @@ class EngineClient:
         return len(self._requests)
 
     async def wait_until_ready(self) -> EngineReady:
-        """The engine's description. Raises HandshakeRefused or EngineDead with its reason."""
+        """The engine's description. Raises HandshakeRejected or EngineDead with its reason."""
         return await asyncio.shield(self._ready)
 
     async def describe(self, timeout_s: float) -> EngineReport:
@@ -85,7 +85,7 @@ class EngineClient:
             self._send(DescribeEngine())
         return await asyncio.wait_for(asyncio.shield(self._report), timeout_s)
 
-    async def describe_blocks(self, timeout_s: float) -> BlockMap:
+    async def describe_blocks(self, timeout_s: float) -> BlockSnapshot:
         """What every KV block is used for. Raises as `describe` does."""
         if self.death is not None:
             raise self.death
@@ -151,18 +151,18 @@ class EngineClient:
                     if self._report is not None:
                         self._report.set_result(message)
                         self._report = None
-                case BlockMap():
+                case BlockSnapshot():
                     if self._block_map is not None:
                         self._block_map.set_result(message)
                         self._block_map = None
                 case EngineReady():
                     if not self._ready.done():
                         self._ready.set_result(message)
-                case Refused(reason):
+                case Rejected(reason):
                     if self._ready.done():  # it has dropped this client: nothing will come back
                         self._die(EngineDead(f"the engine refuses this gateway: {reason}"))
                     else:
-                        self._ready.set_exception(HandshakeRefused(reason))
+                        self._ready.set_exception(HandshakeRejected(reason))
                 case EngineFailed(reason):
                     self._engine_ended(reason)
                 case _:

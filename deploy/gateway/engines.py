@@ -8,7 +8,7 @@ from typing import Unpack
 from longshore.deploy.gateway.engine_choice import EngineChoice
 from longshore.deploy.gateway.engine_client import EngineClient
 from longshore.deploy.live_requests import LiveRequest, RequestFields, seed_source
-from longshore.protocol.block_map import BlockMap
+from longshore.protocol.block_map import BlockSnapshot
 from longshore.protocol.channel import Endpoint
 from longshore.protocol.client import EngineReport, SchedulerStats
 from longshore.protocol.errors import EngineDead
@@ -82,7 +82,7 @@ class Engines:
         return self.num_own_requests + self._choice.num_others
 
     async def wait_until_ready(self) -> EngineReady:
-        """The first engine's description. Raises HandshakeRefused or EngineDead with a reason."""
+        """The first engine's description. Raises HandshakeRejected or EngineDead with a reason."""
         ready = await asyncio.gather(*(client.wait_until_ready() for client in self.clients))
         return ready[0]
 
@@ -90,7 +90,7 @@ class Engines:
         """See EngineClient."""
         return await self.clients[engine].describe(timeout_s)
 
-    async def describe_blocks(self, timeout_s: float, engine: int = 0) -> BlockMap:
+    async def describe_blocks(self, timeout_s: float, engine: int = 0) -> BlockSnapshot:
         """See EngineClient."""
         return await self.clients[engine].describe_blocks(timeout_s)
 

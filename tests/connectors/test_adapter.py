@@ -16,7 +16,7 @@ from longshore.connectors.base import (
     AskLater,
     ConnectorConfig,
     ConnectorOutput,
-    Departure,
+    FinishAction,
     Matched,
     RequestView,
     SchedulerConnector,
@@ -118,13 +118,13 @@ def test_metadata_travels_as_bytes() -> None:
 def test_the_end_of_a_request_is_told_for_one_group_or_for_all() -> None:
     one, wide = Recorder(), Wide()
     blocks = (int32_array([3, 4]), int32_array([9]))
-    assert OneClassAdapter(one, one.config).request_finished(REQUEST, blocks[:1]) == Departure(
+    assert OneClassAdapter(one, one.config).request_finished(REQUEST, blocks[:1]) == FinishAction(
         True, {"lease": 3}
     )
-    assert OneClassAdapter(one, one.config).request_finished(REQUEST, ()) == Departure(
+    assert OneClassAdapter(one, one.config).request_finished(REQUEST, ()) == FinishAction(
         True, {"lease": 3}
     )
-    assert OneClassAdapter(wide, wide.config).request_finished(REQUEST, blocks) == Departure()
+    assert OneClassAdapter(wide, wide.config).request_finished(REQUEST, blocks) == FinishAction()
     assert one.told == [("r", [3, 4]), ("r", [])]
     assert wide.told == [("r", ([3, 4], [9]))]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from longshore.protocol.handshake import EngineReady, Refused, Welcome, WorkerReady
+from longshore.protocol.handshake import EngineReady, Rejected, WorkerAccepted, WorkerReady
 from longshore.protocol.lifeline import STOP_SIGNAL, Failed, Progress, Ready
 from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
 from tests.integration.engine_process import (
@@ -30,7 +30,7 @@ def ready_client(engine: EngineProcess) -> Client:
     for rank in (1, 0):
         engine.say_hello(rank)
     for rank in (0, 1):
-        assert engine.channels[rank].receive(TIMEOUT_S) == Welcome(1, 1000)
+        assert engine.channels[rank].receive(TIMEOUT_S) == WorkerAccepted(1, 1000)
         engine.channels[rank].send(WorkerReady(rank))
     client, answer = engine.connect()
     assert isinstance(answer, EngineReady), answer
@@ -52,7 +52,7 @@ def test_nobody_is_welcome_before_all_have_come_and_the_smallest_cache_counts(
     assert engine.channels[1].receive(0.3) is None
     engine.say_hello(0, num_blocks=900, groups=["ab"])
     for channel in engine.channels:
-        assert channel.receive(TIMEOUT_S) == Welcome(epoch=1, num_blocks=700)
+        assert channel.receive(TIMEOUT_S) == WorkerAccepted(epoch=1, num_blocks=700)
     assert engine.next_report() == Progress("waiting for 2 workers to warm up")
     for rank, channel in enumerate(engine.channels):
         channel.send(WorkerReady(rank))
@@ -66,7 +66,7 @@ def test_tokens_that_fit_are_those_of_whole_requests_in_all_groups(engine: Engin
     for rank in (0, 1):
         engine.say_hello(rank, groups=[[f"{rank}.a"], [f"{rank}.b"]])
     for rank, channel in enumerate(engine.channels):
-        assert isinstance(channel.receive(TIMEOUT_S), Welcome)
+        assert isinstance(channel.receive(TIMEOUT_S), WorkerAccepted)
         channel.send(WorkerReady(rank))
     while isinstance(report := engine.next_report(), Progress):
         pass
@@ -126,7 +126,7 @@ def test_a_rank_that_does_not_fit_is_refused_and_so_is_the_other(
     engine.say_hello(0)
     engine.say_hello(1, **differs)  # type: ignore[arg-type]
     refusals = [channel.receive(TIMEOUT_S) for channel in engine.channels]
-    assert isinstance(refusals[0], Refused)
+    assert isinstance(refusals[0], Rejected)
     assert refusals[0] == refusals[1]
     reason = reason_of_failure(engine)
     assert reason == refusals[0].reason
@@ -148,13 +148,13 @@ def test_a_shard_with_other_layers_than_the_first_of_its_stage_is_refused(
 def test_a_group_may_have_blocks_of_a_multiple_of_the_schedulers(engine: EngineProcess) -> None:
     for rank in (0, 1):
         engine.say_hello(rank, block_size=48)
-    assert engine.channels[0].receive(TIMEOUT_S) == Welcome(epoch=1, num_blocks=1000)
+    assert engine.channels[0].receive(TIMEOUT_S) == WorkerAccepted(epoch=1, num_blocks=1000)
 
 
 def test_a_group_with_blocks_of_another_size_is_refused(engine: EngineProcess) -> None:
     for rank in (0, 1):
         engine.say_hello(rank, block_size=24)
-    assert isinstance(engine.channels[0].receive(TIMEOUT_S), Refused)
+    assert isinstance(engine.channels[0].receive(TIMEOUT_S), Rejected)
     assert "blocks of 24 tokens, the scheduler of 16" in reason_of_failure(engine)
 
 

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from longshore.protocol.client import AbortRequests, AddRequest, EngineFailed, FinishReason
-from longshore.protocol.handshake import EngineReady, Refused, Welcome, WorkerReady
+from longshore.protocol.handshake import EngineReady, Rejected, WorkerAccepted, WorkerReady
 from longshore.protocol.lifeline import EXIT_SUPERVISOR_GONE, STOP_SIGNAL, Failed, Progress, Ready
 from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
 from longshore.protocol.sampling import SamplingParams
@@ -35,7 +35,7 @@ def engine() -> Iterator[EngineProcess]:
 @pytest.mark.req("SYS-01")
 def test_engine_reports_progress_then_ready_with_its_blocks(engine: EngineProcess) -> None:
     assert isinstance(engine.next_report(), Progress)
-    assert engine.start_worker(num_blocks=500) == Welcome(epoch=1, num_blocks=500)
+    assert engine.start_worker(num_blocks=500) == WorkerAccepted(epoch=1, num_blocks=500)
     assert engine.next_report() == Progress("waiting for the worker to warm up")
     engine.worker.send(WorkerReady(0))
     assert engine.next_report() == Ready(
@@ -47,7 +47,7 @@ def test_engine_reports_progress_then_ready_with_its_blocks(engine: EngineProces
 
 def test_configured_number_of_blocks_caps_what_the_worker_offers() -> None:
     with running_engine(cache=CacheConfig(num_blocks=300)) as engine:
-        assert engine.start_worker(num_blocks=500) == Welcome(epoch=1, num_blocks=300)
+        assert engine.start_worker(num_blocks=500) == WorkerAccepted(epoch=1, num_blocks=300)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_worker_that_differs_is_refused_with_both_values(
     engine: EngineProcess, field: str, value: object
 ) -> None:
     answer = engine.start_worker(identity=msgspec.structs.replace(IDENTITY, **{field: value}))
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, Rejected)
     for part in (field, repr(value), repr(getattr(IDENTITY, field))):
         assert part in answer.reason
     assert engine.wait() == 1
@@ -74,7 +74,7 @@ def test_pool_that_cannot_hold_the_longest_request_is_refused_at_start(
     engine: EngineProcess,
 ) -> None:
     answer = engine.start_worker(num_blocks=128)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, Rejected)
     assert "max_model_len=2048" in answer.reason
     assert "num_blocks=128 are too few" in answer.reason
     assert isinstance(engine.next_report(), Progress)
@@ -194,7 +194,7 @@ def test_a_malformed_request_of_a_stranger_is_dropped(engine: EngineProcess) -> 
         client.channel.socket = stranger
         stranger.send(msgspec.msgpack.encode({"type": "add", "handle": 1}))
         client.add(2)
-        assert isinstance(client.channel.receive(TIMEOUT_S), Refused)  # of the second
+        assert isinstance(client.channel.receive(TIMEOUT_S), Rejected)  # of the second
         assert client.channel.receive() is None
 
 
@@ -205,14 +205,14 @@ def test_request_before_the_hello_is_refused(engine: EngineProcess) -> None:
         client.channel.socket = stranger
         client.add(1)
         answer = client.channel.receive(TIMEOUT_S)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, Rejected)
     assert "ClientHello" in answer.reason
 
 
 def test_client_of_another_model_is_refused_with_both_fingerprints(engine: EngineProcess) -> None:
     ready_engine(engine)
     _, answer = engine.connect(model_fingerprint="another model")
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, Rejected)
     assert "another model" in answer.reason
     assert IDENTITY.model_fingerprint in answer.reason
 

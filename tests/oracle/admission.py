@@ -141,7 +141,7 @@ class Admissions:
         scheduler.queues.remove(request)
         step.admitted.append(Admission(request.request_id, request.was_preempted, num_computed))
         if request.load is None:
-            request.num_named = len(hits)
+            request.num_cached_blocks = len(hits)
         request.status = Status.RUNNING
         request.was_preempted = False
         request.load = None
@@ -188,7 +188,7 @@ class Admissions:
             return self._admit(request, hits, num_local, num_external=0)
         new_blocks = scheduler.tables.allocate(request, hits, end, scheduler.answered_step)
         assert new_blocks is not None
-        request.num_named = len(hits)
+        request.num_cached_blocks = len(hits)
         request.load = scheduler.transfers.begin_load(
             request.request_id,
             request.blocks,
@@ -236,7 +236,7 @@ class Admissions:
                 return scheduler.gates.admit(num_free, num_compared) and fits
             if fits or scheduler.unanswered:
                 return fits
-            if not scheduler.give_up_youngest_load(keep=request):
+            if not scheduler.release_youngest_load(keep=request):
                 return False
 
 

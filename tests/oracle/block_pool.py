@@ -136,6 +136,6 @@ class TextbookBlockPool:
         assert len(self.free_queue) == len(set(self.free_queue)), "a block is free twice"
         not_held = {block for block, count in num_holders.items() if count == 0}
         assert set(self.free_queue) == not_held - {null_block}, "a block is lost"
-        named = [block for blocks in self._by_name.values() for block in blocks]
-        assert len(named) == len(set(named)), "a block has two names"
-        assert set(named) == {block for block in self.blocks if block.name is not None}
+        cached = [block for blocks in self._by_name.values() for block in blocks]
+        assert len(cached) == len(set(cached)), "a block has two names"
+        assert set(cached) == {block for block in self.blocks if block.name is not None}

@@ -41,7 +41,7 @@ def _check_running(scheduler: "TextbookScheduler", request: TextbookRequest) -> 
     ]
     assert request.num_placeholders == sum(in_flight)
     assert request.num_computed <= request.last_computed(scheduler.config.max_model_len)
-    for block in request.blocks[request.num_named :]:
+    for block in request.blocks[request.num_cached_blocks :]:
         assert block.name is None
 
 

@@ -309,8 +309,8 @@ class _Drive:
         targets = set(begun.block_ids[begun.first // self._workload.cache.block_size :])
         for plan, _ in self._unanswered:
             for entry in plan.scheduled:
-                named = targets & set(entry.block_ids)
-                assert not named, f"{begun}: step {plan.step} names {named}"
+                cached = targets & set(entry.block_ids)
+                assert not cached, f"{begun}: step {plan.step} names {cached}"
 
     def _report_transfers(self, connector: FakeConnector) -> None:
         for report, loads in connector.take_reports(self._epoch):

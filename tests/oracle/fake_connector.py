@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from longshore.connectors.base import (
     AskLater,
-    Departure,
+    FinishAction,
     Match,
     Matched,
     RequestView,
@@ -122,18 +122,18 @@ class FakeConnector(SchedulerConnector):
 
     def request_finished(
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
-    ) -> Departure:
+    ) -> FinishAction:
         request_id = request.request_id
         self._live.remove(request_id)
         self.log.append(("finished", request_id, repr(block_ids[0].tolist() if block_ids else [])))
         rng = self._random("send", request_id)
         if rng.random() < 0.7 or not (block_ids and len(block_ids[0])):
-            return Departure()
+            return FinishAction()
         longest = rng.choice((1, 5, 40))
         for rank in range(self._num_ranks):
             when = (self.turn + 1 + rng.randrange(longest), rank)
             self._reports.sending.setdefault(when, []).append(request_id)
-        return Departure(delay_free=True)
+        return FinishAction(delay_free=True)
 
     def load_abandoned(self, request_id: str) -> None:
         self.log.append(("abandoned", request_id))

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tests.oracle.textbook import TextbookScheduler
 
 
-def refusal(scheduler: "TextbookScheduler", request: TextbookRequest) -> FinishReason | None:
+def rejection(scheduler: "TextbookScheduler", request: TextbookRequest) -> FinishReason | None:
     """Why the request is not accepted, if so."""
     if not request.prompt:
         return FinishReason.ERROR

@@ -38,7 +38,7 @@ class TextbookRequest:
     num_computed:     tokens whose KV exists once every plan so far has run, if drafts are right.
     num_placeholders: outputs that unanswered plans of this life will bring, if drafts are right.
     num_cached:       computed at the first admission, in tokens; None before it.
-    num_named:        leading blocks that were named, or found by name.
+    num_cached_blocks:        leading blocks that were named, or found by name.
     heard_blocks:     for what cross attention looks at; all from its row to its end.
     part:             counts the outputs of a session.
     life:             counts how often it lost its row and may come back.
@@ -63,7 +63,7 @@ class TextbookRequest:
     num_placeholders: int = 0
     num_preemptions: int = 0
     num_cached: int | None = None
-    num_named: int = 0
+    num_cached_blocks: int = 0
     part: int = 0
     life: int = 0
     was_preempted: bool = False

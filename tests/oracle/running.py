@@ -28,7 +28,7 @@ def schedule_running(scheduler: "TextbookScheduler", step: Step) -> None:
         while new_blocks is None:
             victim = scheduler.queues.victim(scheduler.running)
             is_last = len(scheduler.running) == 1
-            if not is_last or not scheduler.give_up_youngest_load(keep=request):
+            if not is_last or not scheduler.release_youngest_load(keep=request):
                 scheduler.preempt(victim, step)
                 if victim is request:
                     break

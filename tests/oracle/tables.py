@@ -95,11 +95,11 @@ class BlockTables:
         if not self._caches_prefixes:
             return
         num_full = min(end, request.num_tokens) // self.block_size
-        unnamed = request.blocks[request.num_named : num_full]
-        names = self.names_of(request)[request.num_named : num_full]
-        for block, name in zip(unnamed, names, strict=True):
+        uncached = request.blocks[request.num_cached_blocks : num_full]
+        names = self.names_of(request)[request.num_cached_blocks : num_full]
+        for block, name in zip(uncached, names, strict=True):
             self.pool.set_name(block, name)
-        request.num_named = max(num_full, request.num_named)
+        request.num_cached_blocks = max(num_full, request.num_cached_blocks)
 
     def names_of(self, request: TextbookRequest) -> list[int]:
         """Of all its full blocks."""
@@ -119,7 +119,7 @@ class BlockTables:
                 block.fence = newest_plan
         self.pool.free(freed)
         request.blocks = request.blocks[:keep]
-        request.num_named = min(request.num_named, keep)
+        request.num_cached_blocks = min(request.num_cached_blocks, keep)
         if keep == 0:
             request.num_computed = 0
 

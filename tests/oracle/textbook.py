@@ -23,7 +23,7 @@ from tests.oracle.check import check_books
 from tests.oracle.encoder import EncoderCache, RowEncoder
 from tests.oracle.fake_grammar import FakeGrammars
 from tests.oracle.gates import Gates
-from tests.oracle.intake import refusal
+from tests.oracle.intake import rejection
 from tests.oracle.loads import Transfers
 from tests.oracle.plan import Answer, Delivery, Finish, OraclePlan, Outputs
 from tests.oracle.request import Status, TextbookRequest, WaitingQueues
@@ -128,7 +128,7 @@ class TextbookScheduler:
             max_model_len=self.config.max_model_len,
             eos_token_ids=self._eos_token_ids,
         )
-        reason = refusal(self, request)
+        reason = rejection(self, request)
         if reason is not None:
             self._report_end(request, reason)
             return
@@ -194,7 +194,7 @@ class TextbookScheduler:
             self.finish(request, reason, pooled)
             return
         self._report_end(request, reason, session_continues=True)
-        self._leave(request)
+        self._vacate(request)
         request.prompt, request.outputs = request.token_ids, []
         request.num_cached = None
         request.part += 1
@@ -210,7 +210,7 @@ class TextbookScheduler:
         self._report_end(request, reason, pooled)
         if self.connector is not None:
             self._finish_transfers(request)
-        self._leave(request)
+        self._vacate(request)
         request.status = Status.FINISHED
         self.live.remove(request)
         self.queues.jobs.remove(request)
@@ -237,7 +237,7 @@ class TextbookScheduler:
         self.transfers.quarantine.append(request.load)
         self.connector.load_abandoned(request.request_id)
 
-    def _leave(self, request: TextbookRequest) -> None:
+    def _vacate(self, request: TextbookRequest) -> None:
         """Off the row, or out of the queue; its blocks and encoder outputs are free for others."""
         if request.status is Status.RUNNING:
             self._finished_ids.append(request.request_id)
@@ -340,7 +340,7 @@ class TextbookScheduler:
             request.num_computed = 0
             request.status = Status.WAITING
 
-    def give_up_youngest_load(self, keep: TextbookRequest) -> bool:
+    def release_youngest_load(self, keep: TextbookRequest) -> bool:
         """DESIGN 9.15: of the requests other than `keep` whose load is over and who wait, the one
         whose load began last loses its blocks. False if there is none."""
         loaded = [
@@ -450,7 +450,7 @@ class TextbookScheduler:
             request_id=request.request_id,
             token_ids=int32_array(request.token_ids),
             num_prompt_tokens=len(request.prompt),
-            block_names=(),
+            block_hashes=(),
             kv_transfer_params=message.kv_transfer_params,
             cache_salt=message.cache_salt,
             lora_name=request.lora_name,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from longshore.protocol.block_map import (
     BlockHolder,
-    BlockMap,
+    BlockSnapshot,
     BlockState,
     DescribeBlocks,
     GroupUse,
@@ -33,8 +33,8 @@ from longshore.protocol.handshake import (
     EngineIdentity,
     EngineReady,
     Feature,
-    Refused,
-    Welcome,
+    Rejected,
+    WorkerAccepted,
     WorkerHello,
     WorkerReady,
 )
@@ -280,14 +280,14 @@ adds = st.builds(
     keeps_blocks=st.booleans(),
     fork_of=st.none() | counts,
 )
-refusals = st.builds(Refused, texts)
+refusals = st.builds(Rejected, texts)
 
 TO_WORKER = {
     SchedulerOutput: plans,
     SampleMask: st.builds(SampleMask, counts, counts, int32s, arrays(np.uint8)),
     Shutdown: st.builds(Shutdown, texts),
-    Welcome: st.builds(Welcome, counts, counts, st.booleans()),
-    Refused: refusals,
+    WorkerAccepted: st.builds(WorkerAccepted, counts, counts, st.booleans()),
+    Rejected: refusals,
 }
 FROM_WORKER = {
     ModelRunnerOutput: st.builds(
@@ -373,8 +373,8 @@ TO_CLIENT = {
         stats=st.none() | stats,
     ),
     EngineReport: reports,
-    BlockMap: st.builds(
-        BlockMap,
+    BlockSnapshot: st.builds(
+        BlockSnapshot,
         reports,
         arrays(np.uint8),
         st.lists(st.builds(GroupUse, texts, *[counts] * 4), max_size=2).map(tuple),
@@ -387,7 +387,7 @@ TO_CLIENT = {
     ),
     EngineFailed: st.builds(EngineFailed, texts),
     EngineReady: st.builds(EngineReady, texts, identities, counts),
-    Refused: refusals,
+    Rejected: refusals,
 }
 
 

@@ -25,7 +25,7 @@ from longshore.protocol.channel import (
 )
 from longshore.protocol.client import AbortRequests, EngineFailed, StopFound
 from longshore.protocol.errors import ConfigError, EngineDead, MalformedMessage
-from longshore.protocol.handshake import ClientHello, Refused, ToClient, ToEngine
+from longshore.protocol.handshake import ClientHello, Rejected, ToClient, ToEngine
 
 Context = zmq.Context[zmq.Socket[bytes]]
 WAIT_S = 20.0
@@ -100,8 +100,8 @@ def test_messages_arrive_in_order_in_both_directions(pair: Pair) -> None:
         client.send(StopFound(number, 1))
     assert [server.receive(WAIT_S) for _ in range(50)] == [StopFound(n, 1) for n in range(50)]
     for number in range(50):
-        server.send(Refused(str(number)))
-    assert [client.receive(WAIT_S) for _ in range(50)] == [Refused(str(n)) for n in range(50)]
+        server.send(Rejected(str(number)))
+    assert [client.receive(WAIT_S) for _ in range(50)] == [Rejected(str(n)) for n in range(50)]
     assert server.receive() is None
 
 
@@ -143,7 +143,7 @@ def test_a_sender_whose_peer_never_reads_is_told_instead_of_blocked(
 ) -> None:
     channel = sockets.engine(endpoint)
     with pytest.raises(EngineDead, match="has not read its messages"):
-        channel.send(Refused("nobody is connected"))
+        channel.send(Rejected("nobody is connected"))
 
 
 def test_a_server_tells_its_clients_apart_and_drops_what_is_for_one_that_is_gone(
@@ -160,9 +160,9 @@ def test_a_server_tells_its_clients_apart_and_drops_what_is_for_one_that_is_gone
         names |= {message.name: peer for peer, message in server.drain()}
     assert server.num_bad == {"MalformedMessage": 2}
     for number, client in enumerate(clients):
-        assert server.send(names[f"client {number}"], Refused(f"you are {number}"))
-        assert client.receive(WAIT_S) == Refused(f"you are {number}")
-    assert server.send(b"nobody", Refused("hello?")) is False
+        assert server.send(names[f"client {number}"], Rejected(f"you are {number}"))
+        assert client.receive(WAIT_S) == Rejected(f"you are {number}")
+    assert server.send(b"nobody", Rejected("hello?")) is False
     assert server.receive() is None
 
 
@@ -217,8 +217,8 @@ def test_curve_lets_the_named_clients_in_and_nobody_else(sockets: Sockets) -> No
     assert server.socket.poll(WAIT_S * 1000)
     ((peer, message),) = server.drain()
     assert message.name == "good"
-    assert server.send(peer, Refused("only you"))
-    assert good.receive(WAIT_S) == Refused("only you")
+    assert server.send(peer, Rejected("only you"))
+    assert good.receive(WAIT_S) == Rejected("only you")
     # The wrong key was refused by name, not merely slow.
     seen = set()
     while zmq.EVENT_HANDSHAKE_FAILED_AUTH not in seen:
@@ -261,14 +261,14 @@ async def storm(server: Channel[Any, Any], client: Channel[Any, Any], num_messag
     def on_server() -> None:
         for message in server.drain():
             received.append(message.handle)
-            server.send(Refused(str(message.handle)))
+            server.send(Rejected(str(message.handle)))
             if message.handle % 3 == 0:
                 server.send(EngineFailed("between"))
 
     def on_client() -> None:
         # One message per call: the watcher has to come back for the rest by itself.
         message = client.receive()
-        if isinstance(message, Refused):
+        if isinstance(message, Rejected):
             echoed.append(message.reason)
             if len(echoed) == num_messages:
                 done.set()

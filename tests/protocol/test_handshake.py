@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from longshore.protocol.codec import Decoder
-from longshore.protocol.errors import HandshakeRefused
+from longshore.protocol.errors import HandshakeRejected
 from longshore.protocol.handshake import (
     PROTOCOL_VERSION,
     ClientHello,
@@ -37,7 +37,7 @@ def test_each_field_that_differs_is_named_with_both_values(field: str) -> None:
     ours = getattr(IDENTITY, field)
     theirs = "other" if isinstance(ours, str) else ours + 1
     other = msgspec.structs.replace(IDENTITY, **{field: theirs})
-    with pytest.raises(HandshakeRefused) as caught:
+    with pytest.raises(HandshakeRejected) as caught:
         check_identity(IDENTITY, other, peer="worker 3")
     message = str(caught.value)
     assert f"worker 3 has {field}={theirs!r}" in message
@@ -46,7 +46,7 @@ def test_each_field_that_differs_is_named_with_both_values(field: str) -> None:
 
 def test_another_protocol_version_is_named_before_anything_else() -> None:
     other = msgspec.structs.replace(IDENTITY, dtype="bfloat16", protocol_version=99)
-    with pytest.raises(HandshakeRefused, match=rf"protocol_version=99.*has {PROTOCOL_VERSION}"):
+    with pytest.raises(HandshakeRejected, match=rf"protocol_version=99.*has {PROTOCOL_VERSION}"):
         check_identity(IDENTITY, other, peer="worker 0")
 
 

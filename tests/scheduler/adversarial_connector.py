@@ -19,7 +19,7 @@ from longshore.connectors.base import (
     AskLater,
     BlockHolder,
     ConnectorOutput,
-    Departure,
+    FinishAction,
     Match,
     Matched,
     RequestView,
@@ -148,7 +148,7 @@ class AdversarialConnector(SchedulerConnector):
         *,
         block_size: int,
         match: MatchRule = lambda request, num_computed_tokens: Matched(0),
-        depart: Callable[[RequestView], Departure] = lambda request: Departure(),
+        depart: Callable[[RequestView], FinishAction] = lambda request: FinishAction(),
         stores: Callable[[], bool] = lambda: False,
     ) -> None:
         self.transfers = transfers
@@ -218,23 +218,24 @@ class AdversarialConnector(SchedulerConnector):
     def build_connector_meta(self, step: StepView) -> bytes:
         self.calls.append("build_connector_meta")
         self.steps.append(step)
-        unnamed = set(step.unnamed)
-        for item in [item for item in self._pending_stores if unnamed & set(item[1].block_ids)]:
+        uncached = set(step.uncached)
+        for item in [item for item in self._pending_stores if uncached & set(item[1].block_ids)]:
             self._pending_stores.remove(item)
             self.release(item[1].hold_id)
         for item in [item for item in self._pending_stores if item[0] <= step.answered_step]:
             self._pending_stores.remove(item)
             self._commands.stores.append(item[1])
-        for named in step.named:
-            blocks = list(named.block_ids)
-            assert len(blocks) == len(named.names)
+        for cached in step.cached:
+            blocks = list(cached.block_ids)
+            assert len(blocks) == len(cached.block_hashes)
             for load in self.transfers.loading.values():
                 assert not load.targets & set(blocks), f"{load} is named before it has ended"
             if self._stores():
                 assert self._holder is not None
                 hold_id = self._holder.hold(blocks)
                 self.transfers.holding[hold_id] = set(blocks)
-                self._pending_stores.append((step.step, Store(hold_id, blocks, list(named.names))))
+                store = Store(hold_id, blocks, list(cached.block_hashes))
+                self._pending_stores.append((step.step, store))
         commands, self._commands = self._commands, Commands()
         return msgspec.msgpack.encode(commands)
 
@@ -263,7 +264,7 @@ class AdversarialConnector(SchedulerConnector):
 
     def request_finished(
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
-    ) -> Departure:
+    ) -> FinishAction:
         self.calls.append("request_finished")
         request_id = request.request_id
         assert self._is_live(request_id), f"{request_id} ends twice"
@@ -274,7 +275,7 @@ class AdversarialConnector(SchedulerConnector):
         if departure.delay_free and blocks and request_id not in self.transfers.sending:
             self.transfers.sending[request_id] = blocks
             return departure
-        return Departure(params=departure.params)
+        return FinishAction(params=departure.params)
 
     def load_abandoned(self, request_id: str) -> None:
         self.calls.append("load_abandoned")
@@ -327,8 +328,8 @@ class Mischief:
             most = request.num_tokens - num_computed_tokens + 3
             return Matched(chance.randrange(most + 1), chance.random() < self.background)
 
-        def depart(request: RequestView) -> Departure:
-            return Departure(chance.random() < self.delay_free, {"of": request.request_id})
+        def depart(request: RequestView) -> FinishAction:
+            return FinishAction(chance.random() < self.delay_free, {"of": request.request_id})
 
         return {
             "match": match,

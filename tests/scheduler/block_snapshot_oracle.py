@@ -1,16 +1,16 @@
-"""What a `BlockMap` must say, read block by block from the books of everybody who holds any."""
+"""What a `BlockSnapshot` must say, read block by block from the books of all holders."""
 
 from collections import Counter, defaultdict
 
-from longshore.protocol.block_map import BlockMap, BlockState
+from longshore.protocol.block_map import BlockSnapshot, BlockState
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.scheduler.scheduler import Scheduler
 
 
-def make_block_map(scheduler: Scheduler, now: float) -> BlockMap:
+def make_block_snapshot(scheduler: Scheduler, now: float) -> BlockSnapshot:
     """One that was not made before, however soon it is asked for."""
     scheduler._block_maps._latest = None
-    return scheduler.make_block_map(now, "engine")
+    return scheduler.make_block_snapshot(now, "engine")
 
 
 def expected_states(scheduler: Scheduler) -> list[BlockState]:
@@ -42,14 +42,14 @@ def expected_states(scheduler: Scheduler) -> list[BlockState]:
         elif others[block_id]:
             states.append(max(others[block_id]))
         else:
-            is_named = pool.name(block_id) is not None
-            states.append(BlockState.CACHED if is_named else BlockState.FREE)
+            is_cached = pool.block_hash(block_id) is not None
+            states.append(BlockState.CACHED if is_cached else BlockState.FREE)
     return states
 
 
-def check_block_map(scheduler: Scheduler, now: float) -> BlockMap:
+def check_block_map(scheduler: Scheduler, now: float) -> BlockSnapshot:
     """The picture is true, and lists every holder with its blocks, while few are there."""
-    block_map = make_block_map(scheduler, now)
+    block_map = make_block_snapshot(scheduler, now)
     states = block_map.states.tolist()
     assert states == expected_states(scheduler)
     num_free = states.count(BlockState.FREE) + states.count(BlockState.CACHED)

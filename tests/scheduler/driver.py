@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from tests.scheduler.block_snapshot_oracle import check_block_map
 
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
 from longshore.protocol.client import (
@@ -39,7 +40,6 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.request import Request
 from longshore.scheduler.scheduler import Scheduler
-from tests.scheduler.block_map_oracle import check_block_map
 
 VOCAB_SIZE: Final = 100
 EOS: Final = 2

@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from tests.scheduler.block_snapshot_oracle import check_block_map, make_block_snapshot
 
 from longshore.protocol import block_map
 from longshore.protocol.arrays import int32_array
@@ -17,7 +18,6 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.block_map import Holding, states_of
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler
-from tests.scheduler.block_map_oracle import check_block_map, make_block_map
 from tests.scheduler.driver import Driver, kv_cache_config, prompt_of
 from tests.scheduler.hybrid_driver import HybridDriver, config_of, full, window
 
@@ -46,7 +46,7 @@ def test_blocks_of_an_ended_request_stay_findable_and_are_shared_by_the_next_two
         BlockState.HELD: 2,
         BlockState.SHARED: 4,
     }
-    block_map = make_block_map(driver.scheduler, driver.now)
+    block_map = make_block_snapshot(driver.scheduler, driver.now)
     assert [holder.request_id for holder in block_map.holders] == ["second", "third"]
     assert [holder.num_cached_tokens for holder in block_map.holders] == [16, 16]
     assert block_map.groups[0].num_blocks == 10
@@ -58,7 +58,7 @@ def test_blocks_that_a_session_keeps_between_inputs_are_nobodys_who_runs() -> No
     while not driver.continued[key]:
         driver.step()
     assert counts(driver)[BlockState.KEPT] == 3
-    (holder,) = make_block_map(driver.scheduler, driver.now).holders
+    (holder,) = make_block_snapshot(driver.scheduler, driver.now).holders
     assert (holder.request_id, holder.state, holder.row) == ("session", BlockState.KEPT, -1)
     assert (holder.num_tokens, holder.num_computed_tokens) == (11, 10)
 
@@ -93,16 +93,16 @@ def test_groups_say_what_they_are_and_forgotten_blocks_are_not_counted() -> None
 def test_blocks_that_sinks_have_set_aside_are_reserved() -> None:
     spec = SinkFullAttentionSpec(4, 1, 8, 4, sink_tokens=8)
     driver = Driver(kv_cache=config_of(40, spec))
-    states = make_block_map(driver.scheduler, 1.0).states
+    states = make_block_snapshot(driver.scheduler, 1.0).states
     assert states[:3].tolist() == [BlockState.RESERVED] * 3
     assert set(states[3:].tolist()) == {BlockState.FREE}
 
 
 def test_who_asks_too_often_gets_the_same_picture() -> None:
     scheduler = Driver().scheduler
-    first = scheduler.make_block_map(10.0, "engine")
-    assert scheduler.make_block_map(10.0 + 0.9 * block_map.MIN_INTERVAL_S, "engine") is first
-    assert scheduler.make_block_map(10.0 + block_map.MIN_INTERVAL_S, "engine") is not first
+    first = scheduler.make_block_snapshot(10.0, "engine")
+    assert scheduler.make_block_snapshot(10.0 + 0.9 * block_map.MIN_INTERVAL_S, "engine") is first
+    assert scheduler.make_block_snapshot(10.0 + block_map.MIN_INTERVAL_S, "engine") is not first
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def crowd() -> Scheduler:
 def test_of_a_crowd_as_many_are_listed_as_there_is_room_for_the_eldest_first(
     crowd: Scheduler,
 ) -> None:
-    picture = make_block_map(crowd, 1.0)
+    picture = make_block_snapshot(crowd, 1.0)
     assert [each.request_id for each in picture.holders] == [
         f"r{index}" for index in range(MAX_LISTED_HOLDERS)
     ]
@@ -142,7 +142,7 @@ def test_block_ids_are_shared_out_among_the_holders_their_last_ones(
     crowd: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longshore.scheduler.block_map.MAX_LISTED_BLOCKS", 256 * 50)
-    picture = make_block_map(crowd, 1.0)
+    picture = make_block_snapshot(crowd, 1.0)
     assert {(each.num_blocks, each.num_listed) for each in picture.holders} == {((200,), (50,))}
     assert len(picture.block_ids) == 256 * 50 < MAX_LISTED_BLOCKS
     table = crowd.kv_cache.block_ids(picture.holders[3].row)[0]
@@ -150,10 +150,10 @@ def test_block_ids_are_shared_out_among_the_holders_their_last_ones(
 
 
 def test_a_big_picture_travels_with_its_states_as_a_frame_of_their_own(crowd: Scheduler) -> None:
-    picture = make_block_map(crowd, 1.0)
+    picture = make_block_snapshot(crowd, 1.0)
     header, *frames = Encoder[ToClient]().encode(picture)
     assert [len(frame) for frame in frames] == [100_000, 4 * len(picture.block_ids)]
     received = Decoder[ToClient](ToClient).decode([header, *frames])
-    assert isinstance(received, block_map.BlockMap)
+    assert isinstance(received, block_map.BlockSnapshot)
     np.testing.assert_array_equal(received.states, picture.states)
     assert received.holders == picture.holders

@@ -27,7 +27,7 @@ def test_a_life_goes_from_allocation_over_accesses_to_eviction() -> None:
     metrics = SampledBlockMetrics(clock, sample_every=1)
     pool = BlockPool(3, metrics=metrics)
     pool.get_new_blocks(1)
-    pool.cache_unnamed_blocks([1], [b"one"])
+    pool.cache_blocks([1], [b"one"])
     for now in (101.0, 104.0):
         clock.now = now
         pool.touch([1])

@@ -34,7 +34,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS, num_groups=2)
         self.free = list(range(1, NUM_BLOCKS))
         self.refs = dict.fromkeys(range(1, NUM_BLOCKS), 0)
-        self.named: dict[int, tuple[bytes, int]] = {}
+        self.cached: dict[int, tuple[bytes, int]] = {}
 
     def held(self) -> list[int]:
         return [block_id for block_id, count in self.refs.items() if count]
@@ -50,7 +50,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         del self.free[:count]
         for block_id in expected:
             self.refs[block_id] = 1
-            self.named.pop(block_id, None)
+            self.cached.pop(block_id, None)
 
     @precondition(lambda self: self.held())
     @rule(data=st.data())
@@ -82,15 +82,15 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), name=st.sampled_from(NAMES), group=st.integers(0, 1))
     def cache_full_block(self, data: st.DataObject, name: bytes, group: int) -> None:
         block_id = data.draw(st.sampled_from(self.held()))
-        self.pool.cache_unnamed_blocks([NULL_BLOCK, block_id], [b"skipped", name], group)
-        self.named.setdefault(block_id, (name, group))
+        self.pool.cache_blocks([NULL_BLOCK, block_id], [b"skipped", name], group)
+        self.cached.setdefault(block_id, (name, group))
 
     @rule()
     def reset_prefix_cache(self) -> None:
         nobody_holds = not self.held()
         assert self.pool.reset_prefix_cache() is nobody_holds
         if nobody_holds:
-            self.named = {}
+            self.cached = {}
 
     @invariant()
     def null_held_and_free_blocks_are_all_blocks(self) -> None:
@@ -112,10 +112,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.pool.free_blocks([*references, *[wrong] * (1 + references.count(wrong))])
 
     @rule(block_ids=st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=4))
-    def forget_blocks(self, block_ids: list[int]) -> None:
-        self.pool.forget_blocks(block_ids)
+    def uncache_blocks(self, block_ids: list[int]) -> None:
+        self.pool.uncache_blocks(block_ids)
         for block_id in block_ids:
-            self.named.pop(block_id, None)
+            self.cached.pop(block_id, None)
 
     @invariant()
     def references_are_as_many_as_holders(self) -> None:
@@ -126,10 +126,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @invariant()
     def exactly_the_named_blocks_are_found(self) -> None:
         for block_id in range(NUM_BLOCKS):
-            assert self.pool.name(block_id) == self.named.get(block_id, (None, 0))[0]
+            assert self.pool.block_hash(block_id) == self.cached.get(block_id, (None, 0))[0]
         for group in (0, 1):
             for name in NAMES:
-                holders = [b for b, value in self.named.items() if value == (name, group)]
+                holders = [b for b, value in self.cached.items() if value == (name, group)]
                 found = self.pool.get_cached_block(name, [group])
                 # a dict of the test and the pool both keep the order of naming
                 assert found == (holders[:1] or None)
@@ -153,7 +153,7 @@ def named_pool(num_blocks: int, names: dict[int, bytes]) -> BlockPool:
     """All blocks free in ascending order, some of them cached under a name."""
     pool = BlockPool(num_blocks)
     block_ids = pool.get_new_blocks(num_blocks - 1)
-    pool.cache_unnamed_blocks(list(names), list(names.values()), 0)
+    pool.cache_blocks(list(names), list(names.values()), 0)
     pool.free_blocks(block_ids)
     return pool
 
@@ -163,7 +163,7 @@ def test_three_blocks_come_from_the_head_and_the_cached_one_loses_its_name() -> 
     pool = named_pool(6, {2: b"two"})
     assert pool.get_new_blocks(3) == [1, 2, 3]
     assert [pool.references()[block_id] for block_id in (1, 2, 3)] == [1, 1, 1]
-    assert [pool.name(block_id) for block_id in (1, 2, 3)] == [None, None, None]
+    assert [pool.block_hash(block_id) for block_id in (1, 2, 3)] == [None, None, None]
     assert pool.get_cached_block(b"two", [0]) is None
     assert pool.free_block_ids() == [4, 5]
 
@@ -174,8 +174,8 @@ def test_touched_cached_blocks_leave_the_middle_of_the_queue_and_keep_their_name
     pool.touch([2, 3])
     assert pool.free_block_ids() == [1, 4]
     assert (pool.references()[2], pool.references()[3]) == (1, 1)
-    assert pool.name(2) == b"two"
-    assert pool.name(3) == b"three"
+    assert pool.block_hash(2) == b"two"
+    assert pool.block_hash(3) == b"three"
 
 
 @pytest.mark.req("NUM-04", "POO-10")
@@ -195,9 +195,9 @@ def test_null_block_is_never_handed_out_freed_named_or_counted() -> None:
     assert pool.get_new_blocks(3) == [1, 2, 3]
     pool.touch([NULL_BLOCK])
     pool.free_blocks([NULL_BLOCK, NULL_BLOCK])
-    pool.cache_unnamed_blocks([NULL_BLOCK], [b"null"], 0)
+    pool.cache_blocks([NULL_BLOCK], [b"null"], 0)
     assert pool.references()[NULL_BLOCK] == 0
-    assert pool.name(NULL_BLOCK) is None
+    assert pool.block_hash(NULL_BLOCK) is None
     assert pool.get_cached_block(b"null", [0]) is None
     assert pool.num_unheld([NULL_BLOCK]) == 0
     assert pool.free_block_ids() == []
@@ -215,7 +215,7 @@ def test_more_blocks_than_are_free_raise_and_change_nothing() -> None:
 def test_freed_blocks_queue_up_in_the_given_order_with_their_names() -> None:
     pool = BlockPool(6)
     pool.get_new_blocks(5)
-    pool.cache_unnamed_blocks([4], [b"four"], 0)
+    pool.cache_blocks([4], [b"four"], 0)
     pool.touch([2])
     pool.free_blocks([4, 2, 1])
     assert pool.free_block_ids() == [4, 1]
@@ -239,10 +239,10 @@ def test_freeing_a_block_that_nobody_holds_raises_and_keeps_the_books() -> None:
 def test_a_prefix_is_found_only_if_every_group_has_it() -> None:
     pool = BlockPool(6, num_groups=2)
     pool.get_new_blocks(3)
-    pool.cache_unnamed_blocks([1], [b"name"], 0)
+    pool.cache_blocks([1], [b"name"], 0)
     assert pool.get_cached_block(b"name", [0]) == [1]
     assert pool.get_cached_block(b"name", [0, 1]) is None
-    pool.cache_unnamed_blocks([3], [b"name"], 1)
+    pool.cache_blocks([3], [b"name"], 1)
     assert pool.get_cached_block(b"name", [0, 1]) == [1, 3]
     assert pool.get_cached_block(b"name", [1, 0]) == [3, 1]
 
@@ -251,7 +251,7 @@ def test_a_prefix_is_found_only_if_every_group_has_it() -> None:
 def test_reuse_of_one_copy_leaves_the_other_copies_findable() -> None:
     pool = BlockPool(4)
     pool.get_new_blocks(3)
-    pool.cache_unnamed_blocks([1, 2], [b"same", b"same"], 0)
+    pool.cache_blocks([1, 2], [b"same", b"same"], 0)
     pool.free_blocks([1])
     assert pool.get_new_blocks(1) == [1]
     assert pool.get_cached_block(b"same", [0]) == [2]
@@ -260,7 +260,7 @@ def test_reuse_of_one_copy_leaves_the_other_copies_findable() -> None:
 @pytest.mark.req("POO-08")
 def test_reuse_of_a_block_whose_name_was_forgotten_is_no_error() -> None:
     pool = named_pool(4, {1: b"one"})
-    pool.forget_blocks([1, 2])
+    pool.uncache_blocks([1, 2])
     assert pool.get_cached_block(b"one", [0]) is None
     assert pool.get_new_blocks(1) == [1]
 
@@ -268,15 +268,15 @@ def test_reuse_of_a_block_whose_name_was_forgotten_is_no_error() -> None:
 def test_a_forgotten_block_leaves_its_name_to_the_other_copies() -> None:
     pool = BlockPool(6, num_groups=2)
     block_ids = pool.get_new_blocks(5)
-    pool.cache_unnamed_blocks(block_ids[:3], [b"bad", b"bad", b"good"], 0)
-    pool.cache_unnamed_blocks(block_ids[3:4], [b"bad"], 1)
-    pool.forget_blocks([1])
+    pool.cache_blocks(block_ids[:3], [b"bad", b"bad", b"good"], 0)
+    pool.cache_blocks(block_ids[3:4], [b"bad"], 1)
+    pool.uncache_blocks([1])
     assert pool.get_cached_block(b"bad", [0]) == [2]
-    pool.forget_blocks([2])
+    pool.uncache_blocks([2])
     assert pool.get_cached_block(b"bad", [0]) is None
     assert pool.get_cached_block(b"bad", [1]) == [4]
     assert pool.get_cached_block(b"good", [0]) == [3]
-    assert [pool.name(block_id) for block_id in (1, 2)] == [None, None]
+    assert [pool.block_hash(block_id) for block_id in (1, 2)] == [None, None]
 
 
 @pytest.mark.req("POO-09")
@@ -288,18 +288,18 @@ def test_reset_of_the_prefix_cache_waits_until_only_the_null_block_is_in_use() -
     pool.free_blocks([3])
     assert pool.reset_prefix_cache() is True
     assert pool.get_cached_block(b"one", [0]) is None
-    assert [pool.name(block_id) for block_id in range(4)] == [None] * 4
+    assert [pool.block_hash(block_id) for block_id in range(4)] == [None] * 4
 
 
 @pytest.mark.req("POO-01")
 def test_a_block_is_a_number_with_a_count_a_name_and_a_place_in_the_queue() -> None:
     pool = BlockPool(5, num_groups=8)
     assert pool.get_new_blocks(1) == [1]
-    assert (pool.references()[1], pool.name(1)) == (1, None)
-    pool.cache_unnamed_blocks([1], [b"full"], 7)
+    assert (pool.references()[1], pool.block_hash(1)) == (1, None)
+    pool.cache_blocks([1], [b"full"], 7)
     assert [pool.get_cached_block(b"full", [group]) for group in (0, 7)] == [None, [1]]
     pool.free_blocks([1])
-    assert (pool.references()[1], pool.name(1)) == (0, b"full")
+    assert (pool.references()[1], pool.block_hash(1)) == (0, b"full")
     assert pool.free_block_ids() == [2, 3, 4, 1]
 
 
@@ -307,18 +307,18 @@ def test_a_block_is_a_number_with_a_count_a_name_and_a_place_in_the_queue() -> N
 def test_full_blocks_are_named_once_and_null_blocks_among_them_are_skipped() -> None:
     pool = BlockPool(6)
     block_ids = pool.get_new_blocks(3)
-    pool.cache_unnamed_blocks([NULL_BLOCK, 1, NULL_BLOCK, 2], [b"a", b"b", b"c", b"d"])
-    assert [pool.name(block_id) for block_id in range(4)] == [None, b"b", b"d", None]
-    pool.cache_unnamed_blocks([2], [b"e"])
-    assert (pool.name(2), pool.get_cached_block(b"e", [0])) == (b"d", None)
+    pool.cache_blocks([NULL_BLOCK, 1, NULL_BLOCK, 2], [b"a", b"b", b"c", b"d"])
+    assert [pool.block_hash(block_id) for block_id in range(4)] == [None, b"b", b"d", None]
+    pool.cache_blocks([2], [b"e"])
+    assert (pool.block_hash(2), pool.get_cached_block(b"e", [0])) == (b"d", None)
     assert pool.get_cached_block(b"d", [0]) == [block_ids[1]]
 
 
 def test_of_blocks_some_of_which_are_named_the_others_can_be_named() -> None:
     pool = BlockPool(6)
-    pool.cache_unnamed_blocks(pool.get_new_blocks(4)[1:2], [b"b"])
-    pool.cache_unnamed_blocks([1, 2, NULL_BLOCK, 3], [b"a", b"other", b"null", b"c"])
-    assert [pool.name(block_id) for block_id in range(5)] == [None, b"a", b"b", b"c", None]
+    pool.cache_blocks(pool.get_new_blocks(4)[1:2], [b"b"])
+    pool.cache_blocks([1, 2, NULL_BLOCK, 3], [b"a", b"other", b"null", b"c"])
+    assert [pool.block_hash(block_id) for block_id in range(5)] == [None, b"a", b"b", b"c", None]
     assert pool.find_cached_prefix([b"a", b"b", b"c", b"other"]) == [1, 2, 3]
     assert pool.get_cached_block(b"other", [0]) is None
 
@@ -375,7 +375,7 @@ def test_the_collector_hears_of_every_block_handed_out_hit_and_evicted() -> None
     metrics = ToldBlocks()
     pool = BlockPool(4, metrics=metrics)
     pool.get_new_blocks(2)  # nothing is cached: told all the same
-    pool.cache_unnamed_blocks([1, 2], [b"one", b"two"])
+    pool.cache_blocks([1, 2], [b"one", b"two"])
     pool.free_blocks([2, 1])
     pool.touch([NULL_BLOCK, 1])
     pool.get_new_blocks(2)
@@ -396,7 +396,7 @@ def test_new_blocks_come_from_the_head_with_one_reference_and_without_names(coun
         pool.get_new_blocks(402)
     assert list(pool.get_new_blocks(count)) == list(range(1, count + 1))
     for block_id in range(1, count + 1):
-        assert (pool.references()[block_id], pool.name(block_id)) == (1, None)
+        assert (pool.references()[block_id], pool.block_hash(block_id)) == (1, None)
         assert pool.get_cached_block(b"%d" % block_id, [0]) is None
     assert pool.get_cached_block(b"%d" % (count + 1), [0]) == [count + 1]
     pool.check(np.array([0, *[1] * count, *[0] * (401 - count)]))
@@ -419,7 +419,7 @@ def test_a_check_of_the_books_names_what_is_off(
 ) -> None:
     pool = BlockPool(4)
     pool.get_new_blocks(1)
-    pool.cache_unnamed_blocks([1], [b"one"])
+    pool.cache_blocks([1], [b"one"])
     pool.check(np.array([0, 1, 0, 0]))
     damage(pool)
     with pytest.raises(LongshoreError, match=complaint):

@@ -60,6 +60,6 @@ def test_more_than_is_left_cannot_be_spent_and_what_is_given_back_can() -> None:
     budget.spend(5)
     with pytest.raises(AssertionError):
         budget.spend(1)
-    budget.give_back(2)
+    budget.refund(2)
     budget.spend(2)
     assert budget.num_left == 0

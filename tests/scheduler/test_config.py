@@ -132,11 +132,11 @@ def test_scheduler_settings_have_the_defaults_of_the_field() -> None:
 @pytest.mark.req("CFG-02")
 def test_cache_settings_have_the_defaults_of_the_field() -> None:
     config = CacheConfig()
-    assert (config.block_size, config.hash_block_size, config.tokens_per_name) == (16, None, 16)
+    assert (config.block_size, config.hash_block_size, config.tokens_per_hash) == (16, None, 16)
     assert config.enable_prefix_caching
     assert (config.watermark, config.preempt_threshold, config.admit_threshold) == (0.01, 0.95, 0.8)
     assert not config.enable_kv_cache_events
-    assert CacheConfig(hash_block_size=4).tokens_per_name == 4
+    assert CacheConfig(hash_block_size=4).tokens_per_hash == 4
     assert "hash_seed" in SchedulerProcessConfig.__struct_fields__
     roots = {BlockHasher(16, seed).none_hash for seed in (b"one", b"other")}
     assert len(roots) == 2

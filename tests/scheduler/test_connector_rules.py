@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from longshore.connectors.base import AskLater, Departure, Match, Matched, RequestView
+from longshore.connectors.base import AskLater, FinishAction, Match, Matched, RequestView
 from longshore.protocol.client import FinishReason
 from longshore.protocol.results import ModelRunnerOutput
 from longshore.scheduler.request import RequestStatus
@@ -177,8 +177,8 @@ def test_a_background_load_holds_blocks_but_no_row_and_no_name_until_it_is_repor
     (start,) = plan.added
     assert (start.request_id, start.num_computed_tokens) == ("r", 12)
     assert driver.adversary.asked == {"r": 1, "twin": 1}
-    named = [named for step in driver.adversary.steps for named in step.named]
-    assert [(item.request_id, len(item.names)) for item in named] == [("r", 3)]
+    cached = [cached for step in driver.adversary.steps for cached in step.cached]
+    assert [(item.request_id, len(item.block_hashes)) for item in cached] == [("r", 3)]
     third = driver.add("third", prompt_of(13))
     plan = driver.step()
     assert plan is not None
@@ -271,7 +271,7 @@ def test_a_block_that_a_plan_in_flight_names_is_reused_for_compute() -> None:
 @pytest.mark.parametrize("end", ["length", "abort", "stop"])
 def test_blocks_of_an_ended_request_stay_until_they_are_sent(end: str) -> None:
     driver = TransferDriver(
-        num_ranks=2, rules={"depart": lambda request: Departure(True, {"lease": 5})}
+        num_ranks=2, rules={"depart": lambda request: FinishAction(True, {"lease": 5})}
     )
     key = driver.add("r", prompt_of(9), max_tokens=4)
     if end == "length":
@@ -377,7 +377,7 @@ def test_the_name_of_a_request_whose_load_is_in_quarantine_loads_nothing_else() 
 
 
 def test_the_name_of_a_request_whose_blocks_are_being_sent_is_taken() -> None:
-    driver = TransferDriver(rules={"depart": lambda request: Departure(True)})
+    driver = TransferDriver(rules={"depart": lambda request: FinishAction(True)})
     first = driver.add("r", prompt_of(9))
     driver.run()
     again = driver.add("r", prompt_of(9))
@@ -561,10 +561,10 @@ def test_a_failed_background_load_is_computed_from_its_first_bad_block_on(num_ra
     (start,) = [start for plan in driver.plans for start in plan.added]
     assert start.num_computed_tokens == 2 * BLOCK_SIZE
     assert start.block_ids[0].tolist()[:4] == load.block_ids[0]
-    named = {
-        id_ for step in driver.adversary.steps for item in step.named for id_ in item.block_ids
+    cached = {
+        id_ for step in driver.adversary.steps for item in step.cached for id_ in item.block_ids
     }
-    assert load.targets <= named  # named when they were computed, and not before
+    assert load.targets <= cached  # named when they were computed, and not before
     settle(driver)
     driver.check_complete(key)
 
@@ -693,12 +693,12 @@ def test_a_block_that_failed_is_not_found_by_its_name() -> None:
     driver.plan()
     driver.abort(key)
     driver.answer()
-    unnamed = {id_ for step in driver.adversary.steps for id_ in step.unnamed}
+    uncached = {id_ for step in driver.adversary.steps for id_ in step.uncached}
     late = driver.add("late", prompt_of(13), max_tokens=2)
     plan = driver.plan()
     assert plan is not None
-    unnamed |= set(driver.adversary.steps[-1].unnamed)
-    assert driver.adversary.loads_begun[0].block_ids[0][1] in unnamed
+    uncached |= set(driver.adversary.steps[-1].uncached)
+    assert driver.adversary.loads_begun[0].block_ids[0][1] in uncached
     assert len(driver.adversary.loads_begun) == 2
     assert driver.adversary.loads_begun[1].first == BLOCK_SIZE
     settle(driver)
@@ -856,8 +856,8 @@ def test_two_rows_that_share_a_block_whose_name_was_lost_name_it_once(chunk: int
     plan = driver.plan()
     assert plan is not None
     assert [rewind.num_computed_tokens for rewind in plan.rewound] == [4, 4]
-    named = [id_ for item in driver.adversary.steps[-1].named for id_ in item.block_ids]
-    assert len(named) == len(set(named))
+    cached = [id_ for item in driver.adversary.steps[-1].cached for id_ in item.block_ids]
+    assert len(cached) == len(set(cached))
     settle(driver)
     everything = driver.add("everything", prompt_of(60, 40))
     settle(driver)
@@ -896,7 +896,7 @@ def test_names_of_an_old_epoch_are_not_told_in_the_new_one() -> None:
     driver.new_epoch()
     key = driver.add("next", prompt_of(3, 40))
     driver.plan()
-    assert not driver.adversary.steps[-1].named
+    assert not driver.adversary.steps[-1].cached
     settle(driver)
     driver.check_complete(key)
 
@@ -937,7 +937,7 @@ def test_a_new_epoch_starts_from_empty_rows_in_the_old_order() -> None:
 
 def test_sends_and_holds_end_with_their_epoch() -> None:
     driver = TransferDriver(
-        rules={"depart": lambda request: Departure(True), "stores": lambda: True}
+        rules={"depart": lambda request: FinishAction(True), "stores": lambda: True}
     )
     driver.add("r", prompt_of(9))
     driver.run()

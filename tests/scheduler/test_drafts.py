@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
 from longshore.protocol.client import FinishReason
 from longshore.protocol.results import ModelRunnerOutput
-from longshore.scheduler.answer_checks import BadAnswer
+from longshore.scheduler.answer_checks import InvalidOutput
 from longshore.scheduler.request import RequestStatus
 from tests.scheduler.driver import (
     EOS,
@@ -383,7 +383,7 @@ def test_an_answer_with_more_tokens_than_drafts_allow_is_refused_and_changes_not
         sampled_tokens=int32_array([9] * num_tokens) if num_tokens else EMPTY_INT32,
         num_sampled=int32_array(num_sampled),
     )
-    with pytest.raises(BadAnswer):
+    with pytest.raises(InvalidOutput):
         driver.scheduler.update_from_output(answer, driver.now)
     assert books(driver, "r") == before
     driver.run()
@@ -396,9 +396,11 @@ def test_blocks_that_hold_drafts_have_no_name_before_the_drafts_are_verified() -
     pool, running = driver.scheduler.kv_cache._pool, driver.scheduler.running
     for _ in range(12):
         driver.step()
-        num_named = sum(pool.name(block_id) is not None for block_id in driver.table("r"))
-        assert 4 * num_named <= int(running.num_tokens[0])
-    assert num_named > 3
+        num_cached_blocks = sum(
+            pool.block_hash(block_id) is not None for block_id in driver.table("r")
+        )
+        assert 4 * num_cached_blocks <= int(running.num_tokens[0])
+    assert num_cached_blocks > 3
     driver.run()
 
 

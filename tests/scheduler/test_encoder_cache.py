@@ -179,7 +179,7 @@ class EncoderMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.computed: dict[str, int] = {}
         self.planned: dict[str, int] = {}
-        self.num_named = 0
+        self.num_cached_blocks = 0
         # The model: sizes in the place, who refers to what, who is unneeded since when.
         self.sizes: dict[str, int] = {}
         self.holders: dict[str, set[tuple[str, int]]] = {}  # name and index of the item
@@ -230,9 +230,9 @@ class EncoderMachine(RuleBasedStateMachine):
             size = 1 + ord(item_hash) % 7  # a hash stands for one content, so for one size
             placed.append((item_hash, offset + gap, size))
             offset += gap + size
-        name = f"r{self.num_named}"
-        self.num_named += 1
-        self.requests[name] = request_of(name, *placed, row=self.num_named)
+        name = f"r{self.num_cached_blocks}"
+        self.num_cached_blocks += 1
+        self.requests[name] = request_of(name, *placed, row=self.num_cached_blocks)
         self.computed[name] = 0
 
     @precondition(lambda self: set(self.requests) - set(self.planned))

@@ -12,9 +12,9 @@ from longshore.scheduler.block_pool import BlockPool
 from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.forgetting_managers import (
     ChunkedLocalManager,
-    ForgettingManager,
     MambaManager,
     SlidingWindowManager,
+    WindowedManager,
     check_states,
 )
 from longshore.scheduler.single_type_manager import manager_class
@@ -25,18 +25,18 @@ NAMES = [b"H%d" % index for index in range(16)]
 
 def make(
     spec: KVCacheSpec, num_blocks: int = 40, max_model_len: int = 64
-) -> tuple[ForgettingManager, BlockPool]:
+) -> tuple[WindowedManager, BlockPool]:
     pool = BlockPool(num_blocks)
     manager = manager_class(spec)(spec, pool, group=0, max_num_seqs=4, max_model_len=max_model_len)
-    assert isinstance(manager, ForgettingManager)
+    assert isinstance(manager, WindowedManager)
     return manager, pool
 
 
-def forget(manager: ForgettingManager, *settled: int, only_named: bool = False) -> Int32Array:
+def free_skipped(manager: WindowedManager, *settled: int, only_cached: bool = False) -> Int32Array:
     """By row, in order of row."""
     counts = np.zeros(4, np.int64)
     counts[: len(settled)] = settled
-    return manager.forget(counts, np.arange(4), only_named=only_named)
+    return manager.free_skipped(counts, np.arange(4), only_cached=only_cached)
 
 
 @pytest.mark.req("STM-01")
@@ -58,10 +58,10 @@ def test_a_window_of_eight_behind_twelve_tokens_gives_its_first_block_back() -> 
     manager, pool = make(window(8))
     manager.start(0, [], pool.get_new_blocks(3))
     assert manager.num_skipped_tokens(12) == 5
-    assert forget(manager, 12).tolist() == [1]
+    assert free_skipped(manager, 12).tolist() == [1]
     assert manager.block_ids(0).tolist() == [0, 2, 3]
-    assert forget(manager, 14).tolist() == []
-    assert forget(manager, 15).tolist() == [2]
+    assert free_skipped(manager, 14).tolist() == []
+    assert free_skipped(manager, 15).tolist() == [2]
     assert manager.block_ids(0).tolist() == [0, 0, 3]
 
 
@@ -74,7 +74,7 @@ def test_chunked_attention_keeps_the_current_chunk_and_a_state_group_the_last_st
         manager, pool = make(spec)
         manager.start(0, [], pool.get_new_blocks(5))
         for settled, block_ids in kept.items():
-            forget(manager, settled)
+            free_skipped(manager, settled)
             table = manager.block_ids(0)
             assert table[table > 0].tolist() == block_ids
             assert len(table) == 5
@@ -106,7 +106,7 @@ def test_exactly_the_blocks_that_no_later_token_looks_at_are_given_back_in_order
             first = first_seen(spec, settled[row]) // spec.block_size
             expected += [block_id for block_id in reversed(tables[row][:first]) if block_id]
             tables[row][:first] = [0] * len(tables[row][:first])
-        got = manager.forget(np.array(settled), np.array(seniority), only_named=False)
+        got = manager.free_skipped(np.array(settled), np.array(seniority), only_cached=False)
         assert got.tolist() == expected
         assert [manager.block_ids(row).tolist() for row in range(4)] == tables
 
@@ -114,23 +114,23 @@ def test_exactly_the_blocks_that_no_later_token_looks_at_are_given_back_in_order
 def test_a_block_that_waits_for_its_name_is_kept_until_it_has_it() -> None:
     manager, pool = make(window(4))
     manager.start(0, [], pool.get_new_blocks(4))
-    manager.name_blocks(0, NAMES, 1)
-    assert forget(manager, 16, only_named=True).tolist() == [1]
-    manager.name_blocks(0, NAMES, 4)
-    assert forget(manager, 16, only_named=True).tolist() == [3, 2]
+    manager.cache_row(0, NAMES, 1)
+    assert free_skipped(manager, 16, only_cached=True).tolist() == [1]
+    manager.cache_row(0, NAMES, 4)
+    assert free_skipped(manager, 16, only_cached=True).tolist() == [3, 2]
     assert list(manager.find(NAMES[:3])) == [1, 2, 3]  # given back, not forgotten by name
 
 
 def test_a_row_that_is_cut_and_used_again_forgets_anew() -> None:
     manager, pool = make(window(4))
     manager.start(0, [], pool.get_new_blocks(4))
-    assert forget(manager, 16).tolist() == [3, 2, 1]
+    assert free_skipped(manager, 16).tolist() == [3, 2, 1]
     assert manager.truncate(0, 0).tolist() == [0, 0, 0, 4]
     manager.append_to_row(0, [5, 6, 7])
-    assert forget(manager, 12).tolist() == [6, 5]
+    assert free_skipped(manager, 12).tolist() == [6, 5]
     manager.take(0)
     manager.start(0, [8, 9], [10])
-    assert forget(manager, 12).tolist() == [9, 8]
+    assert free_skipped(manager, 12).tolist() == [9, 8]
 
 
 @pytest.mark.req("STM-11")
@@ -144,7 +144,7 @@ def test_rows_of_a_group_that_forgets_have_no_blocks_in_common() -> None:
 @pytest.mark.req("STM-10")
 def test_a_state_takes_one_block_per_step_however_long_the_step_is() -> None:
     manager, pool = make(state())
-    assert list(manager.places(0, 5, 0)) == [4]
+    assert list(manager.positions(0, 5, 0)) == [4]
     manager.start(0, [], [0, 0, 0, 0, *pool.get_new_blocks(1)])
     rows, counts = manager.rows_short(np.array([32, 0, 3, 0]))
     assert (rows.tolist(), counts.tolist()) == ([0, 2], [3, 1])
@@ -153,7 +153,7 @@ def test_a_state_takes_one_block_per_step_however_long_the_step_is() -> None:
     assert entries.tolist() == [0, 0, 2, 3]
     manager.append(rows, counts, entries)
     assert manager.block_ids(0).tolist() == [0, 0, 0, 0, 1, 0, 0, 2]
-    assert forget(manager, 32).tolist() == [1]
+    assert free_skipped(manager, 32).tolist() == [1]
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -180,9 +180,9 @@ def test_a_state_named_in_a_step_is_found_from_the_next_one_on() -> None:
     manager, pool = make(state())
     assert isinstance(manager, MambaManager)
     manager.start(0, [], pool.get_new_blocks(3))
-    manager.name_blocks(0, NAMES, 2)
+    manager.cache_row(0, NAMES, 2)
     manager.step_begins()
-    manager.name_blocks(0, NAMES, 3)
+    manager.cache_row(0, NAMES, 3)
     assert list(manager.find(NAMES[:3])) == [1, 2]
     manager.step_begins()
     assert list(manager.find(NAMES[:3])) == [1, 2, 3]

@@ -55,28 +55,28 @@ def test_beam_of_four_over_three_blocks_copies_only_the_last_at_the_first_diverg
     assert all(beam.block_ids[0].tolist() == [3, 7, 12] for beam in beams)
     references = manager._pool.references()
     assert references[[3, 7, 12]].tolist() == [4, 4, 4]
-    copies = manager.go_on(0, beams[1], 10, 11, step=5, answered_step=4)
+    copies = manager.resume(0, beams[1], 10, 11, step=5, answered_step=4)
     new = table(manager, 0)[2]
     assert copies == [BlockCopy(12, new, 2)]
     assert table(manager, 0) == [3, 7, new]
     references = manager._pool.references()
     assert references[[3, 7, 12, new]].tolist() == [4, 4, 3, 1]
-    assert manager._pool.name(new) is None
+    assert manager._pool.block_hash(new) is None
     manager.check([beams[0], *beams[2:]])
 
 
 @pytest.mark.req("COW-02")
 def test_the_last_holder_writes_in_place_unless_others_may_find_or_still_write_the_block() -> None:
     manager = make_manager(block_size=4)
-    for row, (is_named, fence, copies) in enumerate([(0, 3, 0), (1, 3, 1), (0, 4, 1)]):
+    for row, (is_cached, fence, copies) in enumerate([(0, 3, 0), (1, 3, 1), (0, 4, 1)]):
         parent = request_of(range(100 * row, 100 * row + 8))
-        if is_named:
+        if is_cached:
             assert run(manager, row, parent)
         else:
             assert manager.start(row, manager.demand(manager.get_computed_blocks(parent), 8))
         fork = manager.fork(manager.block_ids(row), 6)
         manager.free(row, step=fence)
-        made = manager.go_on(row, fork, 6, 7, step=5, answered_step=3)
+        made = manager.resume(row, fork, 6, 7, step=5, answered_step=3)
         assert made is not None
         assert len(made) == copies
 
@@ -88,12 +88,12 @@ def test_a_copy_gets_a_name_of_its_own_when_it_is_full() -> None:
     fork = manager.fork(manager.block_ids(0), 6)
     manager.free(0)
     child = request_of([*range(6), 90, 91])
-    assert manager.go_on(0, fork, 6, 7, step=1, answered_step=0)
-    manager.naming.name_blocks(0, child, child.token_ids, 7)
+    assert manager.resume(0, fork, 6, 7, step=1, answered_step=0)
+    manager.full_blocks.cache_row(0, child, child.token_ids, 7)
     copy = table(manager, 0)[1]
-    assert manager._pool.name(copy) is None
-    manager.naming.name_blocks(0, child, child.token_ids, 8)
-    assert manager._pool.name(copy) == child.block_names[1]
+    assert manager._pool.block_hash(copy) is None
+    manager.full_blocks.cache_row(0, child, child.token_ids, 8)
+    assert manager._pool.block_hash(copy) == child.block_hashes[1]
     wanted = manager.get_computed_blocks(request_of([*range(6), 90, 91, 5]))
     assert list(wanted.block_ids[0]) == table(manager, 0)
 
@@ -102,9 +102,9 @@ def test_a_fork_that_does_not_fit_changes_nothing() -> None:
     manager = make_manager(num_blocks=4, block_size=4)
     assert run(manager, 0, request_of(range(10)))
     fork = manager.fork(manager.block_ids(0), 9)
-    assert manager.num_blocks_to_go_on(fork, 9, 10, answered_step=0) == 1
+    assert manager.num_blocks_to_resume(fork, 9, 10, answered_step=0) == 1
     before = manager._pool.references().tolist()
-    assert manager.go_on(1, fork, 9, 10, step=1, answered_step=0) is None
+    assert manager.resume(1, fork, 9, 10, step=1, answered_step=0) is None
     assert manager._pool.references().tolist() == before
     assert table(manager, 1) == []
     manager.check([fork])
@@ -115,7 +115,7 @@ def test_the_source_of_a_copy_is_no_target_of_a_load_before_the_copy_is_answered
     assert manager.start(0, manager.demand(manager.get_computed_blocks(SKIPPED), 3))
     (source,) = table(manager, 0)
     fork = manager.fork(manager.block_ids(0), 3)
-    assert manager.go_on(1, fork, 3, 4, step=7, answered_step=6)
+    assert manager.resume(1, fork, 3, 4, step=7, answered_step=6)
     manager.free(0)
     demand = manager.demand(manager.get_computed_blocks(SKIPPED), 12)
     assert manager.num_free_blocks == 3
@@ -137,7 +137,7 @@ def test_groups_of_other_block_sizes_copy_their_own_last_block() -> None:
     )
     assert manager.start(0, manager.demand(manager.get_computed_blocks(SKIPPED), 12))
     fork = manager.fork(manager.block_ids(0), 12)
-    copies = manager.go_on(1, fork, 12, 13, step=1, answered_step=0)
+    copies = manager.resume(1, fork, 12, 13, step=1, answered_step=0)
     assert copies is not None
     assert [copy.num_tokens for copy in copies] == [4]
     ones, others = manager.block_ids(0), manager.block_ids(1)
@@ -175,16 +175,16 @@ class ForkingRows(RuleBasedStateMachine):
         for position in range(first, len(tokens)):
             block_id = int(ids[position // 4])
             assert references[block_id] == 1, "somebody else holds this block"
-            assert self.manager._pool.name(block_id) is None, "it can be found"
+            assert self.manager._pool.block_hash(block_id) is None, "it can be found"
             self.content[block_id, position % 4] = tokens[position]
         request = self.rows[row]
         request.token_ids = np.array(tokens, np.int32)
-        self.manager.naming.name_blocks(row, request, request.token_ids, len(tokens))
+        self.manager.full_blocks.cache_row(row, request, request.token_ids, len(tokens))
 
     def copy(self, copies: list[BlockCopy]) -> None:
         assert len(copies) <= 1
         for copy in copies:
-            assert self.manager._pool.name(copy.target_id) is None
+            assert self.manager._pool.block_hash(copy.target_id) is None
             for offset in range(copy.num_tokens):
                 self.content[copy.target_id, offset] = self.content[copy.source_id, offset]
 
@@ -224,11 +224,11 @@ class ForkingRows(RuleBasedStateMachine):
         count = data.draw(st.integers(1, len(tokens)))
         self.holders.append((self.manager.fork(tables, count), tokens[:count]))
         if data.draw(st.booleans()):
-            self.go_on(len(self.holders) - 1)
+            self.resume(len(self.holders) - 1)
 
     @precondition(lambda self: self.holders)
     @rule(index=st.integers(0, 50))
-    def go_on(self, index: int) -> None:
+    def resume(self, index: int) -> None:
         index %= len(self.holders)
         row, (held, tokens) = self.free_row(), self.holders[index]
         if row is None:
@@ -236,8 +236,8 @@ class ForkingRows(RuleBasedStateMachine):
         self.step += 1
         before = self.manager.num_free_blocks
         count = len(tokens) + 1
-        needed = self.manager.num_blocks_to_go_on(held, len(tokens), count, self.step - 1)
-        copies = self.manager.go_on(
+        needed = self.manager.num_blocks_to_resume(held, len(tokens), count, self.step - 1)
+        copies = self.manager.resume(
             row, held, len(tokens), count, step=self.step, answered_step=self.step - 1
         )
         if copies is None:
@@ -254,7 +254,7 @@ class ForkingRows(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holders)
     @rule(index=st.integers(0, 50))
-    def let_go(self, index: int) -> None:
+    def take_over(self, index: int) -> None:
         held, _ = self.holders.pop(index % len(self.holders))
         self.manager.release(held)
 

@@ -94,8 +94,10 @@ class FreeQueueMachine(RuleBasedStateMachine):
     @invariant()
     def taken_blocks_have_no_place_in_the_queue(self) -> None:
         for block_id in (NULL_BLOCK, *self.taken):
-            assert self.queue.place[block_id] < 0
-        assert len({int(self.queue.place[block_id]) for block_id in self.model}) == len(self.model)
+            assert self.queue.position[block_id] < 0
+        assert len({int(self.queue.position[block_id]) for block_id in self.model}) == len(
+            self.model
+        )
 
 
 @pytest.mark.req("FRQ-01", "FRQ-02", "FRQ-03", "FRQ-04")
@@ -182,7 +184,7 @@ def test_the_block_freed_longest_ago_is_handed_out_first() -> None:
 def test_a_block_with_several_holders_is_free_only_after_the_last_let_go() -> None:
     queue = FreeQueue(3)
     queue.popleft_few(1)
-    queue.place[1] -= 2  # its taker counts two more holders
+    queue.position[1] -= 2  # its taker counts two more holders
     for _ in range(2):
         queue.release_few([1])
         assert list(queue) == [2]

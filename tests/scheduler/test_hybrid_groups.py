@@ -101,7 +101,7 @@ class HybridMachine(RuleBasedStateMachine):
         computed = np.zeros(NUM_ROWS, np.int64)
         for row, (_, count) in self.rows.items():
             computed[row] = count
-        self.manager.forget(
+        self.manager.free_skipped(
             computed, computed, self.generation, step=self.step, answered_step=self.step - 1
         )
 
@@ -121,7 +121,7 @@ class HybridMachine(RuleBasedStateMachine):
             for entry in range(first // size, -(-last // size)):
                 self.write(group, table[entry], request, min((entry + 1) * size, last))
         self.rows[row] = request, last
-        self.manager.naming.name_blocks(row, request, request.token_ids, last, self.step)
+        self.manager.full_blocks.cache_row(row, request, request.token_ids, last, self.step)
 
     def check_content(self, group: int, block_id: int, request: Request, end: int) -> None:
         assert block_id != NULL_BLOCK
@@ -251,11 +251,11 @@ def test_blocks_outside_a_window_come_back_before_capacity_is_checked() -> None:
     request = request_of(list(range(40)))
     computed = np.array([16, 0, 0, 0])
     assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 16))
-    manager.naming.name_blocks(0, request, request.token_ids, 16)
+    manager.full_blocks.cache_row(0, request, request.token_ids, 16)
     wanted, seniority = np.array([20, 0, 0, 0]), np.array([1, 0, 0, 0])
     assert manager.grow(wanted, seniority) is None
     for step in (1, 2):  # what the first step computed is settled when it is answered
-        manager.forget(computed, computed, seniority, step=step, answered_step=step - 1)
+        manager.free_skipped(computed, computed, seniority, step=step, answered_step=step - 1)
     (appended,) = manager.grow(wanted, seniority) or ()
     assert appended.block_ids.tolist() == [3]  # the tail of what came back first
     assert manager.block_ids(0)[0].tolist() == [0, 0, 0, 4, 3]

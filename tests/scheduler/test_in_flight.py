@@ -32,18 +32,18 @@ def test_a_departed_request_is_known_until_the_last_plan_made_before_is_answered
     steps.add(planned(2))
     request = make_request()
     tables = (np.array([7, 8], np.int32),)
-    steps.note_departure(request, 4, tables=tables, expects_tokens=True, void_through=1)
+    steps.note_vacated(request, 4, tables=tables, expects_tokens=True, void_through=1)
     assert request.resume_after_step == 2
     steps.add(planned(3))
     steps.answered()
-    left = steps.departed(4)
+    left = steps.past_occupant(4)
     assert (left.request, left.tables, left.void_through) == (request, tables, 1)
-    assert steps.departures() == [(4, left)]
-    steps.void_departed()
-    assert steps.departed(4).void_through == 2
+    assert steps.past_occupants() == [(4, left)]
+    steps.void_past_occupants()
+    assert steps.past_occupant(4).void_through == 2
     steps.answered()
     with pytest.raises(KeyError):
-        steps.departed(4)
+        steps.past_occupant(4)
 
 
 def test_a_request_without_valid_tokens_on_their_way_may_come_back_at_once() -> None:
@@ -51,7 +51,7 @@ def test_a_request_without_valid_tokens_on_their_way_may_come_back_at_once() -> 
     steps.add(planned(1))
     for expects_tokens, void_through in ((False, 0), (True, 1)):
         request = make_request()
-        steps.note_departure(
+        steps.note_vacated(
             request, 4, tables=(), expects_tokens=expects_tokens, void_through=void_through
         )
         assert request.resume_after_step == 0

@@ -10,7 +10,7 @@ from longshore.protocol.client import FinishReason
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.protocol.results import ModelRunnerOutput
-from longshore.scheduler.answer_checks import BadAnswer
+from longshore.scheduler.answer_checks import InvalidOutput
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.scheduler import Scheduler
@@ -233,29 +233,29 @@ def test_an_answer_that_fits_no_plan_raises_and_changes_nothing(
     driver = Driver()
     key = driver.add("r", prompt_of(5))
     driver.plan()
-    with pytest.raises(BadAnswer, match=message):
+    with pytest.raises(InvalidOutput, match=message):
         driver.scheduler.update_from_output(answer, driver.now)
     driver.run()
     assert driver.received[key] == expected_output("r", 8)
 
 
 def test_an_answer_to_nothing_raises() -> None:
-    with pytest.raises(BadAnswer, match="answered step 1; none was due"):
+    with pytest.raises(InvalidOutput, match="answered step 1; none was due"):
         Driver().scheduler.update_from_output(ModelRunnerOutput(1, 1), 0.0)
 
 
 def test_a_block_is_named_only_when_its_tokens_are_verified_and_its_kv_is_planned() -> None:
     driver = Driver(max_num_batched_tokens=6, **ASYNC)
     driver.add("r", prompt_of(10), max_tokens=12)
-    names, running = driver.requests["r"].block_names, driver.scheduler.running
+    names, running = driver.requests["r"].block_hashes, driver.scheduler.running
     for _ in range(14):
         driver.plan()
         row = driver.requests["r"].row
         num_tokens, num_computed = int(running.num_tokens[row]), int(running.num_computed[row])
         pool = driver.scheduler.kv_cache._pool
-        named = [pool.name(block_id) is not None for block_id in driver.table("r")]
-        count = sum(named)
-        assert named[:count] == [True] * count
+        cached = [pool.block_hash(block_id) is not None for block_id in driver.table("r")]
+        count = sum(cached)
+        assert cached[:count] == [True] * count
         assert 4 * count <= min(num_tokens, num_computed)
         assert 4 * (count + 1) > min(num_tokens, num_computed)
         if len(driver.pending) == 2:

@@ -18,13 +18,13 @@ from longshore.protocol.inputs import (
 )
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.intake import Intake
+from longshore.scheduler.intake import RequestValidator
 
 OFFERED = [feature for feature in Feature if feature is not Feature.POOLING_ONLY]
 
 
-def intake(*features: Feature, has_connector: bool = False, **settings: Any) -> Intake:
-    return Intake(
+def intake(*features: Feature, has_connector: bool = False, **settings: Any) -> RequestValidator:
+    return RequestValidator(
         SchedulerConfig(max_model_len=16, **settings),
         vocab_size=100,
         features=frozenset(features),
@@ -38,14 +38,14 @@ def refused(
     *,
     is_duplicate: bool = False,
     handle: int = 0,
-    by: Intake | None = None,
+    by: RequestValidator | None = None,
     **fields: Any,
 ) -> tuple[FinishReason, str] | None:
     sampling = SamplingParams(**fields.pop("sampling", {}))
     if "outputs" in fields:
         fields["output_token_ids"] = int32_array(fields.pop("outputs"))
     message = AddRequest("name", handle, int32_array(prompt), sampling, **fields)
-    return (by or intake()).refusal(message, is_duplicate=is_duplicate)
+    return (by or intake()).rejection(message, is_duplicate=is_duplicate)
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_the_next_input_of_a_session_is_checked_like_a_prompt() -> None:
     def chunk(ids: list[int]) -> ContinueSession:
         return ContinueSession(0, int32_array(ids), SamplingParams())
 
-    assert intake().chunk_refusal(chunk([1] * 7), num_tokens=8) is None
-    too_long = intake().chunk_refusal(chunk([1] * 8), num_tokens=8)
+    assert intake().chunk_rejection(chunk([1] * 7), num_tokens=8) is None
+    too_long = intake().chunk_rejection(chunk([1] * 8), num_tokens=8)
     assert too_long is not None
     assert too_long[0] is FinishReason.IGNORED
-    bad = intake().chunk_refusal(chunk([100]), num_tokens=8)
+    bad = intake().chunk_rejection(chunk([100]), num_tokens=8)
     assert bad is not None
     assert bad[0] is FinishReason.ERROR
 

@@ -76,7 +76,7 @@ def test_the_groups_that_cache_choose_the_coordinator(
 @pytest.mark.req("COO-02")
 def test_one_group_answers_for_itself() -> None:
     coordinator, pool = make(full())
-    pool.cache_unnamed_blocks(pool.get_new_blocks(2), NAMES[:2])
+    pool.cache_blocks(pool.get_new_blocks(2), NAMES[:2])
     assert found(coordinator, 12) == ([[1, 2]], 8)
     assert found(coordinator, 7) == ([[1]], 4)
 
@@ -86,7 +86,7 @@ def test_hit_length_counts_the_tokens_of_a_block_over_all_ranks_that_share_it() 
     coordinator, pool = make(
         full(), decode_context_parallel_size=2, prefill_context_parallel_size=3
     )
-    pool.cache_unnamed_blocks(pool.get_new_blocks(2), NAMES[:2])
+    pool.cache_blocks(pool.get_new_blocks(2), NAMES[:2])
     assert found(coordinator, 64) == ([[1, 2]], 48)
     assert found(coordinator, 47) == ([[1]], 24)
 
@@ -94,13 +94,13 @@ def test_hit_length_counts_the_tokens_of_a_block_over_all_ranks_that_share_it() 
 @pytest.mark.req("KVM-11")
 def test_a_full_group_decides_alone_beside_groups_that_cache_nothing() -> None:
     coordinator, pool = make(CROSS, full())
-    pool.cache_unnamed_blocks(pool.get_new_blocks(2), NAMES[:2], 1)
+    pool.cache_blocks(pool.get_new_blocks(2), NAMES[:2], 1)
     assert found(coordinator, 12) == ([[], [1, 2]], 8)
 
 
 def test_without_prefix_caching_nothing_is_found_in_any_group() -> None:
     coordinator, pool = make(full(), full(), enable_prefix_caching=False)
-    pool.cache_unnamed_blocks(pool.get_new_blocks(1), NAMES[:1])
+    pool.cache_blocks(pool.get_new_blocks(1), NAMES[:1])
     assert found(coordinator, 12) == ([[], []], 0)
 
 
@@ -108,7 +108,7 @@ def test_without_prefix_caching_nothing_is_found_in_any_group() -> None:
 def test_a_drafter_that_needs_hidden_states_computes_the_last_hit_block_again() -> None:
     coordinator, pool = make(full(), use_eagle=True)
     assert found(coordinator, 64) == ([[]], 0)
-    pool.cache_unnamed_blocks(pool.get_new_blocks(3), NAMES[:3])
+    pool.cache_blocks(pool.get_new_blocks(3), NAMES[:3])
     assert found(coordinator, 64) == ([[1, 2]], 8)
     assert found(coordinator, 4) == ([[]], 0)
 
@@ -130,7 +130,7 @@ def test_several_groups_find_what_all_of_them_have_in_whole_blocks_of_all(
     for group, count in enumerate((num_fours, num_eights, other_fours)):
         names = NAMES[1::2] if group == 1 else NAMES
         tables.append(list(pool.get_new_blocks(count)))
-        pool.cache_unnamed_blocks(tables[-1], names[:count], group)
+        pool.cache_blocks(tables[-1], names[:count], group)
     length = min(4 * num_fours, 8 * num_eights, 4 * other_fours, max_tokens) // 8 * 8
     if use_eagle:
         length = max(length - 8, 0)
@@ -193,7 +193,7 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
         present = [index for index in range(length) if index not in holes]
         block_ids = list(pool.get_new_blocks(len(present)))
         names = [links[(index + 1) * spec.block_size // 2 - 1] for index in present]
-        pool.cache_unnamed_blocks(block_ids, names, group)
+        pool.cache_blocks(block_ids, names, group)
         cached.append(dict(zip(present, block_ids, strict=True)))
     max_tokens = data.draw(st.integers(0, NUM_TOKENS))
     border = math.lcm(*(spec.block_size for spec in specs))
@@ -222,8 +222,8 @@ def test_a_window_is_served_by_the_blocks_before_its_end_and_nulls_before_them()
         (NAMES[0:2], 8, [1, 2], [4, 5]),  # the run that starts at block 0 counts
     ):
         coordinator, pool = make(full(), window(8))
-        pool.cache_unnamed_blocks(pool.get_new_blocks(3), NAMES[:3], 0)
-        pool.cache_unnamed_blocks(pool.get_new_blocks(2), window_names, 1)
+        pool.cache_blocks(pool.get_new_blocks(3), NAMES[:3], 0)
+        pool.cache_blocks(pool.get_new_blocks(2), window_names, 1)
         assert found(coordinator, 16) == ([full_hits, window_hits], num_tokens)
 
 
@@ -247,6 +247,6 @@ def test_groups_of_one_kind_are_asked_together_and_those_that_keep_everything_fi
         max_model_len=64,
     )
     for group in range(4):
-        pool.cache_unnamed_blocks(pool.get_new_blocks(3), NAMES[:3], group)
+        pool.cache_blocks(pool.get_new_blocks(3), NAMES[:3], group)
     assert coordinator.find_longest_hit(NAMES, 16)[1] == 12
     assert asked == [1, 3, 0, 2]

@@ -80,7 +80,7 @@ def run(manager: KVCacheManager, row: int, request: Request) -> bool:
     if not manager.start(row, manager.demand(computed, request.num_tokens)):
         return False
     manager.count_lookup(request, computed.num_tokens)
-    manager.naming.name_blocks(row, request, request.token_ids, request.num_tokens)
+    manager.full_blocks.cache_row(row, request, request.token_ids, request.num_tokens)
     return True
 
 
@@ -104,8 +104,8 @@ def test_second_request_hits_two_of_three_blocks_and_computes_from_token_eight()
     assert manager.start(1, manager.demand(computed, 12))
     assert table(manager, 1) == [1, 2, 4]
     assert free_before - manager.num_free_blocks == 1
-    assert first.block_names[:2] == second.block_names[:2]
-    assert first.block_names[2] != second.block_names[2]
+    assert first.block_hashes[:2] == second.block_hashes[:2]
+    assert first.block_hashes[2] != second.block_hashes[2]
 
 
 @pytest.mark.req("NUM-11", "ERR-41")
@@ -208,7 +208,7 @@ def snapshot(manager: KVCacheManager) -> object:
     return (
         pool.free_block_ids(),
         [pool.references()[block_id] for block_id in blocks],
-        [pool.name(block_id) for block_id in blocks],
+        [pool.block_hash(block_id) for block_id in blocks],
         [[ids.tolist() for ids in manager.block_ids(row)] for row in range(8)],
         vars(manager.stats) if hasattr(manager.stats, "__dict__") else repr(manager.stats),
     )
@@ -292,7 +292,7 @@ def test_equal_blocks_computed_at_the_same_time_are_both_kept() -> None:
         assert manager.start(row, manager.demand(computed[row], 9))
     tables = [table(manager, row) for row in (0, 1)]
     for row, request in enumerate(together):
-        manager.naming.name_blocks(row, request, request.token_ids, 9)
+        manager.full_blocks.cache_row(row, request, request.token_ids, 9)
     assert [table(manager, row) for row in (0, 1)] == tables
     assert set(tables[0]).isdisjoint(tables[1])
     manager.free(0)
@@ -362,7 +362,7 @@ def test_every_setting_of_the_constructor_is_heeded() -> None:
     finer = make_manager(hash_block_size=2)
     request = request_of(range(8))
     run(finer, 0, request)
-    assert len(request.block_names) == 4
+    assert len(request.block_hashes) == 4
     events = make_manager(enable_kv_cache_events=True)
     for manager, count in ((events, 2), (make_manager(), 0)):
         run(manager, 0, request_of(range(9)))
@@ -387,10 +387,10 @@ def test_slots_begin_behind_the_local_hits_and_end_behind_the_lookahead() -> Non
     assert manager.start(1, demand)
     assert table(manager, 1) == [*table(manager, 0), 3, 4, 5]
     # what is computed is what is named: neither lookahead nor what is not there yet
-    manager.naming.name_blocks(
+    manager.full_blocks.cache_row(
         1, request, request.token_ids, computed.num_tokens + num_external + num_new
     )
-    assert [manager._pool.name(b) is not None for b in (3, 4, 5)] == [True, True, False]
+    assert [manager._pool.block_hash(b) is not None for b in (3, 4, 5)] == [True, True, False]
 
 
 @pytest.mark.req("KVM-06")
@@ -421,12 +421,12 @@ def test_draft_tokens_name_nothing(by_rows: bool) -> None:
         token_ids = np.zeros((8, 128), np.int32)
         token_ids[0, :13] = [*range(10), 70, 71, 72]
         num_tokens = np.minimum([13, 0, 0, 0, 0, 0, 0, 0], [10, 0, 0, 0, 0, 0, 0, 0])
-        manager.naming.name_rows(np.array([0]), num_tokens, token_ids, [request, *[None] * 7])
+        manager.full_blocks.cache_rows(np.array([0]), num_tokens, token_ids, [request, *[None] * 7])
     else:
-        manager.naming.name_blocks(0, request, request.token_ids, 13)
+        manager.full_blocks.cache_row(0, request, request.token_ids, 13)
     drafted = request_of([*range(10), 70, 71, 72])
     assert manager.get_computed_blocks(drafted).num_tokens == 8
-    assert manager._pool.name(3) is None
+    assert manager._pool.block_hash(3) is None
 
 
 @pytest.mark.req("KVM-10", "HSH-09", "ERR-13")
@@ -438,7 +438,7 @@ def test_blocks_that_are_being_loaded_are_found_by_nobody_until_the_load_is_over
     assert manager.get_computed_blocks(other).num_tokens == 0
     manager.attach(0, held, 0)
     assert manager.get_computed_blocks(other).num_tokens == 0
-    manager.naming.name_blocks(0, request, request.token_ids, 8)
+    manager.full_blocks.cache_row(0, request, request.token_ids, 8)
     assert manager.get_computed_blocks(other).num_tokens == 8
 
 
@@ -448,7 +448,7 @@ def test_a_chunked_prompt_is_found_as_far_as_it_is_scheduled() -> None:
     request, other = request_of(range(16)), request_of(range(16))
     assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 16))
     for num_scheduled, hit in ((0, 0), (3, 0), (7, 4), (12, 12)):
-        manager.naming.name_blocks(0, request, request.token_ids, num_scheduled)
+        manager.full_blocks.cache_row(0, request, request.token_ids, num_scheduled)
         assert manager.get_computed_blocks(other).num_tokens == hit
 
 
@@ -459,7 +459,7 @@ def test_a_held_hit_keeps_its_name_when_a_row_takes_it_over() -> None:
     held = manager.reserve(manager.demand(manager.get_computed_blocks(request), 17))
     assert held is not None
     manager.attach(1, held, 0)
-    manager.naming.name_blocks(1, request, request.token_ids, 17)
+    manager.full_blocks.cache_row(1, request, request.token_ids, 17)
     assert manager.get_computed_blocks(request_of(request.token_ids.tolist())).num_tokens == 16
 
 
@@ -476,7 +476,7 @@ def test_encoder_tokens_size_the_cross_attention_group_which_then_never_grows() 
     assert manager.num_blocks_needed(manager.demand(computed, 9, num_encoder_tokens=18)) == 3 + 5
     assert manager.start(0, manager.demand(computed, 9, num_encoder_tokens=18))
     assert [len(block_ids) for block_ids in manager.block_ids(0)] == [3, 5]
-    manager.naming.name_blocks(0, request, request.token_ids, 9)
+    manager.full_blocks.cache_row(0, request, request.token_ids, 9)
     appended = manager.grow(np.array([20, 0, 0, 0, 0, 0, 0, 0]), SENIORITY)
     assert appended is not None
     assert [(blocks.group, len(blocks.block_ids)) for blocks in appended] == [(0, 2)]
@@ -567,10 +567,10 @@ def test_groups_of_larger_blocks_share_one_finer_chain_of_names() -> None:
     manager = make_manager(kv_cache=KVCacheConfig(32, groups, "float32"), hash_block_size=2)
     request = request_of(range(22))
     run(manager, 0, request)
-    assert len(request.block_names) == 11
+    assert len(request.block_hashes) == 11
     small, large = manager.block_ids(0)
-    names = [manager._pool.name(block_id) for block_id in (*small.tolist(), *large.tolist())]
-    chain = request.block_names
+    names = [manager._pool.block_hash(block_id) for block_id in (*small.tolist(), *large.tolist())]
+    chain = request.block_hashes
     assert names == [
         chain[1],
         chain[3],
@@ -596,7 +596,7 @@ def test_how_far_each_block_is_filled_follows_from_names_tables_and_token_counts
     manager.free(1)
 
     def num_filled(block_id: int) -> int:
-        if manager._pool.name(block_id) is not None:
+        if manager._pool.block_hash(block_id) is not None:
             return 4
         for row, length in lengths.items():
             if block_id in table(manager, row):
@@ -684,46 +684,51 @@ def test_rows_named_together_get_the_names_of_their_tokens_and_keys(
         request = request_of(tokens[:length], **fields)
         assert manager.start(row, manager.demand(nothing(manager), length + more))
         if kind % 2:  # some are named as far as their prompt goes, as at admission
-            manager.naming.name_blocks(row, request, request.token_ids, length)
+            manager.full_blocks.cache_row(row, request, request.token_ids, length)
         requests[row], num_tokens[row] = request, length + more
         token_ids[row, : length + more] = tokens
         whole = request_of(tokens, **fields)
         fresh = make_manager(num_blocks=80)
         run(fresh, 0, whole)
-        expected[row] = whole.block_names
-    order = manager.naming.rows_to_name(num_tokens)
-    manager.naming.name_rows(order, num_tokens, token_ids, requests)
+        expected[row] = whole.block_hashes
+    order = manager.full_blocks.rows_to_cache(num_tokens)
+    manager.full_blocks.cache_rows(order, num_tokens, token_ids, requests)
     for row, names in expected.items():
         request = requests[row]
         assert request is not None
-        assert request.block_names == names
+        assert request.block_hashes == names
         blocks = table(manager, row)[: len(names)]
-        assert [manager._pool.name(block_id) for block_id in blocks] == names
+        assert [manager._pool.block_hash(block_id) for block_id in blocks] == names
 
 
 def test_events_tell_parents_tokens_group_and_adapter_of_proven_blocks() -> None:
     manager = make_manager(num_blocks=6, enable_kv_cache_events=True)
     request = request_of(range(8), lora=LoRARequest("a"))
     assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 8))
-    manager.naming.name_blocks(0, request, request.token_ids, 4, step=3)
+    manager.full_blocks.cache_row(0, request, request.token_ids, 4, step=3)
     num_tokens = np.array([8, 0, 0, 0, 0, 0, 0, 0])
     token_ids = np.zeros((8, 128), np.int32)
     token_ids[0, :8] = range(8)
-    manager.naming.name_rows(np.array([0]), num_tokens, token_ids, [request, *[None] * 7], step=4)
-    first, second = request.block_names
+    manager.full_blocks.cache_rows(
+        np.array([0]), num_tokens, token_ids, [request, *[None] * 7], step=4
+    )
+    first, second = request.block_hashes
     assert manager.take_events(2) == []
     (event,) = manager.take_events(3)
     assert isinstance(event, BlockStored)
-    assert (event.name, event.parent, event.token_ids.tolist()) == (first, None, [0, 1, 2, 3])
+    assert (event.block_hash, event.parent_hash) == (first, None)
+    assert event.token_ids.tolist() == [0, 1, 2, 3]
     assert (event.group, event.lora_name, event.medium) == (0, "a", "gpu")
     (event,) = manager.take_events(4)
     assert isinstance(event, BlockStored)
-    assert (event.name, event.parent, event.token_ids.tolist()) == (second, first, [4, 5, 6, 7])
+    assert (event.block_hash, event.parent_hash) == (second, first)
+    assert event.token_ids.tolist() == [4, 5, 6, 7]
     run(manager, 1, request_of(range(8), lora=LoRARequest("a")))  # copies of both
     assert [type(event) for event in manager.take_events(9)] == []
     manager.free(0)
     run(manager, 2, request_of(range(50, 58)))
-    names = [event.name for event in manager.take_events(9) if isinstance(event, BlockRemoved)]
+    events = manager.take_events(9)
+    names = [event.block_hash for event in events if isinstance(event, BlockRemoved)]
     assert names == []  # row 1 shares the first and holds a copy of the second
 
 
@@ -731,14 +736,14 @@ def test_a_name_that_a_failed_step_takes_back_was_never_announced() -> None:
     manager = make_manager(enable_kv_cache_events=True)
     request = request_of(range(8))
     assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 8))
-    manager.naming.name_blocks(0, request, request.token_ids, 4, step=3)
-    manager.naming.name_blocks(0, request, request.token_ids, 8, step=4)
+    manager.full_blocks.cache_row(0, request, request.token_ids, 4, step=3)
+    manager.full_blocks.cache_row(0, request, request.token_ids, 8, step=4)
     assert len(manager.take_events(3)) == 1
-    manager.forget_from(manager.block_ids(0)[0])
+    manager.uncache_blocks(manager.block_ids(0)[0])
     events = manager.take_events(4)
     assert [type(event) for event in events] == [BlockRemoved]
     assert isinstance(events[0], BlockRemoved)
-    assert events[0].name == request.block_names[0]
+    assert events[0].block_hash == request.block_hashes[0]
 
 
 def test_a_new_epoch_finds_everything_free_unnamed_and_settled() -> None:
@@ -801,7 +806,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.names.pop(block_id, None)
         return new
 
-    def give_back(self, before: Counter[int], groups: Sequence[Sequence[int]], step: int) -> None:
+    def refund(self, before: Counter[int], groups: Sequence[Sequence[int]], step: int) -> None:
         """Blocks without a holder line up: tail first, groups in turn."""
         longest = max((len(block_ids) for block_ids in groups), default=0)
         after = self.refs()
@@ -865,23 +870,23 @@ class ManagerMachine(RuleBasedStateMachine):
     def name_row(self, row: int) -> None:
         request = self.requests[row]
         num_tokens = min(request.num_tokens, 4 * len(self.rows[row][0]))
-        self.manager.naming.name_blocks(row, request, request.token_ids, num_tokens, self.step)
+        self.manager.full_blocks.cache_row(row, request, request.token_ids, num_tokens, self.step)
         for group, block_ids in enumerate(self.rows[row]):
             for index in range(num_tokens // 4):
                 prefix = request.token_ids[: 4 * (index + 1)].tobytes()
                 self.names[block_ids[index]] = (group, prefix)
 
     @rule(data=st.data())
-    def name_rows(self, data: st.DataObject) -> None:
+    def cache_rows(self, data: st.DataObject) -> None:
         """Every row's tokens so far are verified; those with unnamed full blocks get names."""
         num_tokens, token_ids = np.zeros(8, np.int64), np.zeros((8, 128), np.int32)
         for row, request in self.requests.items():
             count = min(request.num_tokens, 4 * len(self.rows[row][0]))
             num_tokens[row] = data.draw(st.integers(0, count))
             token_ids[row, :count] = request.token_ids[:count]
-        rows = self.manager.naming.rows_to_name(num_tokens)
+        rows = self.manager.full_blocks.rows_to_cache(num_tokens)
         requests = [self.requests.get(row) for row in range(8)]
-        self.manager.naming.name_rows(rows, num_tokens, token_ids, requests, self.step)
+        self.manager.full_blocks.cache_rows(rows, num_tokens, token_ids, requests, self.step)
         for row, request in self.requests.items():
             for group, block_ids in enumerate(self.rows[row]):
                 for index in range(int(num_tokens[row]) // 4):
@@ -917,7 +922,7 @@ class ManagerMachine(RuleBasedStateMachine):
         cut = [block_ids[keep:] for block_ids in self.rows[row]]
         before = self.refs()
         self.rows[row] = [block_ids[:keep] for block_ids in self.rows[row]]
-        self.give_back(before, cut, step)
+        self.refund(before, cut, step)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), step=st.integers(0, 1), detach=st.booleans())
@@ -931,7 +936,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.held.append((held, request))
         else:
             self.manager.free(row, step * self.step)
-            self.give_back(before, groups, step * self.step)
+            self.refund(before, groups, step * self.step)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), step=st.integers(0, 1))
@@ -940,7 +945,7 @@ class ManagerMachine(RuleBasedStateMachine):
         before = self.refs()
         self.held = [pair for pair in self.held if pair[0] is not held]
         self.manager.release(held, step * self.step)
-        self.give_back(before, held.block_ids, step * self.step)
+        self.refund(before, held.block_ids, step * self.step)
 
     @precondition(lambda self: self.held and len(self.rows) < 8)
     @rule(data=st.data())
@@ -962,8 +967,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.release(held)
 
     @rule(block_ids=st.lists(st.integers(0, 13), max_size=5))
-    def forget_from(self, block_ids: list[int]) -> None:
-        self.manager.forget_from(np.array(block_ids, np.int32))
+    def uncache_blocks(self, block_ids: list[int]) -> None:
+        self.manager.uncache_blocks(np.array(block_ids, np.int32))
         for block_id in block_ids:
             self.names.pop(block_id, None)
         self.start_over()
@@ -971,15 +976,15 @@ class ManagerMachine(RuleBasedStateMachine):
     def start_over(self) -> None:
         """Who lost a name is rewound to its first block without one, as after a failure."""
         for row, groups in self.rows.items():
-            named = [
+            cached = [
                 next((i for i, b in enumerate(block_ids) if b not in self.names), len(block_ids))
                 for block_ids in groups
             ]
             before = self.refs()
-            self.manager.truncate(row, 4 * min(named))
-            cut = [block_ids[min(named) :] for block_ids in groups]
-            self.rows[row] = [block_ids[: min(named)] for block_ids in groups]
-            self.give_back(before, cut, 0)
+            self.manager.truncate(row, 4 * min(cached))
+            cut = [block_ids[min(cached) :] for block_ids in groups]
+            self.rows[row] = [block_ids[: min(cached)] for block_ids in groups]
+            self.refund(before, cut, 0)
 
     @rule()
     def a_step_passes(self) -> None:
@@ -1021,8 +1026,8 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def exactly_the_named_blocks_carry_names(self) -> None:
         pool = self.manager._pool
-        named = {block_id for block_id in range(14) if pool.name(block_id) is not None}
-        assert named == set(self.names)
+        cached = {block_id for block_id in range(14) if pool.block_hash(block_id) is not None}
+        assert cached == set(self.names)
 
     @invariant()
     def rows_in_common_are_seen_in_their_tables(self) -> None:

@@ -31,7 +31,8 @@ def test_a_name_is_announced_once_the_step_that_computes_it_is_answered() -> Non
     log.stored(stored(b"a"), 3)
     log.stored(stored(b"b"), 4)
     log.stored(stored(b"loaded"), 0)
-    assert [event.name for event in log.take(2) if isinstance(event, BlockStored)] == [b"loaded"]
+    taken = log.take(2)
+    assert [e.block_hash for e in taken if isinstance(e, BlockStored)] == [b"loaded"]
     assert log.take(3) == [stored(b"a")]
     assert log.take(3) == []
     assert log.take(9) == [stored(b"b")]
@@ -73,15 +74,15 @@ class EventsMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from([b"a", b"b"]), group=st.integers(0, 1), block_id=st.integers(1, 5))
     def name_block(self, name: bytes, group: int, block_id: int) -> None:
-        if self.pool.name(block_id) is None:
+        if self.pool.block_hash(block_id) is None:
             self.step += 1
             if self.pool.get_cached_block(name, [group]) is None:
                 self.log.stored(stored(name, group), self.step)
-            self.pool.cache_unnamed_blocks([block_id], [name], group)
+            self.pool.cache_blocks([block_id], [name], group)
 
     @rule(block_ids=st.lists(st.integers(0, 5), max_size=6))
-    def forget(self, block_ids: list[int]) -> None:
-        self.pool.forget_blocks(block_ids)
+    def free_skipped(self, block_ids: list[int]) -> None:
+        self.pool.uncache_blocks(block_ids)
 
     @precondition(lambda self: self.pool.num_free == 5)
     @rule()
@@ -95,10 +96,10 @@ class EventsMachine(RuleBasedStateMachine):
     def hear(self, events: list[KVEvent]) -> None:
         for event in events:
             match event:
-                case BlockStored(name=name, group=group):
+                case BlockStored(block_hash=name, group=group):
                     assert (group, name) not in self.known
                     self.known.add((group, name))
-                case BlockRemoved(name=name, group=group):
+                case BlockRemoved(block_hash=name, group=group):
                     self.known.remove((group, name))
                 case AllBlocksCleared():
                     self.known.clear()

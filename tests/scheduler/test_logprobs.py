@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.connectors.base import ConnectorOutput, Departure, RequestView
+from longshore.connectors.base import ConnectorOutput, FinishAction, RequestView
 from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.client import EngineOutputs, FinishReason
 from longshore.protocol.inputs import PromptEmbeds
 from longshore.protocol.results import ModelRunnerOutput, TokenLogprobs
-from longshore.scheduler.answer_checks import BadAnswer
+from longshore.scheduler.answer_checks import InvalidOutput
 from tests.scheduler.driver import EOS, Driver, expected_output, pressed, prompt_of, scores
 from tests.scheduler.fake_grammar import FakeCompiler, grammar_for
 from tests.scheduler.loading_connector import LoadingConnector
@@ -219,7 +219,7 @@ def test_malformed_entries_fit_no_plan_and_change_nothing(
     driver.add("plain", prompt_of(5, 40))
     driver.plan()
     answer = ModelRunnerOutput(1, 1, int32_array([9, 9]), logprobs=entries)
-    with pytest.raises(BadAnswer, match=flaw):
+    with pytest.raises(InvalidOutput, match=flaw):
         driver.scheduler.update_from_output(answer, driver.now)
     driver.run()
     check_scores(driver, key, prompt_of(5), (None, 1))
@@ -230,7 +230,7 @@ def test_entries_that_nobody_asked_for_fit_no_plan() -> None:
     driver.add("r", prompt_of(5))
     driver.plan()
     answer = ModelRunnerOutput(1, 1, int32_array([9]), logprobs=scores([(0, 5, 9, 0)]))
-    with pytest.raises(BadAnswer, match="of rows that asked for none"):
+    with pytest.raises(InvalidOutput, match="of rows that asked for none"):
         driver.scheduler.update_from_output(answer, driver.now)
 
 
@@ -266,10 +266,10 @@ class WatchingConnector(LoadingConnector):
 
     def request_finished(
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
-    ) -> Departure:
+    ) -> FinishAction:
         outputs = dict(self.driver.scheduler.take_outputs())
         self.seen.append((request.request_id, request.token_ids.tolist(), outputs.get(0)))
-        return Departure()
+        return FinishAction()
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
         outputs = dict(self.driver.scheduler.take_outputs())

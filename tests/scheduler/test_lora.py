@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from longshore.protocol.client import FinishReason
 from longshore.protocol.inputs import LoRARequest
-from longshore.scheduler.lora import LoRAPlaces
+from longshore.scheduler.lora import LoRASlots
 from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
 
 
@@ -17,16 +17,16 @@ def add(driver: Driver, name: str, adapter: str | None, **fields: int) -> tuple[
 
 
 def test_an_adapter_has_its_place_until_the_last_of_its_requests_leaves() -> None:
-    places = LoRAPlaces(1)
-    places.enter("a")
-    places.enter("a")
-    places.enter(None)
-    assert [places.has_place(name) for name in ("a", "b", None)] == [True, False, True]
-    places.leave("a")
-    assert not places.has_place("b")
-    places.leave("a")
-    places.leave(None)
-    assert places.has_place("b")
+    positions = LoRASlots(1)
+    positions.enter("a")
+    positions.enter("a")
+    positions.enter(None)
+    assert [positions.has_slot(name) for name in ("a", "b", None)] == [True, False, True]
+    positions.leave("a")
+    assert not positions.has_slot("b")
+    positions.leave("a")
+    positions.leave(None)
+    assert positions.has_slot("b")
 
 
 @pytest.mark.req("FEA-02")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from longshore.connectors.base import ConnectorOutput, Departure, RequestView, StepView
+from longshore.connectors.base import ConnectorOutput, FinishAction, RequestView, StepView
 from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.client import FinishReason, RequestEvent
 from longshore.protocol.inputs import MultimodalFeature
@@ -44,9 +44,9 @@ class WatchingConnector(LoadingConnector):
 
     def request_finished(
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
-    ) -> Departure:
+    ) -> FinishAction:
         self.log.append(f"end of {request.request_id}")
-        return Departure(params={"from": request.request_id})
+        return FinishAction(params={"from": request.request_id})
 
     def reset_cache(self) -> bool:
         self.log.append("reset")

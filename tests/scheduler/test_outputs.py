@@ -70,7 +70,7 @@ def test_a_request_that_never_ran_reports_no_cached_tokens() -> None:
 
 def test_a_refusal_carries_its_text() -> None:
     buckets = OutputBuckets()
-    buckets.add_refusal(1, 9, FinishReason.IGNORED, "too long", 2)
+    buckets.add_rejection(1, 9, FinishReason.IGNORED, "too long", 2)
     ((client, outputs),) = buckets.take()
     (end,) = outputs.finished
     assert (client, end.handle, end.reason) == (1, 9, FinishReason.IGNORED)

@@ -248,11 +248,11 @@ class ContinuumAgainstAList(RuleBasedStateMachine):
         request.status = RequestStatus.FINISHED_STOPPED
 
     def in_order(self) -> list[Request]:
-        def place(request: Request) -> tuple[bool, float, float]:
+        def position(request: Request) -> tuple[bool, float, float]:
             job = request.job_id or request.request_id
             return job not in self.pinned, self.first_arrival[job], request.arrival_time
 
-        return sorted(self.queued, key=place)
+        return sorted(self.queued, key=position)
 
     @invariant()
     def it_serves_in_the_order_of_the_list(self) -> None:

@@ -13,7 +13,7 @@ from longshore.protocol.handshake import ToEngine
 from longshore.protocol.inputs import PoolingParams
 from longshore.protocol.results import ModelRunnerOutput
 from longshore.protocol.sampling import SamplingParams
-from longshore.scheduler.answer_checks import BadAnswer
+from longshore.scheduler.answer_checks import InvalidOutput
 from longshore.scheduler.request import RequestStatus
 from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
 
@@ -147,7 +147,7 @@ def test_an_answer_without_the_vector_is_refused() -> None:
     driver.add("plain", prompt_of(6, 40))
     driver.plan()
     answer = ModelRunnerOutput(1, 1, sampled_tokens=int32_array([0, 5]))
-    with pytest.raises(BadAnswer, match="no vector came for row 0"):
+    with pytest.raises(InvalidOutput, match="no vector came for row 0"):
         driver.scheduler.update_from_output(answer, driver.now)
     assert driver.scheduler.take_outputs() == []  # nothing has changed
 

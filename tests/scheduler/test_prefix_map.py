@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.scheduler.prefix_map import PrefixMap
+from longshore.scheduler.prefix_map import BlockHashMap
 
 
 @pytest.mark.req("HSH-02", "ERR-22")
 def test_a_name_has_one_holder_or_several_in_the_order_of_naming() -> None:
-    prefixes = PrefixMap()
+    prefixes = BlockHashMap()
     prefixes.insert_n([b"name"], [5])
     assert prefixes.holders(b"name") == [5]
     prefixes.insert_n([b"name"], [3])
@@ -21,7 +21,7 @@ def test_a_name_has_one_holder_or_several_in_the_order_of_naming() -> None:
 
 @pytest.mark.req("HSH-02")
 def test_pop_removes_only_the_block_it_names_and_puts_the_rest_back() -> None:
-    prefixes = PrefixMap()
+    prefixes = BlockHashMap()
     prefixes.insert_n([b"name"] * 3, [5, 3, 9])
     assert prefixes.pop(b"name", 4) is False
     assert prefixes.pop(b"name", 5) is True
@@ -36,7 +36,7 @@ def test_pop_removes_only_the_block_it_names_and_puts_the_rest_back() -> None:
 
 @pytest.mark.req("STM-05", "ERR-13")
 def test_a_prefix_ends_at_its_first_missing_name_and_nothing_behind_it_is_asked_for() -> None:
-    prefixes = PrefixMap()
+    prefixes = BlockHashMap()
     names = [b"%d" % index for index in range(6)]
     prefixes.insert_n([names[0], names[1], names[3]], [7, 8, 9])
     remaining = iter(names)
@@ -56,7 +56,7 @@ steps = st.lists(st.tuples(st.booleans(), st.lists(st.tuples(names, st.integers(
 def test_map_behaves_like_a_list_of_pairs(
     steps: list[tuple[bool, list[tuple[bytes, int]]]],
 ) -> None:
-    prefixes = PrefixMap()
+    prefixes = BlockHashMap()
     pairs: list[tuple[bytes, int]] = []
     for is_insert, drawn in steps:
         chosen = dict((block_id, (name, block_id)) for name, block_id in drawn)

@@ -17,7 +17,7 @@ from longshore.scheduler.in_flight import PlannedStep
 from longshore.scheduler.pause import PauseState
 from longshore.scheduler.running import RunningTable
 from longshore.scheduler.sampling_rows import SamplingRows
-from longshore.scheduler.standing_step import StandingStep
+from longshore.scheduler.standing_step import SteadyDecode
 from tests.scheduler.driver import EOS, Driver, prompt_of, steady_token
 from tests.scheduler.test_encoder_cache import items_of
 from tests.scheduler.test_request import make_request
@@ -46,9 +46,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[None]]:
         made: list[None] = []
         method = getattr(owner, name)
 
-        def counted(*arguments: Any, **named: Any) -> Any:
+        def counted(*arguments: Any, **cached: Any) -> Any:
             made.append(None)
-            return method(*arguments, **named)
+            return method(*arguments, **cached)
 
         monkeypatch.setattr(owner, name, counted)
         return made
@@ -165,12 +165,12 @@ def test_between_two_block_borders_no_row_and_no_block_is_looked_at(
     driver.steps(8)
     worked_out = calls(driver.scheduler.running, "wanted")
     grown = calls(driver.scheduler.kv_cache, "grow")
-    named = calls(driver.scheduler.kv_cache.naming, "rows_to_name")
+    cached = calls(driver.scheduler.kv_cache.full_blocks, "rows_to_cache")
     driver.steps(160)
     assert len(worked_out) == 0
     # Per block: one needs it, one names what is full (later, if its last token was on its way),
     # and one finds that there is nothing to do, and for how long.
-    assert len(grown) == len(named) <= 10 * (2 + steps_in_flight)
+    assert len(grown) == len(cached) <= 10 * (2 + steps_in_flight)
 
 
 def test_requests_that_wait_for_a_row_do_not_make_the_others_be_looked_at(
@@ -255,11 +255,11 @@ def decoding(*num_tokens: int, last: int = 60) -> RunningTable:
     return running
 
 
-def standing_step(running: RunningTable, step: int) -> StandingStep:
+def standing_step(running: RunningTable, step: int) -> SteadyDecode:
     rows = running.order
     num_scheduled = np.zeros(running.max_num_seqs, np.int64)
     num_scheduled[rows] = 1
-    return StandingStep(running, PlannedStep(step, SamplingRows(running, rows)), num_scheduled)
+    return SteadyDecode(running, PlannedStep(step, SamplingRows(running, rows)), num_scheduled)
 
 
 def test_a_step_stands_until_a_row_reaches_its_last_token_or_membership_changes() -> None:
@@ -267,12 +267,12 @@ def test_a_step_stands_until_a_row_reaches_its_last_token_or_membership_changes(
     standing = standing_step(running, step=7)
     assert (standing.num_tokens, standing.num_scheduled.tolist()) == (2, [1, 1, 0])
     assert [standing.holds(running, step) for step in (8, 10, 11)] == [True, True, False]
-    running.send_back(1, 4, newest_step=7)
+    running.rewind_row(1, 4, newest_step=7)
     assert not standing.holds(running, 8)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "block_sizes", "num_lookahead", "num_quiet"),
+    ("num_tokens", "block_sizes", "num_lookahead", "num_steps"),
     [
         ((18,), (16,), 0, 14),  # 17 computed: the step that computes the 32nd names a block
         ((18, 30), (16,), 0, 2),
@@ -282,14 +282,14 @@ def test_a_step_stands_until_a_row_reaches_its_last_token_or_membership_changes(
     ],
 )
 def test_quiet_steps_end_before_any_row_needs_or_fills_a_block(
-    num_tokens: tuple[int, ...], block_sizes: tuple[int, ...], num_lookahead: int, num_quiet: int
+    num_tokens: tuple[int, ...], block_sizes: tuple[int, ...], num_lookahead: int, num_steps: int
 ) -> None:
     running = decoding(*num_tokens)
     standing = standing_step(running, step=7)
-    assert not standing.is_quiet(8)
+    assert not standing.needs_no_block(8)
     standing.look_ahead(running, block_sizes, num_lookahead=num_lookahead, step=7)
-    assert [step for step in range(8, 30) if standing.is_quiet(step)] == list(
-        range(8, 8 + num_quiet)
+    assert [step for step in range(8, 30) if standing.needs_no_block(step)] == list(
+        range(8, 8 + num_steps)
     )
 
 
@@ -299,7 +299,7 @@ def test_a_full_block_whose_last_token_is_on_its_way_is_not_passed_over() -> Non
     running.num_tokens[0] = 15
     standing = standing_step(running, step=7)
     standing.look_ahead(running, (16,), num_lookahead=3, step=7)  # the next block is there already
-    assert not standing.is_quiet(8)
+    assert not standing.needs_no_block(8)
 
 
 def test_what_was_gathered_serves_the_same_rows_until_membership_changes() -> None:

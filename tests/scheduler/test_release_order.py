@@ -21,13 +21,13 @@ def test_whatever_ends_at_a_later_token_goes_first_and_null_blocks_do_not_go(
         )
     )
     length = data.draw(st.one_of(st.integers(0, 8), st.integers(90, 300)))
-    tables, forgets, next_id = [], [], 1
+    tables, frees_skipped, next_id = [], [], 1
     for _ in range(num_groups):
         count = data.draw(st.one_of(st.just(length), st.integers(0, length)))
         table = np.arange(next_id, next_id + count)
         next_id += count
-        forgets.append(data.draw(st.booleans()))
-        if forgets[-1]:
+        frees_skipped.append(data.draw(st.booleans()))
+        if frees_skipped[-1]:
             table[: data.draw(st.integers(0, count))] = 0
             for position in data.draw(st.lists(st.integers(0, 300), max_size=3)):
                 table[position:][:1] = 0
@@ -38,5 +38,5 @@ def test_whatever_ends_at_a_later_token_goes_first_and_null_blocks_do_not_go(
         for index, block_id in enumerate(table.tolist())
         if block_id
     )
-    order = ReleaseOrder(sizes, forgets).tail_first(tables)
+    order = ReleaseOrder(sizes, frees_skipped).tail_first(tables)
     assert order.tolist() == [block_id for _, _, block_id in wanted]

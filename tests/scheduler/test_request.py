@@ -74,7 +74,7 @@ def test_a_new_request_waits_on_no_row_with_nothing_counted() -> None:
     assert (request.request_id, request.client_index, request.handle) == ("r", 3, 7)
     assert (request.priority, request.cache_salt) == (2, "s")
     assert request.trace_headers == {"a": "b"}
-    assert request.block_names == []
+    assert request.block_hashes == []
 
 
 def test_numbers_of_tokens_count_outputs_of_an_earlier_life() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longshore.connectors.base import AskLater, Departure, Match, RequestView
+from longshore.connectors.base import AskLater, FinishAction, Match, RequestView
 from longshore.protocol.handshake import Feature
 from longshore.protocol.inputs import LoRARequest, StructuredOutput
 from longshore.scheduler.request import NOT_SCHEDULED, Request, RequestStatus
@@ -281,8 +281,8 @@ def test_counters_of_a_request_follow_it_from_its_arrival_to_its_preemption(
 def test_the_prefix_cache_is_not_reset_while_anybody_holds_blocks_although_nobody_runs(
     make_driver: MakeDriver, holder: str
 ) -> None:
-    def depart(request: RequestView) -> Departure:
-        return Departure(holder == "send" and request.request_id == "sends", None)
+    def depart(request: RequestView) -> FinishAction:
+        return FinishAction(holder == "send" and request.request_id == "sends", None)
 
     stores = {"stores": lambda: holder == "hold"}
     driver = make_driver({"r": 8}, rules={"depart": depart} | stores, max_num_seqs=1)
@@ -318,7 +318,7 @@ def test_steps_go_on_while_transfers_do_not_end(
 ) -> None:
     driver = make_driver(
         {"loads": 8},
-        rules={"depart": lambda request: Departure(request.request_id == "sends", None)},
+        rules={"depart": lambda request: FinishAction(request.request_id == "sends", None)},
         max_steps_in_flight=steps_in_flight,
     )
     sends = driver.add("sends", prompt_of(9, 60), max_tokens=1)

@@ -280,12 +280,12 @@ def test_block_names_grow_with_the_verified_tokens() -> None:
     driver.step()
     lengths = []
     for _ in range(10):
-        before = list(request.block_names)
+        before = list(request.block_hashes)
         driver.plan()
-        assert request.block_names[: len(before)] == before
+        assert request.block_hashes[: len(before)] == before
         row = request.row
-        assert len(request.block_names) == int(driver.scheduler.running.num_tokens[row]) // 4
-        lengths.append(len(request.block_names))
+        assert len(request.block_hashes) == int(driver.scheduler.running.num_tokens[row]) // 4
+        lengths.append(len(request.block_hashes))
         driver.answer()
     assert lengths == sorted(lengths)
     assert (lengths[0], lengths[-1]) == (1, 4)
@@ -435,7 +435,7 @@ def test_a_malformed_add_ends_the_live_request_of_its_handle() -> None:
     driver = Driver()
     client, handle = driver.add("r", prompt_of(5), max_tokens=30)
     driver.plan()
-    driver.scheduler.refuse_message(MalformedAdd(handle), "no such field", client=client)
+    driver.scheduler.reject_message(MalformedAdd(handle), "no such field", client=client)
     driver.answer()
     driver.run()
     assert driver.finished[client, handle].reason is FinishReason.ERROR

@@ -31,7 +31,7 @@ def make_manager(
 def found(manager: SingleTypeManager, names: list[bytes], max_tokens: int) -> list[int]:
     """Blocks of the longest cached prefix of at most so many tokens."""
     last = max_tokens // manager.block_size
-    return list(manager.find(manager.names_of_blocks(names, 0, last)))
+    return list(manager.find(manager.hashes_of_blocks(names, 0, last)))
 
 
 def lacking(manager: SingleTypeManager, num_tokens: Int64Array) -> list[int]:
@@ -45,7 +45,7 @@ def lacking(manager: SingleTypeManager, num_tokens: Int64Array) -> list[int]:
 
 @pytest.mark.req("STM-05")
 @pytest.mark.parametrize(
-    ("named", "max_tokens", "hits"),
+    ("cached", "max_tokens", "hits"),
     [
         ([0, 1, 2], 64, 3),
         ([0, 1, 2], 12, 3),
@@ -57,11 +57,11 @@ def lacking(manager: SingleTypeManager, num_tokens: Int64Array) -> list[int]:
     ],
 )
 def test_lookup_goes_left_to_right_and_stops_at_the_first_miss(
-    named: list[int], max_tokens: int, hits: int
+    cached: list[int], max_tokens: int, hits: int
 ) -> None:
     manager, pool = make_manager()
-    block_ids = pool.get_new_blocks(len(named))
-    pool.cache_unnamed_blocks(block_ids, [NAMES[index] for index in named], 0)
+    block_ids = pool.get_new_blocks(len(cached))
+    pool.cache_blocks(block_ids, [NAMES[index] for index in cached], 0)
     free_before = pool.num_free
     assert found(manager, NAMES, max_tokens) == block_ids[:hits]
     assert pool.num_free == free_before  # a lookup holds nothing
@@ -71,14 +71,14 @@ def test_lookup_goes_left_to_right_and_stops_at_the_first_miss(
 def test_state_is_the_table_and_the_number_of_named_blocks_until_the_row_is_freed() -> None:
     manager, pool = make_manager()
     hits = pool.get_new_blocks(1)
-    pool.cache_unnamed_blocks(hits, NAMES[:1], 0)
+    pool.cache_blocks(hits, NAMES[:1], 0)
     manager.start(2, hits, pool.get_new_blocks(2))
     assert manager.block_ids(2).tolist() == [1, 2, 3]
-    assert (int(manager.num_blocks[2]), int(manager.num_named[2])) == (3, 1)
-    manager.name_blocks(2, NAMES, 2)
-    assert int(manager.num_named[2]) == 2
+    assert (int(manager.num_blocks[2]), int(manager.num_cached_blocks[2])) == (3, 1)
+    manager.cache_row(2, NAMES, 2)
+    assert int(manager.num_cached_blocks[2]) == 2
     assert manager.take(2).tolist() == [1, 2, 3]
-    assert (int(manager.num_blocks[2]), int(manager.num_named[2])) == (0, 0)
+    assert (int(manager.num_blocks[2]), int(manager.num_cached_blocks[2])) == (0, 0)
     assert manager.block_ids(2).tolist() == []
     assert found(manager, NAMES, 64) == [1, 2]  # the names outlive the row
 
@@ -86,12 +86,12 @@ def test_state_is_the_table_and_the_number_of_named_blocks_until_the_row_is_free
 def test_only_full_blocks_that_have_no_name_are_named() -> None:
     manager, pool = make_manager()
     manager.start(0, [], pool.get_new_blocks(3))
-    manager.name_blocks(0, NAMES, 1)
-    assert [pool.name(block_id) is not None for block_id in (1, 2, 3)] == [True, False, False]
-    assert manager.rows_to_name(np.array([7, 0, 0, 0])).tolist() == []
-    assert manager.rows_to_name(np.array([8, 0, 0, 0])).tolist() == [0]
-    manager.name_blocks(0, NAMES, 3)
-    assert [pool.name(block_id) is not None for block_id in (1, 2, 3)] == [True, True, True]
+    manager.cache_row(0, NAMES, 1)
+    assert [pool.block_hash(block_id) is not None for block_id in (1, 2, 3)] == [True, False, False]
+    assert manager.rows_to_cache(np.array([7, 0, 0, 0])).tolist() == []
+    assert manager.rows_to_cache(np.array([8, 0, 0, 0])).tolist() == [0]
+    manager.cache_row(0, NAMES, 3)
+    assert [pool.block_hash(block_id) is not None for block_id in (1, 2, 3)] == [True, True, True]
 
 
 @pytest.mark.req("SYS-05")
@@ -147,26 +147,26 @@ def test_naming_rows_together_names_what_naming_each_alone_does(together: bool) 
         rows = np.array([2, 0, 3, 1])
         num_full = np.array(full)[rows]
         if together:
-            manager.name_rows(rows, num_full, [chains[row] for row in rows])
+            manager.cache_rows(rows, num_full, [chains[row] for row in rows])
         else:
             for row in rows.tolist():
-                manager.name_blocks(row, chains[row], full[row])
-        assert manager.num_named.tolist() == full
+                manager.cache_row(row, chains[row], full[row])
+        assert manager.num_cached_blocks.tolist() == full
         for row in range(4):
-            named = [pool.name(block_id) for block_id in manager.block_ids(row).tolist()]
-            assert named == chains[row][: full[row]] + [None] * (5 - full[row])
+            cached = [pool.block_hash(block_id) for block_id in manager.block_ids(row).tolist()]
+            assert cached == chains[row][: full[row]] + [None] * (5 - full[row])
 
 
 @pytest.mark.parametrize("one_at_a_time", [True, False])
 def test_a_prefix_that_lost_a_name_in_its_middle_gets_that_one_back(one_at_a_time: bool) -> None:
     manager, pool = make_manager()
     manager.start(0, [], pool.get_new_blocks(4))
-    manager.name_blocks(0, NAMES, 3)
-    pool.forget_blocks([2])
+    manager.cache_row(0, NAMES, 3)
+    pool.uncache_blocks([2])
     manager.attach(1, manager.take(0), 0)
     for num_full in (2, 3, 4) if one_at_a_time else (4,):
-        manager.name_rows(np.array([1]), np.array([num_full]), [NAMES])
-    assert [pool.name(block_id) for block_id in (1, 2, 3, 4)] == NAMES[:4]
+        manager.cache_rows(np.array([1]), np.array([num_full]), [NAMES])
+    assert [pool.block_hash(block_id) for block_id in (1, 2, 3, 4)] == NAMES[:4]
 
 
 @pytest.mark.req("HSH-08", "POO-06")
@@ -174,13 +174,13 @@ def test_a_block_of_several_hash_blocks_bears_the_name_of_the_last() -> None:
     pool = BlockPool(8)
     spec = FullAttentionSpec(8, num_kv_heads=1, head_size=8, dtype_bytes=2)
     manager = FullAttentionManager(
-        spec, pool, group=0, max_num_seqs=1, max_model_len=64, tokens_per_name=2
+        spec, pool, group=0, max_num_seqs=1, max_model_len=64, tokens_per_hash=2
     )
     links = [b"link-%d" % index for index in range(10)]
     manager.start(0, [], pool.get_new_blocks(3))
-    manager.name_rows(np.array([0]), np.array([1]), [links])
-    manager.name_blocks(0, links, 2)
-    assert [pool.name(block_id) for block_id in (1, 2, 3)] == [links[3], links[7], None]
+    manager.cache_rows(np.array([0]), np.array([1]), [links])
+    manager.cache_row(0, links, 2)
+    assert [pool.block_hash(block_id) for block_id in (1, 2, 3)] == [links[3], links[7], None]
     assert found(manager, links, 20) == [1, 2]
     assert found(manager, links, 15) == [1]
     assert found(manager, links[:7], 20) == [1]
@@ -200,8 +200,8 @@ def test_ranks_that_share_a_blocks_tokens_make_it_as_much_larger_everywhere() ->
     assert [manager.num_blocks_for(count) for count in (0, 1, 12, 13, 60)] == [0, 1, 1, 2, 5]
     assert lacking(manager, np.array([13, 12])) == [2, 1]
     manager.start(0, [], pool.get_new_blocks(2))
-    assert manager.rows_to_name(np.array([11, 0])).tolist() == []
-    manager.name_blocks(0, NAMES, 2)
+    assert manager.rows_to_cache(np.array([11, 0])).tolist() == []
+    manager.cache_row(0, NAMES, 2)
     assert found(manager, NAMES, 24) == [1, 2]
     assert found(manager, NAMES, 23) == [1]
 
@@ -225,14 +225,14 @@ def test_common_blocks_are_the_leading_columns_that_agree(tables: list[list[int]
 def test_a_row_cut_to_fewer_tokens_loses_its_tail_and_counts_the_names_it_kept() -> None:
     manager, pool = make_manager()
     manager.start(1, [], pool.get_new_blocks(5))
-    manager.name_blocks(1, NAMES, 4)
-    pool.forget_blocks([2])
+    manager.cache_row(1, NAMES, 4)
+    pool.uncache_blocks([2])
     assert manager.truncate(1, 40).tolist() == []
     assert manager.truncate(1, 9).tolist() == [4, 5]
     assert manager.block_ids(1).tolist() == [1, 2, 3]
-    assert int(manager.num_named[1]) == 1
+    assert int(manager.num_cached_blocks[1]) == 1
     assert manager.truncate(1, 0).tolist() == [1, 2, 3]
-    assert (int(manager.num_blocks[1]), int(manager.num_named[1])) == (0, 0)
+    assert (int(manager.num_blocks[1]), int(manager.num_cached_blocks[1])) == (0, 0)
 
 
 @pytest.mark.req("KVM-06")

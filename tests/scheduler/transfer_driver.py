@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from tests.scheduler.block_snapshot_oracle import check_block_map
 
 from longshore.connectors.base import SchedulerConnector
 from longshore.protocol.arrays import int32_array
@@ -33,7 +34,6 @@ from tests.scheduler.adversarial_connector import (
     Transfers,
     prefixes_of,
 )
-from tests.scheduler.block_map_oracle import check_block_map
 from tests.scheduler.driver import VOCAB_SIZE, expected_output, kv_cache_config, steady_token
 
 BLOCK_SIZE: Final = 4

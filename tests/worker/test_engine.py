@@ -14,7 +14,7 @@ import zmq
 from longshore.protocol.arrays import UInt8Array, int32_array
 from longshore.protocol.channel import Channel, Endpoint, open_socket
 from longshore.protocol.errors import EngineDead, LongshoreError, PlanMismatch
-from longshore.protocol.handshake import FromWorker, ToWorker, Welcome
+from longshore.protocol.handshake import FromWorker, ToWorker, WorkerAccepted
 from longshore.protocol.plan import SampleMask, Shutdown
 from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
 from longshore.protocol.statistics import WorkerStats
@@ -186,9 +186,9 @@ BITS: UInt8Array = int32_array([0]).view("uint8")  # type: ignore[assignment]
     ("message", "reason"),
     [
         (SampleMask(EPOCH, 1, int32_array([0]), BITS), "structured output"),
-        (Welcome(EPOCH, 40), "a second Welcome"),
+        (WorkerAccepted(EPOCH, 40), "a second WorkerAccepted"),
     ],
-    ids=["mask", "welcome"],
+    ids=["mask", "accepted"],
 )
 def test_a_message_that_is_not_due_ends_the_worker_with_a_reason(
     message: ToWorker, reason: str, engine: EngineThread

@@ -18,9 +18,9 @@ from longshore.protocol.handshake import (
     EngineIdentity,
     Feature,
     FromWorker,
-    Refused,
+    Rejected,
     ToWorker,
-    Welcome,
+    WorkerAccepted,
     WorkerHello,
     WorkerReady,
     model_fingerprint,
@@ -93,7 +93,7 @@ class WorkerProcess:
     def welcome(self) -> None:
         """The whole handshake, with 50 blocks."""
         assert isinstance(self.receive(), WorkerHello)
-        self.scheduler.send(Welcome(epoch=1, num_blocks=50))
+        self.scheduler.send(WorkerAccepted(epoch=1, num_blocks=50))
         assert isinstance(self.receive(), WorkerReady)
 
     def next_report(self) -> LifelineReport:
@@ -158,7 +158,7 @@ def test_a_process_says_what_it_holds_and_computes_what_a_worker_in_process_does
         worker.identity, model_fingerprint=model_fingerprint(checkpoint[0])
     )
     assert (hello.rank, hello.identity, hello.kv_cache.num_blocks) == (0, own, 60)
-    worker.scheduler.send(Welcome(epoch=1, num_blocks=50))
+    worker.scheduler.send(WorkerAccepted(epoch=1, num_blocks=50))
     assert worker.receive() == WorkerReady(0)
     report = worker.next_report()
     assert isinstance(report, Ready)
@@ -188,7 +188,7 @@ def test_a_refused_worker_says_why_and_fails(
 ) -> None:
     worker = start(checkpoint[0])
     assert isinstance(worker.receive(), WorkerHello)
-    worker.scheduler.send(Refused("the models differ"))
+    worker.scheduler.send(Rejected("the models differ"))
     assert worker.next_report() == Failed("the models differ")
     assert worker.wait() == 1
 

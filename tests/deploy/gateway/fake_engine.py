@@ -9,7 +9,7 @@ import zmq
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.block_map import (
     BlockHolder,
-    BlockMap,
+    BlockSnapshot,
     BlockState,
     DescribeBlocks,
     GroupUse,
@@ -33,7 +33,7 @@ from longshore.protocol.handshake import (
     ClientHello,
     EngineIdentity,
     EngineReady,
-    Refused,
+    Rejected,
     ToClient,
     ToEngine,
 )
@@ -79,7 +79,7 @@ REPORT = EngineReport(
     pause=PauseState.UNPAUSED.value,
     waiting=(WaitingReport("cmpl-1", "WAITING", "blocks: 9 are needed, 3 are free", 12.5, 140, 1),),
 )
-BLOCK_MAP = BlockMap(
+BLOCK_MAP = BlockSnapshot(
     REPORT,
     states=np.array([0] + [3] * 20 + [5] * 5 + [2] * 30 + [1] * 44, np.uint8),
     groups=(GroupUse("full attention", 16, 2, 4096, 20),),
@@ -165,7 +165,7 @@ class FakeEngine:
         self.stopped: list[StopFound] = []
         self.num_describes = 0
         self.report: EngineReport | None = REPORT
-        self.block_map: BlockMap | None = BLOCK_MAP
+        self.block_map: BlockSnapshot | None = BLOCK_MAP
         self.arrived = asyncio.Event()
         self._peer = b""
         self._context = zmq.Context()
@@ -181,7 +181,7 @@ class FakeEngine:
                     if fingerprint == IDENTITY.model_fingerprint:
                         self.send(EngineReady("engine-0.1", IDENTITY, num_blocks=100))
                     else:
-                        self.send(Refused(f"model_fingerprint={fingerprint!r} is another"))
+                        self.send(Rejected(f"model_fingerprint={fingerprint!r} is another"))
                 case AddRequest():
                     self.requests.append(message)
                     self.script(self, message)

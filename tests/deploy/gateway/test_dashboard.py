@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from longshore.deploy.gateway.dashboard import Dashboard, encode_state
 from longshore.deploy.gateway.errors import ApiError
-from longshore.protocol.block_map import MAX_LISTED_BLOCKS, BlockMap, BlockState
+from longshore.protocol.block_map import MAX_LISTED_BLOCKS, BlockSnapshot, BlockState
 from tests.deploy.gateway.conftest import StartGateway
 from tests.deploy.gateway.fake_engine import BLOCK_MAP, REPORT
 
@@ -146,7 +146,7 @@ async def test_a_silent_scheduler_and_a_dead_one_are_told_apart(
 
 def test_a_million_blocks_make_an_answer_of_bounded_size() -> None:
     chance = np.random.default_rng(1)
-    block_map = BlockMap(
+    block_map = BlockSnapshot(
         REPORT,
         states=chance.choice(np.array([1, 2, 3, 4], np.uint8), 1_000_000),
         groups=(),

@@ -10,7 +10,7 @@ from longshore.deploy.bench.sse_client import HttpAnswer
 from longshore.deploy.model_folder import SamplingDefaults
 from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.protocol.client import AddRequest, FinishReason
-from longshore.protocol.errors import HandshakeRefused
+from longshore.protocol.errors import HandshakeRejected
 from tests.deploy.gateway.conftest import StartGateway
 from tests.deploy.gateway.fake_engine import FakeEngine, echo, never_answer
 from tests.deploy.tiny_tokenizer import byte_level_tokenizer
@@ -289,7 +289,7 @@ async def test_broken_connection_to_the_engine_is_noticed(start_gateway: StartGa
 async def test_gateway_of_another_model_is_refused_by_the_engine(
     start_gateway: StartGateway,
 ) -> None:
-    with pytest.raises(HandshakeRefused, match="another"):
+    with pytest.raises(HandshakeRejected, match="another"):
         async with start_gateway(model_fingerprint="some other model"):
             pass
 

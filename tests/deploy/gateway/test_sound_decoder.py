@@ -103,7 +103,7 @@ async def test_decoding_ends_when_nobody_waits(
 ) -> None:
     import soundfile
 
-    reading, go_on = threading.Event(), threading.Event()
+    reading, resume = threading.Event(), threading.Event()
     num_reads = 0
     read = soundfile.SoundFile.read
 
@@ -111,7 +111,7 @@ async def test_decoding_ends_when_nobody_waits(
         nonlocal num_reads
         num_reads += 1
         reading.set()
-        assert go_on.wait(20)
+        assert resume.wait(20)
         return read(self, frames, **options)
 
     monkeypatch.setattr(sound_decoder, "NUM_THREADS", 1)
@@ -127,7 +127,7 @@ async def test_decoding_ends_when_nobody_waits(
     await asyncio.to_thread(reading.wait, 20)
     task.cancel()
     await asyncio.wait([task])
-    go_on.set()
+    resume.set()
     # On the one thread, behind the other; and there is room for it.
     async with decoder.features(as_file(tone(0.5)), speech, MAX_S):
         pass

@@ -13,7 +13,7 @@ from tests.worker.models.paged_model import PagedModel, forward_logits
 from tests.worker.models.served_model import ServedModel
 
 CheckpointOf = Callable[[Case], Checkpoint]
-Answers = tuple[list[list[int]], list[ReferenceAnswer]]
+OutputProcessor = tuple[list[list[int]], list[ReferenceAnswer]]
 
 
 def served_model(checkpoint: Checkpoint, **settings: object) -> ServedModel:
@@ -25,7 +25,7 @@ def served_model(checkpoint: Checkpoint, **settings: object) -> ServedModel:
     )
 
 
-def plain(checkpoint: Checkpoint) -> Answers:
+def plain(checkpoint: Checkpoint) -> OutputProcessor:
     """What no request holds is made unreadable between the steps."""
     with served_model(checkpoint, max_steps_in_flight=1, enable_prefix_caching=False) as served:
         for prompt in checkpoint.prompts:
@@ -36,12 +36,12 @@ def plain(checkpoint: Checkpoint) -> Answers:
         return served.tokens, checkpoint.answers
 
 
-def chunked(checkpoint: Checkpoint) -> Answers:
+def chunked(checkpoint: Checkpoint) -> OutputProcessor:
     with served_model(checkpoint, max_num_batched_tokens=13) as served:
         return served.answers(checkpoint.prompts), checkpoint.answers
 
 
-def prefix_hit(checkpoint: Checkpoint) -> Answers:
+def prefix_hit(checkpoint: Checkpoint) -> OutputProcessor:
     """The third prompt begins like the first, which comes once more beside it."""
     with served_model(checkpoint) as served:
         answers = served.answers([checkpoint.prompts[index] for index in (0, 1, 3)])
@@ -53,7 +53,7 @@ def prefix_hit(checkpoint: Checkpoint) -> Answers:
     return answers, [checkpoint.answers[index] for index in (0, 1, 3, 2, 0)]
 
 
-def preempted(checkpoint: Checkpoint) -> Answers:
+def preempted(checkpoint: Checkpoint) -> OutputProcessor:
     """More requests than the smallest pool that holds the longest one has room for."""
     with served_model(
         checkpoint, num_blocks=None, max_num_batched_tokens=16, enable_prefix_caching=False
