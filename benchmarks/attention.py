@@ -33,11 +33,11 @@ from longshore.worker.attention.native_backend import NativeAttention
 from longshore.worker.attention.reach import Reach
 from longshore.worker.attention.segments import decode_segments
 from longshore.worker.attention.torch_backend import TorchAttention
-from longshore.worker.cache_plan import element_bytes
 from longshore.worker.kernels.native import native
-from longshore.worker.kv_cache import KVCache, PagedKV
-from longshore.worker.slot_mapping import slots_at
-from longshore.worker.step_batch import make_batch
+from longshore.worker.kv_cache.buffer import KVCache, PagedKV
+from longshore.worker.kv_cache.plan import element_bytes
+from longshore.worker.kv_cache.slot_mapping import slots_at
+from longshore.worker.step.step_batch import make_batch
 
 BLOCK_SIZE = 16
 SHAPES = {"tiny": (8, 2, 32, 4), "0.6b": (16, 8, 128, 2)}  # heads, KV heads, head size, layers

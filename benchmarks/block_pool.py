@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import report
 
-from longshore.scheduler.block_pool import BlockPool
-from longshore.scheduler.free_queue import BlockIds
+from longshore.scheduler.kv_cache.block_pool import BlockPool
+from longshore.scheduler.kv_cache.free_queue import BlockIds
 
 NUM_BLOCKS = 20_000
 PEER_PROGRAM = """

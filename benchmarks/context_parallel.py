@@ -22,8 +22,8 @@ import report
 from parallel import answer
 
 from longshore import LLM
-from longshore.deploy.cache_plan import plan
-from longshore.deploy.options import CachePlanOptions
+from longshore.deploy.cli.cache_plan import plan
+from longshore.deploy.cli.options import CachePlanOptions
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_OUT = 16, 2000, 33
 LAYOUTS: dict[str, dict[str, Any]] = {

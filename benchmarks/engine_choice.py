@@ -26,9 +26,9 @@ from typing import Any, Final
 import numpy as np
 import report
 
-from longshore.deploy.gateway import engine_choice
-from longshore.deploy.gateway.engine_choice import EngineChoice
-from longshore.deploy.live_requests import LiveRequest
+from longshore.deploy.gateway.engines import engine_choice
+from longshore.deploy.gateway.engines.engine_choice import EngineChoice
+from longshore.deploy.requests.live_requests import LiveRequest
 
 BUDGET: Final = 2048
 MAX_ROWS: Final = 256

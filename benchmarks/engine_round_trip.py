@@ -25,11 +25,19 @@ import report
 import zmq
 from live_engine import EPOCH, TIMEOUT_S, LiveEngine, connect_worker, long_request
 
-from longshore.protocol.channel import Endpoint, SocketWatcher, open_socket
-from longshore.protocol.codec import Decoder, Encoder, Frame
 from longshore.protocol.handshake import FromWorker, ToWorker
+from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.plan import SchedulerOutput
-from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.transport.channel import (
+    Endpoint,
+    SocketWatcher,
+    open_socket,
+)
+from longshore.protocol.transport.codec import (
+    Decoder,
+    Encoder,
+    Frame,
+)
 
 Socket: TypeAlias = zmq.Socket[bytes]
 Frames: TypeAlias = list[Frame]

@@ -20,11 +20,10 @@ import zmq
 from live_engine import EPOCH, TIMEOUT_S, VOCAB_SIZE, LiveEngine, connect_worker, long_request
 from scheduler_step import num_sampled
 
-from longshore.protocol.channel import Endpoint
-from longshore.protocol.client import EngineOutputs
 from longshore.protocol.handshake import EngineIdentity
+from longshore.protocol.outputs import EngineOutputs, ModelRunnerOutput
 from longshore.protocol.plan import SchedulerOutput
-from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.transport.channel import Endpoint
 
 WARM_UP = 200
 

@@ -31,11 +31,11 @@ import numpy as np
 import report
 from gateway_load import IDENTITY, STRIDE, Job, Streams
 
-from longshore.deploy.demo import DEMO_MODEL_DIR
-from longshore.deploy.gateway.tokenizer import load_tokenizer
-from longshore.deploy.model_folder import SamplingDefaults
-from longshore.deploy.runtime_dir import RuntimeDir
-from longshore.protocol.channel import Endpoint
+from longshore.deploy.gateway.text.tokenizer import load_tokenizer
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from longshore.deploy.model.folder import SamplingDefaults
+from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.protocol.transport.channel import Endpoint
 
 VOCAB_SIZE: Final = 1600
 NUM_TOKENS: Final = 4096

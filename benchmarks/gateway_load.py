@@ -14,9 +14,6 @@ import numpy as np
 import zmq
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.channel import Endpoint, ServerChannel, open_socket
-from longshore.protocol.client import AbortRequests, AddRequest, EngineOutputs, FinishReason
-from longshore.protocol.client import FinishedRequest as End
 from longshore.protocol.handshake import (
     ClientHello,
     EngineIdentity,
@@ -24,7 +21,14 @@ from longshore.protocol.handshake import (
     ToClient,
     ToEngine,
 )
-from longshore.protocol.results import TokenLogprobs
+from longshore.protocol.outputs import EngineOutputs, FinishReason, TokenLogprobs
+from longshore.protocol.outputs import FinishedRequest as End
+from longshore.protocol.requests import AbortRequests, AddRequest
+from longshore.protocol.transport.channel import (
+    Endpoint,
+    ServerChannel,
+    open_socket,
+)
 
 IDENTITY: Final = EngineIdentity(
     model_fingerprint="none",

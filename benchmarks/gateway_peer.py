@@ -23,7 +23,7 @@ import report
 from gateway_capacity import CHAT, TEXT, cpu_of, wait_until_ready
 from gateway_load import Streams
 
-from longshore.deploy.demo import DEMO_MODEL_DIR
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
 
 TIMEOUT_S: Final = 300.0
 PATHS: Final = {"chat": ("/v1/chat/completions", CHAT), "completions": ("/v1/completions", TEXT)}

@@ -19,11 +19,11 @@ import report
 from peers import workload
 from scheduler_step import Load
 
-from longshore.protocol.client import AddRequest
-from longshore.protocol.codec import Decoder, Encoder
 from longshore.protocol.handshake import FromWorker, ToEngine
+from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.plan import SchedulerOutput
-from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.requests import AddRequest
+from longshore.protocol.transport.codec import Decoder, Encoder
 
 NUM_DIFFERENT = 20_000  # requests, used again and again under the same ids
 

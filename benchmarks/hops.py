@@ -31,10 +31,10 @@ from peers.hop_counter import calls_during, count, described
 import longshore.connectors
 import longshore.protocol
 import longshore.scheduler
-from longshore.protocol.client import AddRequest
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.plan import SchedulerOutput
-from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler

@@ -28,9 +28,9 @@ from longshore.worker.attention.latent_backend import (
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.segments import decode_segments
 from longshore.worker.kernels.native import native
-from longshore.worker.kv_cache import PagedLatents
-from longshore.worker.slot_mapping import slots_at
-from longshore.worker.step_batch import StepBatch, make_batch
+from longshore.worker.kv_cache.buffer import PagedLatents
+from longshore.worker.kv_cache.slot_mapping import slots_at
+from longshore.worker.step.step_batch import StepBatch, make_batch
 
 BLOCK_SIZE = 16
 LAYERS = 2

@@ -29,8 +29,6 @@ import msgspec
 import numpy as np
 import zmq
 
-from longshore.protocol.channel import Channel, Endpoint, ServerChannel, open_socket
-from longshore.protocol.client import AddRequest
 from longshore.protocol.handshake import (
     ClientHello,
     EngineIdentity,
@@ -44,8 +42,20 @@ from longshore.protocol.handshake import (
     WorkerReady,
 )
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from longshore.protocol.lifeline import STOP_SIGNAL, Progress, Ready, decode_report
+from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.transport.channel import (
+    Channel,
+    Endpoint,
+    ServerChannel,
+    open_socket,
+)
+from longshore.protocol.transport.lifeline import (
+    STOP_SIGNAL,
+    Progress,
+    Ready,
+    decode_report,
+)
 from longshore.scheduler import __main__ as scheduler_main
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 from longshore.scheduler.scheduler import Scheduler

@@ -1,5 +1,6 @@
 """How connections to one port spread over processes that accept them: from a socket of each one's
-own (`own`, as `deploy/listeners.py` makes them), or from one that all inherit (`shared`).
+own (`own`, as `deploy/supervisor/listeners.py` makes them), or from one that all inherit
+(`shared`).
 
     python benchmarks/port_sharing.py [--repeats 3] [--json F]
 
@@ -20,7 +21,7 @@ from typing import Any, Final
 import report
 import uvloop
 
-from longshore.deploy.listeners import bind
+from longshore.deploy.supervisor.listeners import bind
 
 HOST: Final = "127.0.0.1"
 

@@ -28,11 +28,11 @@ from peers import workload
 from scheduler_step import add_groups, growth, kv_cache_of
 
 from longshore.protocol.arrays import Int32Array
-from longshore.protocol.client import AddRequest
+from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
-from longshore.scheduler.block_hash import BlockHasher
 from longshore.scheduler.config import CacheConfig
-from longshore.scheduler.kv_cache_manager import KVCacheManager
+from longshore.scheduler.kv_cache.block_hash import BlockHasher
+from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.request import Request
 
 Algorithm = Literal["sha256", "xxh3-128"]

@@ -25,9 +25,9 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from longshore.protocol.plan import RowStart, SchedulerOutput, digest_changes
 from longshore.protocol.sampling import SamplingParams
-from longshore.worker.compute_queue import open_compute_queue
-from longshore.worker.kv_cache import KVCache
-from longshore.worker.model_runner import ModelRunner
+from longshore.worker.kv_cache.buffer import KVCache
+from longshore.worker.step.compute_queue import open_compute_queue
+from longshore.worker.step.model_runner import ModelRunner
 
 CASES = [(4_096, 64), (151_936, 8)]
 PROMPT_LEN = 256

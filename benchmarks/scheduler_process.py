@@ -19,7 +19,6 @@ import msgspec
 import report
 import zmq
 
-from longshore.protocol.channel import Channel, Endpoint, open_socket
 from longshore.protocol.handshake import (
     EngineIdentity,
     FromWorker,
@@ -29,7 +28,17 @@ from longshore.protocol.handshake import (
     WorkerReady,
 )
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from longshore.protocol.lifeline import STOP_SIGNAL, Progress, Ready, decode_report
+from longshore.protocol.transport.channel import (
+    Channel,
+    Endpoint,
+    open_socket,
+)
+from longshore.protocol.transport.lifeline import (
+    STOP_SIGNAL,
+    Progress,
+    Ready,
+    decode_report,
+)
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 
 MAX_MODEL_LEN = 8192

@@ -29,8 +29,6 @@ import numpy as np
 import report
 from peers import workload
 
-from longshore.protocol.client import AddRequest
-from longshore.protocol.codec import Encoder, Frame
 from longshore.protocol.handshake import ToClient, ToWorker
 from longshore.protocol.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -41,10 +39,12 @@ from longshore.protocol.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.plan import SchedulerOutput
-from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.requests import AddRequest
 from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.transport.codec import Encoder, Frame
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler
 

@@ -25,11 +25,11 @@ import report
 
 from longshore.deploy.bench.prompts import random_prompts
 from longshore.deploy.bench.sse_client import HttpEndpoint
-from longshore.deploy.demo import DEMO_MODEL_DIR
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import AddRequest
+from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.plan import SchedulerOutput
-from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler

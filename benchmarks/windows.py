@@ -22,8 +22,8 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import AddRequest
-from longshore.protocol.results import ModelRunnerOutput, WorkerReport
+from longshore.protocol.outputs import ModelRunnerOutput, WorkerReport
+from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler

@@ -14,22 +14,29 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from longshore.protocol.block_map import BlockSnapshot, DescribeBlocks
-from longshore.protocol.client import (
+from longshore.protocol.errors import HandshakeRejected
+from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.protocol.outputs import (
+    EngineFailed,
+    EngineOutputs,
+    ModelRunnerOutput,
+    TransferReport,
+    WorkerFailed,
+)
+from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
+from longshore.protocol.requests import (
     AbortRequests,
     AddRequest,
     ContinueSession,
-    DescribeEngine,
-    EngineFailed,
-    EngineOutputs,
-    EngineReport,
     StopFound,
 )
-from longshore.protocol.errors import HandshakeRejected
-from longshore.protocol.kv_cache_spec import KVCacheConfig
-from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
-from longshore.protocol.results import ModelRunnerOutput, TransferReport, WorkerFailed
-from longshore.protocol.statistics import WorkerStats
+from longshore.protocol.statistics import (
+    BlockSnapshot,
+    DescribeBlocks,
+    DescribeEngine,
+    EngineReport,
+    WorkerStats,
+)
 
 PROTOCOL_VERSION: Final = 8
 """Raised by every change of a message; both sides must run the same one."""

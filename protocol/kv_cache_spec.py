@@ -223,7 +223,7 @@ class CustomSpec(_Spec, frozen=True, tag="custom"):
 
     page_size_bytes: of one block of one layer.
     manager:         `package.module:Class`, who plans its blocks in the scheduler; it extends
-                     longshore.scheduler.single_type_manager.SingleTypeManager.
+                     longshore.scheduler.kv_cache.full.SingleTypeManager.
     settings:        whatever manager and worker agree on.
     """
 

@@ -11,7 +11,12 @@ from typing import Final
 import msgspec
 
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, UInt8Array
-from longshore.protocol.inputs import LoRARequest, MultimodalFeature, PoolingParams, PromptEmbeds
+from longshore.protocol.requests import (
+    LoRARequest,
+    MultimodalFeature,
+    PoolingParams,
+    PromptEmbeds,
+)
 from longshore.protocol.sampling import SamplingParams
 
 _encoder = msgspec.msgpack.Encoder()

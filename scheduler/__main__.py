@@ -5,9 +5,13 @@ import sys
 from pathlib import Path
 
 from longshore.protocol.errors import LongshoreError
-from longshore.protocol.lifeline import Failed, Lifeline, stop_signals
-from longshore.protocol.log_records import send_records
-from longshore.scheduler.startup import load_config, serve
+from longshore.protocol.logs.records import send_records
+from longshore.protocol.transport.lifeline import (
+    Failed,
+    Lifeline,
+    stop_signals,
+)
+from longshore.scheduler.process.startup import load_config, serve
 
 
 def main() -> int:

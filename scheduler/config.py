@@ -4,9 +4,9 @@ from typing import Literal
 
 import msgspec
 
-from longshore.protocol.channel import Endpoint
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
+from longshore.protocol.transport.channel import Endpoint
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

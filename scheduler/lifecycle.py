@@ -5,22 +5,21 @@ from typing import Final
 
 from longshore.connectors.base import FinishAction, RequestView
 from longshore.protocol.arrays import EMPTY_INT32, Float32Array, Int32Array
-from longshore.protocol.client import (
+from longshore.protocol.outputs import FinishReason, RequestEvent
+from longshore.protocol.requests import (
     AddRequest,
     ContinueSession,
-    FinishReason,
     Malformed,
     MalformedAdd,
-    RequestEvent,
 )
-from longshore.scheduler.forks import fork_problem
-from longshore.scheduler.intake import RequestValidator
-from longshore.scheduler.kv_cache_manager import HeldBlocks
+from longshore.scheduler.features.forks import fork_problem
+from longshore.scheduler.features.transfers import EndedLoad, num_blocks_of
+from longshore.scheduler.inspect.request_log import RequestLog
+from longshore.scheduler.kv_cache.manager import HeldBlocks
 from longshore.scheduler.parts import Parts
-from longshore.scheduler.plan_builder import PlanBuilder
 from longshore.scheduler.request import NOT_SCHEDULED, Request, RequestStatus
-from longshore.scheduler.request_log import RequestLog
-from longshore.scheduler.transfers import EndedLoad, num_blocks_of
+from longshore.scheduler.step.plan_builder import PlanBuilder
+from longshore.scheduler.validation import RequestValidator
 
 MAX_QUEUED_CHUNKS: Final = 1024
 """Chunks of one session that may wait for their turn."""

@@ -4,17 +4,17 @@ from dataclasses import dataclass
 
 from longshore.connectors.base import SchedulerConnector
 from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.encoder_cache import EncoderCache
-from longshore.scheduler.forks import Forks
-from longshore.scheduler.gates import AdmissionGates
-from longshore.scheduler.in_flight import StepsInFlight
-from longshore.scheduler.kv_cache_manager import KVCacheManager
-from longshore.scheduler.lora import LoRASlots
-from longshore.scheduler.outputs import OutputBuckets
-from longshore.scheduler.policy import SchedulingPolicy
-from longshore.scheduler.running import RunningTable
-from longshore.scheduler.transfers import Transfers
-from longshore.scheduler.waiting import WaitingRequests
+from longshore.scheduler.features.encoder import EncoderCache
+from longshore.scheduler.features.forks import Forks
+from longshore.scheduler.features.lora import LoRASlots
+from longshore.scheduler.features.transfers import Transfers
+from longshore.scheduler.kv_cache.manager import KVCacheManager
+from longshore.scheduler.queue.policies import SchedulingPolicy
+from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.step.client_outputs import OutputBuckets
+from longshore.scheduler.step.gates import AdmissionGates
+from longshore.scheduler.step.in_flight import StepsInFlight
+from longshore.scheduler.step.running import RunningTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from longshore.protocol.arrays import Int32Array
-from longshore.protocol.client import AddRequest, ContinueSession, FinishReason, RequestEvent
+from longshore.protocol.outputs import FinishReason, RequestEvent
+from longshore.protocol.requests import AddRequest, ContinueSession
 from longshore.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:  # they know requests
-    from longshore.scheduler.block_hash import ExtraKeys
-    from longshore.scheduler.kv_cache_manager import HeldBlocks
-    from longshore.scheduler.structured_output import Grammar
+    from longshore.scheduler.features.grammar import Grammar
+    from longshore.scheduler.kv_cache.block_hash import ExtraKeys
+    from longshore.scheduler.kv_cache.manager import HeldBlocks
 
 NOT_SCHEDULED: Final = -1
 

@@ -11,54 +11,63 @@ import msgspec
 
 from longshore.connectors.base import ConnectorOutput, SchedulerConnector
 from longshore.protocol.arrays import Int32Array, int32_array
-from longshore.protocol.block_map import BlockSnapshot
-from longshore.protocol.client import (
-    MAX_REPORTED,
-    AddRequest,
-    ContinueSession,
-    EngineOutputs,
-    EngineReport,
-    FinishReason,
-    Malformed,
-    SchedulerStats,
-    StopFound,
-)
 from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
     check_holds_one_request,
     max_encoder_tokens,
 )
+from longshore.protocol.outputs import (
+    EngineOutputs,
+    FinishReason,
+    ModelRunnerOutput,
+    TransferReport,
+)
 from longshore.protocol.plan import SampleMask, SchedulerOutput
-from longshore.protocol.results import ModelRunnerOutput, TransferReport
-from longshore.protocol.statistics import WorkerStats
-from longshore.scheduler.admission import Admission
-from longshore.scheduler.answers import OutputProcessor
-from longshore.scheduler.block_map import BlockSnapshots
-from longshore.scheduler.block_metrics import BlockMetrics
+from longshore.protocol.requests import (
+    AddRequest,
+    ContinueSession,
+    Malformed,
+    StopFound,
+)
+from longshore.protocol.statistics import (
+    MAX_REPORTED,
+    BlockSnapshot,
+    EngineReport,
+    SchedulerStats,
+    WorkerStats,
+)
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
-from longshore.scheduler.forgetting_managers import check_states
-from longshore.scheduler.forks import Forks
-from longshore.scheduler.gates import AdmissionGates
-from longshore.scheduler.in_flight import StepsInFlight
-from longshore.scheduler.intake import RequestValidator
-from longshore.scheduler.kv_cache_manager import KVCacheManager
+from longshore.scheduler.features.forks import Forks
+from longshore.scheduler.features.grammar import GrammarCompiler, StructuredOutputs
+from longshore.scheduler.features.lora import LoRASlots
+from longshore.scheduler.features.metrics import BlockMetrics
+from longshore.scheduler.features.recovery import Recovery
+from longshore.scheduler.features.row_encoder import check_encoder, make_encoder
+from longshore.scheduler.features.transfers import Transfers
+from longshore.scheduler.inspect.block_snapshot import BlockSnapshots
+from longshore.scheduler.inspect.reports import Progress, WaitingReasons
+from longshore.scheduler.kv_cache.manager import KVCacheManager
+from longshore.scheduler.kv_cache.windowed import check_states
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.lora import LoRASlots
-from longshore.scheduler.outputs import OutputBuckets
 from longshore.scheduler.parts import Parts
-from longshore.scheduler.pause import PauseState
-from longshore.scheduler.plan_builder import PlanBuilder
-from longshore.scheduler.policy import SchedulingPolicy, checked, load_policy
-from longshore.scheduler.recovery import Recovery
-from longshore.scheduler.report import Progress, WaitingReasons
+from longshore.scheduler.queue.policies import (
+    SchedulingPolicy,
+    checked,
+    load_policy,
+)
+from longshore.scheduler.queue.waiting import WaitingRequests
 from longshore.scheduler.request import RequestStatus
-from longshore.scheduler.row_encoder import check_encoder, make_encoder
-from longshore.scheduler.running import RunningTable
-from longshore.scheduler.step_planner import StepPlanner
-from longshore.scheduler.structured_output import GrammarCompiler, StructuredOutputs
-from longshore.scheduler.transfers import Transfers
-from longshore.scheduler.waiting import WaitingRequests
+from longshore.scheduler.step.admission import Admission
+from longshore.scheduler.step.client_outputs import OutputBuckets
+from longshore.scheduler.step.gates import AdmissionGates
+from longshore.scheduler.step.in_flight import StepsInFlight
+from longshore.scheduler.step.output_processor import OutputProcessor
+from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.plan_builder import PlanBuilder
+from longshore.scheduler.step.planner import StepPlanner
+from longshore.scheduler.step.running import RunningTable
+from longshore.scheduler.validation import RequestValidator
 
 
 class Scheduler:

@@ -21,7 +21,7 @@ from typing import Final, NoReturn
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from longshore.deploy.demo import DemoPrompt, make_prompt
+from longshore.deploy.model.demo import DemoPrompt, make_prompt
 
 HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8000

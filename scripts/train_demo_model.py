@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from longshore.deploy.demo import (
+from longshore.deploy.model.demo import (
     COLOURS,
     NUM_BERTHS,
     NUM_CONTAINERS,

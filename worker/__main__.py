@@ -6,8 +6,13 @@ from pathlib import Path
 from types import FrameType
 
 from longshore.protocol.errors import LongshoreError
-from longshore.protocol.lifeline import Failed, Lifeline, Progress, stop_signals
-from longshore.protocol.log_records import send_records
+from longshore.protocol.logs.records import send_records
+from longshore.protocol.transport.lifeline import (
+    Failed,
+    Lifeline,
+    Progress,
+    stop_signals,
+)
 from longshore.worker.config import load_config
 from longshore.worker.errors import RankLost
 
@@ -31,7 +36,7 @@ def main() -> int:
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
     lifeline.report(Progress("loading torch"))
     # Only now: importing torch takes seconds, in which a supervisor may already have gone.
-    from longshore.worker.startup import serve
+    from longshore.worker.process.startup import serve
 
     try:
         serve(config, lifeline)

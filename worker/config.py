@@ -5,10 +5,10 @@ from typing import Literal
 
 import msgspec
 
-from longshore.protocol.channel import Endpoint
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import KVCacheDtype
+from longshore.protocol.transport.channel import Endpoint
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,38 +21,38 @@ from longshore.protocol.kv_cache_spec import (
     max_blocks,
     num_reserved_blocks,
 )
-from longshore.worker import kv_cache
 from longshore.worker.attention.grouped import GroupedAttention
-from longshore.worker.byte_size import byte_size
-from longshore.worker.cache_plan import (
+from longshore.worker.config import WorkerConfig
+from longshore.worker.errors import UnsupportedModel
+from longshore.worker.kernels import native
+from longshore.worker.kv_cache import buffer as kv_cache
+from longshore.worker.kv_cache.context_share import check_context_parallel
+from longshore.worker.kv_cache.fp8 import KVScales
+from longshore.worker.kv_cache.kv_scales import read_kv_scales
+from longshore.worker.kv_cache.plan import (
     CacheSizes,
     check_cache_specs,
     element_bytes,
     groups_of_rank,
     plan_groups,
 )
-from longshore.worker.cache_report import report_on
-from longshore.worker.compute_queue import ComputeQueue, open_compute_queue
-from longshore.worker.config import WorkerConfig
-from longshore.worker.context_share import check_context_parallel
-from longshore.worker.device import (
+from longshore.worker.kv_cache.report import report_on
+from longshore.worker.loading.loader import load_weights
+from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.models.families import read_model_config
+from longshore.worker.models.registry import MODELS
+from longshore.worker.models.rope_config import DynamicRope
+from longshore.worker.process.byte_size import byte_size
+from longshore.worker.process.device import (
     dtype_name,
     fits_in_memory,
     open_device,
     resolve_dtype,
     wait_for_device,
 )
-from longshore.worker.errors import UnsupportedModel
-from longshore.worker.fp8 import KVScales
-from longshore.worker.kernels import native
-from longshore.worker.kv_scales import read_kv_scales
-from longshore.worker.loader import load_weights
-from longshore.worker.model_runner import ModelRunner
-from longshore.worker.models.decoder_config import DecoderConfig
-from longshore.worker.models.families import read_model_config
-from longshore.worker.models.registry import MODELS
-from longshore.worker.models.rope_config import DynamicRope
-from longshore.worker.parallel import ALONE, Parallel
+from longshore.worker.ranks.parallel import ALONE, Parallel
+from longshore.worker.step.compute_queue import ComputeQueue, open_compute_queue
+from longshore.worker.step.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

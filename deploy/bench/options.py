@@ -5,8 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from longshore.deploy.demo import DEMO_MODEL_DIR
-from longshore.deploy.options import SHOWN_AS_DEMO_MODEL, EngineOptions, check_at_least
+from longshore.deploy.cli.options import (
+    SHOWN_AS_DEMO_MODEL,
+    EngineOptions,
+    check_at_least,
+)
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.protocol.errors import ConfigError
 
 

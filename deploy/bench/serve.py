@@ -17,7 +17,7 @@ from longshore.deploy.bench.options import ServeBenchOptions
 from longshore.deploy.bench.prompts import random_prompts
 from longshore.deploy.bench.report import check_writable, conditions, percentiles_ms, write
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
-from longshore.deploy.refusal import refusal
+from longshore.deploy.cli.refusal import refusal
 from longshore.protocol.errors import LongshoreError
 
 UNKNOWN_VOCAB_SIZE = 1000

@@ -9,10 +9,10 @@ import numpy as np
 from longshore.deploy.bench.options import ThroughputOptions
 from longshore.deploy.bench.prompts import random_prompts
 from longshore.deploy.bench.report import check_writable, conditions, spread, write
-from longshore.deploy.llm import LLM
-from longshore.deploy.llm_outputs import RequestOutput
-from longshore.deploy.model_folder import read_model_folder
-from longshore.deploy.options import EngineOptions
+from longshore.deploy.cli.options import EngineOptions
+from longshore.deploy.llm.llm import LLM
+from longshore.deploy.llm.outputs import RequestOutput
+from longshore.deploy.model.folder import read_model_folder
 from longshore.protocol.errors import ConfigError, EngineDead
 from longshore.protocol.sampling import SamplingParams
 

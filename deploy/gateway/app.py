@@ -12,21 +12,32 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from longshore.deploy.gateway.chat import ChatEndpoint
-from longshore.deploy.gateway.completions import CompletionsEndpoint
-from longshore.deploy.gateway.dashboard import Dashboard, engine_asked, scheduler_says
-from longshore.deploy.gateway.embeddings import EmbeddingsEndpoint
-from longshore.deploy.gateway.endpoint import Endpoint, Service
-from longshore.deploy.gateway.errors import ApiError, unavailable, unknown_model
-from longshore.deploy.gateway.front_door import REQUEST_ID_HEADER, FrontDoor
+from longshore.deploy.gateway.dashboard.dashboard import (
+    Dashboard,
+    engine_asked,
+    scheduler_says,
+)
+from longshore.deploy.gateway.engines.siblings import READY, Siblings
+from longshore.deploy.gateway.http.front_door import REQUEST_ID_HEADER, FrontDoor
 from longshore.deploy.gateway.metrics import GatewayMetrics
-from longshore.deploy.gateway.openai_responses import Model, ModelList
-from longshore.deploy.gateway.openapi import document
+from longshore.deploy.gateway.openai.chat import ChatEndpoint
+from longshore.deploy.gateway.openai.completions import CompletionsEndpoint
+from longshore.deploy.gateway.openai.embeddings import EmbeddingsEndpoint
+from longshore.deploy.gateway.openai.endpoint import Endpoint, Service
+from longshore.deploy.gateway.openai.errors import (
+    ApiError,
+    unavailable,
+    unknown_model,
+)
+from longshore.deploy.gateway.openai.openapi import document
+from longshore.deploy.gateway.openai.responses import Model, ModelList
+from longshore.deploy.gateway.openai.tokenization import DetokenizeEndpoint, TokenizeEndpoint
+from longshore.deploy.gateway.openai.transcriptions import (
+    TranscriptionsEndpoint,
+    TranslationsEndpoint,
+)
 from longshore.deploy.gateway.request_log import note_failure
-from longshore.deploy.gateway.siblings import READY, Siblings
-from longshore.deploy.gateway.tokenization import DetokenizeEndpoint, TokenizeEndpoint
-from longshore.deploy.gateway.transcriptions import TranscriptionsEndpoint, TranslationsEndpoint
-from longshore.deploy.replica import Replica
+from longshore.deploy.supervisor.replica import Replica
 
 
 class Gateway:

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from longshore.deploy.embedding_model import EmbeddingModel
-from longshore.deploy.model_folder import AudioInput, SamplingDefaults
-from longshore.protocol.channel import Endpoint
+from longshore.deploy.model.embedding import EmbeddingModel
+from longshore.deploy.model.folder import AudioInput, SamplingDefaults
+from longshore.protocol.transport.channel import Endpoint
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,10 +11,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.process_collector import ProcessCollector
 
 import longshore
-from longshore.deploy.gateway.engine_metrics import EngineMetrics
+from longshore.deploy.gateway.engines.engine_metrics import EngineMetrics
 from longshore.deploy.gateway.hot_metrics import HotCounter, HotHistogram
-from longshore.protocol.client import FinishedRequest, FinishReason, RequestEvent, SchedulerStats
 from longshore.protocol.handshake import PROTOCOL_VERSION
+from longshore.protocol.outputs import (
+    FinishedRequest,
+    FinishReason,
+    RequestEvent,
+)
+from longshore.protocol.statistics import SchedulerStats
 
 _PHASE_BOUNDS_S: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300,

@@ -24,18 +24,24 @@ from prometheus_client import disable_created_metrics
 
 from longshore.deploy.gateway.app import Gateway
 from longshore.deploy.gateway.config import GatewayConfig
-from longshore.deploy.gateway.connection import BoundedConnection
-from longshore.deploy.gateway.endpoint import Service
-from longshore.deploy.gateway.engines import Engines
-from longshore.deploy.gateway.openai_responses import Model
-from longshore.deploy.gateway.prompts import PromptReader
-from longshore.deploy.gateway.tokenizer import load_tokenizer
-from longshore.deploy.logs import set_up_logging
-from longshore.deploy.runtime_dir import read_death_note, read_progress_note
-from longshore.deploy.speech import SpeechModel
+from longshore.deploy.gateway.engines.engines import Engines
+from longshore.deploy.gateway.http.connection import BoundedConnection
+from longshore.deploy.gateway.openai.endpoint import Service
+from longshore.deploy.gateway.openai.prompts import PromptReader
+from longshore.deploy.gateway.openai.responses import Model
+from longshore.deploy.gateway.text.tokenizer import load_tokenizer
+from longshore.deploy.requests.speech import SpeechModel
+from longshore.deploy.supervisor.logs import set_up_logging
+from longshore.deploy.supervisor.runtime_dir import read_death_note, read_progress_note
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.handshake import ClientHello, EngineReady
-from longshore.protocol.lifeline import Failed, Lifeline, Progress, Ready, stop_signals
+from longshore.protocol.transport.lifeline import (
+    Failed,
+    Lifeline,
+    Progress,
+    Ready,
+    stop_signals,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
 
-from longshore.deploy.gateway.errors import ApiError
-from longshore.protocol.log_limit import LogLimit
-from longshore.protocol.log_records import fields
+from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.protocol.logs.limits import LogLimit
+from longshore.protocol.logs.records import fields
 
 logger = logging.getLogger(__name__)
 

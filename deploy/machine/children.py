@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from longshore.deploy.machine.probe import MARK
-from longshore.deploy.process import signal_name
+from longshore.deploy.supervisor.process import signal_name
 
 PROBE_TIMEOUT_S: Final = 60.0
 MAX_REASON_CHARACTERS: Final = 300

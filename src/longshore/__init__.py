@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from longshore.deploy.llm import LLM
-    from longshore.deploy.token_scores import Logprob
+    from longshore.deploy.llm.llm import LLM
+    from longshore.deploy.requests.token_scores import Logprob
     from longshore.protocol.sampling import SamplingParams
 
 __version__ = "0.1.0"
@@ -18,8 +18,8 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "Logprob", "SamplingParams", "__version__"]
 
 _HOME_OF_NAME: Final = {
-    "LLM": "longshore.deploy.llm",
-    "Logprob": "longshore.deploy.token_scores",
+    "LLM": "longshore.deploy.llm.llm",
+    "Logprob": "longshore.deploy.requests.token_scores",
     "SamplingParams": "longshore.protocol.sampling",
 }
 

@@ -23,7 +23,13 @@ from types import FrameType
 
 import msgspec
 
-from longshore.protocol.lifeline import STOP_SIGNAL, Failed, Lifeline, Progress, Ready
+from longshore.protocol.transport.lifeline import (
+    STOP_SIGNAL,
+    Failed,
+    Lifeline,
+    Progress,
+    Ready,
+)
 
 
 class FakeChildConfig(msgspec.Struct, frozen=True):

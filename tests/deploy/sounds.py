@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from longshore.deploy.audio import Samples
+from longshore.deploy.requests.audio import Samples
 
 
 def tone(

@@ -7,8 +7,12 @@ import pytest
 
 from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
 from longshore.deploy.bench.report import conditions
-from longshore.deploy.client_options import ChatOptions, DoctorOptions, TopOptions
-from longshore.deploy.options import ServeOptions
+from longshore.deploy.cli.client_options import (
+    ChatOptions,
+    DoctorOptions,
+    TopOptions,
+)
+from longshore.deploy.cli.options import ServeOptions
 
 
 @pytest.mark.parametrize(

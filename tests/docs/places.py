@@ -10,7 +10,7 @@ tests/docs/test_commands.py.
 import re
 from typing import Final
 
-from longshore.deploy.demo import DEMO_MODEL_DIR
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from tests.conftest import ROOT
 from tests.docs.blocks import Block, Command
 

@@ -7,14 +7,14 @@ import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
-from longshore.deploy.gateway.errors import ApiError
-from longshore.deploy.gateway.openai_requests import (
+from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.openai.openapi import document
+from longshore.deploy.gateway.openai.requests import (
     IGNORED,
     UNSUPPORTED,
     ChatRequest,
     CompletionRequest,
 )
-from longshore.deploy.gateway.openapi import document
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "api.md").read_text()

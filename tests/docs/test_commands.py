@@ -15,10 +15,10 @@ import pytest
 from cyclopts import CycloptsError, MissingArgumentError
 from cyclopts.config import Toml
 
-from longshore.deploy.cli import PREFIX, app
-from longshore.deploy.cli import _settings_file as settings_file
-from longshore.deploy.demo import DEMO_MODEL_DIR
-from longshore.deploy.llm import LLM
+from longshore.deploy.cli.main import PREFIX, app
+from longshore.deploy.cli.main import _settings_file as settings_file
+from longshore.deploy.llm.llm import LLM
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.protocol.errors import ConfigError
 from tests.conftest import ROOT, load_script
 from tests.deploy.sounds import as_file, tone

@@ -7,8 +7,12 @@ from dataclasses import fields
 import pytest
 
 from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
-from longshore.deploy.client_options import ChatOptions, DoctorOptions, TopOptions
-from longshore.deploy.options import CachePlanOptions, ServeOptions
+from longshore.deploy.cli.client_options import (
+    ChatOptions,
+    DoctorOptions,
+    TopOptions,
+)
+from longshore.deploy.cli.options import CachePlanOptions, ServeOptions
 from tests.conftest import ROOT, load_script
 
 PAGE = ROOT / "docs" / "reference" / "configuration.md"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from longshore.deploy.llm import LLM
+from longshore.deploy.llm.llm import LLM
 from longshore.protocol.sampling import SamplingParams
-from longshore.scheduler.policy import (
+from longshore.scheduler.queue.policies import (
     POLICIES,
     CheckedPolicy,
     OrderedPolicy,

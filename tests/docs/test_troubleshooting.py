@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 
-from longshore.deploy.cli import app
+from longshore.deploy.cli.main import app
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"

@@ -14,13 +14,6 @@ import msgspec
 import numpy as np
 import zmq
 
-from longshore.protocol.channel import Channel, Endpoint, open_socket
-from longshore.protocol.client import (
-    AddRequest,
-    EngineOutputs,
-    FinishedRequest,
-    SchedulerStats,
-)
 from longshore.protocol.handshake import (
     ClientHello,
     EngineIdentity,
@@ -33,11 +26,18 @@ from longshore.protocol.handshake import (
     WorkerReady,
 )
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from longshore.protocol.lifeline import LifelineReport, decode_report
+from longshore.protocol.outputs import EngineOutputs, FinishedRequest, ModelRunnerOutput
 from longshore.protocol.plan import SchedulerOutput, Shutdown
-from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.requests import AddRequest
 from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.statistics import SchedulerStats
+from longshore.protocol.transport.channel import (
+    Channel,
+    Endpoint,
+    open_socket,
+)
+from longshore.protocol.transport.lifeline import LifelineReport, decode_report
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 
 VOCAB_SIZE = 1000

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from longshore import LLM, SamplingParams
-from longshore.deploy.llm_outputs import RequestOutput
+from longshore.deploy.llm.outputs import RequestOutput
 from tests.models import make_tiny_llama
 from tests.reference import ReferenceAnswer, assert_greedy_equal, greedy_reference
 

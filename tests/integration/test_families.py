@@ -8,11 +8,11 @@ import openai
 import pytest
 
 from longshore import LLM, SamplingParams
-from longshore.deploy.cache_plan import plan
-from longshore.deploy.options import CachePlanOptions
-from longshore.worker.cache_plan import block_bytes
-from longshore.worker.cache_report import kind_of
+from longshore.deploy.cli.cache_plan import plan
+from longshore.deploy.cli.options import CachePlanOptions
 from longshore.worker.config import WorkerConfig
+from longshore.worker.kv_cache.plan import block_bytes
+from longshore.worker.kv_cache.report import kind_of
 from longshore.worker.models.families import ARCHITECTURES
 from longshore.worker.worker import Worker
 from tests.deploy.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, save_tokenizer

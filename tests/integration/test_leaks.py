@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from longshore.deploy.engine import plan_engine
-from longshore.deploy.live_requests import LiveRequest, LiveRequests, seed_source
-from longshore.deploy.model_folder import read_model_folder
-from longshore.deploy.options import engine_options
-from longshore.deploy.remote_engine import RemoteEngine
-from longshore.protocol.client import FinishReason, SchedulerStats
+from longshore.deploy.cli.options import engine_options
+from longshore.deploy.llm.remote_engine import RemoteEngine
+from longshore.deploy.model.folder import read_model_folder
+from longshore.deploy.requests.live_requests import (
+    LiveRequest,
+    LiveRequests,
+    seed_source,
+)
+from longshore.deploy.supervisor.engine_config import plan_engine
+from longshore.protocol.outputs import FinishReason
 from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.statistics import SchedulerStats
 from tests.models import make_tiny_llama
 
 NUM_REQUESTS = 10_000

@@ -84,7 +84,7 @@ def test_a_stop_string_ends_each_answer_where_it_first_appears(
 def test_more_prompts_than_are_sent_at_once_are_all_answered(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longshore.deploy.llm.MAX_LIVE_REQUESTS", 3)
+    monkeypatch.setattr("longshore.deploy.llm.llm.MAX_LIVE_REQUESTS", 3)
     params = [SamplingParams(max_tokens=1 + n % 5, ignore_eos=True, seed=n) for n in range(20)]
     prompts = [{"prompt_token_ids": [20 + n]} for n in range(20)]
     outputs = llm.generate(prompts, params, progress=False)

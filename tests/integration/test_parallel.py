@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 from longshore import LLM, SamplingParams
-from longshore.deploy import supervisor
-from longshore.deploy.engine import engine_processes, plan_engine
-from longshore.deploy.llm_outputs import RequestOutput
-from longshore.deploy.model_folder import read_model_folder
-from longshore.deploy.options import engine_options
-from longshore.deploy.runtime_dir import RuntimeDir
-from longshore.deploy.supervisor import StartFailed, Supervisor
+from longshore.deploy.cli.options import engine_options
+from longshore.deploy.llm.outputs import RequestOutput
+from longshore.deploy.model.folder import read_model_folder
+from longshore.deploy.supervisor import supervisor
+from longshore.deploy.supervisor.engine_config import engine_processes, plan_engine
+from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.deploy.supervisor.supervisor import StartFailed, Supervisor
 from longshore.protocol.errors import ConfigError, EngineDead
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import wait_until

@@ -6,8 +6,13 @@ import msgspec
 import pytest
 
 from longshore.protocol.handshake import EngineReady, Rejected, WorkerAccepted, WorkerReady
-from longshore.protocol.lifeline import STOP_SIGNAL, Failed, Progress, Ready
-from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
+from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed
+from longshore.protocol.transport.lifeline import (
+    STOP_SIGNAL,
+    Failed,
+    Progress,
+    Ready,
+)
 from tests.integration.engine_process import (
     IDENTITY,
     TIMEOUT_S,

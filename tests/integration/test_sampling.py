@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from longshore import LLM, SamplingParams
-from longshore.deploy.llm_outputs import RequestOutput
+from longshore.deploy.llm.outputs import RequestOutput
 from tests.deploy.tiny_tokenizer import EOS_ID, byte_level_tokenizer
 from tests.integration.deployment import Deployment
 

@@ -9,11 +9,17 @@ import psutil
 import pytest
 import zmq
 
-from longshore.protocol.client import AbortRequests, AddRequest, EngineFailed, FinishReason
 from longshore.protocol.handshake import EngineReady, Rejected, WorkerAccepted, WorkerReady
-from longshore.protocol.lifeline import EXIT_SUPERVISOR_GONE, STOP_SIGNAL, Failed, Progress, Ready
-from longshore.protocol.results import ModelRunnerOutput, WorkerFailed
+from longshore.protocol.outputs import EngineFailed, FinishReason, ModelRunnerOutput, WorkerFailed
+from longshore.protocol.requests import AbortRequests, AddRequest
 from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.transport.lifeline import (
+    EXIT_SUPERVISOR_GONE,
+    STOP_SIGNAL,
+    Failed,
+    Progress,
+    Ready,
+)
 from longshore.scheduler.config import CacheConfig
 from tests.integration.engine_process import (
     IDENTITY,

@@ -16,11 +16,12 @@ import msgspec
 
 from longshore.deploy.bench.sse_client import HttpEndpoint
 from longshore.deploy.gateway.config import GatewayConfig
-from longshore.deploy.model_folder import SamplingDefaults
-from longshore.deploy.runtime_dir import RuntimeDir
+from longshore.deploy.model.folder import SamplingDefaults
+from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import AddRequest, EngineOutputs, FinishReason
-from longshore.protocol.lifeline import STOP_SIGNAL
+from longshore.protocol.outputs import EngineOutputs, FinishReason
+from longshore.protocol.requests import AddRequest
+from longshore.protocol.transport.lifeline import STOP_SIGNAL
 from tests.deploy.gateway.fake_engine import IDENTITY, FakeEngine, never_answer
 from tests.deploy.tiny_tokenizer import VOCAB_SIZE, save_tokenizer
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from longshore import LLM, SamplingParams
-from longshore.deploy.audio import Samples, split_audio
+from longshore.deploy.requests.audio import Samples, split_audio
 from longshore.protocol.errors import ConfigError
 from tests.deploy.sounds import as_file, tone
 from tests.deploy.tiny_whisper import (
@@ -197,7 +197,7 @@ def test_audios_in_groups_are_heard_as_together(
     together = llm.transcribe(audios, params=GREEDY, progress=False)
     num_pieces = sum(len(output.pieces) for output in together)
     assert num_pieces > len(audios)
-    monkeypatch.setattr("longshore.deploy.transcriber.MAX_PIECES", 5)
+    monkeypatch.setattr("longshore.deploy.llm.transcriber.MAX_PIECES", 5)
     grouped = llm.transcribe(audios, params=GREEDY)
     assert [output.text for output in grouped] == [output.text for output in together]
     assert [output.language for output in grouped] == [output.language for output in together]

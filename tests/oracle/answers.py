@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from longshore.protocol.client import FinishReason
+from longshore.protocol.outputs import FinishReason
 from tests.oracle.block_pool import Block
 from tests.oracle.plan import Answer
 from tests.oracle.request import Status, TextbookRequest

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import AddRequest, ContinueSession, FinishReason
+from longshore.protocol.outputs import FinishReason
+from longshore.protocol.requests import AddRequest, ContinueSession
 from longshore.protocol.sampling import SamplingParams
 from tests.oracle.fake_connector import Begun, FakeConnector
 from tests.oracle.fake_grammar import FakeGrammars

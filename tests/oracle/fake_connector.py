@@ -15,7 +15,7 @@ from longshore.connectors.base import (
     StepView,
 )
 from longshore.protocol.arrays import Int32Array, int32_array
-from longshore.protocol.results import TransferReport
+from longshore.protocol.outputs import TransferReport
 
 
 class Begun(NamedTuple):

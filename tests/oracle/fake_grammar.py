@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from longshore.protocol.inputs import StructuredOutput
+from longshore.protocol.requests import StructuredOutput
 from tests.oracle.fake_worker import sample_token
 
 

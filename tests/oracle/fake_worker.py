@@ -12,8 +12,8 @@ from hashlib import blake2b
 from typing import Final
 from zlib import crc32
 
-from longshore.protocol.inputs import MultimodalFeature
 from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec
+from longshore.protocol.requests import MultimodalFeature
 from longshore.scheduler.config import SchedulerConfig
 from tests.oracle.plan import Answer, OraclePlan, ScheduledRequest
 

@@ -10,22 +10,26 @@ import numpy as np
 
 from longshore.connectors.base import SchedulerConnector
 from longshore.protocol.arrays import Int64Array, UInt8Array, int32_array
-from longshore.protocol.client import AddRequest, ContinueSession, StopFound
-from longshore.protocol.codec import Decoder, Encoder
 from longshore.protocol.handshake import Feature, ToWorker
-from longshore.protocol.inputs import StructuredOutput
 from longshore.protocol.kv_cache_spec import (
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
 )
+from longshore.protocol.outputs import ModelRunnerOutput, TransferReport
 from longshore.protocol.plan import SchedulerOutput
-from longshore.protocol.results import ModelRunnerOutput, TransferReport
+from longshore.protocol.requests import (
+    AddRequest,
+    ContinueSession,
+    StopFound,
+    StructuredOutput,
+)
 from longshore.protocol.rows import PlanFollower, RowTable
+from longshore.protocol.transport.codec import Decoder, Encoder
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
-from longshore.scheduler.pause import PauseState
 from longshore.scheduler.scheduler import Scheduler
+from longshore.scheduler.step.pause import PauseState
 from tests.oracle.fake_grammar import FakeGrammars
 from tests.oracle.plan import (
     Admission,
@@ -39,7 +43,7 @@ from tests.oracle.plan import (
 
 
 class FastGrammar:
-    """Implements `longshore.scheduler.structured_output.Grammar` for one request."""
+    """Implements `longshore.scheduler.features.grammar.Grammar` for one request."""
 
     def __init__(self, grammars: FakeGrammars, spec: StructuredOutput) -> None:
         self._grammars = grammars
@@ -63,7 +67,7 @@ class FastGrammar:
 
 
 class FastGrammars:
-    """Implements `longshore.scheduler.structured_output.GrammarCompiler`."""
+    """Implements `longshore.scheduler.features.grammar.GrammarCompiler`."""
 
     def __init__(self, grammars: FakeGrammars) -> None:
         self._grammars = grammars

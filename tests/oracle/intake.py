@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from longshore.protocol.client import FinishReason
+from longshore.protocol.outputs import FinishReason
 from tests.oracle.request import TextbookRequest
 
 if TYPE_CHECKING:

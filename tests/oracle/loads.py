@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from longshore.protocol.results import TransferReport
+from longshore.protocol.outputs import TransferReport
 from tests.oracle.block_pool import Block
 
 

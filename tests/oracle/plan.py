@@ -7,9 +7,9 @@ tokens on the same blocks, whatever rows hold them.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from longshore.protocol.client import AddRequest, ContinueSession, FinishReason
-from longshore.protocol.results import TransferReport
-from longshore.scheduler.pause import PauseState
+from longshore.protocol.outputs import FinishReason, TransferReport
+from longshore.protocol.requests import AddRequest, ContinueSession
+from longshore.scheduler.step.pause import PauseState
 
 
 class Admission(NamedTuple):

@@ -6,8 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from longshore.protocol.client import AddRequest, ContinueSession
-from longshore.protocol.inputs import MultimodalFeature
+from longshore.protocol.requests import AddRequest, ContinueSession, MultimodalFeature
 from longshore.protocol.sampling import SamplingParams
 from tests.oracle.block_pool import Block
 

@@ -8,16 +8,17 @@ import numpy as np
 from msgspec.structs import replace
 
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
-from longshore.protocol.client import AddRequest, ContinueSession
-from longshore.protocol.inputs import (
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec
+from longshore.protocol.requests import (
+    AddRequest,
+    ContinueSession,
     LoRARequest,
     MultimodalFeature,
     PoolingParams,
 )
-from longshore.protocol.kv_cache_spec import CrossAttentionSpec
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.pause import PauseState
+from longshore.scheduler.step.pause import PauseState
 from tests.oracle.fake_grammar import grammar_for
 from tests.oracle.fake_worker import sample_token
 from tests.oracle.workloads import (

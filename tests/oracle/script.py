@@ -10,17 +10,18 @@ from typing import Any, TypeAlias
 
 from longshore.connectors.base import Match, Matched, RequestView, SchedulerConnector
 from longshore.protocol.arrays import Int32Array, int32_array
-from longshore.protocol.client import AddRequest, ContinueSession, FinishReason
-from longshore.protocol.inputs import (
+from longshore.protocol.outputs import FinishReason, TransferReport
+from longshore.protocol.requests import (
+    AddRequest,
+    ContinueSession,
     LoRARequest,
     MultimodalFeature,
     PoolingParams,
     StructuredOutput,
 )
-from longshore.protocol.results import TransferReport
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
-from longshore.scheduler.pause import PauseState
+from longshore.scheduler.step.pause import PauseState
 from tests.oracle.plan import Answer as OracleAnswer
 from tests.oracle.plan import OraclePlan, Outputs, SchedulerAdapter
 

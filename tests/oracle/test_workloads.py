@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from longshore.protocol.client import AddRequest
-from longshore.protocol.results import TransferReport
+from longshore.protocol.outputs import TransferReport
+from longshore.protocol.requests import AddRequest
 from tests.oracle.block_pool import Block, TextbookBlockPool
 from tests.oracle.driver import Surroundings, drive
 from tests.oracle.plan import Answer, OraclePlan

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from longshore.connectors.base import RequestView, SchedulerConnector
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import AddRequest, ContinueSession, FinishReason
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import CrossAttentionSpec
-from longshore.protocol.results import TransferReport
+from longshore.protocol.outputs import FinishReason, TransferReport
+from longshore.protocol.requests import AddRequest, ContinueSession
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
-from longshore.scheduler.pause import PauseState
+from longshore.scheduler.step.pause import PauseState
 from tests.oracle.admission import Admissions
 from tests.oracle.answers import apply_answer
 from tests.oracle.block_pool import BlockNames, TextbookBlockPool

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final, TypeAlias
 
-from longshore.protocol.client import AddRequest, ContinueSession
 from longshore.protocol.kv_cache_spec import CrossAttentionSpec
+from longshore.protocol.requests import AddRequest, ContinueSession
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
-from longshore.scheduler.pause import PauseState
+from longshore.scheduler.step.pause import PauseState
 
 ALL_FEATURES: Final = (
     "gates",

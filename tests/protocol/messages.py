@@ -6,28 +6,6 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from longshore.protocol.block_map import (
-    BlockHolder,
-    BlockSnapshot,
-    BlockState,
-    DescribeBlocks,
-    GroupUse,
-)
-from longshore.protocol.client import (
-    AbortRequests,
-    AddRequest,
-    ContinueSession,
-    DescribeEngine,
-    EngineFailed,
-    EngineOutputs,
-    EngineReport,
-    FinishedRequest,
-    FinishReason,
-    RequestEvent,
-    SchedulerStats,
-    StopFound,
-    WaitingReport,
-)
 from longshore.protocol.handshake import (
     ClientHello,
     EngineIdentity,
@@ -37,13 +15,6 @@ from longshore.protocol.handshake import (
     WorkerAccepted,
     WorkerHello,
     WorkerReady,
-)
-from longshore.protocol.inputs import (
-    LoRARequest,
-    MultimodalFeature,
-    PoolingParams,
-    PromptEmbeds,
-    StructuredOutput,
 )
 from longshore.protocol.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -57,6 +28,17 @@ from longshore.protocol.kv_cache_spec import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
+from longshore.protocol.outputs import (
+    EngineFailed,
+    EngineOutputs,
+    FinishedRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    RequestEvent,
+    TokenLogprobs,
+    TransferReport,
+    WorkerFailed,
+)
 from longshore.protocol.plan import (
     AppendedBlocks,
     Rewind,
@@ -66,16 +48,30 @@ from longshore.protocol.plan import (
     SchedulerOutput,
     Shutdown,
 )
-from longshore.protocol.results import (
-    ModelRunnerOutput,
-    TokenLogprobs,
-    TransferReport,
-    WorkerFailed,
+from longshore.protocol.requests import (
+    AbortRequests,
+    AddRequest,
+    ContinueSession,
+    LoRARequest,
+    MultimodalFeature,
+    PoolingParams,
+    PromptEmbeds,
+    StopFound,
+    StructuredOutput,
 )
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 from longshore.protocol.statistics import (
     STEP_SECONDS_BOUNDS,
     STEP_TOKENS_BOUNDS,
+    BlockHolder,
+    BlockSnapshot,
+    BlockState,
+    DescribeBlocks,
+    DescribeEngine,
+    EngineReport,
+    GroupUse,
+    SchedulerStats,
+    WaitingReport,
     WorkerStats,
 )
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longshore.protocol.client import FinishReason
+from longshore.protocol.outputs import FinishReason
 
 
 @pytest.mark.parametrize(

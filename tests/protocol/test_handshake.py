@@ -5,7 +5,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from longshore.protocol.codec import Decoder
 from longshore.protocol.errors import HandshakeRejected
 from longshore.protocol.handshake import (
     PROTOCOL_VERSION,
@@ -16,6 +15,7 @@ from longshore.protocol.handshake import (
     hash_seed_digest,
     model_fingerprint,
 )
+from longshore.protocol.transport.codec import Decoder
 
 IDENTITY = EngineIdentity(
     model_fingerprint="abc",

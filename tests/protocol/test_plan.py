@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
-from longshore.protocol.codec import Decoder, Encoder
 from longshore.protocol.handshake import ToWorker
 from longshore.protocol.plan import (
     AppendedBlocks,
@@ -19,6 +18,7 @@ from longshore.protocol.plan import (
     plan_digest,
 )
 from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.transport.codec import Decoder, Encoder
 from tests.protocol.messages import as_received, plans
 
 replace = msgspec.structs.replace

@@ -17,7 +17,6 @@ from hypothesis.stateful import (
 )
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.codec import Decoder, Encoder
 from longshore.protocol.errors import PlanMismatch
 from longshore.protocol.handshake import ToWorker
 from longshore.protocol.plan import (
@@ -30,6 +29,7 @@ from longshore.protocol.plan import (
 )
 from longshore.protocol.rows import EMPTY_ROW, PlanFollower, RowTable
 from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.transport.codec import Decoder, Encoder
 from tests.protocol.messages import as_received
 
 NUM_ROWS = 4

@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from longshore.protocol.codec import Decoder
 from longshore.protocol.errors import MalformedMessage
 from longshore.protocol.handshake import FromWorker
 from longshore.protocol.statistics import (
@@ -14,6 +13,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
     cumulative,
 )
+from longshore.protocol.transport.codec import Decoder
 
 FIELDS: dict[str, Any] = {
     "type": "stats",

@@ -2,8 +2,8 @@
 
 from collections import Counter, defaultdict
 
-from longshore.protocol.block_map import BlockSnapshot, BlockState
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.statistics import BlockSnapshot, BlockState
 from longshore.scheduler.scheduler import Scheduler
 
 

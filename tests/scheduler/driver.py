@@ -15,17 +15,8 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-from tests.scheduler.block_snapshot_oracle import check_block_map
 
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
-from longshore.protocol.client import (
-    AddRequest,
-    ContinueSession,
-    FinishedRequest,
-    FinishReason,
-    StopFound,
-)
-from longshore.protocol.codec import Decoder, Encoder
 from longshore.protocol.handshake import Feature, ToWorker
 from longshore.protocol.kv_cache_spec import (
     NULL_BLOCK,
@@ -33,13 +24,25 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
     KVCacheGroup,
 )
+from longshore.protocol.outputs import (
+    FinishedRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    TokenLogprobs,
+)
 from longshore.protocol.plan import RowStart, SampleMask, SchedulerOutput
-from longshore.protocol.results import ModelRunnerOutput, TokenLogprobs
+from longshore.protocol.requests import (
+    AddRequest,
+    ContinueSession,
+    StopFound,
+)
 from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.transport.codec import Decoder, Encoder
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.request import Request
 from longshore.scheduler.scheduler import Scheduler
+from tests.scheduler.block_snapshot_oracle import check_block_map
 
 VOCAB_SIZE: Final = 100
 EOS: Final = 2

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from longshore.protocol.inputs import StructuredOutput
-from longshore.scheduler.structured_output import GrammarError
+from longshore.protocol.requests import StructuredOutput
+from longshore.scheduler.features.grammar import GrammarError
 from tests.scheduler.driver import VOCAB_SIZE, steady_token
 
 

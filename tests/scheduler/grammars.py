@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from longshore.protocol.inputs import StructuredOutput
+from longshore.protocol.requests import StructuredOutput
 
 
 class AnyGrammar:

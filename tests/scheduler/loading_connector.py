@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from longshore.connectors.base import AskLater, Match, Matched, RequestView, SchedulerConnector
 from longshore.protocol.arrays import Int32Array
-from longshore.protocol.results import TransferReport
+from longshore.protocol.outputs import TransferReport
 from tests.scheduler.driver import Driver
 
 

@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from longshore.protocol.channel import Endpoint
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
-from longshore.scheduler.block_hash import BlockHasher
+from longshore.protocol.transport.channel import Endpoint
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
-from longshore.scheduler.policy import load_policy
+from longshore.scheduler.kv_cache.block_hash import BlockHasher
+from longshore.scheduler.queue.policies import load_policy
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import FinishReason, RequestEvent
-from longshore.protocol.inputs import LoRARequest, MultimodalFeature
-from longshore.protocol.results import ModelRunnerOutput
-from longshore.scheduler.kv_events import AllBlocksCleared
+from longshore.protocol.outputs import FinishReason, ModelRunnerOutput, RequestEvent
+from longshore.protocol.requests import LoRARequest, MultimodalFeature
+from longshore.scheduler.features.events import AllBlocksCleared
 from tests.scheduler.driver import Driver, expected_output, prompt_of
 from tests.scheduler.fake_grammar import FakeCompiler, grammar_for
 

@@ -6,11 +6,10 @@ import pytest
 
 from longshore.connectors.base import ConnectorOutput, FinishAction, RequestView, StepView
 from longshore.protocol.arrays import Int32Array, int32_array
-from longshore.protocol.client import FinishReason, RequestEvent
-from longshore.protocol.inputs import MultimodalFeature
-from longshore.protocol.results import TransferReport
+from longshore.protocol.outputs import FinishReason, RequestEvent, TransferReport
+from longshore.protocol.requests import MultimodalFeature
 from longshore.protocol.sampling import RepetitionDetection
-from longshore.scheduler.kv_events import BlockStored
+from longshore.scheduler.features.events import BlockStored
 from tests.scheduler.driver import (
     EOS,
     Driver,

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import AddRequest, FinishReason
-from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
+from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler

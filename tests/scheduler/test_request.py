@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import AddRequest, FinishReason
+from longshore.protocol.outputs import FinishReason
+from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.request import FINISHED_STATUS, NOT_SCHEDULED, Request, RequestStatus
 

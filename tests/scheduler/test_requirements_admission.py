@@ -4,9 +4,13 @@ from typing import Any
 
 import pytest
 
-from longshore.protocol.inputs import LoRARequest, MultimodalFeature, StructuredOutput
-from longshore.scheduler.pause import PauseState
+from longshore.protocol.requests import (
+    LoRARequest,
+    MultimodalFeature,
+    StructuredOutput,
+)
 from longshore.scheduler.request import RequestStatus
+from longshore.scheduler.step.pause import PauseState
 from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
 from tests.scheduler.grammars import Grammars
 

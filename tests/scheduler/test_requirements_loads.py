@@ -10,7 +10,7 @@ import pytest
 
 from longshore.connectors.base import AskLater, FinishAction, Match, RequestView
 from longshore.protocol.handshake import Feature
-from longshore.protocol.inputs import LoRARequest, StructuredOutput
+from longshore.protocol.requests import LoRARequest, StructuredOutput
 from longshore.scheduler.request import NOT_SCHEDULED, Request, RequestStatus
 from longshore.scheduler.scheduler import Scheduler
 from tests.scheduler import transfer_driver

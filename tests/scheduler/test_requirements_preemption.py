@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from longshore.protocol.inputs import MultimodalFeature
-from longshore.scheduler.policy import OrderedPolicy
+from longshore.protocol.requests import MultimodalFeature
+from longshore.scheduler.queue.policies import OrderedPolicy
+from longshore.scheduler.queue.queues import Order, PolicyRequest
 from longshore.scheduler.request import RequestStatus
-from longshore.scheduler.request_queue import Order, PolicyRequest
 from tests.scheduler.driver import Driver, expected_output, prompt_of
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from longshore.protocol.client import RequestEvent
-from longshore.protocol.inputs import (
+from longshore.protocol.outputs import RequestEvent
+from longshore.protocol.requests import (
     LoRARequest,
     MultimodalFeature,
     PoolingParams,

@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longshore.protocol.inputs import LoRARequest, MultimodalFeature, StructuredOutput
+from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.plan import SchedulerOutput
-from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.requests import (
+    LoRARequest,
+    MultimodalFeature,
+    StructuredOutput,
+)
 from tests.scheduler.driver import Driver, expected_output, prompt_of
 from tests.scheduler.grammars import Grammars
 

@@ -6,7 +6,8 @@ equal, that blocks are conserved, and that no row reads KV that is not its own.
 
 import pytest
 
-from longshore.protocol.client import FinishReason, MalformedAdd
+from longshore.protocol.outputs import FinishReason
+from longshore.protocol.requests import MalformedAdd
 from longshore.scheduler.request import RequestStatus
 from tests.scheduler.driver import EOS, Driver, expected_output, pressed, prompt_of
 

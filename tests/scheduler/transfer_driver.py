@@ -13,17 +13,21 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-from tests.scheduler.block_snapshot_oracle import check_block_map
 
 from longshore.connectors.base import SchedulerConnector
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import AddRequest, FinishedRequest, FinishReason, StopFound
-from longshore.protocol.codec import Decoder, Encoder
 from longshore.protocol.handshake import ToWorker
+from longshore.protocol.outputs import (
+    FinishedRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    TransferReport,
+)
 from longshore.protocol.plan import SchedulerOutput
-from longshore.protocol.results import ModelRunnerOutput, TransferReport
+from longshore.protocol.requests import AddRequest, StopFound
 from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.transport.codec import Decoder, Encoder
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler
 from tests.scheduler.adversarial_connector import (
@@ -34,6 +38,7 @@ from tests.scheduler.adversarial_connector import (
     Transfers,
     prefixes_of,
 )
+from tests.scheduler.block_snapshot_oracle import check_block_map
 from tests.scheduler.driver import VOCAB_SIZE, expected_output, kv_cache_config, steady_token
 
 BLOCK_SIZE: Final = 4

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from longshore.deploy.demo import make_prompt
+from longshore.deploy.model.demo import make_prompt
 from tests.conftest import ROOT, load_script
 
 PACKAGES = ("protocol", "scheduler", "worker", "connectors", "deploy")

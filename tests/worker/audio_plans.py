@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.inputs import MultimodalFeature
 from longshore.protocol.plan import RowStart, SchedulerOutput
+from longshore.protocol.requests import MultimodalFeature
 from tests.worker.plans import Planner
 
 

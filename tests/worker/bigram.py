@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longshore.worker.compute_queue import Completion, ComputeQueue
-from longshore.worker.model_runner import ModelRunner
+from longshore.worker.step.compute_queue import Completion, ComputeQueue
+from longshore.worker.step.model_runner import ModelRunner
 from tests.worker.caches import attention_cache
 
 NUM_BLOCKS = 400

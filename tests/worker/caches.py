@@ -3,9 +3,13 @@
 import torch
 
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
-from longshore.worker.device import dtype_name
-from longshore.worker.fp8 import FP8, Fp8Layers, KVScales
-from longshore.worker.kv_cache import KVCache, PagedKV
+from longshore.worker.kv_cache.buffer import KVCache, PagedKV
+from longshore.worker.kv_cache.fp8 import (
+    FP8,
+    Fp8Layers,
+    KVScales,
+)
+from longshore.worker.process.device import dtype_name
 
 
 def attention_group(

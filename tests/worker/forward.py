@@ -11,12 +11,12 @@ from longshore.protocol.kv_cache_spec import CrossAttentionSpec, KVCacheConfig, 
 from longshore.worker.attention.grouped import GroupedAttention, GroupedStep
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.attention.segments import decode_segments
-from longshore.worker.context_share import WHOLE_CONTEXT, ContextShare
-from longshore.worker.fp8 import KVScales
-from longshore.worker.kv_cache import KVCache
+from longshore.worker.kv_cache.buffer import KVCache
+from longshore.worker.kv_cache.context_share import WHOLE_CONTEXT, ContextShare
+from longshore.worker.kv_cache.fp8 import KVScales
+from longshore.worker.kv_cache.slot_mapping import slots_at
 from longshore.worker.models.decoder import Decoder
-from longshore.worker.slot_mapping import slots_at
-from longshore.worker.step_batch import StepBatch
+from longshore.worker.step.step_batch import StepBatch
 from longshore.worker.worker import Worker
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longshore.worker.fp8 import KVScales
+from longshore.worker.kv_cache.fp8 import KVScales
 
 NAN: Final = 0x7F
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from longshore.protocol.arrays import Int32Array, Int64Array, int32_array
-from longshore.protocol.inputs import PoolingParams
+from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.protocol.plan import (
     AppendedBlocks,
     Rewind,
@@ -15,7 +15,7 @@ from longshore.protocol.plan import (
     SchedulerOutput,
     digest_changes,
 )
-from longshore.protocol.results import ModelRunnerOutput
+from longshore.protocol.requests import PoolingParams
 from longshore.protocol.rows import RowTable
 from longshore.protocol.sampling import SamplingParams
 

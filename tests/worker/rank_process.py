@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from longshore.protocol.errors import EngineDead
 from longshore.worker.config import RankLayout
-from longshore.worker.parallel import Parallel
-from longshore.worker.rank_groups import joined_ranks
-from longshore.worker.stage_link import StageLink
+from longshore.worker.ranks.groups import joined_ranks
+from longshore.worker.ranks.parallel import Parallel
+from longshore.worker.ranks.stage_link import StageLink
 
 CPU = torch.device("cpu")
 NUM_STEPS = 50

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.protocol.sampling import SamplingParams
-from longshore.worker.uniform import uniform
+from longshore.worker.sampling.uniform import uniform
 
 Float32s = npt.NDArray[np.float32]
 

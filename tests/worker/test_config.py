@@ -7,22 +7,22 @@ import msgspec
 import pytest
 import torch
 
-from longshore.protocol.channel import Endpoint
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
+from longshore.protocol.transport.channel import Endpoint
 from longshore.worker.config import (
     RankLayout,
     WorkerConfig,
     WorkerProcessConfig,
     load_config,
 )
-from longshore.worker.device import (
+from longshore.worker.process.device import (
     available_bytes,
     fits_in_memory,
     open_device,
     resolve_dtype,
 )
-from longshore.worker.host import num_physical_cores
+from longshore.worker.process.host import num_physical_cores
 
 IDENTITY = EngineIdentity(
     model_fingerprint="f",

@@ -7,7 +7,7 @@ from longshore.worker.attention.native_backend import NativeAttention
 from longshore.worker.attention.torch_backend import TorchAttention
 from longshore.worker.kernels import paged_attention
 from longshore.worker.kernels.native import native
-from longshore.worker.kv_cache import PagedKV
+from longshore.worker.kv_cache.buffer import PagedKV
 
 if TYPE_CHECKING:
     from longshore.worker.attention.kind import PagedAttentionKind

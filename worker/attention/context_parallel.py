@@ -20,11 +20,15 @@ from longshore.worker.attention.backend import AttentionBackend
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.latent_backend import LatentAttentionKind, LatentProjections
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
-from longshore.worker.context_share import ContextShare
 from longshore.worker.errors import UnsupportedModel
-from longshore.worker.fp8 import KVScales, from_fp8, to_fp8
-from longshore.worker.kv_cache import PagedKV, PagedLatents
-from longshore.worker.parallel import Parallel
+from longshore.worker.kv_cache.buffer import PagedKV, PagedLatents
+from longshore.worker.kv_cache.context_share import ContextShare
+from longshore.worker.kv_cache.fp8 import (
+    KVScales,
+    from_fp8,
+    to_fp8,
+)
+from longshore.worker.ranks.parallel import Parallel
 
 MAX_SCORES: Final = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Of a tile of a chunk, over the heads of all ranks: what is in memory at once. A CPU's caches hold

@@ -14,7 +14,7 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.metadata import AttentionMetadata
-from longshore.worker.kv_cache import PagedKV
+from longshore.worker.kv_cache.buffer import PagedKV
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from longshore.worker.attention.context_parallel import shared_backend
 from longshore.worker.attention.cross_backend import CrossAttentionStep
 from longshore.worker.attention.kind import CachedLayer, Kind
 from longshore.worker.attention.metadata import AttentionMetadata
-from longshore.worker.kv_cache import KVCache
-from longshore.worker.parallel import ALONE, Parallel
+from longshore.worker.kv_cache.buffer import KVCache
+from longshore.worker.ranks.parallel import ALONE, Parallel
 
 logger = logging.getLogger(__name__)
 

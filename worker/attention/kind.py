@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from longshore.worker.attention.backend import AttentionBackend
 from longshore.worker.attention.choice import make_attention
-from longshore.worker.kv_cache import PagedKV
+from longshore.worker.kv_cache.buffer import PagedKV
 
 
 class Kind(Hashable, Protocol):

@@ -23,8 +23,8 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
-from longshore.worker.cache_plan import MAX_EXPANDED_ELEMENTS
-from longshore.worker.kv_cache import PagedKV, PagedLatents
+from longshore.worker.kv_cache.buffer import PagedKV, PagedLatents
+from longshore.worker.kv_cache.plan import MAX_EXPANDED_ELEMENTS
 
 EXPANDED_BLOCK_SIZE: Final = 64
 """Tokens per block of that memory, in which a context lies in order."""

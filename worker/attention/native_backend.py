@@ -7,7 +7,7 @@ import numpy as np
 from longshore.worker.attention.metadata import AttentionMetadata
 from longshore.worker.kernels.native import Native
 from longshore.worker.kernels.paged_attention import PagedAttention, PagedAttentionStep
-from longshore.worker.kv_cache import PagedKV
+from longshore.worker.kv_cache.buffer import PagedKV
 
 if TYPE_CHECKING:
     from longshore.worker.attention.kind import PagedAttentionKind

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshore.worker.attention.metadata import AttentionMetadata, PrefillChunk
-from longshore.worker.kv_cache import PagedStates
+from longshore.worker.kv_cache.buffer import PagedStates
 
 PIECE_TOKENS: Final = 64
 """Tokens of one piece of the chunked scan; the masked products are this wide."""

@@ -18,8 +18,12 @@ from torch import Tensor
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
 from longshore.worker.attention.reach import Reach
 from longshore.worker.attention.segments import capped_segments
-from longshore.worker.fp8 import KVScales, from_fp8, to_fp8
-from longshore.worker.kv_cache import PagedKV
+from longshore.worker.kv_cache.buffer import PagedKV
+from longshore.worker.kv_cache.fp8 import (
+    KVScales,
+    from_fp8,
+    to_fp8,
+)
 
 if TYPE_CHECKING:
     from longshore.worker.attention.kind import PagedAttentionKind

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longshore.worker.fp8 import KVScales
 from longshore.worker.kernels.native import ATTENTION_LAYER, ATTENTION_STEP, DTYPES, Native, empty
-from longshore.worker.kv_cache import PagedKV
+from longshore.worker.kv_cache.buffer import PagedKV
+from longshore.worker.kv_cache.fp8 import KVScales
 
 MAX_HEAD_DIM = 576  # of DeepSeek's latents
 _PLAN_COLUMNS = 5  # of SequencePlan in native/calls.h

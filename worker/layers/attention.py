@@ -15,7 +15,7 @@ from longshore.worker.layers.rms_norm import OffsetRMSNorm
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors, whole
 from longshore.worker.models.decoder_config import DecoderConfig
-from longshore.worker.parallel import Parallel
+from longshore.worker.ranks.parallel import Parallel
 
 SPLIT_QKV: Final = ("q_proj", "k_proj", "v_proj")
 

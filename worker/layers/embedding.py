@@ -8,7 +8,7 @@ from torch import Tensor
 from longshore.worker.layers.matrix import Matrix
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensor
-from longshore.worker.parallel import Parallel
+from longshore.worker.ranks.parallel import Parallel
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 from longshore.worker.models.mamba2_config import MambaShape
-from longshore.worker.parallel import Parallel
+from longshore.worker.ranks.parallel import Parallel
 
 
 def mamba_kind(shape: MambaShape, num_shards: int) -> MambaKind:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from longshore.worker.parallel import ALONE, Parallel
+from longshore.worker.ranks.parallel import ALONE, Parallel
 
 
 @dataclass(frozen=True)

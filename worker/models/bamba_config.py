@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longshore.protocol.kv_cache_spec import KVCacheSpec
-from longshore.worker.cache_plan import CacheSizes
+from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.decoder_config import DecoderConfig, read_dense_fields
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.mamba2_config import MambaShape, read_hybrid_mamba

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.kind import CachedLayer, Kind, PagedAttentionKind
-from longshore.worker.cache_plan import cache_name
-from longshore.worker.kv_scales import is_kv_scale
+from longshore.worker.kv_cache.kv_scales import is_kv_scale
+from longshore.worker.kv_cache.plan import cache_name
 from longshore.worker.layers.embedding import Embedding, OutputHead
 from longshore.worker.layers.layer_norm import LayerNorm
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation, rotary_table
 from longshore.worker.layers.stored_tensor import StoredTensors
+from longshore.worker.loading.stored_names import HEAD
 from longshore.worker.models.decoder_config import DecoderConfig
-from longshore.worker.parallel import ALONE, Parallel
-from longshore.worker.stored_names import HEAD
+from longshore.worker.ranks.parallel import ALONE, Parallel
 
 EMBEDDINGS: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"

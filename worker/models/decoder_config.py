@@ -16,8 +16,8 @@ from longshore.protocol.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from longshore.worker.attention.reach import Reach
-from longshore.worker.cache_plan import CacheSizes, cache_name
 from longshore.worker.errors import UnsupportedModel
+from longshore.worker.kv_cache.plan import CacheSizes, cache_name
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.rope_config import (
     DEFAULT_THETA,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from longshore.protocol.kv_cache_spec import KVCacheSpec, MLAAttentionSpec
-from longshore.worker.cache_plan import CacheSizes
 from longshore.worker.errors import UnsupportedModel
+from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.decoder_config import DecoderConfig, read_dense_fields
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.rope_config import RopeConfig, YarnRope

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from longshore.worker.errors import UnsupportedModel
+from longshore.worker.loading.stored_names import is_body_alone
 from longshore.worker.models.bamba_config import BambaConfig
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
@@ -31,7 +32,6 @@ from longshore.worker.models.qwen2_config import Qwen2Config
 from longshore.worker.models.qwen3_config import Qwen3Config
 from longshore.worker.models.qwen3_moe_config import Qwen3MoeConfig
 from longshore.worker.models.whisper_config import WhisperConfig
-from longshore.worker.stored_names import is_body_alone
 
 ENTRY_POINT_GROUP: Final = "longshore.models"
 ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from longshore.protocol.kv_cache_spec import KVCacheSpec, MambaSpec
-from longshore.worker.cache_plan import CacheSizes
 from longshore.worker.errors import UnsupportedModel
+from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.decoder_config import (
     DecoderConfig,
     checkpoint_dtype,

@@ -10,9 +10,9 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.cross_backend import CrossAttentionKind
 from longshore.worker.attention.kind import CachedLayer
-from longshore.worker.audio_features import LogMel
 from longshore.worker.layers.attention import UnturnedAttention
 from longshore.worker.layers.audio_encoder import AudioEncoder, EncoderShape
+from longshore.worker.layers.audio_features import LogMel
 from longshore.worker.layers.cross_attention import CrossAttention
 from longshore.worker.layers.layer_norm import LayerNorm
 from longshore.worker.layers.mlp import MLP
@@ -21,7 +21,7 @@ from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
 from longshore.worker.models.renamed import RenamedDecoder
 from longshore.worker.models.whisper_config import WhisperConfig, cross_name
-from longshore.worker.parallel import ALONE, Parallel
+from longshore.worker.ranks.parallel import ALONE, Parallel
 
 ENCODER = "model.encoder"
 POSITIONS = "model.decoder.embed_positions.weight"

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from longshore.protocol.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
-from longshore.worker.cache_plan import CacheSizes, cache_name
 from longshore.worker.errors import UnsupportedModel
+from longshore.worker.kv_cache.plan import CacheSizes, cache_name
 from longshore.worker.models.decoder_config import (
     DecoderConfig,
     checkpoint_dtype,

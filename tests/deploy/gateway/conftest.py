@@ -14,9 +14,9 @@ import pytest
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.process import GatewayProcess
-from longshore.deploy.model_folder import SamplingDefaults
-from longshore.deploy.runtime_dir import RuntimeDir
-from longshore.protocol.lifeline import Lifeline
+from longshore.deploy.model.folder import SamplingDefaults
+from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.protocol.transport.lifeline import Lifeline
 from tests.deploy.gateway.fake_engine import IDENTITY, FakeEngine, Script, echo
 from tests.deploy.gateway.forms import encode_form
 from tests.deploy.tiny_tokenizer import EOS_ID, VOCAB_SIZE, save_tokenizer

@@ -7,28 +7,6 @@ import numpy as np
 import zmq
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.block_map import (
-    BlockHolder,
-    BlockSnapshot,
-    BlockState,
-    DescribeBlocks,
-    GroupUse,
-)
-from longshore.protocol.channel import Endpoint, ServerChannel, SocketWatcher, open_socket
-from longshore.protocol.client import (
-    AbortRequests,
-    AddRequest,
-    ContinueSession,
-    DescribeEngine,
-    EngineFailed,
-    EngineOutputs,
-    EngineReport,
-    FinishedRequest,
-    FinishReason,
-    SchedulerStats,
-    StopFound,
-    WaitingReport,
-)
 from longshore.protocol.handshake import (
     ClientHello,
     EngineIdentity,
@@ -37,8 +15,37 @@ from longshore.protocol.handshake import (
     ToClient,
     ToEngine,
 )
-from longshore.protocol.results import TokenLogprobs
-from longshore.scheduler.pause import PauseState
+from longshore.protocol.outputs import (
+    EngineFailed,
+    EngineOutputs,
+    FinishedRequest,
+    FinishReason,
+    TokenLogprobs,
+)
+from longshore.protocol.requests import (
+    AbortRequests,
+    AddRequest,
+    ContinueSession,
+    StopFound,
+)
+from longshore.protocol.statistics import (
+    BlockHolder,
+    BlockSnapshot,
+    BlockState,
+    DescribeBlocks,
+    DescribeEngine,
+    EngineReport,
+    GroupUse,
+    SchedulerStats,
+    WaitingReport,
+)
+from longshore.protocol.transport.channel import (
+    Endpoint,
+    ServerChannel,
+    SocketWatcher,
+    open_socket,
+)
+from longshore.scheduler.step.pause import PauseState
 from tests.scheduler.worker_reports import report
 
 IDENTITY = EngineIdentity(

@@ -10,7 +10,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from longshore.deploy.gateway.hot_metrics import HotCounter, HotHistogram
 from longshore.deploy.gateway.metrics import GatewayMetrics
-from longshore.protocol.client import FinishedRequest, FinishReason, RequestEvent
+from longshore.protocol.outputs import (
+    FinishedRequest,
+    FinishReason,
+    RequestEvent,
+)
 from tests.deploy.gateway.fake_engine import STATS
 from tests.scheduler.worker_reports import report
 

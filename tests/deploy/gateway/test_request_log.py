@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from longshore.protocol.client import AddRequest, FinishReason
-from longshore.protocol.log_limit import MAX_PER_SECOND
+from longshore.protocol.logs.limits import MAX_PER_SECOND
+from longshore.protocol.outputs import FinishReason
+from longshore.protocol.requests import AddRequest
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway
 from tests.deploy.gateway.fake_engine import FakeEngine, never_answer
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from longshore.protocol.client import FinishReason
+from longshore.protocol.outputs import FinishReason
 from tests.oracle.script import Add, Answer, Free, Plan, scenario
 
 LENGTH: Final = FinishReason.LENGTH_CAPPED

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from longshore.protocol.client import FinishReason
+from longshore.protocol.outputs import FinishReason
 from longshore.protocol.sampling import RepetitionDetection
 from tests.oracle.script import (
     Abort,

@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from longshore.protocol.client import FinishReason
-from longshore.scheduler.pause import PauseState
+from longshore.protocol.outputs import FinishReason
+from longshore.scheduler.step.pause import PauseState
 from tests.oracle.script import Abort, Add, Answer, Free, NoPlan, Plan, SetPause, scenario
 
 LENGTH: Final = FinishReason.LENGTH_CAPPED

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from longshore.protocol.client import FinishReason
+from longshore.protocol.outputs import FinishReason
 from tests.oracle.script import Abort, Add, Answer, Free, NoPlan, Plan, Usage, scenario
 
 LENGTH: Final = FinishReason.LENGTH_CAPPED

@@ -3,7 +3,7 @@
 from typing import Final
 
 from longshore.connectors.base import AskLater, Matched
-from longshore.protocol.client import FinishReason
+from longshore.protocol.outputs import FinishReason
 from tests.oracle.script import Abort, Add, Answer, Free, Loads, NoPlan, Plan, Received, scenario
 
 LOADS: Final = (

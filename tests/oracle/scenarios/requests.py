@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from longshore.protocol.client import FinishReason
+from longshore.protocol.outputs import FinishReason
 from tests.oracle.script import Abort, Add, Answer, Free, NoPlan, Plan, StopAt, Usage, scenario
 
 ERROR: Final = FinishReason.ERROR

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longshore.worker.attention.kind import PagedAttentionKind
-from longshore.worker.fp8 import KVScales, to_fp8
 from longshore.worker.kernels.native import Native
 from longshore.worker.kernels.paged_attention import MAX_HEAD_DIM, PagedAttention, supports
+from longshore.worker.kv_cache.fp8 import KVScales, to_fp8
 from tests.worker import attention_oracle
 from tests.worker.attention_oracle import first_seen, kinds
 from tests.worker.caches import paged_kv

@@ -23,7 +23,7 @@ from longshore.worker.layers.moe_matrices import ExpertMatrices
 from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors
-from longshore.worker.parallel import Parallel
+from longshore.worker.ranks.parallel import Parallel
 from tests.worker.live_memory import peak_bytes
 from tests.worker.models.thread_ranks import on_every_rank
 

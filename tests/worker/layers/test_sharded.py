@@ -13,7 +13,7 @@ from longshore.worker.layers.embedding import Embedding, OutputHead
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors
-from longshore.worker.parallel import Parallel
+from longshore.worker.ranks.parallel import Parallel
 from tests.worker.models.thread_ranks import on_every_rank
 
 WIDTH = 6

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longshore.worker.parallel import Parallel
+from longshore.worker.ranks.parallel import Parallel
 from tests.worker.models.paged_model import PagedModel, greedy
 
 NUM_SHARDS = 2

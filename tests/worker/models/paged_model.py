@@ -7,12 +7,16 @@ import torch
 from torch import Tensor
 
 from longshore.protocol.kv_cache_spec import KVCacheConfig
-from longshore.worker.cache_plan import CacheSizes, groups_of_rank, plan_groups
-from longshore.worker.device import dtype_name
-from longshore.worker.loader import load_weights
+from longshore.worker.kv_cache.plan import (
+    CacheSizes,
+    groups_of_rank,
+    plan_groups,
+)
+from longshore.worker.loading.loader import load_weights
 from longshore.worker.models.families import read_model_config
 from longshore.worker.models.registry import MODELS
-from longshore.worker.parallel import ALONE, Parallel
+from longshore.worker.process.device import dtype_name
+from longshore.worker.ranks.parallel import ALONE, Parallel
 from tests.worker.forward import PagedSequence
 
 BLOCK_SIZE = 16

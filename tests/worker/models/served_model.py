@@ -10,15 +10,14 @@ import msgspec
 import numpy as np
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import AddRequest, FinishedRequest
-from longshore.protocol.inputs import MultimodalFeature, PoolingParams
 from longshore.protocol.kv_cache_spec import KVCacheDtype, num_blocks_needed
-from longshore.protocol.results import ModelRunnerOutput, WorkerReport
+from longshore.protocol.outputs import FinishedRequest, ModelRunnerOutput, WorkerReport
+from longshore.protocol.requests import AddRequest, MultimodalFeature, PoolingParams
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler
-from longshore.worker.compute_queue import Completion
 from longshore.worker.config import WorkerConfig
+from longshore.worker.step.compute_queue import Completion
 from longshore.worker.worker import Worker
 
 CLIENT = 0

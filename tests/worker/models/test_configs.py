@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from longshore.worker.attention.reach import Reach
-from longshore.worker.cache_plan import CacheSizes
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.families import ARCHITECTURES, read_model_config
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.rope_config import DefaultRope, LongRope, read_rope_config
@@ -259,7 +259,7 @@ def test_settings_are_read_without_a_tensor_library(tmp_path: Path) -> None:
         folders.append(str(write_config(tmp_path / name, name)))
     code = (
         "import sys; from pathlib import Path\n"
-        "from longshore.deploy.model_folder import read_model_folder\n"
+        "from longshore.deploy.model.folder import read_model_folder\n"
         f"[read_model_folder(Path(folder)) for folder in {folders}]\n"
         "assert 'torch' not in sys.modules"
     )

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longshore.protocol.kv_cache_spec import MLAAttentionSpec
-from longshore.worker.cache_plan import CacheSizes
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.deepseek_config import DeepseekConfig
 from longshore.worker.models.families import read_model_config
 from tests.worker.models.cases import CASES, LATENT, Case

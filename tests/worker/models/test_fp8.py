@@ -15,7 +15,7 @@ import longshore.deploy
 from longshore.protocol.kv_cache_spec import KVCacheDtype
 from longshore.worker.config import WorkerConfig
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
-from longshore.worker.fp8 import KVScales
+from longshore.worker.kv_cache.fp8 import KVScales
 from longshore.worker.worker import Worker
 from tests.models import make_tiny_llama
 from tests.worker.forward import paged_logits

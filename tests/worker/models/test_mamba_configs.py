@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from longshore.protocol.kv_cache_spec import FullAttentionSpec, MambaSpec
-from longshore.worker.cache_plan import CacheSizes
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.families import read_model_config
 
 COMMON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 4}

@@ -11,7 +11,7 @@ import torch
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.models.families import read_model_config
 from longshore.worker.models.registry import MODELS
-from longshore.worker.parallel import Parallel
+from longshore.worker.ranks.parallel import Parallel
 from tests.models import make_tiny_llama, make_tiny_model
 from tests.reference import assert_greedy_equal
 from tests.worker.models.cases import CASES, Case

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.client import FinishReason
-from longshore.protocol.inputs import PoolingParams
+from longshore.protocol.outputs import FinishReason
+from longshore.protocol.requests import PoolingParams
 from tests.models import make_tiny_model
 from tests.worker.models.cases import CASES, Case
 from tests.worker.models.conftest import prompt_of

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longshore.worker.errors import UnsupportedModel
-from longshore.worker.loader import load_weights
+from longshore.worker.loading.loader import load_weights
 from longshore.worker.models.families import read_model_config
 from longshore.worker.models.llama import Llama
 from longshore.worker.models.renamed import RenamedDecoder

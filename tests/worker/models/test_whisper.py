@@ -15,12 +15,12 @@ import torch
 
 from longshore.protocol.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec
 from longshore.protocol.plan import Rewind, SchedulerOutput
-from longshore.worker.cache_report import report_on
 from longshore.worker.config import WorkerConfig
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
-from longshore.worker.model_runner import ModelRunner
+from longshore.worker.kv_cache.report import report_on
 from longshore.worker.models.families import read_model_config
-from longshore.worker.parallel import Parallel
+from longshore.worker.ranks.parallel import Parallel
+from longshore.worker.step.model_runner import ModelRunner
 from longshore.worker.worker import Worker
 from tests.reference import ReferenceAnswer, assert_greedy_equal
 from tests.worker.audio_plans import AudioPlanner, audio

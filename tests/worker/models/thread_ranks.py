@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from longshore.worker.context_share import ContextShare
-from longshore.worker.parallel import Parallel
+from longshore.worker.kv_cache.context_share import ContextShare
+from longshore.worker.ranks.parallel import Parallel
 
 Answer = TypeVar("Answer")
 TIMEOUT_S = 60.0

@@ -1,0 +1,1 @@
+"""The `longshore` command: its settings, its subcommands and what they print."""

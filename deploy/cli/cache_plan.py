@@ -1,0 +1,236 @@
+"""`longshore doctor --plan MODEL`: what the KV cache of a model will hold, before it is loaded.
+
+Reads config.json and the headers of the weight files; loads neither weights nor a tensor library.
+"""
+
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from longshore.deploy.cli.options import CachePlanOptions, resolve_device
+from longshore.deploy.model.folder import AudioInput, read_model_folder
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.kv_cache_spec import KVCacheDtype
+from longshore.scheduler.config import CacheConfig
+from longshore.worker.kv_cache.context_share import check_context_parallel
+from longshore.worker.kv_cache.plan import (
+    DTYPE_BYTES,
+    CacheSizes,
+    block_bytes,
+    check_cache_specs,
+    element_bytes,
+    plan_groups,
+)
+from longshore.worker.kv_cache.report import CacheReport, report_on
+from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.models.families import read_model_config
+from longshore.worker.process.byte_size import byte_size
+
+
+class PlanReport(msgspec.Struct, frozen=True):
+    """One rank, of a pipeline of one stage.
+
+    weight_bytes: its part of the weights; what all shards hold copies of is small.
+    auto_tokens:  that would fit if keys and values were kept in `dtype`.
+    audio:        that a request brings, of a speech model.
+    whole_tokens: that would fit if every rank kept all of them.
+    """
+
+    model: str
+    dtype: str
+    kv_cache_dtype: KVCacheDtype
+    tensor_parallel_size: int
+    decode_context_parallel_size: int
+    weight_bytes: int
+    cache: CacheReport
+    auto_tokens: int
+    whole_tokens: int
+    audio: AudioInput | None = None
+
+
+def print_plan(options: CachePlanOptions, *, as_json: bool) -> None:
+    """Raises ConfigError for a model or settings that cannot be served."""
+    report = plan(options)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    for table in tables(report):
+        console.print(table)
+
+
+def plan(options: CachePlanOptions) -> PlanReport:
+    """See print_plan."""
+    assert options.plan is not None
+    folder = read_model_folder(options.plan)
+    config = read_model_config(folder.path)
+    CacheConfig(block_size=options.block_size or config.default_block_size)
+    config.check_split(num_shards=options.tensor_parallel_size)
+    max_model_len = options.max_model_len or config.default_max_len
+    if max_model_len > folder.max_model_len:
+        raise ConfigError(
+            f"max_model_len={max_model_len}, but {folder.name} was made for "
+            f"{folder.max_model_len} tokens"
+        )
+    dtype = folder.resolve_dtype(options.dtype, resolve_device(options.device))
+    kept, num_sharing = options.kv_cache_dtype, options.decode_context_parallel_size
+    cache, in_dtype, whole = (
+        _cache(options, config, name, DTYPE_BYTES[dtype], max_model_len, size)
+        for name, size in ((kept, num_sharing), ("auto", num_sharing), (kept, 1))
+    )
+    num_elements = sum(map(num_stored_elements, sorted(folder.path.glob("*.safetensors"))))
+    return PlanReport(
+        model=folder.name,
+        dtype=dtype,
+        kv_cache_dtype=kept,
+        tensor_parallel_size=options.tensor_parallel_size,
+        decode_context_parallel_size=num_sharing,
+        weight_bytes=num_elements * DTYPE_BYTES[dtype] // options.tensor_parallel_size,
+        cache=cache,
+        auto_tokens=in_dtype.num_tokens,
+        audio=folder.audio,
+        whole_tokens=whole.num_tokens,
+    )
+
+
+def _cache(
+    options: CachePlanOptions,
+    config: DecoderConfig,
+    kv_cache_dtype: KVCacheDtype,
+    dtype_bytes: int,
+    max_model_len: int,
+    num_sharing: int,
+) -> CacheReport:
+    """dtype_bytes: of an element of what the model computes in."""
+    sizes = CacheSizes(
+        block_size=options.block_size or config.default_block_size,
+        dtype_bytes=element_bytes(kv_cache_dtype, dtype_bytes),
+        num_shards=options.tensor_parallel_size,
+    )
+    specs = config.cache_specs(sizes)
+    check_cache_specs(specs, kv_cache_dtype)
+    check_context_parallel(
+        specs,
+        size=num_sharing,
+        interleave=1,
+        block_size=sizes.block_size,
+        num_shards=sizes.num_shards,
+        num_kv_heads=config.num_kv_heads,
+    )
+    groups = plan_groups(
+        specs, max_model_len=max_model_len, max_num_batched_tokens=options.max_num_batched_tokens
+    )
+    return report_on(
+        groups,
+        options.kv_cache_bytes // block_bytes(groups),
+        max_model_len=max_model_len,
+        max_num_batched_tokens=options.max_steps_in_flight * options.max_num_batched_tokens,
+        num_steps=options.max_steps_in_flight,
+        context_parallel_size=num_sharing,
+    )
+
+
+def num_stored_elements(path: Path) -> int:
+    """Of all tensors in a safetensors file, by its header. Raises ConfigError if it has none."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+        return sum(
+            math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
+        )
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise ConfigError(f"{path} is no safetensors file: {error}") from error
+
+
+def tables(report: PlanReport) -> list[Table]:
+    """The groups, and what they amount to."""
+    cache = report.cache
+    groups = Table(title=f"KV cache groups of {report.model}, per rank", title_justify="left")
+    groups.add_column("kind", no_wrap=True)
+    for column in ("groups", "layers", "tokens per block", "bytes per layer", "padding"):
+        groups.add_column(column, justify="right")
+    groups.add_column("blocks per request", justify="right")
+    groups.caption = "layers: of a group; bytes, padding: of a block; blocks: at most"
+    for group, count in Counter(cache.groups).items():
+        groups.add_row(
+            group.kind,
+            f"{count:,}",
+            f"{group.num_layers:,}",
+            f"{group.block_tokens:,}",
+            f"{group.layer_bytes:,}",
+            f"{group.padding_bytes / cache.block_bytes:.1%}",
+            f"{group.max_blocks:,}",
+        )
+    totals = Table(title="Memory of a rank", show_header=False, title_justify="left")
+    for name, value in _totals(report):
+        totals.add_row(name, value)
+    return [groups, totals]
+
+
+def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
+    cache = report.cache
+    shard = f", a shard of {report.tensor_parallel_size}" if report.tensor_parallel_size > 1 else ""
+    yield f"weights in {report.dtype}{shard}", byte_size(report.weight_bytes)
+    yield (
+        "KV cache (--kv-cache-bytes)",
+        f"{byte_size(cache.size_bytes)}: {cache.num_blocks:,} blocks of {cache.block_bytes:,} "
+        f"bytes, {cache.num_reserved_blocks:,} set aside for padding",
+    )
+    if cache.expanded_bytes:
+        yield (
+            "beside it, once a prompt is long",
+            f"{byte_size(cache.expanded_bytes)} for keys and values made of latents",
+        )
+    request_blocks = sum(group.max_blocks for group in cache.groups)
+    yield (
+        f"a request of {cache.max_model_len:,} tokens",
+        f"{byte_size(request_blocks * cache.block_bytes)}: {_blocks(request_blocks)}, "
+        f"{cache.padding_share:.1%} of it padding",
+    )
+    if cache.num_blocks_in_flight:
+        yield (
+            "of those, for what is in flight",
+            f"{_blocks(cache.num_blocks_in_flight)}: at most {cache.max_tokens_in_flight:,} tokens "
+            f"in {cache.num_steps} steps (--max-num-batched-tokens)",
+        )
+    if cache.max_concurrency < 1:
+        yield (
+            "such requests that fit",
+            "none, so that no engine would start: raise --kv-cache-bytes or lower --max-model-len",
+        )
+        return
+    yield "such requests that fit", f"{cache.max_concurrency:,.2f}"
+    yield "tokens that fit, in such requests", f"{cache.num_tokens:,}"
+    if (audio := report.audio) is not None:
+        seconds = audio.max_samples / audio.sampling_rate
+        yield (
+            "sound of a request",
+            f"{seconds:g} s at most; {audio.num_tokens:,} tokens of the encoder, in one step",
+        )
+    if report.kv_cache_dtype != "auto":
+        gain = f" ({cache.num_tokens / report.auto_tokens:.2f} times)" if report.auto_tokens else ""
+        yield (
+            f"tokens gained by {report.kv_cache_dtype}",
+            f"{cache.num_tokens - report.auto_tokens:,}{gain}; {report.auto_tokens:,} fit in "
+            f"{report.dtype}",
+        )
+    if report.decode_context_parallel_size > 1:
+        whole = report.whole_tokens
+        gain = f" ({cache.num_tokens / whole:.2f} times)" if whole else ""
+        yield (
+            f"tokens gained by {report.decode_context_parallel_size} context ranks",
+            f"{cache.num_tokens - whole:,}{gain}; {whole:,} fit without",
+        )
+
+
+def _blocks(count: int) -> str:
+    return "1 block" if count == 1 else f"{count:,} blocks"

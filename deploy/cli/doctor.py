@@ -1,0 +1,206 @@
+"""`longshore doctor`: what an engine does, what its requests wait for, and whether that is well."""
+
+import asyncio
+import contextlib
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
+from longshore.deploy.cli.client_options import DoctorOptions
+from longshore.deploy.cli.refusal import refusal
+from longshore.deploy.machine.finding import summary, table
+from longshore.deploy.machine.report import findings
+from longshore.protocol.statistics import EngineReport
+from longshore.scheduler.step.pause import PauseState
+
+REPORT_PATH: Final = "/engine/report"
+MAX_SHOWN: Final = 10
+MAX_ID_LEN: Final = 16
+"""Of a request id, its end: what a client chose may stand before it."""
+
+
+class Health(enum.IntEnum):
+    """The verdict as an exit status."""
+
+    HEALTHY = 0
+    STALLED = 1
+    UNREACHABLE = 2
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """state: idle, serving, paused, stalled or unreachable. advice: what to do, if anything."""
+
+    health: Health
+    state: str
+    what: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.what}" + (f" {self.advice}" if self.advice else "")
+
+
+def examine(options: DoctorOptions) -> Health:
+    """Ask, judge, print; the result is the exit status."""
+    answer = asyncio.run(_ask(options))
+    reports = _read(answer)
+    verdict = judge_all(reports, options.stall_after_s) if reports else judge_silence(answer)
+    if options.json:
+        shown = [msgspec.structs.asdict(report) for report in reports]
+        content = {
+            "state": verdict.state,
+            "verdict": str(verdict),
+            "report": shown if len(shown) > 1 else next(iter(shown), None),
+        }
+        print(msgspec.json.format(msgspec.json.encode(content)).decode())
+    else:
+        console = Console(soft_wrap=True, highlight=False)
+        for report in reports:
+            for table in tables(report):
+                console.print(table)
+        console.print(str(verdict), markup=False)
+    return verdict.health
+
+
+def _read(answer: HttpAnswer | Exception) -> list[EngineReport]:
+    """Of every engine; empty if that is not what was answered."""
+    if isinstance(answer, HttpAnswer) and answer.status == 200:
+        with contextlib.suppress(msgspec.MsgspecError):
+            content = msgspec.json.decode(answer.body, type=EngineReport | list[EngineReport])
+            return content if isinstance(content, list) else [content]
+    return []
+
+
+def examine_machine(options: DoctorOptions) -> int:
+    """Look and print; the result is the exit status: 1 if something will not do."""
+    found = findings(HttpEndpoint(options.url).port)
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        console = Console(highlight=False)
+        console.print(table(found))
+        console.print(summary(found))
+    return int(any(finding.state == "problem" for finding in found))
+
+
+async def _ask(options: DoctorOptions) -> HttpAnswer | Exception:
+    """The server's answer, or why there is none."""
+    endpoint = HttpEndpoint(options.url, api_key=options.api_key)
+    try:
+        return await endpoint.request("GET", REPORT_PATH, timeout_s=options.timeout_s)
+    except (OSError, TimeoutError) as error:
+        return error
+
+
+def judge_all(reports: Sequence[EngineReport], stall_after_s: float) -> Verdict:
+    """The worst of several engines' verdicts, and what the others are."""
+    verdicts = [judge(report, stall_after_s) for report in reports]
+    if len(verdicts) == 1:
+        return verdicts[0]
+    worst = max(verdicts, key=lambda verdict: (verdict.health, verdict.state != "idle"))
+    each = " ".join(
+        f"{report.engine_id} is {verdict.state}: {verdict.what}"
+        for report, verdict in zip(reports, verdicts, strict=True)
+    )
+    return Verdict(worst.health, worst.state, each, worst.advice)
+
+
+def judge(report: EngineReport, stall_after_s: float) -> Verdict:
+    """Whether an engine that answers is well."""
+    requests = f"{report.num_running} running, {report.num_waiting} waiting"
+    idle = f"no request has advanced for {report.idle_s:.1f} s"
+    if not report.num_running and not report.num_waiting:
+        return Verdict(Health.HEALTHY, "idle", "there is nothing to do.")
+    if report.idle_s < stall_after_s:
+        return Verdict(Health.HEALTHY, "serving", f"{requests}.")
+    if report.steps_in_flight:
+        steps = f"{report.steps_in_flight} planned step{'s' * (report.steps_in_flight > 1)}"
+        return Verdict(
+            Health.STALLED,
+            "stalled",
+            f"{requests}, and {idle}: the worker has not answered {steps}.",
+            "If its process is stopped or hangs, restart the deployment; a step that is merely "
+            "long gets shorter with --max-num-batched-tokens.",
+        )
+    if report.pause != PauseState.UNPAUSED.value:
+        return Verdict(
+            Health.HEALTHY, "paused", f"{requests}; the engine is {_pause(report)}.", "Resume it."
+        )
+    reasons = Counter(waiting.waits_for for waiting in report.waiting).most_common(1)
+    most = f" Most of them wait for this: {reasons[0][0]}." if reasons else ""
+    return Verdict(
+        Health.STALLED,
+        "stalled",
+        f"{requests}, and {idle}, although the worker is free.{most}",
+        "The table says what each waits for. If that cannot come any more, abort the request (its "
+        "client goes away); if it is blocks, give more with --num-blocks.",
+    )
+
+
+def judge_silence(answer: HttpAnswer | Exception) -> Verdict:
+    """What it means that there is no report to read."""
+    if isinstance(answer, Exception):
+        reason = str(answer) or type(answer).__name__
+        return Verdict(
+            Health.UNREACHABLE, "unreachable", f"{reason}.", "Does `longshore serve` run there?"
+        )
+    message = refusal(answer) or "this is no Longshore gateway of the same version"
+    if answer.status == 504:
+        return Verdict(
+            Health.STALLED,
+            "stalled",
+            f"{message}.",
+            "Look at the scheduler's process and its last log lines, then restart the deployment.",
+        )
+    return Verdict(Health.UNREACHABLE, "unreachable", f"HTTP {answer.status}: {message}.")
+
+
+def _pause(report: EngineReport) -> str:
+    return {
+        PauseState.PAUSED_NEW.value: "paused for new requests",
+        PauseState.PAUSED_ALL.value: "paused",
+    }.get(report.pause, report.pause)
+
+
+def tables(report: EngineReport) -> list[Table]:
+    """The engine's state, and a line per waiting request."""
+    state = Table(title=Text(f"Engine {report.engine_id}"), show_header=False, title_justify="left")
+    used = report.num_blocks - 1 - report.num_free_blocks
+    for name, value in (
+        ("requests", f"{report.num_running} running, {report.num_waiting} waiting"),
+        ("blocks", f"{used:,} of {report.num_blocks - 1:,} in use ({report.kv_usage:.0%})"),
+        ("steps in flight", f"{report.steps_in_flight}"),
+        ("last progress", f"{report.idle_s:.1f} s ago"),
+        ("pause", _pause(report)),
+    ):
+        state.add_row(name, Text(value))
+    if not report.waiting:
+        return [state]
+    shown = report.waiting[:MAX_SHOWN]
+    waiting = Table(title="Waiting, the next to be served first", title_justify="left")
+    waiting.add_column("request", no_wrap=True)
+    for column in ("waits for", "since", "tokens", "preempted"):
+        waiting.add_column(column, overflow="fold")
+    for each in shown:
+        waiting.add_row(
+            Text(_short(each.request_id)),
+            Text(each.waits_for),
+            f"{each.waited_s:.1f} s",
+            f"{each.num_tokens:,}",
+            f"{each.num_preemptions}×",
+        )
+    if report.num_waiting > len(shown):
+        rest = report.num_waiting - len(shown)
+        in_json = "all" if len(report.waiting) == report.num_waiting else f"{len(report.waiting):,}"
+        waiting.caption = f"and {rest:,} more (--json has {in_json})"
+    return [state, waiting]
+
+
+def _short(request_id: str) -> str:
+    return request_id if len(request_id) <= MAX_ID_LEN + 1 else f"…{request_id[-MAX_ID_LEN:]}"

@@ -1,0 +1,231 @@
+"""The `longshore` command. Commands import what they need when they run: `--help` is immediate."""
+
+import contextlib
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final
+
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.config import Env, Toml
+
+import longshore
+from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
+from longshore.deploy.cli.client_options import (
+    ChatOptions,
+    DoctorOptions,
+    TopOptions,
+)
+from longshore.deploy.cli.options import (
+    SHOWN_AS_DEMO_MODEL,
+    CachePlanOptions,
+    ServeOptions,
+)
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from longshore.deploy.supervisor.log_lines import LINE_FORMATS
+from longshore.deploy.supervisor.logs import set_up_logging
+from longshore.protocol.errors import ConfigError, LongshoreError
+
+logger = logging.getLogger(__name__)
+
+app = App(name="longshore", help="Serve language models.", version=longshore.__version__)
+PREFIX: Final = "LONGSHORE_"
+_ENVIRONMENT = Env(PREFIX, command=False)
+bench = App(name="bench", help="Measure throughput and latency; results as JSON.")
+app.command(bench)
+
+
+@app.command(usage="Usage: longshore serve [OPTIONS] [MODEL]")
+def serve(
+    model: Annotated[Path, SHOWN_AS_DEMO_MODEL] = DEMO_MODEL_DIR,
+    *,
+    options: Annotated[ServeOptions, Parameter(name="*")] = ServeOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Serve a model behind an OpenAI-compatible API until SIGTERM or Ctrl-C.
+
+    Args:
+        model: Folder of the model, as Hugging Face writes it, or its id on a model hub
+            (owner/name or owner/name@revision).
+    """
+    from longshore.deploy.cli.serve import serve as serve_model
+    from longshore.deploy.model.folder import read_model_folder
+
+    set_up_logging(options.log_level, LINE_FORMATS[options.log_format])
+    serve_model(read_model_folder(model), options, announce=_announce)
+
+
+@app.command
+def chat(
+    *,
+    options: Annotated[ChatOptions, Parameter(name="*")] = ChatOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Talk to a running server in the terminal; /help there lists the commands.
+
+    From a pipe every line is a question, standard output has the answers alone, and the exit status
+    is 1 if one failed.
+    """
+    from longshore.deploy.cli.chat import chat as talk
+
+    sys.exit(0 if talk(options) else 1)
+
+
+@app.command
+def top(
+    *,
+    options: Annotated[TopOptions, Parameter(name="*")] = TopOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Watch a running server: queues, KV blocks, rates and latencies."""
+    from longshore.deploy.cli.top import top as watch
+
+    watch(options)
+
+
+@app.command
+def doctor(
+    *,
+    options: Annotated[DoctorOptions, Parameter(name="*")] = DoctorOptions(),  # noqa: B008  # frozen
+    plan: Annotated[CachePlanOptions, Parameter(name="*")] = CachePlanOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Ask a running engine what it does, and what each waiting request waits for; or, with
+    --machine, look at this machine; or, with --plan, print what the KV cache of a model will hold.
+
+    Exit status 0: healthy; 1: requests wait and nothing advances, or something of the machine will
+    not do; 2: the engine cannot be reached.
+    """
+    if plan.plan is not None:
+        from longshore.deploy.cli.cache_plan import print_plan
+
+        print_plan(plan, as_json=options.json)
+        return
+
+    from longshore.deploy.cli.doctor import examine, examine_machine
+
+    sys.exit(examine_machine(options) if options.machine else examine(options))
+
+
+@bench.command
+def throughput(
+    *,
+    options: Annotated[ThroughputOptions, Parameter(name="*")] = ThroughputOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Offline throughput: all prompts at once, through LLM."""
+    from longshore.deploy.bench.throughput import run
+
+    run(options)
+
+
+@bench.command(name="serve")
+def bench_serve(
+    *,
+    options: Annotated[ServeBenchOptions, Parameter(name="*")] = ServeBenchOptions(),  # noqa: B008  # frozen
+) -> None:
+    """Latency and throughput of a running server under a request rate."""
+    from longshore.deploy.bench.serve import run
+
+    run(options)
+
+
+@app.meta.default
+def launch(
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    config: Path | None = None,
+) -> None:
+    """Settings come from flags, else from variables (LONGSHORE_NUM_BLOCKS for --num-blocks), else
+    from the TOML file's table of the command ([serve], [bench.serve]), else they have defaults.
+
+    Args:
+        config: TOML file with settings. Default: none is read.
+    """
+    _check_variables(os.environ)
+    app.config = (_ENVIRONMENT,) if config is None else (_ENVIRONMENT, _settings_file(config))
+    app(tokens)
+
+
+def _check_variables(variables: Mapping[str, str]) -> None:
+    """Raise ConfigError for a variable that means something and would be passed over, or that is
+    set to nothing: a key that a deployment forgot to fill in must not open the server. Warn of
+    those that no command reads."""
+    for name, value in variables.items():
+        if name.startswith(PREFIX + "NO_"):
+            setting = name.removeprefix(PREFIX + "NO_")
+            raise ConfigError(f"{name} is not read; say {PREFIX}{setting}=false")
+        if name.startswith(PREFIX) and not value.strip():
+            raise ConfigError(f"{name} is set, but empty; give it a value or unset it")
+    known = _known_variables()
+    unread = [
+        f"{name} ({nearest[0]} is meant?)" if nearest else name
+        for name in sorted(variables)
+        if name.startswith(PREFIX) and name not in known
+        for nearest in [difflib.get_close_matches(name, known, n=1, cutoff=0.8)]
+    ]
+    if unread:
+        print(f"longshore: warning: nothing reads {', '.join(unread)}", file=sys.stderr)
+
+
+def _known_variables() -> set[str]:
+    """Of all commands: a variable may be meant for another one than this."""
+    commands = [
+        *(app[name] for name in _commands(app)),
+        *(bench[name] for name in _commands(bench)),
+    ]
+    return {
+        PREFIX + name.removeprefix("--").replace("-", "_").upper()
+        for command in commands
+        if command.default_command is not None
+        for argument in command.assemble_argument_collection()
+        if not argument.children
+        for name in argument.names
+    }
+
+
+def _settings_file(path: Path) -> Toml:
+    """Raises ConfigError for what no command would read."""
+    settings = Toml(path, must_exist=True)
+    try:
+        tables = settings.config
+    except (OSError, CycloptsError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    commands = [*_commands(app), *(f"bench.{name}" for name in _commands(bench))]
+    commands.remove("bench")
+    nested = tables.pop("bench", {})
+    named = {**tables, **({f"bench.{n}": t for n, t in nested.items()} if nested else {})}
+    for name, table in named.items():
+        if name not in commands or not isinstance(table, dict):
+            raise ConfigError(
+                f"--config {path}: {name} is no table of a command; settings stand under "
+                f"{', '.join(f'[{command}]' for command in commands)}"
+            )
+        for key in table:
+            if key.startswith(("no-", "no_")):
+                raise ConfigError(f"--config {path}: say {key[3:]} = false in place of {key}")
+    if nested:
+        tables["bench"] = nested
+    return settings
+
+
+def _commands(of: App) -> list[str]:
+    return [name for name in of if not name.startswith("-")]
+
+
+def main() -> None:
+    """The console script. Exit status 1: it failed while running; 2: a setting is wrong."""
+    # A daemon may be started with its outputs closed; they then lead nowhere.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # as long as the program
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    try:
+        app.meta()
+    except LongshoreError as error:
+        print(f"longshore: error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _announce(line: str) -> None:
+    with contextlib.suppress(
+        OSError
+    ):  # nobody may be there to read it; the server runs all the same
+        print(f"longshore: {line}", flush=True)

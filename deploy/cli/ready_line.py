@@ -1,0 +1,65 @@
+"""What a deployment says once it serves: the line with where to ask, and the sizes behind it."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from longshore.deploy.supervisor.replica import Replica, replicas
+from longshore.protocol.transport.lifeline import Ready
+
+
+def ready_line(
+    url: str,
+    model_name: str,
+    ready: Mapping[str, Ready],
+    *,
+    num_replicas: int = 1,
+    num_gateways: int = 1,
+) -> str:
+    """Short enough for a row of a terminal. ready: the processes' reports, by name."""
+    gateway = next(report for name, report in ready.items() if name.startswith("gateway"))
+    max_model_len = int(gateway.details["max_model_len"])
+
+    def room(replica: Replica) -> str:
+        num_tokens = int(ready[replica.scheduler].details["kv_cache_tokens"])
+        return f"room for {num_tokens:,} tokens"
+
+    by = "" if num_gateways == 1 else f"{num_gateways} gateways, "
+    engines = _by_engine(num_replicas, room)
+    return f"ready at {url} (model {model_name}, {by}{engines}, {max_model_len:,} per request)"
+
+
+def cache_sizes(ready: Mapping[str, Ready], num_replicas: int = 1) -> str:
+    """Blocks, and bytes of them, of every engine."""
+
+    def sizes(replica: Replica) -> str:
+        cache = ready[replica.scheduler].details
+        num_blocks = int(cache["num_blocks"])
+        block_bytes = [
+            int(report.details["block_bytes"])
+            for name, report in ready.items()
+            if replica.has_worker(name)
+        ]
+        size = _bytes(num_blocks, block_bytes)
+        return f"{num_blocks:,} blocks of {cache['block_sizes']} tokens, {size}"
+
+    return _by_engine(num_replicas, sizes)
+
+
+def _by_engine(num_replicas: int, words: Callable[[Replica], str]) -> str:
+    """Engines that are alike are told of once."""
+    each = [words(replica) for replica in replicas(num_replicas)]
+    if num_replicas == 1:
+        return each[0]
+    if len(set(each)) == 1:
+        return f"{num_replicas} engines, each with {each[0]}"
+    engines = "; ".join(f"engine {number} has {text}" for number, text in enumerate(each))
+    return f"{num_replicas} engines: {engines}"
+
+
+def _bytes(num_blocks: int, block_bytes: Sequence[int]) -> str:
+    """block_bytes: of each worker. They differ between stages with unlike numbers of layers."""
+    if len(set(block_bytes)) > 1:
+        each = " + ".join(f"{size:,}" for size in block_bytes)
+        return f"{num_blocks:,} x ({each}) = {num_blocks * sum(block_bytes):,} bytes, by worker"
+    size = block_bytes[0]
+    where = f" on each of {len(block_bytes)} workers" if len(block_bytes) > 1 else ""
+    return f"{num_blocks:,} x {size:,} = {num_blocks * size:,} bytes{where}"

@@ -1,0 +1,164 @@
+"""`longshore serve`: engines behind gateways, until it is told to stop or something dies."""
+
+import logging
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from longshore.deploy.cli.options import ServeOptions
+from longshore.deploy.cli.ready_line import cache_sizes, ready_line
+from longshore.deploy.gateway.config import GatewayConfig
+from longshore.deploy.model.folder import ModelFolder
+from longshore.deploy.requests.audio import require_extra
+from longshore.deploy.supervisor.engine_config import (
+    NO_BLAS_THREADS,
+    EnginePlan,
+    check_workers,
+    engine_processes,
+    plan_engine,
+)
+from longshore.deploy.supervisor.listeners import bind, url_of
+from longshore.deploy.supervisor.log_lines import LINE_FORMATS
+from longshore.deploy.supervisor.process import ProcessSpec
+from longshore.deploy.supervisor.replica import replicas
+from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.deploy.supervisor.stop_signals import StopSignals
+from longshore.deploy.supervisor.supervisor import (
+    STOP_TIMEOUT_S,
+    StopRequested,
+    Supervisor,
+)
+from longshore.protocol.errors import EngineDead
+from longshore.protocol.transport.channel import Endpoint
+
+logger = logging.getLogger(__name__)
+
+
+def serve(
+    model: ModelFolder, options: ServeOptions, announce: Callable[[str], None] = print
+) -> None:
+    """Serve until SIGTERM or SIGINT, drain, and return.
+
+    Raises ConfigError or StartFailed if the deployment cannot start, EngineDead if a process dies.
+    Nothing is left behind either way.
+    """
+    if model.audio is not None:
+        require_extra("soundfile", "soxr", "python_multipart")
+    plan = plan_engine(options, model)
+    check_workers(plan)
+    with (
+        StopSignals() as stop_signal,
+        ExitStack() as port,
+        Supervisor(RuntimeDir(), sys.stderr, LINE_FORMATS[options.log_format]) as supervisor,
+    ):
+        listeners = bind(options.host, options.port, options.gateways)
+        for listener in listeners:
+            port.enter_context(listener)
+        url = url_of(listeners[0])
+        logger.info("starting at %s; its /ready tells how far that is", url)
+        specs = _processes(plan, options, supervisor.runtime_dir, listeners)
+        try:
+            ready = supervisor.start(
+                specs, timeout_s=options.startup_timeout_s, stop_signal=stop_signal
+            )
+        except StopRequested:
+            logger.info("stopped before it was ready")
+            return
+        port.close()  # the gateways alone hold it now, and give it up when they drain
+        logger.info("KV cache: %s", cache_sizes(ready, options.replicas))
+        name = options.served_model_name or model.name
+        announce(
+            ready_line(
+                url, name, ready, num_replicas=options.replicas, num_gateways=options.gateways
+            )
+        )
+        death = supervisor.wait_for_death(stop_signal=stop_signal)
+        if death is not None:
+            supervisor.stop_now(death)
+            raise EngineDead(f"{death} Everything has been stopped; start it again to go on.")
+        stop_signal.clear()  # a second one cuts the draining short
+        logger.info(
+            "stopping: live answers have %.0f s to finish; Ctrl-C again ends them now",
+            options.drain_timeout_s,
+        )
+        all_well = supervisor.stop(options.drain_timeout_s + STOP_TIMEOUT_S, stop_signal)
+        if not all_well and not stop_signal.is_set():
+            raise EngineDead("not every process came to an orderly end; the lines above say which.")
+    logger.info("stopped")
+
+
+def _processes(
+    plan: EnginePlan,
+    options: ServeOptions,
+    runtime_dir: RuntimeDir,
+    listeners: Sequence[socket.socket],
+) -> list[ProcessSpec]:
+    """Each kind needs those before it: workers, schedulers, gateways."""
+    engines = [
+        engine_processes(plan, runtime_dir, replica) for replica in replicas(options.replicas)
+    ]
+    siblings = tuple(
+        str(runtime_dir.socket_path(f"gateway-{number}")) for number in range(len(listeners))
+    )
+    return [
+        *(worker for (*workers, _), _ in engines for worker in workers),
+        *(scheduler for (*_, scheduler), _ in engines),
+        *(
+            _gateway(
+                plan,
+                options,
+                number,
+                listener,
+                engines=tuple(clients for _, clients in engines),
+                siblings=siblings,
+            )
+            for number, listener in enumerate(listeners)
+        ),
+    ]
+
+
+def _gateway(
+    plan: EnginePlan,
+    options: ServeOptions,
+    number: int,
+    listener: socket.socket,
+    *,
+    engines: tuple[Endpoint, ...],
+    siblings: tuple[str, ...],
+) -> ProcessSpec:
+    model = plan.model
+    config = GatewayConfig(
+        model=str(model.path),
+        served_model_name=options.served_model_name or model.name,
+        model_fingerprint=plan.identity.model_fingerprint,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        max_model_len=plan.identity.max_model_len,
+        sampling_defaults=model.sampling_defaults,
+        engines=engines,
+        number=number,
+        siblings=siblings,
+        listen_fd=listener.fileno(),
+        chat_template=None if options.chat_template is None else str(options.chat_template),
+        max_body_bytes=options.max_body_mib << 20,
+        embedding=model.embedding,
+        audio=model.audio,
+        max_audio_bytes=options.max_audio_mib << 20,
+        max_audio_s=options.max_audio_s,
+        max_live_requests=options.max_live_requests,
+        api_keys=options.api_key or (),
+        cors_allow_origins=options.cors_allow_origins or (),
+        drain_timeout_s=options.drain_timeout_s,
+        unread_timeout_s=options.unread_timeout_s,
+        seed=options.seed,
+        log_level=options.log_level,
+    )
+    return ProcessSpec(
+        f"gateway {number}" if options.gateways > 1 else "gateway",
+        "longshore.deploy.gateway",
+        config,
+        environment=NO_BLAS_THREADS,
+        pass_fds=(listener.fileno(),),
+        ends_with="gateways",
+    )

@@ -1,0 +1,160 @@
+"""What `longshore top` says of a server: numbers, before they are drawn or printed as JSON."""
+
+from typing import Final
+
+import msgspec
+
+from longshore.deploy.cli.metric_samples import Window
+
+TIMES: Final = (
+    ("time to first token", "longshore_time_to_first_token_seconds"),
+    ("between tokens", "longshore_inter_token_latency_seconds"),
+    ("in the queue", "longshore_request_queue_seconds"),
+    ("prefill", "longshore_request_prefill_seconds"),
+    ("whole request", "longshore_request_seconds"),
+)
+_STEP: Final = "longshore_worker_step_seconds"
+_TOKENS: Final = "longshore_worker_step_tokens"
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """Half of what was observed, and 99 of 100, took at most so many seconds (bounds of histogram
+    buckets); None if nothing was."""
+
+    p50_s: float | None
+    p99_s: float | None
+
+
+class EngineView(msgspec.Struct, frozen=True):
+    """One scheduler. Shares are of tokens looked up in the window; None if none were."""
+
+    engine: str
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    kv_usage: float
+    steps_in_flight: float
+    steps_per_s: float | None
+    preemptions_per_s: float | None
+    prefix_hit_share: float | None
+    external_hit_share: float | None
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    """One rank. busy_share: of the time that has passed. Of a rank that took no step in the window
+    the times are None."""
+
+    engine: str
+    worker: str
+    steps_per_s: float | None
+    tokens_per_s: float | None
+    mean_step_s: float | None
+    p99_step_s: float | None
+    longest_step_s: float | None
+    busy_share: float | None
+    resident_bytes: int
+    device_bytes: int
+
+
+class Overview(msgspec.Struct, frozen=True):
+    """A server. Rates are None at the first look.
+
+    window_s: what rates, shares and latencies are of.
+    """
+
+    version: str
+    is_ready: bool
+    window_s: float | None
+    num_live_requests: int
+    requests_per_s: float | None
+    refused_per_s: float | None
+    prompt_tokens_per_s: float | None
+    cached_tokens_per_s: float | None
+    generated_tokens_per_s: float | None
+    latencies: dict[str, Latency]
+    engines: list[EngineView]
+    workers: list[WorkerView]
+
+    @property
+    def num_running(self) -> int:
+        return sum(engine.num_running for engine in self.engines)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(engine.num_waiting for engine in self.engines)
+
+
+def overview(window: Window) -> Overview:
+    now = window.now
+    versions = [version for (version,) in now.label_values("longshore_build_info", "version")]
+    engines = now.label_values("longshore_scheduler_steps_total", "engine")
+    workers = now.label_values(f"{_STEP}_count", "engine", "worker")
+    return Overview(
+        version=", ".join(versions),
+        is_ready=now.total("longshore_ready") > 0,
+        window_s=window.elapsed_s,
+        num_live_requests=int(now.total("longshore_live_requests")),
+        requests_per_s=window.rate("longshore_requests_finished_total"),
+        refused_per_s=window.rate("longshore_http_responses_total", {"status": "429"}),
+        prompt_tokens_per_s=window.rate("longshore_prompt_tokens_total"),
+        cached_tokens_per_s=window.rate("longshore_cached_prompt_tokens_total"),
+        generated_tokens_per_s=window.rate("longshore_generated_tokens_total"),
+        latencies={
+            name: Latency(window.quantile(metric, 0.5), window.quantile(metric, 0.99))
+            for name, metric in TIMES
+        },
+        engines=[_engine(window, engine) for (engine,) in engines],
+        workers=[
+            _worker(window, engine, worker)
+            for engine, worker in sorted(workers, key=lambda pair: (pair[0], pair[1].zfill(8)))
+        ],
+    )
+
+
+def _engine(window: Window, engine: str) -> EngineView:
+    labels = {"engine": engine}
+
+    def now(name: str) -> float:
+        return window.now.total(f"longshore_scheduler_{name}", labels)
+
+    def rate(name: str) -> float | None:
+        return window.rate(f"longshore_scheduler_{name}_total", labels)
+
+    def hit_share(kind: str) -> float | None:
+        prefix = f"longshore_scheduler_{kind}"
+        return window.share(f"{prefix}_hit_tokens_total", f"{prefix}_queried_tokens_total", labels)
+
+    return EngineView(
+        engine=engine,
+        num_running=int(now("running_requests")),
+        num_waiting=int(now("waiting_requests")),
+        num_blocks=int(now("blocks")),
+        num_free_blocks=int(now("free_blocks")),
+        kv_usage=now("kv_usage_ratio"),
+        steps_in_flight=now("steps_in_flight"),
+        steps_per_s=rate("steps"),
+        preemptions_per_s=rate("preemptions"),
+        prefix_hit_share=hit_share("prefix"),
+        external_hit_share=hit_share("external"),
+    )
+
+
+def _worker(window: Window, engine: str, worker: str) -> WorkerView:
+    labels = {"engine": engine, "worker": worker}
+    num_steps, now = window.added(f"{_STEP}_count", labels), window.now
+    busy_share = window.rate(f"{_STEP}_sum", labels)
+    longest_step_s = now.total("longshore_worker_longest_step_seconds", labels)
+    return WorkerView(
+        engine=engine,
+        worker=worker,
+        steps_per_s=window.rate(f"{_STEP}_count", labels),
+        tokens_per_s=window.rate(f"{_TOKENS}_sum", labels),
+        mean_step_s=window.share(f"{_STEP}_sum", f"{_STEP}_count", labels),
+        p99_step_s=window.quantile(_STEP, 0.99, labels),
+        longest_step_s=longest_step_s if num_steps else None,
+        # Workers report once a second, so what came may be of a little more than the window.
+        busy_share=None if busy_share is None else min(busy_share, 1.0),
+        resident_bytes=int(now.total("longshore_worker_resident_memory_bytes", labels)),
+        device_bytes=int(now.total("longshore_worker_device_memory_bytes", labels)),
+    )

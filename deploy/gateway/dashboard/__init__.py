@@ -1,0 +1,1 @@
+"""The dashboard page and the data behind it."""

@@ -1,0 +1,158 @@
+"""One HTTP exchange on bare ASGI: a bounded body in, JSON or a stream of events out.
+
+While an answer is computed the connection is watched: when the client goes, the work is cancelled
+at once, also if it has nothing to send at that moment.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable
+from typing import Final, Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.request_log import note_failure
+
+_JSON: Final = (b"content-type", b"application/json")
+_TEXT: Final = (b"content-type", b"text/plain; charset=utf-8")
+_STREAM_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy that collects events would hold tokens back
+)
+
+
+OUTLET_KEY: Final = "longshore.outlet"
+"""Where a scope has its connection's `Outlet`."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection before the answer was complete."""
+
+
+class Outlet(Protocol):
+    """A connection, for parts of a response that has begun: a token costs a good part of what
+    handing it through ASGI's `send` does.
+
+    is_writable: the client is there and reads what it gets.
+    """
+
+    @property
+    def is_writable(self) -> bool: ...
+
+    def write_part(self, data: bytes) -> None:
+        """Never blocks, and does not look whether it should. Raises ClientGone."""
+
+    async def until_read(self) -> None:
+        """Until the client has read enough of what was written, or has gone."""
+
+
+class Exchange:
+    """One request and its response. `status` is None until the response has begun."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.status: int | None = None
+        self._receive = receive
+        self._send = send
+        self._outlet: Outlet = scope[OUTLET_KEY]
+
+    async def read_body(self, max_bytes: int, setting: str) -> bytes:
+        """The whole body. Raises ApiError 413, naming the setting that limits it, as soon as it is
+        known to be longer."""
+        for name, value in self.scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > max_bytes:
+                raise _too_large(max_bytes, setting)
+        chunks: list[bytes] = []
+        size_bytes = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunks.append(message.get("body", b""))
+            size_bytes += len(chunks[-1])
+            if size_bytes > max_bytes:
+                raise _too_large(max_bytes, setting)
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    async def run_while_connected(self, work: Awaitable[None]) -> None:
+        """Await `work`, or cancel it and raise ClientGone when the client goes first."""
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(self._wait_until_gone())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            was_cut = task.cancel()
+            await asyncio.wait((task, gone))
+        if was_cut and task.cancelled():
+            raise ClientGone
+        task.result()
+
+    async def _wait_until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            continue
+
+    async def send_json(
+        self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
+        """The whole response."""
+        await self._send_whole(status, (_JSON, *headers), body)
+
+    async def send_text(self, text: str) -> None:
+        """The whole response, 200."""
+        await self._send_whole(200, (_TEXT,), text.encode())
+
+    async def _send_whole(
+        self, status: int, headers: tuple[tuple[bytes, bytes], ...], body: bytes
+    ) -> None:
+        await self._start(status, (*headers, (b"content-length", b"%d" % len(body))))
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def send_error(self, error: ApiError) -> None:
+        """The whole response, or the last event of a stream that has begun."""
+        note_failure(error)
+        if self.status is None:
+            await self.send_json(error.json(), error.status, error.headers)
+        else:
+            with contextlib.suppress(ClientGone):
+                await self.send_events(error.json())
+                await self.end_stream()
+
+    async def start_stream(self) -> None:
+        """Status 200; events follow."""
+        await self._start(200, _STREAM_HEADERS)
+
+    async def send_events(self, *events: bytes) -> None:
+        """Server-sent events, by their data; waits while the client reads too slowly."""
+        self.write_events(*events)
+        if not self._outlet.is_writable:
+            await self._outlet.until_read()
+
+    @property
+    def is_writable(self) -> bool:
+        """The response has begun and the client keeps up with it, so that `write_events` is as good
+        as `send_events`."""
+        return self.status is not None and self._outlet.is_writable
+
+    def write_events(self, *events: bytes) -> None:
+        """Server-sent events, however slowly the client reads. Raises ClientGone."""
+        if events:
+            self._outlet.write_part(b"".join([b"data: %b\n\n" % data for data in events]))
+
+    async def end_stream(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+        self.status = status
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": list(headers)}
+        )
+
+
+def _too_large(max_bytes: int, setting: str) -> ApiError:
+    return ApiError(
+        413, f"the request body is larger than the {max_bytes} bytes accepted here (--{setting})"
+    )

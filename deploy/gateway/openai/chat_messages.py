@@ -1,0 +1,77 @@
+"""The messages of a chat, as OpenAI's API has them, and as chat templates know them."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from longshore.deploy.gateway.openai.errors import invalid
+
+MAX_MESSAGES: Final = 16_384
+
+
+class ContentPart(msgspec.Struct):
+    """A piece of a message's content; only type `text` is served."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """One turn. `name` and `refusal` are accepted as the API defines them; of what is not supported
+    the empty values are, because clients send an answer back as they got it."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_call_id: Any = None
+    tool_calls: Any = None
+
+    def as_template_input(self, position: int) -> dict[str, object]:
+        """The message as chat templates know it. Raises ApiError for what cannot be served."""
+        role = "system" if self.role == "developer" else self.role
+        if role not in ("system", "user", "assistant"):
+            raise invalid(
+                f"messages[{position}].role is {self.role!r}; served are system, developer, user "
+                "and assistant (tools are not supported yet)",
+                param="messages",
+            )
+        for name in ("annotations", "audio", "function_call", "tool_call_id", "tool_calls"):
+            if getattr(self, name) not in (None, []):
+                raise invalid(
+                    f"messages[{position}].{name} is not supported; leave it out",
+                    param="messages",
+                    code="unsupported_parameter",
+                )
+        message: dict[str, object] = {"role": role, "content": self._text(position)}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+    def _text(self, position: int) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        for part in self.content:
+            if part.type != "text" or part.text is None:
+                raise invalid(
+                    f"messages[{position}].content has a part of type {part.type!r}; only text is "
+                    "supported",
+                    param="messages",
+                )
+        return "\n".join(part.text or "" for part in self.content)
+
+
+def template_input(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
+    """A chat as templates know it. Raises ApiError for what cannot be served."""
+    if not messages:
+        raise invalid("messages is empty; a chat needs at least one", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise invalid(
+            f"messages is a list of {len(messages)}; at most {MAX_MESSAGES} are taken",
+            param="messages",
+        )
+    return [message.as_template_input(i) for i, message in enumerate(messages)]

@@ -1,0 +1,195 @@
+"""POST /v1/completions."""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from longshore.deploy.gateway.openai.endpoint import (
+    GenerationEndpoint,
+    ResponseWriter,
+    Service,
+)
+from longshore.deploy.gateway.openai.errors import invalid
+from longshore.deploy.gateway.openai.generation import (
+    AnsweredPrompt,
+    GenerationSpec,
+    Piece,
+)
+from longshore.deploy.gateway.openai.logprobs import CompletionLogprobs, LogprobsWriter
+from longshore.deploy.gateway.openai.prompts import completion_max_tokens
+from longshore.deploy.gateway.openai.requests import MAX_PROMPTS, CompletionRequest
+from longshore.deploy.gateway.openai.responses import (
+    CompletionChoice,
+    CompletionResponse,
+    Usage,
+)
+from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
+from longshore.deploy.requests.beam_search import BeamSearchParams
+from longshore.deploy.requests.token_scores import TokenScore
+
+
+class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
+    """`n` answers per prompt, as choices: those of the first prompt, then those of the second."""
+
+    path = "/v1/completions"
+    id_prefix = "cmpl"
+    request_type = CompletionRequest
+
+    async def specify(
+        self, service: Service, request: CompletionRequest, request_id: str, arrived_s: float
+    ) -> GenerationSpec:
+        request.check_beams()
+        num_samples = request.num_samples
+        prompt_logprobs = request.prompt_logprobs
+        if request.echo and request.logprobs is not None:
+            prompt_logprobs = max(request.logprobs, prompt_logprobs or 0)
+        sampling = service.prompts.sampling(
+            request,
+            completion_max_tokens(request, service.prompts.defaults),
+            logprobs=request.logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        prompts = await service.prompts.completion_prompts(request)
+        if len(prompts) * num_samples > MAX_PROMPTS:
+            raise invalid(
+                f"n={num_samples} answers to {len(prompts)} prompts are too many; {MAX_PROMPTS} "
+                "answers are given at once",
+                param="n",
+            )
+        return GenerationSpec(
+            request_id=request_id,
+            prompts=prompts,
+            sampling=sampling,
+            priority=request.priority or 0,
+            is_stream=bool(request.stream),
+            arrived_s=arrived_s,
+            num_samples=num_samples,
+            scores_only=request.scores_only,
+            stops=service.prompts.stops(request),
+            beams=self._beams(service, request, max(map(len, prompts))),
+        )
+
+    def _beams(
+        self, service: Service, request: CompletionRequest, num_prompt_tokens: int
+    ) -> BeamSearchParams | None:
+        if not request.use_beam_search:
+            return None
+        width = request.num_samples if request.best_of is None else request.best_of
+        if width < request.num_samples:
+            raise invalid(
+                f"best_of={width} is less than the n={request.num_samples} answers wanted",
+                param="best_of",
+            )
+        prompts = service.prompts
+        ends = frozenset() if request.ignore_eos else frozenset(prompts.eos_token_ids)
+        try:
+            return BeamSearchParams(
+                beam_width=width,
+                max_tokens=min(
+                    completion_max_tokens(request, prompts.defaults),
+                    prompts.max_model_len - num_prompt_tokens,
+                ),
+                length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+                early_stopping=request.early_stopping or False,
+                end_token_ids=ends | frozenset(request.stop_token_ids or ()),
+            )
+        except ValueError as error:
+            names = {"beam_width": "n" if request.best_of is None else "best_of"}
+            name = str(error).partition("=")[0]
+            raise invalid(str(error), param=names.get(name, name)) from error
+
+    def writer(
+        self, service: Service, request: CompletionRequest, request_id: str
+    ) -> "CompletionWriter":
+        with_token_ids = request.return_token_ids
+        if with_token_ids is None:  # what would be left of an answer without text?
+            with_token_ids = service.tokenizer is None
+        return CompletionWriter(
+            request,
+            request_id,
+            service.model_name,
+            service.tokenizer,
+            with_token_ids=with_token_ids,
+        )
+
+
+class CompletionWriter(ResponseWriter):
+    """Text completions."""
+
+    def __init__(
+        self,
+        request: CompletionRequest,
+        request_id: str,
+        model_name: str,
+        tokenizer: ModelTokenizer | None,
+        *,
+        with_token_ids: bool,
+    ) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        self._logprobs = LogprobsWriter(tokenizer)
+        self._offsets: dict[int, int] = {}  # by choice, of its next token
+        self._frame = CompletionResponse(
+            id=request_id,
+            created=int(time.time()),
+            model=model_name,
+            choices=(),
+            usage=None if request.include_usage else msgspec.UNSET,
+        )
+        self._with_token_ids = with_token_ids
+
+    def first_chunks(self) -> Sequence[msgspec.Struct]:
+        return ()
+
+    def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
+        choice = self._choice(piece)
+        says_nothing = not choice.text and choice.finish_reason is None and not choice.logprobs
+        if says_nothing and not self._with_token_ids:
+            return ()
+        return (self._filled(choice),)
+
+    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
+        return msgspec.structs.replace(self._frame, usage=usage)
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct:
+        return msgspec.structs.replace(self._filled(*map(self._choice, pieces)), usage=usage)
+
+    def _choice(self, piece: Piece) -> CompletionChoice:
+        text = piece.text
+        if self._request.echo and piece.prompt is not None:
+            text = self._prompt_text(piece.prompt) + text
+        choice = CompletionChoice(
+            piece.index,
+            text,
+            piece.finish_reason,
+            logprobs=self._choice_logprobs(piece),
+            token_ids=piece.token_ids if self._with_token_ids else msgspec.UNSET,
+        )
+        wanted, prompt = self._request.prompt_logprobs, piece.prompt
+        if wanted is None or prompt is None or prompt.scores is None:
+            return choice
+        by_token = self._logprobs.prompt(prompt.scores, wanted)
+        return msgspec.structs.replace(choice, prompt_logprobs=by_token)
+
+    def _prompt_text(self, prompt: AnsweredPrompt) -> str:
+        given = self._request.prompts()[prompt.number]
+        if isinstance(given, str):
+            return given
+        return "" if self._tokenizer is None else self._tokenizer.decode(given)
+
+    def _choice_logprobs(self, piece: Piece) -> CompletionLogprobs | None:
+        num_best, prompt = self._request.logprobs, piece.prompt
+        if num_best is None:
+            return None
+        scores: list[TokenScore | int] = list(piece.scores)
+        if self._request.echo and prompt is not None and prompt.scores is not None:
+            told = [each for each in prompt.scores if each is not None]
+            scores = [prompt.token_ids[0], *told, *scores]
+        offset = self._offsets.get(piece.index, 0)
+        lines = self._logprobs.completion(scores, num_best, offset)
+        self._offsets[piece.index] = offset + sum(map(len, lines.tokens))
+        return lines
+
+    def _filled(self, *choices: CompletionChoice) -> CompletionResponse:
+        return msgspec.structs.replace(self._frame, choices=choices)

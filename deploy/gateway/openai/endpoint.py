@@ -1,0 +1,239 @@
+"""What the generation endpoints share: parse, ask the engine, answer whole or as a stream."""
+
+import asyncio
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from longshore.deploy.gateway.engines.engines import Engines
+from longshore.deploy.gateway.http.exchange import ClientGone, Exchange
+from longshore.deploy.gateway.http.front_door import request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.json_body import read_json_body
+from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.gateway.openai.beams import BeamGeneration
+from longshore.deploy.gateway.openai.errors import (
+    ApiError,
+    invalid,
+    queue_full,
+    unavailable,
+    unknown_model,
+)
+from longshore.deploy.gateway.openai.generation import (
+    Generation,
+    GenerationSpec,
+    Piece,
+)
+from longshore.deploy.gateway.openai.prompts import PromptReader
+from longshore.deploy.gateway.openai.requests import RequestT, parse_request
+from longshore.deploy.gateway.openai.responses import Usage
+from longshore.deploy.gateway.request_log import note_bug
+from longshore.deploy.gateway.text.sound_decoder import SoundDecoder
+from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
+from longshore.deploy.model.embedding import EmbeddingModel
+from longshore.deploy.requests.speech import SpeechModel
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Service(msgspec.Struct, frozen=True):
+    """What an endpoint works with; made once the engine has answered.
+
+    embedding: how the model turns texts into vectors; None: it takes no texts.
+    speech: of a model that turns audio into text; None: this one takes text.
+    max_audio_bytes, max_audio_s: of a file, and of its sound.
+    max_live_requests: answers under way at most, running or waiting.
+    sounds: what decodes files, within a bound of memory.
+    """
+
+    model_name: str
+    client: Engines
+    tokenizer: ModelTokenizer | None
+    prompts: PromptReader
+    metrics: GatewayMetrics
+    max_body_bytes: int
+    max_live_requests: int
+    speech: SpeechModel | None = None
+    max_audio_bytes: int = 25 << 20
+    max_audio_s: float = 3600.0
+    embedding: EmbeddingModel | None = None
+    sounds: SoundDecoder = msgspec.field(default_factory=SoundDecoder)
+
+
+class ResponseWriter(ABC):
+    """The bodies of one response, in the words of its endpoint."""
+
+    @abstractmethod
+    def first_chunks(self) -> Sequence[msgspec.Struct]:
+        """What a stream begins with, before any text."""
+
+    @abstractmethod
+    def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
+        """The pieces of a stream as they grow."""
+
+    @abstractmethod
+    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
+        """What a stream ends with, when the client asked for usage."""
+
+    @abstractmethod
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct | str:
+        """The response that is no stream: JSON or plain text."""
+
+
+class Endpoint(ABC):
+    """An ASGI application for one path. `service` is None until there is an engine."""
+
+    path: str
+
+    def __init__(self) -> None:
+        self.service: Service | None = None
+
+    @abstractmethod
+    async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
+        """Read one request and answer it. Raises ApiError for what cannot be served."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            arrived_s = time.perf_counter()
+            service = self.service
+            if service is None:
+                raise unavailable("the engine is still starting; /ready tells when it serves")
+            await self.serve(exchange, service, arrived_s)
+        except ApiError as error:
+            await exchange.send_error(error)
+        except ClientGone:
+            pass  # the access log says so
+        except Exception as error:
+            note_bug(error)
+            await exchange.send_error(ApiError(500, "internal error; the server's log says more"))
+
+
+class GenerationEndpoint(Endpoint, Generic[RequestT]):
+    """Text in, text out."""
+
+    id_prefix: str
+    request_type: type[RequestT]
+
+    @abstractmethod
+    async def specify(
+        self, service: Service, request: RequestT, request_id: str, arrived_s: float
+    ) -> GenerationSpec:
+        """What to ask the engine. Raises ApiError for what cannot be served."""
+
+    @abstractmethod
+    def writer(self, service: Service, request: RequestT, request_id: str) -> ResponseWriter:
+        """How to answer."""
+
+    async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
+        body = await read_json_body(exchange, service.max_body_bytes)
+        if service.speech is not None:
+            raise invalid(
+                f"{service.model_name} turns audio into text: send it to /v1/audio/transcriptions "
+                f"or /v1/audio/translations; {self.path} is for models that take text",
+                param="model",
+            )
+        if service.embedding is not None and service.embedding.is_only:
+            raise invalid(
+                f"{service.model_name} has no output head and gives vectors alone: send it to "
+                f"/v1/embeddings; {self.path} is for models that generate text",
+                param="model",
+            )
+        request = parse_request(self.request_type, body)
+        check_model(request.model, service)
+        request_id = request_id_of(exchange.scope, self.id_prefix)
+        spec = await self.specify(service, request, request_id, arrived_s)
+        spec = msgspec.structs.replace(
+            spec,
+            trace_headers=trace_headers_of(exchange.scope),
+            # Under a salt that nobody else has.
+            cache_salt=uuid.uuid4().hex if request.no_store else request.cache_salt,
+            skips_reading=bool(request.skip_reading_prefix_cache),
+        )
+        check_room(spec.num_answers, service)
+        writer = self.writer(service, request, request_id)
+        kind = Generation if spec.beams is None else BeamGeneration
+        with kind(spec, service.client, service.tokenizer, service.metrics) as generation:
+            if request.stream:
+                answer = stream(exchange, generation, writer, include_usage=request.include_usage)
+            else:
+                answer = answer_whole(exchange, generation, writer)
+            await within(request.deadline_s, arrived_s, exchange.run_while_connected(answer))
+
+
+def check_model(name: str | None, service: Service) -> None:
+    """Raise ApiError if a request names another model."""
+    if name not in (None, service.model_name):
+        raise unknown_model(name, service.model_name)
+
+
+def check_room(num_answers: int, service: Service) -> None:
+    """Raise ApiError if too many answers are under way already. What would not fit alone either is
+    taken when nothing else is."""
+    num_live = service.client.num_live_requests
+    if num_live and num_live + num_answers > service.max_live_requests:
+        raise queue_full(num_live, service.max_live_requests)
+
+
+def num_at_a_time(most: int, service: Service) -> int:
+    """Of a request's parts in the engine: no more than there is room for."""
+    return max(1, min(most, service.max_live_requests - service.client.num_live_requests))
+
+
+async def within(deadline_s: float | None, arrived_s: float, answer: Awaitable[None]) -> None:
+    """Raises ApiError once the deadline has passed; the answer is cancelled by then."""
+    left_s = None if deadline_s is None else deadline_s - (time.perf_counter() - arrived_s)
+    try:
+        async with asyncio.timeout(left_s):
+            await answer
+    except TimeoutError:
+        raise ApiError(
+            504,
+            f"the answer was not complete within deadline_s={deadline_s:g}",
+            param="deadline_s",
+            code="deadline_exceeded",
+        ) from None
+
+
+async def stream(
+    exchange: Exchange,
+    generation: Generation | BeamGeneration,
+    writer: ResponseWriter,
+    *,
+    include_usage: bool,
+) -> None:
+    """The response begins with the first token, so that a refusal can still have its status."""
+
+    def show_at_once(take: Callable[[], Piece | None]) -> bool:
+        if not exchange.is_writable:
+            return False
+        if (piece := take()) is not None:
+            exchange.write_events(*map(_encode, writer.chunks(piece)))
+        return True
+
+    async for pieces in generation.pieces(show_at_once):
+        if exchange.status is None:
+            await exchange.start_stream()
+            await exchange.send_events(*map(_encode, writer.first_chunks()))
+        chunks = [_encode(chunk) for piece in pieces for chunk in writer.chunks(piece)]
+        await exchange.send_events(*chunks)
+    if include_usage:
+        await exchange.send_events(_encode(writer.usage_chunk(generation.usage())))
+    await exchange.send_events(b"[DONE]")
+    await exchange.end_stream()
+
+
+async def answer_whole(
+    exchange: Exchange, generation: Generation | BeamGeneration, writer: ResponseWriter
+) -> None:
+    answers = [piece async for pieces in generation.pieces() for piece in pieces]
+    answers.sort(key=lambda piece: piece.index)
+    whole = writer.whole(answers, generation.usage())
+    if isinstance(whole, str):
+        await exchange.send_text(whole)
+    else:
+        await exchange.send_json(_encode(whole))

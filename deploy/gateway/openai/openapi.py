@@ -1,0 +1,219 @@
+"""The API as an OpenAPI 3.1 document, made of the structs that read and write the bodies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+import longshore
+from longshore.deploy.gateway.dashboard.dashboard import DashboardState
+from longshore.deploy.gateway.openai.embeddings import EmbeddingRequest, EmbeddingResponse
+from longshore.deploy.gateway.openai.errors import ErrorEnvelope
+from longshore.deploy.gateway.openai.requests import (
+    IGNORED,
+    UNSUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from longshore.deploy.gateway.openai.responses import (
+    ChatChunk,
+    ChatResponse,
+    CompletionResponse,
+    Model,
+    ModelList,
+    Transcript,
+)
+from longshore.deploy.gateway.openai.tokenization import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from longshore.deploy.gateway.openai.transcription_requests import TranscriptionRequest
+from longshore.protocol.statistics import EngineReport
+
+JSON: Final = "application/json"
+EVENTS: Final = "text/event-stream"
+FORM: Final = "multipart/form-data"
+TEXT: Final = "text/plain"
+HTML: Final = "text/html"
+_REF: Final = "#/components/schemas/{name}"
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """answers: what a 200 may hold, by media type; None: plain text. errors: beside 401. query: a
+    number that may stand in the URL. is_list_too: it may hold several answers."""
+
+    method: str
+    path: str
+    summary: str
+    answers: dict[str, type | None]
+    body: type | None = None
+    body_type: str = JSON
+    errors: Sequence[int] = ()
+    query: str | None = None
+    is_list_too: bool = False
+
+
+_ASKING: Final = (400, 404, 413, 415, 429, 500, 503, 504)
+_OPERATIONS: Final = (
+    _Operation("get", "/v1/models", "The model that is served.", {JSON: ModelList}),
+    _Operation("get", "/v1/models/{name}", "The same, by its name.", {JSON: Model}, errors=(404,)),
+    _Operation(
+        "post",
+        "/v1/completions",
+        "Go on with texts, or with token ids.",
+        {JSON: CompletionResponse, EVENTS: CompletionResponse},
+        CompletionRequest,
+        errors=_ASKING,
+    ),
+    _Operation(
+        "post",
+        "/v1/chat/completions",
+        "Answer a chat.",
+        {JSON: ChatResponse, EVENTS: ChatChunk},
+        ChatRequest,
+        errors=_ASKING,
+    ),
+    _Operation(
+        "post",
+        "/v1/embeddings",
+        "A vector of each text.",
+        {JSON: EmbeddingResponse},
+        EmbeddingRequest,
+        errors=_ASKING,
+    ),
+    *(
+        _Operation(
+            "post",
+            f"/v1/audio/{name}",
+            summary,
+            {JSON: Transcript, EVENTS: None, TEXT: None},
+            TranscriptionRequest,
+            FORM,
+            errors=_ASKING,
+        )
+        for name, summary in (
+            ("transcriptions", "What is said, in its language."),
+            ("translations", "What is said, in English."),
+        )
+    ),
+    _Operation(
+        "post",
+        "/tokenize",
+        "Token ids of a text or a chat.",
+        {JSON: TokenizeResponse},
+        TokenizeRequest,
+        errors=(400, 404, 413, 415, 503),
+    ),
+    _Operation(
+        "post",
+        "/detokenize",
+        "The text of token ids.",
+        {JSON: DetokenizeResponse},
+        DetokenizeRequest,
+        errors=(400, 404, 413, 415, 503),
+    ),
+    _Operation("get", "/health", "Whether the process answers.", {TEXT: None}),
+    _Operation("get", "/ready", "Whether requests are taken.", {TEXT: None}, errors=(503,)),
+    _Operation("get", "/metrics", "For Prometheus.", {TEXT: None}),
+    _Operation(
+        "get",
+        "/engine/report",
+        "What the engine does, and what each waiting request waits for.",
+        {JSON: EngineReport},
+        errors=(404, 503, 504),
+        query="engine",
+        is_list_too=True,
+    ),
+    _Operation("get", "/dashboard", "What the engine does, as a live page.", {HTML: None}),
+    _Operation(
+        "get",
+        "/dashboard/state",
+        "What the page shows: blocks, who holds them, and the report.",
+        {JSON: DashboardState},
+        errors=(404, 503, 504),
+    ),
+)
+
+
+def document() -> dict[str, Any]:
+    """To be served as JSON."""
+    types: dict[type, None] = {ErrorEnvelope: None}
+    for operation in _OPERATIONS:
+        types |= dict.fromkeys(t for t in (operation.body, *operation.answers.values()) if t)
+    _, components = msgspec.json.schema_components(list(types), ref_template=_REF)
+    for kind in (ChatRequest, CompletionRequest):
+        components[kind.__name__]["properties"] |= _accepted_besides(kind)
+    embedding = components[EmbeddingRequest.__name__]
+    embedding["properties"] |= {name: {} for name in sorted(IGNORED)}
+    report = components[EngineReport.__name__]  # sent without the tag that messages have
+    del report["properties"]["type"]
+    report["required"].remove("type")
+    file = {"type": "string", "format": "binary", "description": "wav, flac, ogg or mp3"}
+    form = components[TranscriptionRequest.__name__]
+    form["properties"] = {"file": file, **form["properties"]}
+    form["required"] = ["file"]
+    paths: dict[str, Any] = {}
+    for operation in _OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _described(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Longshore", "version": longshore.__version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _accepted_besides(kind: type[GenerationRequest]) -> dict[str, Any]:
+    """Parameters that are not read: any value of some, of others those that ask for nothing."""
+    fields = kind.__struct_fields__
+    neutral = {name: list(values) for name, values in UNSUPPORTED.items() if name not in fields}
+    return {
+        **{name: {} for name in sorted(IGNORED)},
+        **{name: {"enum": [None, *values]} for name, values in neutral.items()},
+    }
+
+
+def _described(operation: _Operation) -> dict[str, Any]:
+    described: dict[str, Any] = {"summary": operation.summary}
+    if "{name}" in operation.path:
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        described["parameters"] = [name]
+    if operation.query is not None:
+        number = {"type": "integer", "minimum": 0}
+        query = {"name": operation.query, "in": "query", "schema": number}
+        described["parameters"] = [query]
+    if operation.body is not None:
+        content = {operation.body_type: {"schema": _reference(operation.body)}}
+        described["requestBody"] = {"required": True, "content": content}
+    answers = {
+        media: {"schema": {"type": "string"} if kind is None else _answer(operation, kind)}
+        for media, kind in operation.answers.items()
+    }
+    described["responses"] = {"200": {"description": "The answer.", "content": answers}}
+    is_plain = TEXT in operation.answers and len(operation.answers) == 1
+    for status in (*operation.errors, 401):
+        schema = {"type": "string"} if is_plain and status != 401 else _reference(ErrorEnvelope)
+        media = TEXT if is_plain and status != 401 else JSON
+        described["responses"][str(status)] = {
+            "description": "Why not.",
+            "content": {media: {"schema": schema}},
+        }
+    return described
+
+
+def _answer(operation: _Operation, kind: type) -> dict[str, Any]:
+    one = _reference(kind)
+    return {"anyOf": [one, {"type": "array", "items": one}]} if operation.is_list_too else one
+
+
+def _reference(kind: type) -> dict[str, str]:
+    return {"$ref": _REF.format(name=kind.__name__)}

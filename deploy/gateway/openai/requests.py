@@ -1,0 +1,378 @@
+"""Request bodies of the OpenAI API, and what is refused of them.
+
+A parameter is either a field below, or listed as unsupported with the values that change nothing,
+or unknown. What would change the answer and is not done is refused by name, never ignored.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from longshore.deploy.cli.options import MAX_TIMEOUT_S
+from longshore.deploy.gateway.openai.chat_messages import ChatMessage
+from longshore.deploy.gateway.openai.errors import invalid
+from longshore.deploy.gateway.text.answer_text import Stops
+from longshore.protocol.requests import MAX_NAME_CHARACTERS
+from longshore.protocol.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
+
+TokenIds: TypeAlias = list[int]
+Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+CacheSalt: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)]
+
+MAX_PROMPTS: Final = 1024
+MAX_SAMPLES: Final = 128
+MAX_STOPS: Final = 16
+MAX_STOP_CHARACTERS: Final = 256
+
+# Accepted and without any effect on the answer: labels, and hints to a cache that needs none.
+IGNORED: Final = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "user",
+    }
+)
+# Not done yet; the values here (and null) ask for nothing, so they are accepted.
+UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "kv_transfer_params": (),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_embeds": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`include_obfuscation` is accepted: there is nothing to obfuscate on a host of one's own."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both endpoints take. None: the model's default. Ranges are checked by SamplingParams.
+
+    logit_bias: by token id, which JSON writes as a text.
+    stop:       texts that end the answer, which is given without them, unless
+                `include_stop_str_in_output`; no earlier than `min_tokens`.
+    bad_words:  texts that must not appear in the answer, at the start of a word or within one.
+    prompt_logprobs: as vLLM has it.
+    deadline_s: an answer that is not complete so long after the request arrived is given up.
+    no_store:   nothing of the request is found in the prefix cache by others, nor anything for it.
+    skip_reading_prefix_cache: everything is computed; what that leaves is found by others.
+    """
+
+    model: str | None = None
+    max_tokens: Int32 | None = None
+    min_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: Int32 | None = None
+    n: Int32 | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    stop_token_ids: list[Int32] | None = None
+    ignore_eos: bool | None = None
+    priority: Int32 | None = None
+    cache_salt: CacheSalt | None = None
+    deadline_s: float | None = None
+    no_store: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_samples(self) -> int:
+        """Answers to each prompt. Raises ApiError."""
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= MAX_SAMPLES:
+            raise invalid(f"n={n} must lie within 1..{MAX_SAMPLES}", param="n")
+        return n
+
+    def stops(self) -> Stops:
+        """Raises ApiError."""
+        texts = [self.stop] if isinstance(self.stop, str) and self.stop else self.stop or []
+        if len(texts) > MAX_STOPS:
+            raise invalid(
+                f"stop has {len(texts)} texts; {MAX_STOPS} are taken at most", param="stop"
+            )
+        for text in texts:
+            if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+                raise invalid(
+                    f"stop holds a text of {len(text)} characters; each must have 1 to "
+                    f"{MAX_STOP_CHARACTERS}",
+                    param="stop",
+                )
+        is_shown = bool(self.include_stop_str_in_output)
+        return Stops(tuple(dict.fromkeys(texts)), is_shown, self.min_tokens or 0)
+
+    def biases(self) -> dict[int, float] | None:
+        """`logit_bias` by number. Raises ApiError."""
+        if len(self.logit_bias or ()) > MAX_LOGIT_BIASES:
+            raise invalid(
+                f"logit_bias has {len(self.logit_bias or ())} ids; {MAX_LOGIT_BIASES} are allowed",
+                param="logit_bias",
+            )
+        for token_id in self.logit_bias or ():
+            if not (token_id.isascii() and token_id.isdecimal() and len(token_id) <= 10):
+                raise invalid(f"logit_bias: {token_id!r} is no token id", param="logit_bias")
+        return {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()} or None
+
+
+# Neutral values, beside None.
+_OF_BEAMS: Final = {"best_of": 1, "length_penalty": 1, "early_stopping": False}
+_NOT_OF_BEAMS: Final[dict[str, tuple[object, ...]]] = {
+    "temperature": (0,),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "stop": ([], ""),
+    "include_stop_str_in_output": (False,),
+    "skip_reading_prefix_cache": (False,),
+    "logprobs": (),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "stream": (False,),
+}
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions. One prompt or a list of them, each as text or as token ids.
+
+    `return_token_ids` (also known from vLLM) adds the answer's ids to every choice; it is the
+    default for a model without a tokenizer. `logprobs` lists so many of the most likely tokens.
+    `echo` puts the prompt before the answer's text, and before its log probabilities; with it
+    `max_tokens` may be 0, to have a prompt scored.
+
+    `use_beam_search` gives the `n` likeliest answers that a search with `best_of` beams (as many as
+    answers by default) finds; `length_penalty` and `early_stopping` as in transformers.
+    """
+
+    return_token_ids: bool | None = None
+    logprobs: Int32 | None = None
+    echo: bool | None = None
+    use_beam_search: bool | None = None
+    best_of: Int32 | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    prompt: str | list[str | int | TokenIds]
+
+    def check_beams(self) -> None:
+        """Raise ApiError for a parameter that a search, or an answer that is none, cannot heed."""
+        if not self.use_beam_search:
+            for name, neutral in _OF_BEAMS.items():
+                if getattr(self, name) not in (None, neutral):
+                    raise invalid(
+                        f"{name} is not supported without use_beam_search=true; leave it out",
+                        param=name,
+                        code="unsupported_parameter",
+                    )
+            return
+        for name, accepted in _NOT_OF_BEAMS.items():
+            if getattr(self, name) not in (None, *accepted):
+                raise invalid(
+                    f"{name} does not go together with use_beam_search; leave it out", param=name
+                )
+
+    @property
+    def scores_only(self) -> bool:
+        """Nothing is wanted but the prompt."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def prompts(self) -> list[str | TokenIds]:
+        """Every prompt by itself. Raises ApiError if texts and token ids are mixed."""
+        return each_of(self.prompt, "prompt", MAX_PROMPTS)
+
+
+def each_of(given: str | list[str | int | TokenIds], param: str, most: int) -> list[str | TokenIds]:
+    """Every prompt or input by itself. Raises ApiError for none, too many, or several kinds."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(item) for item in given}
+    if not kinds:
+        raise invalid(f"{param} is an empty list; give at least one", param=param)
+    if len(kinds) > 1:
+        raise invalid(
+            f"{param} mixes texts, token ids and lists of token ids; use one kind", param=param
+        )
+    if kinds == {int}:
+        return [[item for item in given if isinstance(item, int)]]
+    if len(given) > most:
+        raise invalid(
+            f"{param} is a list of {len(given)}; at most {most} are taken at once", param=param
+        )
+    return [item for item in given if not isinstance(item, int)]
+
+
+class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions. `max_tokens` is the old name of `max_completion_tokens`.
+
+    add_generation_prompt, continue_final_message, chat_template_kwargs: see `ChatForm`.
+    """
+
+    messages: list[ChatMessage]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int32 | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to list; None reports nothing. Raises ApiError."""
+        best = self.top_logprobs
+        if best and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs=true", param="top_logprobs")
+        if best is not None and not 0 <= best <= MAX_LOGPROBS:
+            raise invalid(
+                f"top_logprobs={best} must lie within 0..{MAX_LOGPROBS}", param="top_logprobs"
+            )
+        return (best or 0) if self.logprobs else None
+
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+ParametersT = TypeVar("ParametersT", bound=msgspec.Struct)
+JsonT = TypeVar("JsonT")
+
+_FIELD_OF_ERROR: Final = re.compile(r"at `\$\.(\w+)|(?:required|unknown) field `(\w+)`")
+
+
+def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
+    """A request body as `kind`; raises ApiError (400) that names the parameter at fault."""
+    request = read_parameters(kind, body)
+    check_deadline(request.deadline_s)
+    if request.no_store and request.cache_salt is not None:
+        raise invalid(
+            "no_store shares with nobody, cache_salt says with whom; leave one of the two out",
+            param="no_store",
+        )
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options needs stream=true", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid(
+            "prompt_logprobs is not streamed; leave one of the two out", param="prompt_logprobs"
+        )
+    return request
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """Raises ApiError."""
+    if deadline_s is not None and not 0 < deadline_s <= MAX_TIMEOUT_S:
+        raise invalid(
+            f"deadline_s={deadline_s} must be above 0 and at most {MAX_TIMEOUT_S}",
+            param="deadline_s",
+        )
+
+
+def read_parameters(kind: type[ParametersT], body: bytes) -> ParametersT:
+    """`body` as `kind`, without what is ignored; raises ApiError (400) that names the parameter at
+    fault."""
+    # Values are looked at only where they are read: millions of empty lists stay bytes.
+    parameters = read_json(dict[str, msgspec.Raw], body)
+    served = _served(parameters, kind.__struct_fields__)
+    is_all = len(served) == len(parameters)
+    return read_json(kind, body if is_all else msgspec.json.encode(served))
+
+
+def read_json(kind: type[JsonT], body: bytes) -> JsonT:
+    """`body` as `kind`; raises ApiError (400) that names the field at fault."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        field = field_at_fault(error)
+        where = "" if field else "the JSON of the request body: "
+        raise invalid(f"{where}{error}", param=field) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the request body is not JSON: {error}") from error
+
+
+def field_at_fault(error: msgspec.ValidationError) -> str | None:
+    """The name of the field that could not be read as its type."""
+    match = _FIELD_OF_ERROR.search(str(error))
+    return match and (match[1] or match[2])
+
+
+def _served(parameters: dict[str, msgspec.Raw], fields: Sequence[str]) -> dict[str, msgspec.Raw]:
+    served = {}
+    for name, value in parameters.items():
+        if name in fields:
+            served[name] = value
+        elif name in UNSUPPORTED:
+            _check_changes_nothing(name, read_json(Any, value))
+        elif name not in IGNORED:
+            raise invalid(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
+    return served
+
+
+def _check_changes_nothing(name: str, value: object) -> None:
+    neutral = UNSUPPORTED[name]
+    if value is None or any(
+        value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
+    ):
+        return
+    advice = "leave it out"
+    if neutral:
+        values = " or ".join(msgspec.json.encode(item).decode() for item in neutral)
+        advice += f" or set it to {values}"
+    raise invalid(
+        f"{name} is not supported; {advice}", param=name, code="unsupported_parameter"
+    ) from None

@@ -1,0 +1,166 @@
+"""Response bodies of the OpenAI API: whole answers, chunks of streamed ones, the list of models."""
+
+from typing import TypeAlias
+
+import msgspec
+
+from longshore.deploy.gateway.openai.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+)
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of one HTTP request, all its prompts together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens,
+        completion_tokens,
+        prompt_tokens + completion_tokens,
+        PromptTokensDetails(cached_tokens),
+    )
+
+
+PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """Whole, or one piece of it in a stream."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: CompletionLogprobs | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole completion, or a chunk of a streamed one."""
+
+    id: str
+    created: int
+    model: str
+    choices: tuple[CompletionChoice, ...]
+    object: str = "text_completion"
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class ChatAnswer(msgspec.Struct, frozen=True):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    message: ChatAnswer
+    finish_reason: str | None
+    index: int = 0
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    created: int
+    model: str
+    choices: tuple[ChatChoice, ...]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    object: str = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """The first piece names the role, the following ones carry text, the last neither."""
+
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    delta: ChatDelta
+    finish_reason: str | None = None
+    index: int = 0
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    created: int
+    model: str
+    choices: tuple[ChatChunkChoice, ...]
+    object: str = "chat.completion.chunk"
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class InputTokenDetails(msgspec.Struct, frozen=True):
+    audio_tokens: int
+    text_tokens: int
+
+
+class TranscriptionUsage(msgspec.Struct, frozen=True):
+    """audio_tokens: that the encoder made of all pieces; text_tokens: of the decoder's prompts."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_token_details: InputTokenDetails
+    type: str = "tokens"
+
+
+def transcription_usage(
+    audio_tokens: int, text_tokens: int, output_tokens: int
+) -> TranscriptionUsage:
+    return TranscriptionUsage(
+        audio_tokens + text_tokens,
+        output_tokens,
+        audio_tokens + text_tokens + output_tokens,
+        InputTokenDetails(audio_tokens, text_tokens),
+    )
+
+
+class Transcript(msgspec.Struct, frozen=True):
+    """What was said in an audio."""
+
+    text: str
+    usage: TranscriptionUsage
+
+
+class TranscriptDelta(msgspec.Struct, frozen=True):
+    """What a streamed transcript has grown by."""
+
+    delta: str
+    type: str = "transcript.text.delta"
+
+
+class TranscriptDone(msgspec.Struct, frozen=True):
+    """The last event of a streamed transcript, with its whole text."""
+
+    text: str
+    usage: TranscriptionUsage
+    type: str = "transcript.text.done"
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    created: int
+    max_model_len: int
+    vocab_size: int
+    object: str = "model"
+    owned_by: str = "longshore"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: tuple[Model, ...]
+    object: str = "list"

@@ -1,0 +1,131 @@
+"""POST /tokenize and /detokenize, with vLLM's bodies: text to token ids and back, no engine asked.
+
+What is given to `/tokenize` becomes the very ids that `/v1/completions` (`prompt`) or
+`/v1/chat/completions` (`messages`) would send.
+"""
+
+import asyncio
+from typing import Any, TypeVar
+
+import msgspec
+
+from longshore.deploy.gateway.http.exchange import Exchange
+from longshore.deploy.gateway.http.json_body import read_json_body
+from longshore.deploy.gateway.openai.chat_form import chat_form
+from longshore.deploy.gateway.openai.chat_messages import ChatMessage
+from longshore.deploy.gateway.openai.endpoint import (
+    Endpoint,
+    Service,
+    check_model,
+)
+from longshore.deploy.gateway.openai.errors import invalid
+from longshore.deploy.gateway.openai.prompts import no_tokenizer
+from longshore.deploy.gateway.openai.requests import read_json
+from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """One of `prompt` and `messages`.
+
+    add_special_tokens: those that the model's text begins with; None: as the text's endpoint does,
+        which leaves them to the template of a chat.
+    return_token_strs: each token's text, too.
+    add_generation_prompt, continue_final_message, chat_template_kwargs: as chats have them.
+    """
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+class TokenizeEndpoint(Endpoint):
+    """Long texts are tokenized on another thread, so that live streams do not wait for them; those
+    that the model could never take are refused."""
+
+    path = "/tokenize"
+
+    async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
+        request = await _read(exchange, service, TokenizeRequest)
+        check_model(request.model, service)
+        param = "prompt" if request.messages is None else "messages"
+        tokenizer = _tokenizer(service, param)
+        text, with_special = await _text(request, service, tokenizer)
+
+        def answer(text: str) -> TokenizeResponse:
+            service.prompts.refuse_hopeless(text, tokenizer, param)
+            encode = tokenizer.encode if with_special else tokenizer.encode_rendered
+            ids = encode(text)
+            strings = [tokenizer.decode([i]) for i in ids] if request.return_token_strs else None
+            return TokenizeResponse(len(ids), service.prompts.max_model_len, ids, strings)
+
+        response = await _off_loop_if_long(len(text), answer, text)
+        await exchange.send_json(msgspec.json.encode(response))
+
+
+class DetokenizeEndpoint(Endpoint):
+    """Ids that the vocabulary does not hold have no text."""
+
+    path = "/detokenize"
+
+    async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
+        request = await _read(exchange, service, DetokenizeRequest)
+        check_model(request.model, service)
+        tokenizer = _tokenizer(service, "tokens")
+        for token_id in request.tokens:
+            if not 0 <= token_id < 2**31:
+                raise invalid(f"tokens holds {token_id}, which is no token id", param="tokens")
+        text = await _off_loop_if_long(len(request.tokens), tokenizer.decode, request.tokens)
+        await exchange.send_json(msgspec.json.encode(DetokenizeResponse(text)))
+
+
+async def _text(
+    request: TokenizeRequest, service: Service, tokenizer: ModelTokenizer
+) -> tuple[str, bool]:
+    """What to tokenize, and whether special tokens stand before it."""
+    special = request.add_special_tokens
+    match request.prompt, request.messages:
+        case str(text), None:
+            return text, special is None or special
+        case None, list(messages):
+            renderer = service.prompts.chat_renderer
+            return await renderer.text(tokenizer, messages, chat_form(request)), bool(special)
+    raise invalid("give either prompt or messages", param="prompt")
+
+
+async def _off_loop_if_long(length: int, function: Any, argument: Any) -> Any:
+    if length > MAX_INLINE_CHARACTERS:
+        return await asyncio.to_thread(function, argument)
+    return function(argument)
+
+
+async def _read(exchange: Exchange, service: Service, kind: type[BodyT]) -> BodyT:
+    return read_json(kind, await read_json_body(exchange, service.max_body_bytes))
+
+
+def _tokenizer(service: Service, param: str) -> ModelTokenizer:
+    if service.tokenizer is None:
+        raise no_tokenizer(param)
+    return service.tokenizer

@@ -1,0 +1,98 @@
+"""The form of a transcription or translation, and what is refused of it."""
+
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from longshore.deploy.gateway.http.multipart import Form
+from longshore.deploy.gateway.openai.errors import invalid
+from longshore.deploy.gateway.openai.requests import (
+    IGNORED,
+    Int32,
+    field_at_fault,
+)
+
+FORMATS: Final = ("json", "text")
+# Not done: times of words and segments, log probabilities, who speaks, cutting by voice activity.
+_UNSUPPORTED: Final = frozenset(
+    {
+        "chunking_strategy",
+        "include",
+        "keywords",
+        "known_speaker_names",
+        "known_speaker_references",
+        "languages",
+        "timestamp_granularities",
+    }
+)
+
+
+class TranscriptionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of the form beside the file. None: the default, which for temperature is 0.
+
+    language: code of the language that is heard; None has it detected.
+    prompt:   text that stands before the audio's, to go on in its style.
+    max_tokens: of each piece of the audio.
+    Beyond OpenAI's API: top_p, top_k, min_p, seed, max_tokens, priority, and for translations
+    language and stream.
+    """
+
+    model: str | None = None
+    language: str | None = None
+    prompt: str | None = None
+    response_format: str = "json"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=2**31)] = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: Int32 | None = None
+    priority: Int32 = 0
+    stream: bool = False
+
+    def check(self) -> None:
+        """Raise ApiError for an answer that is not given."""
+        if self.response_format not in FORMATS:
+            known = " or ".join(FORMATS)
+            times = self.response_format in ("verbose_json", "srt", "vtt")
+            raise invalid(
+                f"response_format={self.response_format!r} is not supported"
+                + (": no times are computed" if times else "")
+                + f"; use {known}",
+                param="response_format",
+                code="unsupported_parameter",
+            )
+        if self.stream and self.response_format != "json":
+            raise invalid(
+                "a stream is one of JSON events; leave response_format out", param="response_format"
+            )
+
+
+def read_request(form: Form) -> tuple[bytes, TranscriptionRequest]:
+    """The file's content and the other fields. Raises ApiError that names the field at fault."""
+    values: dict[str, Any] = {}
+    for name, value in form.fields:
+        plain = name.removesuffix("[]")
+        if plain in _UNSUPPORTED:
+            raise invalid(
+                f"{plain} is not supported; leave it out", param=plain, code="unsupported_parameter"
+            )
+        if name in values:
+            raise invalid(f"the form has the field {name!r} twice", param=name)
+        if name == "file":
+            raise invalid("file is a plain field of the form; send it as a file", param="file")
+        if name in TranscriptionRequest.__struct_fields__:
+            values[name] = value
+        elif plain not in IGNORED:
+            raise invalid(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
+    for name in form.files:
+        if name != "file":
+            raise invalid(f"unknown file {name!r}; the audio is `file`", param=name)
+    if "file" not in form.files:
+        raise invalid("the form has no file; send the audio as `file`", param="file")
+    try:
+        request = msgspec.convert(values, TranscriptionRequest, strict=False)
+    except msgspec.ValidationError as error:
+        raise invalid(str(error), param=field_at_fault(error)) from error
+    request.check()
+    return form.files["file"], request

@@ -1,0 +1,233 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations: audio in, text out.
+
+An audio is as many requests to the engine as it has pieces, of which a few run side by side at a
+time; their texts are put together in order.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+import msgspec
+
+from longshore.deploy.gateway.http.exchange import Exchange
+from longshore.deploy.gateway.http.front_door import request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.multipart import parse_form
+from longshore.deploy.gateway.openai.endpoint import (
+    Endpoint,
+    ResponseWriter,
+    Service,
+    answer_whole,
+    check_model,
+    check_room,
+    num_at_a_time,
+    stream,
+)
+from longshore.deploy.gateway.openai.errors import ApiError, invalid
+from longshore.deploy.gateway.openai.generation import (
+    Generation,
+    GenerationSpec,
+    Piece,
+)
+from longshore.deploy.gateway.openai.responses import (
+    Transcript,
+    TranscriptDelta,
+    TranscriptDone,
+    TranscriptionUsage,
+    Usage,
+    transcription_usage,
+)
+from longshore.deploy.gateway.openai.transcription_requests import (
+    TranscriptionRequest,
+    read_request,
+)
+from longshore.deploy.requests.audio import BadAudio
+from longshore.deploy.requests.speech import (
+    NUM_PRIMED,
+    BadSpeechRequest,
+    SpeechModel,
+    Task,
+    join_texts,
+)
+from longshore.protocol.requests import MultimodalFeature
+from longshore.protocol.sampling import SamplingParams
+
+FORM_BYTES: Final = 1 << 20  # of a request's body beside the file
+MAX_IN_FLIGHT: Final = 16
+"""Pieces of one audio that the engine has at a time, so that long ones do not fill its queue"""
+
+
+class SpeechEndpoint(Endpoint):
+    """A file of sound and some settings, as a form."""
+
+    task: ClassVar[Task]
+
+    async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
+        if service.speech is None:  # before a file is read
+            raise invalid(
+                f"{service.model_name} takes text, no audio: use /v1/chat/completions or "
+                "/v1/completions, or serve a speech model",
+                param="model",
+            )
+        body = await exchange.read_body(service.max_audio_bytes + FORM_BYTES, "max-audio-mib")
+        headers = dict(exchange.scope["headers"])
+        form = await asyncio.to_thread(parse_form, headers.get(b"content-type", b""), body)
+        del body
+        file, request = read_request(form)
+        check_model(request.model, service)
+        if len(file) > service.max_audio_bytes:
+            raise ApiError(
+                413,
+                f"the file has {len(file)} bytes; {service.max_audio_bytes} are accepted here "
+                "(--max-audio-mib)",
+                param="file",
+            )
+        work = self._answer(exchange, service, service.speech, request, file, arrived_s)
+        del form, file  # not kept beside what is decoded of it
+        try:
+            await exchange.run_while_connected(work)
+        except BadAudio as error:
+            raise invalid(str(error), param="file") from error
+        except BadSpeechRequest as error:
+            raise invalid(str(error), param=error.param) from error
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        service: Service,
+        speech: SpeechModel,
+        request: TranscriptionRequest,
+        file: bytes,
+        arrived_s: float,
+    ) -> None:
+        language = speech.language(request.language, self.task)
+        sampling = speech.params(_sampling(request))
+        check_room(1, service)  # before the work of decoding
+        request_id = request_id_of(exchange.scope, "audio")
+        async with service.sounds.features(file, speech, service.max_audio_s) as features:
+            del file
+            if speech.must_detect(language):
+                language = await _detect(
+                    service, speech, request, features[0], request_id, arrived_s
+                )
+            prompt = speech.prompt(language, self.task, request.prompt)
+            spec = GenerationSpec(
+                request_id=request_id,
+                prompts=[prompt] * len(features),
+                sampling=sampling,
+                priority=request.priority,
+                is_stream=request.stream,
+                arrived_s=arrived_s,
+                multimodal=features,
+                num_primed=NUM_PRIMED,
+                max_in_flight=num_at_a_time(MAX_IN_FLIGHT, service),
+                trace_headers=trace_headers_of(exchange.scope),
+            )
+            check_room(spec.num_answers, service)
+            num_audio_tokens = speech.audio.num_tokens * len(features)
+            writer = TranscriptWriter(len(features), request.response_format, num_audio_tokens)
+            with Generation(spec, service.client, speech.tokenizer, service.metrics) as generation:
+                if request.stream:
+                    await stream(exchange, generation, writer, include_usage=True)
+                else:
+                    await answer_whole(exchange, generation, writer)
+
+
+class TranscriptionsEndpoint(SpeechEndpoint):
+    """In the language that is heard."""
+
+    path = "/v1/audio/transcriptions"
+    task = "transcribe"
+
+
+class TranslationsEndpoint(SpeechEndpoint):
+    """In English."""
+
+    path = "/v1/audio/translations"
+    task = "translate"
+
+
+def _sampling(request: TranscriptionRequest) -> SamplingParams:
+    """Raises ApiError naming a setting that is out of range."""
+    try:
+        return SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=max(request.top_k, 0),
+            min_p=request.min_p,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+        )
+    except ValueError as error:
+        raise invalid(str(error), param=str(error).partition("=")[0]) from error
+
+
+async def _detect(
+    service: Service,
+    speech: SpeechModel,
+    request: TranscriptionRequest,
+    feature: MultimodalFeature,
+    request_id: str,
+    arrived_s: float,
+) -> str:
+    """The language of an audio, by its first piece."""
+    prompt, sampling = speech.detection()
+    spec = GenerationSpec(
+        request_id=f"{request_id}-language",
+        prompts=[prompt],
+        sampling=sampling,
+        priority=request.priority,
+        is_stream=False,
+        arrived_s=arrived_s,
+        multimodal=[feature],
+    )
+    check_room(spec.num_answers, service)
+    with Generation(spec, service.client, None, service.metrics) as generation:
+        answers = [piece async for pieces in generation.pieces() for piece in pieces]
+    return speech.detected(answers[0].token_ids)
+
+
+class TranscriptWriter(ResponseWriter):
+    """One text of several answers, of which the first is shown as it grows and the others when
+    those before them are complete. It begins and ends without spaces."""
+
+    def __init__(self, num_pieces: int, response_format: str, num_audio_tokens: int) -> None:
+        self._format = response_format
+        self._num_audio_tokens = num_audio_tokens
+        self._waiting = [""] * num_pieces
+        self._complete = [False] * num_pieces
+        self._current = 0
+        self._text = ""  # that has been sent
+        self._spaces = ""  # between that and what comes next
+
+    def first_chunks(self) -> Sequence[msgspec.Struct]:
+        return ()
+
+    def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
+        self._waiting[piece.index] += piece.text
+        self._complete[piece.index] |= piece.finish_reason is not None
+        grown = self._spaces
+        while self._current < len(self._waiting):
+            grown += self._waiting[self._current]
+            self._waiting[self._current] = ""
+            if not self._complete[self._current]:
+                break
+            self._current += 1
+        if not self._text:
+            grown = grown.lstrip()
+        delta = grown.rstrip()
+        self._spaces = grown[len(delta) :]
+        self._text += delta
+        return [TranscriptDelta(delta)] if delta else []
+
+    def usage_chunk(self, usage: Usage) -> msgspec.Struct:
+        return TranscriptDone(self._text, self._usage(usage))
+
+    def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct | str:
+        text = join_texts([piece.text for piece in pieces])
+        return f"{text}\n" if self._format == "text" else Transcript(text, self._usage(usage))
+
+    def _usage(self, usage: Usage) -> TranscriptionUsage:
+        return transcription_usage(
+            self._num_audio_tokens, usage.prompt_tokens, usage.completion_tokens
+        )

@@ -1,0 +1,95 @@
+"""Uploaded sound to what the engine gets: on threads of its own, and so much of it at a time."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+
+from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.requests.audio import (
+    longest_s,
+    read_audio,
+    split_audio,
+)
+from longshore.deploy.requests.speech import SpeechModel
+from longshore.protocol.requests import MultimodalFeature
+
+MAX_SOUND_BYTES: Final = 2 << 30
+"""Samples of all uploads under way: some nine hours at 16 kHz."""
+NUM_THREADS: Final = 4
+SAMPLE_BYTES: Final = 4
+
+T = TypeVar("T")
+
+
+class SoundDecoder:
+    """One per gateway, on its loop. Sound under way lies here once: features are views of the
+    samples. What the engine has of it is a part of that, so its memory is bounded too."""
+
+    def __init__(self, max_bytes: int = MAX_SOUND_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._held_bytes = 0
+        # Not the loop's own threads: others wait for those, and long sound would take them all.
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="sound")
+
+    @asynccontextmanager
+    async def features(
+        self, file: bytes, speech: SpeechModel, max_s: float
+    ) -> AsyncIterator[list[MultimodalFeature]]:
+        """The pieces of a file, which count as held until the context ends.
+
+        Raises BadAudio, and ApiError 429 where there is no room: before anything is decoded, by
+        the length in the file's header. What would not fit alone either is taken when nothing else
+        is held.
+        """
+        rate = speech.audio.sampling_rate
+        seconds = min(max_s, await self._run(_longest_s, file))
+        num_bytes = round(seconds * rate) * SAMPLE_BYTES
+        if self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:
+            raise ApiError(
+                429,
+                f"{self._held_bytes / rate / SAMPLE_BYTES:.0f} s of sound are under way, and "
+                f"{self._max_bytes / rate / SAMPLE_BYTES:.0f} s are taken; try again",
+                code="queue_full",
+                headers=((b"retry-after", b"1"),),
+            )
+        self._held_bytes += num_bytes
+        try:
+            features = await self._run(_features, file, speech, max_s)
+            del file
+            self._held_bytes -= num_bytes  # what the header says may be far too much
+            num_bytes = sum(feature.data.nbytes for feature in features)
+            self._held_bytes += num_bytes
+            yield features
+        finally:
+            self._held_bytes -= num_bytes
+
+    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """On a thread. work: gets before its arguments what to call again and again; that raises
+        once nobody waits for the result any more."""
+        is_over = threading.Event()
+
+        def end_if_over() -> None:
+            if is_over.is_set():
+                raise CancelledError
+
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, work, end_if_over, *arguments)
+        finally:
+            is_over.set()
+
+
+def _longest_s(_: Callable[[], None], file: bytes) -> float:
+    return longest_s(file)
+
+
+def _features(
+    on_block: Callable[[], None], file: bytes, speech: SpeechModel, max_s: float
+) -> list[MultimodalFeature]:
+    needs = speech.audio
+    samples = read_audio(file, needs.sampling_rate, max_s=max_s, on_block=on_block)
+    pieces = split_audio(samples, needs.sampling_rate, needs.max_samples)
+    return [speech.feature(piece) for piece in pieces]

@@ -1,0 +1,157 @@
+"""A model folder's tokenizer: text to ids and back, and its chat template."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+
+from longshore.deploy.gateway.text.chat_template import PLAIN_TEMPLATE, ChatTemplate
+from longshore.deploy.model.json_file import read_json_object, read_text
+from longshore.protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# More text than this is tokenized on another thread, so that live streams do not wait for it.
+MAX_INLINE_CHARACTERS: Final = 16_384
+# Where a text is cut, tokens may fall apart that are one in the whole.
+MAX_TOKENS_PER_CUT: Final = 64
+
+_SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token")
+
+
+class ModelTokenizer:
+    """tokenizer.json of a model folder. Thread-safe: the library holds no state between calls, and
+    what is remembered here never changes.
+
+    keeps_end: a text that is cut to a length loses its beginning.
+    added_tokens: ids of the tokens beside the vocabulary's words, special ones among them.
+    is_bytewise: see TokenDecoder.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: ChatTemplate, *, keeps_end: bool = False
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.keeps_end = keeps_end
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.added_tokens = {token.content: token_id for token_id, token in added}
+        self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
+        self.is_bytewise = isinstance(tokenizer.decoder, ByteLevel)
+        added_ids = self.added_tokens.values()
+        self._num_ids = max([tokenizer.get_vocab_size(), *(i + 1 for i in added_ids)])
+        self._texts: dict[int, str] = {}  # of single tokens, as they come
+
+    def encode(self, text: str) -> list[int]:
+        """A plain prompt: with the special tokens that the model's text begins with."""
+        return self._tokenizer.encode(text, add_special_tokens=True).ids
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """A rendered chat: the template has written the special tokens already."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_cut(self, text: str, max_tokens: int, *, with_special: bool) -> list[int]:
+        """At most so many tokens, the special ones among them, which are kept: the text loses its
+        end, unless `keeps_end`. Of a text that is far too long only the part is looked at that may
+        be kept: tokens take a hundred times the memory of their text."""
+        part = self._part_of(text, max_tokens)
+        encoding = self._tokenizer.encode(part, add_special_tokens=False)
+        num_special = self._tokenizer.num_special_tokens_to_add(False) if with_special else 0
+        side = "left" if self.keeps_end else "right"
+        encoding.truncate(max(0, max_tokens - num_special), direction=side)
+        return self._tokenizer.post_process(encoding, add_special_tokens=with_special).ids[
+            :max_tokens
+        ]
+
+    def _part_of(self, text: str, num_tokens: int) -> str:
+        """Its slices from the kept end on, up to where they hold so many tokens surely."""
+        for num_slices in range(1, -(-len(text) // MAX_INLINE_CHARACTERS)):
+            stop = num_slices * MAX_INLINE_CHARACTERS
+            start = stop - MAX_INLINE_CHARACTERS
+            piece = text[-stop : len(text) - start] if self.keeps_end else text[start:stop]
+            num_tokens -= len(self.encode_rendered(piece)) - MAX_TOKENS_PER_CUT
+            if num_tokens <= 0:
+                return text[-stop:] if self.keeps_end else text[:stop]
+        return text
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Ids that the vocabulary does not hold have no text."""
+        if len(token_ids) != 1:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        (token_id,) = token_ids
+        if (text := self._texts.get(token_id)) is None:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+            if token_id < self._num_ids:  # others are without number
+                self._texts[token_id] = text
+        return text
+
+
+def load_tokenizer(
+    model_dir: Path,
+    *,
+    chat_template_file: Path | None = None,
+    advice_level: int = logging.WARNING,
+) -> ModelTokenizer | None:
+    """The folder's tokenizer; None if it has none, then only token ids can be served.
+
+    advice_level: of the log lines that say what a server will have to do without.
+    Raises ConfigError if a file is there and cannot be read.
+    """
+    tokenizer_file = model_dir / "tokenizer.json"
+    if not tokenizer_file.exists():
+        logger.log(
+            advice_level,
+            "%s holds no tokenizer.json: only prompts of token ids can be answered",
+            model_dir,
+        )
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{tokenizer_file} cannot be read as a tokenizer: {error}") from error
+    settings_file = model_dir / "tokenizer_config.json"
+    settings = read_json_object(settings_file) if settings_file.exists() else {}
+    source = _find_template(model_dir, settings, chat_template_file)
+    if source is None:
+        logger.log(
+            advice_level,
+            "%s has no chat template: chats become lines of `role: content`. "
+            "Give one with --chat-template FILE.",
+            model_dir,
+        )
+        source = PLAIN_TEMPLATE
+    return ModelTokenizer(
+        tokenizer,
+        ChatTemplate(source, _special_tokens(settings)),
+        keeps_end=settings.get("truncation_side") == "left",
+    )
+
+
+def _find_template(
+    model_dir: Path, settings: Mapping[str, Any], override: Path | None
+) -> str | None:
+    if override is not None:
+        return read_text(override)
+    if (model_dir / "chat_template.jinja").exists():
+        return read_text(model_dir / "chat_template.jinja")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several by name; chats use the one called default
+        by_name = {entry.get("name"): entry.get("template") for entry in template}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in _SPECIAL_TOKENS:
+        token = settings.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            tokens[name] = token
+    return tokens

@@ -1,0 +1,1 @@
+"""`LLM`: offline generation from plain Python."""

@@ -1,0 +1,84 @@
+"""One request of an `LLM` on its way, until it is an output."""
+
+from dataclasses import dataclass
+
+from longshore.deploy.gateway.text.answer_text import AnswerText
+from longshore.deploy.gateway.text.detokenizer import TokenDecoder
+from longshore.deploy.llm.outputs import RequestOutput, answer_text
+from longshore.deploy.requests.live_requests import LiveRequest
+from longshore.protocol.outputs import FinishReason
+from longshore.protocol.requests import MultimodalFeature, PoolingParams
+from longshore.protocol.sampling import SamplingParams
+
+
+@dataclass
+class Answer:
+    """first: the first sample of its prompt, None if it is that itself.
+    text:  of what is looked for stop strings while it grows; None if there are none.
+    shown: of `text`, so far.
+    live:  once it has been sent.
+    multimodal, num_primed, pooling: see `LiveRequests.open`.
+    """
+
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    index: int = 0
+    first: "Answer | None" = None
+    text: AnswerText | None = None
+    shown: str = ""
+    live: LiveRequest | None = None
+    multimodal: tuple[MultimodalFeature, ...] = ()
+    num_primed: int = 0
+    pooling: PoolingParams | None = None
+
+    def grow(self) -> int | None:
+        """Read what has come. Returns how many tokens the answer keeps, if its stop is among them.
+
+        To be called for every change of an answer that has `text`.
+        """
+        live, text = self.live, self.text
+        assert live is not None
+        assert text is not None
+        was_stopped = text.is_stopped
+        if was_stopped:
+            return None
+        end = live.finished
+        is_ended_by_token = end is not None and end.reason is FinishReason.STOPPED
+        new_ids = live.new_token_ids[text.num_tokens :]
+        self.shown += text.append(new_ids[:-1] if is_ended_by_token else new_ids)
+        if end is not None:
+            self.shown += text.finish()
+        return text.num_tokens if text.is_stopped else None
+
+    def output(self, decoder: TokenDecoder | None) -> RequestOutput:
+        """To be called once, when it has ended. decoder: None leaves the text empty."""
+        live = self.live
+        assert live is not None
+        assert live.finished is not None
+        end = live.finished
+        token_ids = live.take_token_ids()
+        logprobs = prompt_logprobs = None
+        if self.sampling.logprobs is not None:
+            logprobs = [score.by_token() for score in live.take_scores(len(token_ids))]
+        text, reason = self.shown, end.reason
+        if self.text is None:
+            text = answer_text(decoder, self.prompt_token_ids, token_ids, reason)
+        elif self.text.is_stopped:  # what the engine did until it knew is nobody's
+            reason, num_tokens = FinishReason.STOPPED, self.text.num_tokens
+            token_ids, logprobs = token_ids[:num_tokens], logprobs and logprobs[:num_tokens]
+        if self.sampling.prompt_logprobs is not None and token_ids:
+            scores = live.take_prompt_scores()
+            prompt_logprobs = [None if score is None else score.by_token() for score in scores]
+        return RequestOutput(
+            request_id=live.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            token_ids=token_ids,
+            text=text,
+            finish_reason=reason.api_name,
+            num_cached_tokens=end.num_cached_tokens,
+            num_preemptions=end.num_preemptions,
+            error=end.message,
+            index=self.index,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )

@@ -1,0 +1,56 @@
+"""What an `LLM` takes as a prompt: a text, or token ids."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
+from longshore.deploy.requests.prompt_check import prompt_problem
+
+Prompt: TypeAlias = str | Mapping[str, Sequence[int]]
+
+TOKEN_IDS_KEY: Final = "prompt_token_ids"
+
+
+def prompt_token_ids(
+    prompt: Prompt,
+    index: int,
+    tokenizer: ModelTokenizer | None,
+    model_dir: Path,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+) -> list[int]:
+    """index: of the prompt in the list that was given. Raises ValueError."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError(
+                f'{model_dir} has no tokenizer.json: give prompts as {{"{TOKEN_IDS_KEY}": [...]}}'
+            )
+        prompt.encode()  # a lone surrogate is a ValueError here, as every bad prompt is
+        token_ids = tokenizer.encode(prompt)
+    elif not isinstance(prompt, Mapping):
+        raise ValueError(
+            f'prompts[{index}] must be a text or {{"{TOKEN_IDS_KEY}": [...]}}, '
+            f"it is a {type(prompt).__name__}"
+        )
+    elif set(prompt) == {TOKEN_IDS_KEY}:
+        token_ids = _as_ids(prompt[TOKEN_IDS_KEY], index)
+    else:
+        raise ValueError(
+            f'prompts[{index}] must be a text or {{"{TOKEN_IDS_KEY}": [...]}}, '
+            f"it has the keys {sorted(prompt)}"
+        )
+    problem = prompt_problem(token_ids, vocab_size=vocab_size, max_model_len=max_model_len)
+    if problem is not None:
+        raise ValueError(f"prompts[{index}]: {problem}")
+    return token_ids
+
+
+def _as_ids(values: Sequence[int], index: int) -> list[int]:
+    """Python's integers or numpy's, in a list or an array."""
+    try:
+        return list(map(operator.index, values))
+    except TypeError as error:
+        raise ValueError(f"prompts[{index}]: a token id is a whole number: {error}") from error

@@ -1,0 +1,151 @@
+"""`LLM.transcribe`: audio to requests, and their answers to transcripts."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from longshore.deploy.llm.outputs import RequestOutput, TranscriptionOutput
+from longshore.deploy.requests.audio import (
+    Audio,
+    BadAudio,
+    longest_s,
+    read_audio,
+    split_audio,
+)
+from longshore.deploy.requests.speech import (
+    NUM_PRIMED,
+    ONLY_LANGUAGE,
+    BadSpeechRequest,
+    SpeechModel,
+    join_texts,
+)
+from longshore.protocol.requests import MultimodalFeature
+from longshore.protocol.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class SpeechRequest:
+    """One piece of an audio. num_primed: see `LiveRequests.open`."""
+
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    feature: MultimodalFeature
+    num_primed: int
+
+
+Answer = Callable[[Sequence[SpeechRequest]], list[RequestOutput]]
+
+Features: TypeAlias = list[MultimodalFeature]
+"""The pieces of one audio"""
+
+MAX_PIECES: Final = 512
+"""Of the audios that are decoded and answered together: of thirty seconds each, a gigabyte"""
+
+
+def as_list(audio: Audio | Sequence[Audio]) -> list[Audio]:
+    """One audio or many, as many. A pair of samples and rate is one, and so is what is none, which
+    is refused as it is read."""
+    one = str | os.PathLike | bytes | bytearray | memoryview | tuple | np.ndarray
+    return list(audio) if isinstance(audio, Iterable) and not isinstance(audio, one) else [audio]
+
+
+def transcribe(
+    speech: SpeechModel,
+    audios: Sequence[Audio],
+    *,
+    language: str | None,
+    task: str,
+    prompt: str | None,
+    params: SamplingParams,
+    answer: Answer,
+) -> list[TranscriptionOutput]:
+    """One output per audio. Raises ValueError for what cannot be transcribed, with its number.
+
+    Audios are decoded when those before them are answered, a group at a time; that each can be
+    opened is seen before any is.
+    """
+    known = speech.language(language, task)
+    params = speech.params(params)
+    for index, audio in enumerate(audios):
+        with _numbered(index):
+            longest_s(audio)
+    outputs: list[TranscriptionOutput] = []
+    for group in _groups(speech, audios):
+        codes = [known] * len(group)
+        if speech.must_detect(known):
+            codes = _detect(speech, group, len(outputs), answer)
+        prompts = [speech.prompt(code, task, prompt) for code in codes]
+        outputs += _transcribe(group, codes, prompts, params, answer)
+        del group  # before the next is decoded
+    return outputs
+
+
+def _detect(
+    speech: SpeechModel, group: Sequence[Features], first_index: int, answer: Answer
+) -> list[str | None]:
+    ids, sampling = speech.detection()
+    answers = answer([SpeechRequest(ids, sampling, features[0], 0) for features in group])
+    codes: list[str | None] = []
+    for index, output in enumerate(answers, first_index):
+        with _numbered(index):
+            if output.error is not None:
+                raise BadSpeechRequest("language", f"the language was not detected: {output.error}")
+            codes.append(speech.detected(output.token_ids))
+    return codes
+
+
+def _transcribe(
+    group: Sequence[Features],
+    codes: Sequence[str | None],
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    answer: Answer,
+) -> list[TranscriptionOutput]:
+    answers = answer(
+        [
+            SpeechRequest(ids, params, feature, NUM_PRIMED)
+            for ids, features in zip(prompts, group, strict=True)
+            for feature in features
+        ]
+    )
+    outputs = []
+    for code, features in zip(codes, group, strict=True):
+        own, answers = answers[: len(features)], answers[len(features) :]
+        errors = [output.error for output in own if output.error is not None]
+        text = join_texts([output.text for output in own])
+        outputs.append(
+            TranscriptionOutput(text, code or ONLY_LANGUAGE, own, errors[0] if errors else None)
+        )
+    return outputs
+
+
+def _groups(speech: SpeechModel, audios: Sequence[Audio]) -> Iterator[list[Features]]:
+    """Audios that have MAX_PIECES together, or one that has more."""
+    needs = speech.audio
+    group: list[Features] = []
+    for index, audio in enumerate(audios):
+        with _numbered(index):
+            samples = read_audio(audio, needs.sampling_rate)
+        pieces = split_audio(samples, needs.sampling_rate, needs.max_samples)
+        if group and sum(map(len, group)) + len(pieces) > MAX_PIECES:
+            yield group
+            group = []
+        group.append([speech.feature(piece) for piece in pieces])
+        del samples, pieces
+    if group:
+        yield group
+
+
+@contextlib.contextmanager
+def _numbered(index: int) -> Iterator[None]:
+    """An error says which audio it is of."""
+    try:
+        yield
+    except BadAudio as error:
+        raise BadAudio(f"audio[{index}]: {error}") from error
+    except BadSpeechRequest as error:
+        raise BadSpeechRequest(error.param, f"audio[{index}]: {error}") from error

@@ -1,0 +1,1 @@
+"""A model folder, read without a tensor library."""

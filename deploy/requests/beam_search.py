@@ -1,0 +1,262 @@
+"""Beam search from the client's side: the likeliest continuations, by forks of requests.
+
+Each beam is a request for one token and the log probabilities of the next candidates. It keeps its
+blocks behind that token, so that the beams of the next step, which are its forks, compute one token
+each and copy at most one block. Nothing of it is known to the scheduler.
+
+Candidates, scores and the end are those of transformers' `generate(num_beams=...)`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from longshore.deploy.requests.live_requests import LiveRequest
+from longshore.protocol.outputs import FinishReason
+from longshore.protocol.sampling import MAX_LOGPROBS, SamplingParams
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """What is searched for. Raises ValueError naming what is out of range.
+
+    beam_width:     beams at a time.
+    max_tokens:     output tokens at most.
+    length_penalty: a finished beam's score is its log probability / length ** length_penalty: above
+                    0 prefers longer answers, below 0 shorter ones.
+    early_stopping: True ends the search with as many finished beams as `beam_width`; False when
+                    none that goes on is better than the worst of them now; "never" when none could
+                    become so within `max_tokens`.
+    end_token_ids:  finish a beam, of which they are part.
+    """
+
+    beam_width: int
+    max_tokens: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    end_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.beam_width < 1:
+            raise ValueError(f"beam_width={self.beam_width} must be at least 1")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        if not math.isfinite(self.length_penalty):
+            raise ValueError(f"length_penalty={self.length_penalty} must be a finite number")
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(f'early_stopping={self.early_stopping!r}: use True, False or "never"')
+        if self.num_candidates > MAX_LOGPROBS:
+            raise ValueError(
+                f"beam_width={self.beam_width} with {len(self.end_token_ids)} end tokens needs "
+                f"{self.num_candidates} candidates per step; {MAX_LOGPROBS} are reported, so that "
+                f"the widest is {MAX_LOGPROBS // self._candidates_per_beam}"
+            )
+
+    @property
+    def _candidates_per_beam(self) -> int:
+        return max(2, 1 + len(self.end_token_ids))
+
+    @property
+    def num_candidates(self) -> int:
+        """Continuations looked at per step: enough that `beam_width` of them do not end."""
+        return self._candidates_per_beam * self.beam_width
+
+
+@dataclass(frozen=True)
+class Beam:
+    """token_ids: output so far. logprob: of all of them, float32. parent: index of the beam before.
+    has_ended: with an end token."""
+
+    token_ids: tuple[int, ...]
+    logprob: np.float32
+    parent: int = 0
+    has_ended: bool = False
+
+
+@dataclass(frozen=True)
+class FinishedBeam:
+    """score: log probability under the length penalty."""
+
+    beam: Beam
+    score: float
+
+
+class BeamTree:
+    """The search without the engine: candidates in, beams out.
+
+    beams:    to be continued, the likeliest first; empty once the search is over.
+    finished: at most `beam_width`, the best first.
+    """
+
+    def __init__(self, params: BeamSearchParams) -> None:
+        self._params = params
+        self._num_tokens = 0
+        self.beams = [Beam((), np.float32(0))]
+        self.finished: list[FinishedBeam] = []
+
+    def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> None:
+        """One step. candidates: by beam, (token id, log probability) of its likeliest next tokens,
+        `num_candidates` of them or the whole vocabulary."""
+        params, width = self._params, self._params.beam_width
+        self._num_tokens += 1
+        is_last = self._num_tokens == params.max_tokens
+        grown = [
+            Beam(
+                (*beam.token_ids, token_id),
+                beam.logprob + np.float32(logprob),
+                index,
+                token_id in params.end_token_ids,
+            )
+            for index, (beam, found) in enumerate(zip(self.beams, candidates, strict=True))
+            for token_id, logprob in found
+        ]
+        grown.sort(key=lambda beam: -beam.logprob)
+        best = grown[: params.num_candidates]
+        # A beam ends only if it is among the best `width`; the others are there to go on with.
+        ending = [beam for beam in best[:width] if beam.has_ended or is_last]
+        self.finished += [FinishedBeam(beam, self._score(beam.logprob)) for beam in ending]
+        self.finished.sort(key=lambda finished: -finished.score)
+        del self.finished[width:]
+        self.beams = [beam for beam in best if not beam.has_ended][:width]
+        if is_last or not self.beams or self._is_decided():
+            self.beams = []
+
+    def _score(self, logprob: np.float32, num_tokens: int | None = None) -> float:
+        length = self._num_tokens if num_tokens is None else num_tokens
+        return float(logprob / np.float32(length**self._params.length_penalty))
+
+    def _is_decided(self) -> bool:
+        """No beam that goes on is to become one of the best."""
+        params = self._params
+        if len(self.finished) < params.beam_width:
+            return False
+        if params.early_stopping is True:
+            return True
+        num_tokens = self._num_tokens
+        if params.early_stopping == "never" and params.length_penalty > 0:
+            num_tokens = params.max_tokens
+        return self._score(self.beams[0].logprob, num_tokens) <= self.finished[-1].score
+
+
+class RequestCarrier(Protocol):
+    """Sends requests to an engine."""
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        on_change: Callable[[], None],
+        priority: int = 0,
+        cache_salt: str | None = None,
+        fork_of: LiveRequest | None = None,
+        keeps_blocks: bool = False,
+    ) -> LiveRequest: ...
+
+    def abort(self, requests: Sequence[LiveRequest]) -> None: ...
+
+
+class BeamSearchFailed(Exception):
+    """The engine did not answer a beam; `reason` says whether it refused it or failed."""
+
+    def __init__(self, text: str, reason: FinishReason) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class BeamSearch:
+    """One prompt's search on an engine. `close` it, whatever happens.
+
+    on_change: called when `advance` may have something to do.
+    """
+
+    def __init__(
+        self,
+        carrier: RequestCarrier,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        *,
+        on_change: Callable[[], None],
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        self._carrier = carrier
+        self._request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self._on_change = on_change
+        self._priority, self._cache_salt = priority, cache_salt
+        self._sampling = SamplingParams(
+            temperature=0.0,
+            seed=0,
+            max_tokens=1,
+            ignore_eos=True,
+            logprobs=params.num_candidates,
+        )
+        self._tree = BeamTree(params)
+        self._live: list[LiveRequest] = []
+        self._num_requests = 0
+        self.num_cached_tokens = 0
+
+    def start(self) -> None:
+        """Ask for the first token. Raises EngineDead."""
+        self._send([])
+
+    @property
+    def is_over(self) -> bool:
+        return not self._tree.beams
+
+    @property
+    def finished(self) -> Sequence[FinishedBeam]:
+        """Once it is over: the best beams, the best first."""
+        return self._tree.finished
+
+    def advance(self) -> None:
+        """Go a step on if all beams have been answered. Raises BeamSearchFailed and EngineDead."""
+        for live in self._live:
+            if live.failure is not None:
+                raise live.failure
+            end = live.finished
+            if end is not None and end.reason in (FinishReason.ERROR, FinishReason.IGNORED):
+                raise BeamSearchFailed(end.message or "the engine failed on a beam", end.reason)
+        if self.is_over or any(live.is_live for live in self._live):
+            return
+        if self._num_requests == 1:
+            (root,) = self._live
+            self.num_cached_tokens = 0 if root.finished is None else root.finished.num_cached_tokens
+        candidates = []
+        for live in self._live:
+            (score,) = live.take_scores(len(live.take_token_ids()))
+            candidates.append(score.best)
+        self._tree.advance(candidates)
+        parents = self._live
+        try:
+            self._send(parents)
+        finally:
+            self._carrier.abort(parents)  # behind their forks, which hold what they need by then
+
+    def _send(self, parents: Sequence[LiveRequest]) -> None:
+        self._live = []
+        for beam in self._tree.beams:
+            self._num_requests += 1
+            self._live.append(
+                self._carrier.submit(
+                    f"{self._request_id}-{self._num_requests}",
+                    [*self.prompt_token_ids, *beam.token_ids],
+                    self._sampling,
+                    on_change=self._on_change,
+                    priority=self._priority,
+                    cache_salt=self._cache_salt,
+                    fork_of=parents[beam.parent] if parents else None,
+                    keeps_blocks=True,
+                )
+            )
+
+    def close(self) -> None:
+        """Give up what the engine still holds."""
+        self._carrier.abort(self._live)
+        self._live = []

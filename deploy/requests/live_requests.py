@@ -1,0 +1,216 @@
+"""The requests a client has in flight: messages out, columns of tokens in, no I/O.
+
+The gateway and `LLM` both talk to a scheduler through this table, over whatever carries messages.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Required, TypedDict
+
+import msgspec
+
+from longshore.deploy.requests.token_scores import TokenScore, scores_of
+from longshore.protocol.arrays import int32_array
+from longshore.protocol.errors import EngineDead
+from longshore.protocol.outputs import EngineOutputs, FinishedRequest
+from longshore.protocol.requests import (
+    AbortRequests,
+    AddRequest,
+    MultimodalFeature,
+    PoolingParams,
+    StopFound,
+)
+from longshore.protocol.sampling import SamplingParams
+
+SEED_BITS = 63
+
+
+def seed_source(seed: int | None, number: int = 0) -> random.Random:
+    """Where requests without a seed get theirs: at random, or repeatably from a deployment's seed,
+    for each of its clients (by `number`) others."""
+    if seed is None:
+        return random.SystemRandom()
+    return random.Random(seed if number == 0 else f"{seed} of client {number}")
+
+
+@dataclass(eq=False)
+class LiveRequest:
+    """One request as its client sees it.
+
+    new_token_ids: output tokens that the consumer has not taken yet, in order.
+    num_taken:     output tokens before those.
+    num_primed:    see `LiveRequests.open`.
+    scores:        log probabilities by position (the prompt's first token is at 0) that the
+                   consumer has not taken yet, of a request that asks for them.
+    finished:      its end; no token comes after it.
+    failure:       the engine died before the end.
+    engine:        which of several engines has it.
+    on_change:     called after either of them changed.
+    """
+
+    request_id: str
+    handle: int
+    prompt_token_ids: Sequence[int]
+    on_change: Callable[[], None]
+    new_token_ids: list[int] = field(default_factory=list)
+    num_taken: int = 0
+    num_primed: int = 0
+    scores: dict[int, TokenScore] = field(default_factory=dict)
+    finished: FinishedRequest | None = None
+    failure: EngineDead | None = None
+    engine: int = 0
+
+    @property
+    def is_live(self) -> bool:
+        return self.finished is None and self.failure is None
+
+    def take_token_ids(self) -> list[int]:
+        """The tokens that came since the last call."""
+        token_ids, self.new_token_ids = self.new_token_ids, []
+        self.num_taken += len(token_ids)
+        return token_ids
+
+    def take_scores(self, num_tokens: int) -> list[TokenScore]:
+        """Of the `num_tokens` output tokens taken last."""
+        end = len(self.prompt_token_ids) + self.num_taken
+        return [self.scores.pop(position) for position in range(end - num_tokens, end)]
+
+    def take_prompt_scores(self) -> list[TokenScore | None]:
+        """Of every prompt token; the first has none. To be called when a token has come."""
+        positions = range(1, len(self.prompt_token_ids))
+        return [None, *(self.scores.pop(position) for position in positions)]
+
+
+class RequestFields(TypedDict, total=False):
+    """What `LiveRequests.open` takes by name, for those who pass it on."""
+
+    on_change: Required[Callable[[], None]]
+    priority: int
+    cache_salt: str | None
+    fork_of: LiveRequest | None
+    keeps_blocks: bool
+    multimodal: tuple[MultimodalFeature, ...]
+    num_primed: int
+    trace_headers: Mapping[str, str] | None
+    skips_reading: bool
+    pooling: PoolingParams | None
+
+
+class LiveRequests:
+    """Numbers requests with handles and hands each its tokens. Not thread-safe.
+
+    seeds: of unseeded requests; None draws them at random.
+    """
+
+    def __init__(self, seeds: random.Random | None = None) -> None:
+        self._by_handle: dict[int, LiveRequest] = {}
+        self._next_handle = 0
+        self._seeds = seeds or seed_source(None)
+
+    def __len__(self) -> int:
+        return len(self._by_handle)
+
+    def all(self) -> list[LiveRequest]:
+        """Those that have not ended."""
+        return list(self._by_handle.values())
+
+    def open(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        on_change: Callable[[], None],
+        priority: int = 0,
+        cache_salt: str | None = None,
+        fork_of: LiveRequest | None = None,
+        keeps_blocks: bool = False,
+        multimodal: tuple[MultimodalFeature, ...] = (),
+        num_primed: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+        skips_reading: bool = False,
+        pooling: PoolingParams | None = None,
+    ) -> tuple[LiveRequest, AddRequest]:
+        """A new request, and the message that queues it.
+
+        fork_of:      it begins with the KV of this one.
+        keeps_blocks: at its end it keeps its KV for others to fork, until it is aborted.
+        pooling:      it ends with a vector, and without tokens.
+        skips_reading: it finds nothing in the prefix cache.
+        num_primed:   so many tokens at the prompt's end are sent as output that was there before,
+                      which limits and bad words of `sampling` look at and the answer leaves out.
+        """
+        handle = self._next_handle
+        self._next_handle = (handle + 1) & 0x7FFFFFFF
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(SEED_BITS))
+        live = LiveRequest(request_id, handle, prompt_token_ids, on_change, num_primed=num_primed)
+        num_prompt = len(prompt_token_ids) - num_primed
+        message = AddRequest(
+            request_id=request_id,
+            handle=handle,
+            prompt_token_ids=int32_array(prompt_token_ids[:num_prompt]),
+            output_token_ids=int32_array(prompt_token_ids[num_prompt:]),
+            sampling=sampling,
+            priority=priority,
+            cache_salt=cache_salt,
+            multimodal=multimodal,
+            resumable=keeps_blocks,
+            keeps_blocks=keeps_blocks,
+            trace_headers=dict(trace_headers) if trace_headers else None,
+            skip_reading_prefix_cache=skips_reading,
+            pooling=pooling,
+            fork_of=None if fork_of is None else fork_of.handle,
+        )
+        self._by_handle[handle] = live
+        return live, message
+
+    def abort(self, requests: Sequence[LiveRequest]) -> AbortRequests | None:
+        """Forget the requests that are still live; returns the message that ends them, if any.
+
+        What still comes for them is dropped.
+        """
+        handles = [live.handle for live in requests if self._by_handle.pop(live.handle, None)]
+        return AbortRequests(int32_array(handles)) if handles else None
+
+    def stop(self, live: LiveRequest, num_tokens: int) -> StopFound | None:
+        """The message that ends a request with its first `num_tokens` output tokens; None if it
+        has ended. Its `finished` is still to come, and tokens computed meanwhile may."""
+        if live.handle not in self._by_handle:
+            return None
+        return StopFound(live.handle, live.num_primed + num_tokens)
+
+    def apply(self, *steps: EngineOutputs) -> None:
+        """Hand out tokens and ends of one step or of several. Handles that are not live any more
+        are skipped."""
+        changed: dict[int, LiveRequest] = {}
+        for outputs in steps:
+            self._apply(outputs, changed)
+        for live in changed.values():
+            live.on_change()
+
+    def _apply(self, outputs: EngineOutputs, changed: dict[int, LiveRequest]) -> None:
+        by_handle = self._by_handle
+        for handle, token_id in zip(outputs.handles.tolist(), outputs.tokens.tolist(), strict=True):
+            if (live := by_handle.get(handle)) is not None:
+                live.new_token_ids.append(token_id)
+                changed[handle] = live
+        if outputs.logprobs is not None:
+            for handle, position, score in scores_of(outputs.logprobs):
+                if (live := by_handle.get(handle)) is not None:
+                    live.scores[position] = score
+        for finished in outputs.finished:
+            if (live := by_handle.get(finished.handle)) is not None:
+                if not finished.session_continues:
+                    del by_handle[finished.handle]
+                live.finished = finished
+                changed[finished.handle] = live
+
+    def fail_all(self, failure: EngineDead) -> None:
+        """The engine is gone: every live request ends with `failure`."""
+        requests = self.all()
+        self._by_handle.clear()
+        for live in requests:
+            live.failure = failure
+            live.on_change()

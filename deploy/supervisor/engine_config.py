@@ -1,0 +1,316 @@
+"""From a user's settings to the configuration of an engine's processes."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from longshore.connectors.registry import check_connector, no_worker_half, parse_options
+from longshore.deploy.cli.options import EngineOptions, resolve_device
+from longshore.deploy.model.folder import ModelFolder
+from longshore.deploy.supervisor.process import ProcessSpec
+from longshore.deploy.supervisor.replica import Replica
+from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.handshake import EngineIdentity, hash_seed_digest, model_fingerprint
+from longshore.protocol.kv_cache_spec import (
+    KVCacheGroup,
+    KVCacheSpec,
+    check_holds_one_request,
+    num_blocks_needed,
+)
+from longshore.protocol.transport.channel import Endpoint
+from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
+from longshore.scheduler.kv_cache.windowed import check_states
+from longshore.scheduler.queue.policies import load_policy
+from longshore.worker.config import RankLayout, WorkerConfig, WorkerProcessConfig
+from longshore.worker.kv_cache.context_share import check_context_parallel
+from longshore.worker.kv_cache.plan import (
+    DTYPE_BYTES,
+    CacheSizes,
+    check_cache_specs,
+    element_bytes,
+    plan_groups,
+)
+from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.models.families import read_model_config
+
+HASH_SEED_BYTES: Final = 32
+_ONLY: Final = Replica()
+# Processes that use numpy for counting need no pool of threads, nor the memory of their stacks.
+NO_BLAS_THREADS: Final = {"OPENBLAS_NUM_THREADS": "1"}
+# The ranks are on one host, and no other one may talk to them: gloo and NCCL know no keys.
+LOOPBACK_ONLY: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One engine with its workers: everything decided, nothing started.
+
+    hash_seed: of this deployment's block names; it never leaves its processes.
+    """
+
+    options: EngineOptions
+    model: ModelFolder
+    device: str
+    identity: EngineIdentity
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    hash_seed: bytes
+
+
+def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
+    """Derive every component's settings. Raises ConfigError for settings that contradict."""
+    _check_policy(options.scheduling_policy)
+    config = read_model_config(model.path)
+    config.check_split(
+        num_shards=options.tensor_parallel_size, num_stages=options.pipeline_parallel_size
+    )
+    num_sharing = options.decode_context_parallel_size
+    parse_options(options.kv_connector_config)
+    if options.kv_connector is not None:
+        check_connector(options.kv_connector)
+    device = resolve_device(options.device)
+    hash_seed = secrets.token_bytes(HASH_SEED_BYTES)
+    cache = CacheConfig(
+        block_size=options.block_size or config.default_block_size,
+        num_blocks=options.num_blocks,
+        enable_prefix_caching=options.enable_prefix_caching,
+        hash_block_size=options.hash_block_size,
+        watermark=options.watermark,
+        preempt_threshold=options.preempt_threshold,
+        admit_threshold=options.admit_threshold,
+        decode_context_parallel_size=num_sharing,
+    )
+    dtype = model.resolve_dtype(options.dtype, device)
+    sizes = CacheSizes(
+        block_size=cache.block_size,
+        dtype_bytes=element_bytes(options.kv_cache_dtype, DTYPE_BYTES[dtype]),
+        num_shards=options.tensor_parallel_size,
+    )
+    specs = config.cache_specs(sizes)
+    check_cache_specs(specs, options.kv_cache_dtype)
+    check_context_parallel(
+        specs,
+        size=num_sharing,
+        interleave=options.cp_kv_cache_interleave_size,
+        block_size=cache.block_size,
+        num_shards=options.tensor_parallel_size,
+        num_kv_heads=config.num_kv_heads,
+    )
+    scheduler = _scheduler_config(
+        options, config, max_model_len=_max_model_len(options, model, config, specs)
+    )
+    check_states(scheduler, specs.values(), has_connector=options.kv_connector is not None)
+    if options.num_blocks is not None:
+        groups = _groups(options, specs, scheduler.max_model_len)
+        check_holds_one_request(
+            groups,
+            options.num_blocks,
+            *scheduler.longest_request,
+            context_parallel_size=num_sharing,
+        )
+    identity = EngineIdentity(
+        model_fingerprint=model_fingerprint(model.path),
+        dtype=dtype,
+        block_size=cache.block_size,
+        max_model_len=scheduler.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        kv_cache_dtype=options.kv_cache_dtype,
+        decode_context_parallel_size=num_sharing,
+        cp_kv_cache_interleave_size=options.cp_kv_cache_interleave_size,
+        hash_seed_digest=hash_seed_digest(hash_seed),
+    )
+    return EnginePlan(options, model, device, identity, scheduler, cache, hash_seed)
+
+
+def _scheduler_config(
+    options: EngineOptions, config: DecoderConfig, *, max_model_len: int
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_scheduled_tokens=options.max_num_scheduled_tokens,
+        max_num_encoder_input_tokens=_max_num_encoder_input_tokens(options, config),
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        scheduler_reserve_full_isl=options.scheduler_reserve_full_isl,
+        policy=options.scheduling_policy,
+        load_failure_policy=options.load_failure_policy,
+        load_timeout_s=options.load_timeout_s,
+        max_loading_blocks=options.max_loading_blocks,
+        max_steps_in_flight=options.max_steps_in_flight,
+        feed_back_tokens=options.pipeline_parallel_size > 1,
+    )
+
+
+def check_workers(plan: EnginePlan) -> None:
+    """Raise ConfigError for what this version's workers do not do, before one has loaded a model
+    to say so."""
+    if plan.options.kv_connector is not None:
+        raise no_worker_half(plan.options.kv_connector)
+
+
+def _check_policy(name: str) -> None:
+    """Better said here than by a process that has waited for a model to load."""
+    try:
+        load_policy(name)
+    except ConfigError as error:
+        raise ConfigError(f"scheduling_policy={name!r}: {error}") from error
+
+
+def worker_config(plan: EnginePlan) -> WorkerConfig:
+    """The worker inside the caller's own process. Raises ConfigError if there are to be several."""
+    if plan.options.num_ranks > 1:
+        raise ConfigError(
+            f"in_process with tensor_parallel_size={plan.options.tensor_parallel_size} and "
+            f"pipeline_parallel_size={plan.options.pipeline_parallel_size}: each worker needs a "
+            "process of its own. Leave in_process out."
+        )
+    return _worker_process(plan, 0, Endpoint("inproc://unused"), RankLayout(), _ONLY).worker
+
+
+def engine_processes(
+    plan: EnginePlan, runtime_dir: RuntimeDir, replica: Replica = _ONLY
+) -> tuple[list[ProcessSpec], Endpoint]:
+    """What to start, workers first and the scheduler last, and where clients connect."""
+    clients = runtime_dir.endpoint(replica.file_name("clients"))
+    options = plan.options
+    layout = RankLayout(
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        decode_context_parallel_size=options.decode_context_parallel_size,
+        cp_kv_cache_interleave_size=options.cp_kv_cache_interleave_size,
+        rendezvous=str(runtime_dir.path / replica.file_name("rendezvous")),
+        timeout_s=options.rank_timeout_s,
+    )
+    workers = tuple(
+        runtime_dir.endpoint(replica.worker(rank).replace(" ", "-"))
+        for rank in range(options.num_ranks)
+    )
+    scheduler = SchedulerProcessConfig(
+        scheduler=plan.scheduler,
+        cache=plan.cache,
+        identity=plan.identity,
+        workers=workers,
+        sampling_rank=layout.sampling_rank,
+        rank_timeout_s=options.rank_timeout_s,
+        clients=clients,
+        hash_seed=plan.hash_seed.hex(),
+        vocab_size=plan.model.vocab_size,
+        eos_token_ids=plan.model.eos_token_ids,
+        verify_plan=plan.options.verify_plan,
+        kv_connector=plan.options.kv_connector,
+        kv_connector_config=plan.options.kv_connector_config,
+        engine_id=f"engine-{replica.number}",
+        log_level=plan.options.log_level,
+    )
+    return [
+        *(
+            ProcessSpec(
+                replica.worker(rank),
+                "longshore.worker",
+                _worker_process(plan, rank, endpoint, layout, replica),
+                environment=LOOPBACK_ONLY if options.num_ranks > 1 else {},
+                ends_with="workers",
+                told_by=replica.scheduler,
+            )
+            for rank, endpoint in enumerate(workers)
+        ),
+        ProcessSpec(
+            replica.scheduler,
+            "longshore.scheduler",
+            scheduler,
+            environment=NO_BLAS_THREADS,
+            ends_with="schedulers",
+        ),
+    ], clients
+
+
+def _worker_process(
+    plan: EnginePlan, rank: int, endpoint: Endpoint, layout: RankLayout, replica: Replica
+) -> WorkerProcessConfig:
+    is_one_of_gpus = layout.num_ranks * replica.count > 1 and plan.device == "cuda"
+    return WorkerProcessConfig(
+        model=str(plan.model.path),
+        identity=plan.identity,
+        endpoint=endpoint,
+        rank=rank,
+        ranks=layout,
+        num_replicas=replica.count,
+        device=replica.gpu(rank, layout.num_ranks) if is_one_of_gpus else plan.device,
+        num_blocks=plan.options.num_blocks,
+        kv_memory_fraction=plan.options.kv_memory_fraction,
+        max_num_scheduled_tokens=plan.options.max_num_scheduled_tokens,
+        max_steps_in_flight=plan.options.max_steps_in_flight,
+        eos_token_ids=plan.model.eos_token_ids,
+        threads=plan.options.threads,
+        startup_timeout_s=plan.options.startup_timeout_s,
+        cpu_kernels=plan.options.cpu_kernels,
+        log_level=plan.options.log_level,
+    )
+
+
+def _max_num_encoder_input_tokens(options: EngineOptions, config: DecoderConfig) -> int:
+    """As asked for, else what one request needs; 0 for a model without an encoder."""
+    asked, needed = options.max_num_encoder_input_tokens, config.max_encoder_tokens
+    if asked is None:
+        return needed
+    if not needed:
+        raise ConfigError(
+            f"max_num_encoder_input_tokens={asked}, but this model has no encoder. Leave it out."
+        )
+    if asked < needed:
+        raise ConfigError(
+            f"max_num_encoder_input_tokens={asked} is too little: this model's encoder makes "
+            f"{needed} tokens of every request, in one step. Use {needed} or more."
+        )
+    return asked
+
+
+def _max_model_len(
+    options: EngineOptions,
+    model: ModelFolder,
+    config: DecoderConfig,
+    specs: Mapping[str, KVCacheSpec],
+) -> int:
+    """As asked for; else what the model was made for, cut to what the blocks asked for hold."""
+    if options.max_model_len is None:
+        if options.num_blocks is None:
+            return config.default_max_len
+        num_steps = options.max_steps_in_flight
+        step_tokens = options.max_num_scheduled_tokens or options.max_num_batched_tokens
+        longest, too_long = 1, config.default_max_len + 1
+        while too_long - longest > 1:
+            length = (longest + too_long) // 2
+            groups = _groups(options, specs, length)
+            needed = num_blocks_needed(
+                groups,
+                length,
+                num_steps * step_tokens,
+                num_steps,
+                context_parallel_size=options.decode_context_parallel_size,
+            )
+            if needed <= options.num_blocks:
+                longest = length
+            else:
+                too_long = length
+        return longest
+    if options.max_model_len > model.max_model_len:
+        raise ConfigError(
+            f"max_model_len={options.max_model_len}, but {model.name} was made for "
+            f"{model.max_model_len} tokens (max_position_embeddings in its config.json)"
+        )
+    return options.max_model_len
+
+
+def _groups(
+    options: EngineOptions, specs: Mapping[str, KVCacheSpec], max_model_len: int
+) -> tuple[KVCacheGroup, ...]:
+    return plan_groups(
+        specs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )

@@ -1,0 +1,43 @@
+"""Log handlers of the processes here: one line per record."""
+
+import logging
+
+from longshore.deploy.supervisor.log_lines import LineFormat
+from longshore.protocol.logs.records import (
+    FramedFormatter,
+    send_records,
+    write_records,
+)
+
+
+class _Line(FramedFormatter):
+    """As the supervisor would relay it."""
+
+    def __init__(self, format_line: LineFormat) -> None:
+        super().__init__()
+        self._format_line = format_line
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._format_line("supervisor", super().format(record))
+
+
+def set_up_logging(
+    level: str, format_line: LineFormat | None = None, *, is_relayed: bool = False
+) -> None:
+    """Send records of `level` and above to standard error.
+
+    format_line: of the process that relays the others' lines.
+    is_relayed:  of one of those.
+    """
+    if format_line is None:
+        send_records(level, is_relayed=is_relayed)
+    else:
+        write_records(level, _Line(format_line))
+    # The last two warn of every request or form that is none, which the client is told: a log that
+    # clients can fill helps nobody.
+    for noisy, least in (
+        ("asyncio", logging.WARNING),
+        ("uvicorn.error", logging.ERROR),
+        ("python_multipart", logging.ERROR),
+    ):
+        logging.getLogger(noisy).setLevel(max(logging.getLogger().level, least))

@@ -1,0 +1,1 @@
+"""Log records between processes, and limits on how many a client can cause."""

@@ -1,0 +1,64 @@
+"""Warnings that strangers can cause: so many a second, so that a flood of them fills no disk."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from longshore.protocol.logs.records import Field, fields
+
+MAX_PER_SECOND: Final = 10
+
+
+class LogLimit:
+    """Passes on the first `max_per_second` warnings of a second and counts the others. The count is
+    told when the second is over, by the event loop if one runs, else before the next warning."""
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        *,
+        max_per_second: int = MAX_PER_SECOND,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger = logger
+        self._max_per_second = max_per_second
+        self._clock = clock
+        self._second_ends_s = -1.0
+        self._num_told = 0
+        self._num_left_out = 0
+
+    def warning(
+        self,
+        message: str,
+        *values: object,
+        exc_info: BaseException | None = None,
+        **about: Field,
+    ) -> None:
+        """As `logger.warning(message, *values, exc_info=exc_info, extra=fields(**about))`."""
+        now_s = self._clock()
+        if now_s >= self._second_ends_s:
+            self.tell()
+            self._second_ends_s, self._num_told = now_s + 1.0, 0
+        if self._num_told < self._max_per_second:
+            self._num_told += 1
+            self._logger.warning(message, *values, exc_info=exc_info, extra=fields(**about))
+            return
+        self._num_left_out += 1
+        if self._num_left_out == 1:
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:
+                return
+            loop.call_later(self._second_ends_s - now_s, self.tell)
+
+    def tell(self) -> None:
+        """Say now how many were left out, if any were."""
+        if self._num_left_out:
+            number, self._num_left_out = self._num_left_out, 0
+            self._logger.warning(
+                "%d more warnings like those before were left out: at most %d a second are written",
+                number,
+                self._max_per_second,
+            )

@@ -1,0 +1,312 @@
+"""Typed channels over ZMQ: one type of message each way, bounded, never blocking the sender.
+
+A channel is one DEALER socket, or one ROUTER for many clients. What arrives malformed is counted
+by name, logged, and skipped; it never stops the process. Sockets are private: `ipc://` in a 0700
+directory, or `tcp://` with CURVE keys, and nothing else.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
+
+import msgspec
+import zmq
+
+from longshore.protocol.errors import ConfigError, EngineDead, MalformedMessage, ProtocolError
+from longshore.protocol.transport.codec import (
+    MAX_MESSAGE_BYTES,
+    Decoder,
+    Encoder,
+    Frame,
+)
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
+
+logger = logging.getLogger(__name__)
+
+_POLLIN: Final = int(zmq.POLLIN)  # an IntFlag's arithmetic costs as much as asking the socket
+
+Out = TypeVar("Out")
+In = TypeVar("In")
+
+AnswerBad: TypeAlias = Callable[[bytes, bytes, ProtocolError], bool]
+"""Of a peer, and the header of what it sent."""
+
+
+class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Z85 keys of one end (`zmq.curve_keypair()`). A connecting end also names the server's public
+    key; a binding end has None there and accepts only `allowed_clients`."""
+
+    public: str
+    secret: str
+    server: str | None = None
+    allowed_clients: tuple[str, ...] = ()
+
+
+class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a channel meets its peer. `tcp://` needs keys."""
+
+    address: str
+    curve: CurveKeys | None = None
+
+
+def open_socket(
+    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: Endpoint, *, bind: bool
+) -> "zmq.Socket[bytes]":
+    """A bound or connected socket. Raises ConfigError for an address that is not private."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.SNDHWM, 100_000)
+    socket.setsockopt(zmq.RCVHWM, 100_000)
+    # A last line of defence, per frame; the decoder's limit is the one that is reported.
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
+    if kind == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    try:
+        _secure(context, socket, endpoint, bind=bind)
+        if bind:
+            socket.bind(endpoint.address)
+        else:
+            socket.connect(endpoint.address)
+    except BaseException:
+        socket.close(linger=0)
+        raise
+    return socket
+
+
+def _secure(
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    socket: "zmq.Socket[bytes]",
+    endpoint: Endpoint,
+    *,
+    bind: bool,
+) -> None:
+    if endpoint.address.startswith("ipc://"):
+        return
+    if not endpoint.address.startswith("tcp://"):
+        raise ConfigError(f"endpoint {endpoint.address!r} is neither ipc:// nor tcp://")
+    keys = endpoint.curve
+    if keys is None:
+        raise ConfigError(
+            f"endpoint {endpoint.address!r} has no CURVE keys; anybody on the network could send "
+            "requests and read answers. Use ipc:// on one host, or give keys."
+        )
+    socket.curve_publickey = keys.public.encode()
+    socket.curve_secretkey = keys.secret.encode()
+    if not bind:
+        if keys.server is None:
+            raise ConfigError(f"endpoint {endpoint.address!r} needs the server's public key")
+        socket.curve_serverkey = keys.server.encode()
+        return
+    if not keys.allowed_clients:
+        raise ConfigError(f"endpoint {endpoint.address!r} names no client keys; nobody could talk")
+    # The address is the ZAP domain: each endpoint has an allow list of its own.
+    allowed = _AllowList({key.encode() for key in keys.allowed_clients})
+    _authenticator(context).configure_curve_callback(
+        domain=endpoint.address, credentials_provider=allowed
+    )
+    socket.setsockopt(zmq.ZAP_DOMAIN, endpoint.address.encode())
+    socket.curve_server = True
+
+
+class _AllowList:
+    """ZAP credentials provider: exactly the (Z85) keys the configuration names."""
+
+    def __init__(self, keys: set[bytes]) -> None:
+        self._keys = keys
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._keys
+
+
+# ZMQ has one authenticator per context; it owns a socket, so it must stop before the context ends.
+_authenticators: WeakKeyDictionary["zmq.Context[zmq.Socket[bytes]]", "ThreadAuthenticator"] = (
+    WeakKeyDictionary()
+)
+
+
+def _authenticator(context: "zmq.Context[zmq.Socket[bytes]]") -> "ThreadAuthenticator":
+    from zmq.auth.thread import ThreadAuthenticator
+
+    authenticator = _authenticators.get(context)
+    if authenticator is None:
+        authenticator = _authenticators[context] = ThreadAuthenticator(context)
+        authenticator.start()
+    return authenticator
+
+
+def close_context(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    """End a context whose sockets are closed; waits for what lingers."""
+    authenticator = _authenticators.pop(context, None)
+    if authenticator is not None:
+        authenticator.stop()
+    context.term()
+
+
+class Channel(Generic[Out, In]):
+    """One peer. Not thread-safe. `num_bad` counts what was dropped, by the error's name."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", receives: Any) -> None:
+        self.socket = socket
+        self.num_bad: Counter[str] = Counter()
+        self._encoder: Encoder[Out] = Encoder()
+        self._decoder: Decoder[In] = Decoder(receives)
+
+    def send(self, message: Out) -> None:
+        """Hand the message to ZMQ; never blocks. Raises EngineDead if nobody is connected to a
+        bound socket, or the peer stopped reading so long ago that its queue is full."""
+        frames = self._encoder.encode(message)
+        try:
+            if len(frames) == 1:
+                self.socket.send(frames[0], zmq.DONTWAIT)
+            else:
+                self.socket.send_multipart(frames, zmq.DONTWAIT)
+        except zmq.Again:
+            raise EngineDead("the peer is gone or has not read its messages for too long") from None
+
+    def receive(self, timeout_s: float | None = 0.0) -> In | None:
+        """The next good message, or None when none came in time. None waits for ever."""
+        timeout_ms = -1 if timeout_s is None else int(timeout_s * 1000)
+        while True:
+            frames = receive_frames(self.socket, timeout_ms)
+            if frames is None:
+                return None
+            try:
+                return self._decoder.decode(frames)
+            except ProtocolError as error:
+                count_bad(self.num_bad, error)
+
+    def drain(self) -> Iterator[In]:
+        """Everything that has arrived; to be asked when something has."""
+        message = self.receive()
+        while message is not None:
+            yield message
+            message = self.receive() if has_input(self.socket) else None
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class ServerChannel(Generic[Out, In]):
+    """Many peers on one ROUTER socket, told apart by the identity ZMQ gives each connection."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", receives: Any) -> None:
+        self.socket = socket
+        self.num_bad: Counter[str] = Counter()
+        self._encoder: Encoder[Out] = Encoder()
+        self._decoder: Decoder[In] = Decoder(receives)
+
+    def send(self, peer: bytes, message: Out) -> bool:
+        """False if the peer has gone or stopped reading; the message is dropped then."""
+        try:
+            self.socket.send_multipart([peer, *self._encoder.encode(message)], zmq.DONTWAIT)
+        except (zmq.Again, zmq.ZMQError):
+            return False
+        return True
+
+    def receive(self, answer_bad: AnswerBad | None = None) -> tuple[bytes, In] | None:
+        """The next good message and who sent it; None when nothing is waiting.
+
+        answer_bad: is asked, with the peer, whether it has answered a bad one, which then counts as
+                    bad but needs no line in the log.
+        """
+        while (frames := receive_frames(self.socket, 0)) is not None:
+            try:
+                if len(frames) < 2:
+                    raise MalformedMessage("a message has no frames; it needs its header")
+                return bytes(frames[0]), self._decoder.decode(frames[1:])
+            except ProtocolError as error:
+                header = bytes(frames[1]) if len(frames) > 1 else b""
+                if answer_bad is not None and answer_bad(bytes(frames[0]), header, error):
+                    self.num_bad[type(error).__name__] += 1
+                else:
+                    count_bad(self.num_bad, error)
+        return None
+
+    def drain(self, answer_bad: AnswerBad | None = None) -> Iterator[tuple[bytes, In]]:
+        """Everything that has arrived; to be asked when something has. answer_bad: see receive."""
+        message = self.receive(answer_bad)
+        while message is not None:
+            yield message
+            message = self.receive(answer_bad) if has_input(self.socket) else None
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def has_input(socket: "zmq.Socket[bytes]") -> bool:
+    """Whether a message is waiting: a third of the cost of a receive that finds none."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+
+
+def receive_frames(socket: "zmq.Socket[bytes]", timeout_ms: int) -> list[Frame] | None:
+    """All frames of one message: the first copied (headers are small), the others mapped."""
+    try:
+        if timeout_ms == 0:
+            header = socket.recv(zmq.DONTWAIT)
+        else:
+            if not socket.poll(timeout_ms if timeout_ms > 0 else None):
+                return None
+            header = socket.recv()
+    except zmq.Again:
+        return None
+    frames: list[Frame] = [header]
+    while socket.getsockopt(zmq.RCVMORE):
+        frames.append(socket.recv(copy=False).buffer)
+    return frames
+
+
+def count_bad(counter: "Counter[str]", error: ProtocolError) -> None:
+    """Count a dropped message by its error's name, and log the first and then every 1,000th."""
+    name = type(error).__name__
+    counter[name] += 1
+    if counter[name] % 1000 == 1:
+        logger.warning("dropped a message (%s, %d so far): %s", name, counter[name], error)
+
+
+class SocketWatcher:
+    """Calls `on_ready()` from an asyncio loop whenever a socket may have messages.
+
+    ZMQ's descriptor is edge-triggered, and a send can swallow the edge: so after each call the
+    socket is asked once more, and `check()` is to be called after sending on it.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", on_ready: Callable[[], None]) -> None:
+        self._socket = socket
+        self._on_ready = on_ready
+        self._loop = asyncio.get_running_loop()
+        self._scheduled = False
+        self._closed = False
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._wake)
+        self.check()
+
+    def _wake(self) -> None:
+        """The descriptor's edge: answered at once, not in the loop's next turn."""
+        if not self._scheduled and has_input(self._socket):
+            self._fire()
+
+    def check(self) -> None:
+        """Schedule `on_ready` if a message is waiting."""
+        if self._closed or self._scheduled:
+            return
+        if has_input(self._socket):
+            self._scheduled = True
+            self._loop.call_soon(self._fire)
+
+    def _fire(self) -> None:
+        self._scheduled = False
+        if not self._closed:
+            self._on_ready()
+            self.check()
+
+    def close(self) -> None:
+        """Stop watching; the socket itself stays open."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._fd)

@@ -1,0 +1,1 @@
+"""What only some requests use: forks, transfers, grammars, drafts, adapters, encoders, sessions."""

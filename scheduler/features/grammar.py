@@ -1,0 +1,99 @@
+"""Output that must match a grammar: waiting for it to be compiled, and the masks of its tokens.
+
+Compiling happens elsewhere and is polled. With two steps in flight the mask of a step exists only
+after the tokens before it, so it follows its plan as a message of its own (`SampleMask`).
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from longshore.protocol.arrays import BoolArray, UInt8Array, int32_array
+from longshore.protocol.errors import LongshoreError
+from longshore.protocol.plan import SampleMask
+from longshore.protocol.requests import StructuredOutput
+from longshore.scheduler.parts import Parts
+from longshore.scheduler.request import Request, RequestStatus
+from longshore.scheduler.step.in_flight import PlannedStep
+
+
+class GrammarError(LongshoreError):
+    """A grammar that cannot be compiled; the message is for the client."""
+
+
+class Grammar(Protocol):
+    """The state of one request's grammar: a prefix of its language."""
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        """Advance by verified tokens; False, and no advance, if they leave the language."""
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """How many leading tokens it would accept; does not advance."""
+
+    def fill_masks(self, draft_token_ids: Sequence[int], masks: np.ndarray) -> None:
+        """Set in `masks` (1 + drafts, cdiv(vocabulary, 8)) uint8, little-endian bits, the tokens
+        allowed next, and after each draft. `masks` comes zeroed."""
+
+
+class GrammarCompiler(Protocol):
+    """Compiles in the background."""
+
+    def poll(self, spec: StructuredOutput) -> Grammar | None:
+        """A fresh grammar once it is compiled; None before. The first call starts it. Never blocks;
+        raises GrammarError."""
+
+
+class StructuredOutputs:
+    """Requests with a grammar: their gate before admission and their masks after planning."""
+
+    def __init__(self, parts: Parts, compiler: GrammarCompiler | None, *, epoch: int) -> None:
+        self._compiler = compiler
+        self._running = parts.running
+        self._in_flight = parts.in_flight
+        self._vocab_size = parts.vocab_size
+        self.begin_epoch(epoch)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Plans count from 1 again."""
+        self._epoch = epoch
+        self._last_masked_step = 0
+
+    def try_promote(self, request: Request) -> bool:
+        """Whether the grammar that the request waits for is there. Raises GrammarError."""
+        assert request.structured_output is not None
+        assert self._compiler is not None
+        request.grammar = self._compiler.poll(request.structured_output)
+        if request.grammar is None:
+            return False
+        if request.num_output_tokens:  # it goes on behind tokens emitted elsewhere
+            outputs = request.token_ids[request.num_prompt_tokens :].tolist()
+            if not request.grammar.accept_tokens(outputs):
+                raise GrammarError("the output emitted so far does not match the grammar")
+        request.status = RequestStatus.WAITING
+        return True
+
+    def take_masks(self) -> list[SampleMask]:
+        """The mask of the oldest unanswered plan, once: all tokens before it are known."""
+        planned = self._in_flight.oldest()
+        if planned is None or planned.is_masked is None or planned.step == self._last_masked_step:
+            return []
+        self._last_masked_step = planned.step
+        return [self._make_mask(planned, planned.is_masked)]
+
+    def _make_mask(self, planned: PlannedStep, is_masked: BoolArray) -> SampleMask:
+        width = -(-self._vocab_size // 8)
+        rows: list[int] = []
+        masks: list[UInt8Array] = []
+        for index in np.flatnonzero(is_masked).tolist():
+            row, drafts = int(planned.rows[index]), planned.draft_token_ids(index)
+            bits = np.zeros((1 + len(drafts), width), np.uint8)
+            if self._running.generation[row] == planned.generations[index]:
+                grammar = self._running.request_on(row).grammar
+                assert grammar is not None
+                grammar.fill_masks(drafts, bits)
+            else:
+                bits[:] = 0xFF  # whoever sampled here is gone; the worker waits all the same
+            rows += [row] * len(bits)
+            masks.append(bits.reshape(-1))
+        return SampleMask(self._epoch, planned.step, int32_array(rows), np.concatenate(masks))

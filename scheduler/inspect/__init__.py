@@ -1,0 +1,1 @@
+"""What an operator can look at: reports, block snapshots, the log."""

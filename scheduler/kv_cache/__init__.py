@@ -1,0 +1,1 @@
+"""Which blocks each request holds, which are free, and which prefix is cached in them."""

@@ -1,0 +1,199 @@
+"""Names of full blocks: a chain of stateless hashes over packed tokens.
+
+name = H(parent's name ‖ the block's tokens as little-endian int32 ‖ framed extra keys). Two blocks
+have the same name only if their whole prefixes and extra keys are equal. The first parent is a
+seed that the deployment keeps to itself, so names can be shared inside it and not guessed outside.
+
+Chains may be finer than the blocks of a group: a block of several hash blocks bears the name of the
+last of them, which stands for all of its tokens as it does for everything before them.
+"""
+
+import hashlib
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Protocol
+
+from longshore.protocol.arrays import Int32Array
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.requests import MultimodalFeature, PromptEmbeds
+
+_GROUP_BYTES: Final = 4
+
+
+def block_key(block_hash: bytes, group: int) -> bytes:
+    """A name outside the prefix map: the name, then the KV cache group, 4 bytes big-endian."""
+    return block_hash + group.to_bytes(_GROUP_BYTES, "big")
+
+
+class KeyedRequest(Protocol):
+    """What of a request, beside its token ids, its KV depends on. extra_keys: None until
+    `extra_keys_of` has found some."""
+
+    cache_salt: str | None
+    multimodal: tuple[MultimodalFeature, ...]
+    prompt_embeds: PromptEmbeds | None
+    extra_keys: "ExtraKeys | None"
+
+    @property
+    def lora_name(self) -> str | None: ...
+
+
+class ExtraKeys:
+    """What enters block names beside tokens.
+
+    Salt and adapter enter the first block, and through the chain every other. A multimodal item
+    enters each block it overlaps, with its hash and the position where it starts; the embeddings
+    that stand for prompt tokens enter their block as a digest.
+
+    num_tokens: blocks that begin at or after this many tokens have no extra keys.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache_salt: str | None = None,
+        lora_name: str | None = None,
+        multimodal: Sequence[MultimodalFeature] = (),
+        prompt_embeds: PromptEmbeds | None = None,
+    ) -> None:
+        self._first_block: list[bytes] = []
+        if lora_name is not None:
+            self._first_block += [b"lora", lora_name.encode()]
+        if cache_salt is not None:
+            self._first_block += [b"salt", cache_salt.encode()]
+        self._items = sorted(multimodal, key=lambda item: item.offset)
+        self._item_ends = [item.offset + item.num_tokens for item in self._items]
+        self._embeds = prompt_embeds
+        self._num_embeds = 0
+        if prompt_embeds is not None:
+            self._num_embeds = len(prompt_embeds.data) // prompt_embeds.row_size_bytes
+        self.num_tokens = max([1, self._num_embeds, *self._item_ends])
+
+    def frame(self, first: int, last: int) -> bytes:
+        """Bytes to hash behind the tokens at positions [first, last); empty if there are none."""
+        parts = list(self._first_block) if first == 0 else []
+        for item in self._items[bisect_right(self._item_ends, first) :]:
+            if item.offset >= last:
+                break
+            parts += [b"item", item.hash.encode(), item.offset.to_bytes(8, "big")]
+        if self._embeds is not None and first < self._num_embeds:
+            rows = self._embeds.row_bytes(first, min(last, self._num_embeds))
+            parts += [b"embeds", hashlib.sha256(rows).digest()]
+        return _frame(parts)
+
+
+def extra_keys_of(request: KeyedRequest) -> ExtraKeys | None:
+    """The request's extra keys, made once; None if it has none."""
+    if request.extra_keys is None and not (
+        request.cache_salt is None
+        and request.lora_name is None
+        and not request.multimodal
+        and request.prompt_embeds is None
+    ):
+        request.extra_keys = ExtraKeys(
+            cache_salt=request.cache_salt,
+            lora_name=request.lora_name,
+            multimodal=request.multimodal,
+            prompt_embeds=request.prompt_embeds,
+        )
+    return request.extra_keys
+
+
+class BlockHasher:
+    """Names blocks of `block_size` tokens. Raises ConfigError for an algorithm it does not have."""
+
+    def __init__(self, block_size: int, seed: bytes, algorithm: str = "sha256") -> None:
+        self.block_size = block_size
+        self._packed_block = struct.Struct(f"{4 * block_size}s")
+        self._algorithm = _algorithm(algorithm)
+        (self.none_hash,) = self._algorithm.chain(b"", [(b"longshore block names\0" + seed,)])
+
+    def extend(
+        self, hashes: list[bytes], token_ids: Int32Array, extra_keys: ExtraKeys | None = None
+    ) -> None:
+        """Append the names of the full blocks of `token_ids` (contiguous) that `hashes` lacks."""
+        size, first = self.block_size, len(hashes)
+        num_full = len(token_ids) // size
+        if first >= num_full:
+            return
+        packed = token_ids[first * size : num_full * size].tobytes()
+        blocks: Iterable[tuple[bytes]] = self._packed_block.iter_unpack(packed)
+        if extra_keys is not None and first * size < extra_keys.num_tokens:
+            blocks = _with_keys(blocks, extra_keys, first * size, size)
+        hashes += self._algorithm.chain(hashes[-1] if hashes else self.none_hash, blocks)
+
+    def extend_each(self, chains: Sequence[list[bytes]], token_ids: Int32Array) -> list[bytes]:
+        """Append to each of `chains`, all different, the name of its next block, whose tokens are
+        `token_ids[i]` (len(chains), block_size) and which has no extra keys; returns the names."""
+        blocks = self._packed_block.iter_unpack(token_ids.tobytes())
+        parents = [hashes[-1] if hashes else self.none_hash for hashes in chains]
+        added = self._algorithm.each(parents, blocks)
+        for hashes, block_hash in zip(chains, added, strict=True):
+            hashes.append(block_hash)
+        return added
+
+
+def _with_keys(
+    blocks: Iterable[tuple[bytes]], extra_keys: ExtraKeys, start: int, size: int
+) -> Iterator[tuple[bytes]]:
+    for (packed,) in blocks:
+        yield (packed + extra_keys.frame(start, start + size),)
+        start += size
+
+
+def _frame(parts: Iterable[bytes]) -> bytes:
+    """Parts with their lengths, so that no two lists of parts give the same bytes."""
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+_Blocks = Iterable[tuple[Any, ...]]  # as struct.iter_unpack gives them: one item of bytes each
+
+
+class _Algorithm(Protocol):
+    """Loops without a call per block: that would cost as much as a hash."""
+
+    def chain(self, parent: bytes, blocks: _Blocks) -> list[bytes]:
+        """Names of blocks that follow each other, the first behind `parent`."""
+
+    def each(self, parents: Iterable[bytes], blocks: _Blocks) -> list[bytes]:
+        """Names of blocks behind one parent each."""
+
+
+class _Sha256:
+    def chain(self, parent: bytes, blocks: _Blocks) -> list[bytes]:
+        sha256 = hashlib.sha256
+        return [parent := sha256(parent + data).digest() for (data,) in blocks]
+
+    def each(self, parents: Iterable[bytes], blocks: _Blocks) -> list[bytes]:
+        sha256 = hashlib.sha256
+        pairs = zip(parents, blocks, strict=True)
+        return [sha256(parent + data).digest() for parent, (data,) in pairs]
+
+
+class _Xxh3:
+    def __init__(self) -> None:
+        try:
+            from xxhash import xxh3_128_digest
+        except ImportError:
+            raise ConfigError(
+                "hash_algorithm=xxh3-128 needs the package xxhash; install it, or use sha256"
+            ) from None
+        self._digest = xxh3_128_digest
+
+    def chain(self, parent: bytes, blocks: _Blocks) -> list[bytes]:
+        digest = self._digest
+        return [parent := digest(parent + data) for (data,) in blocks]
+
+    def each(self, parents: Iterable[bytes], blocks: _Blocks) -> list[bytes]:
+        digest = self._digest
+        return [digest(parent + data) for parent, (data,) in zip(parents, blocks, strict=True)]
+
+
+_ALGORITHMS: Final[dict[str, Callable[[], _Algorithm]]] = {"sha256": _Sha256, "xxh3-128": _Xxh3}
+
+
+def _algorithm(name: str) -> _Algorithm:
+    if name not in _ALGORITHMS:
+        raise ConfigError(f"hash_algorithm={name!r} is unknown; use 'sha256' or 'xxh3-128'")
+    return _ALGORITHMS[name]()

@@ -1,0 +1,359 @@
+"""The blocks of the KV cache: who holds each, what it is named, which is handed out next.
+
+One pool serves all groups. A block whose last holder let go keeps its name and its content until it
+is handed out again, so the free queue is also the prefix cache, evicted in LRU order. Blocks are
+integers; the columns here are indexed by them, and read one by one or in bulk, whichever is faster
+for the number of blocks at hand.
+"""
+
+from collections.abc import Sequence
+from itertools import compress
+
+import numpy as np
+
+from longshore.protocol.arrays import (
+    EMPTY_INT32,
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    UInt8Array,
+    int32_array,
+)
+from longshore.protocol.errors import LongshoreError
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.statistics import BlockState
+from longshore.scheduler.features.events import KVEventLog
+from longshore.scheduler.features.metrics import BlockMetrics
+from longshore.scheduler.kv_cache.free_queue import FEW_BLOCKS as FEW_BLOCKS
+from longshore.scheduler.kv_cache.free_queue import (
+    TAKEN,
+    FreeQueue,
+    NotTaken,
+)
+from longshore.scheduler.kv_cache.free_queue import (
+    BlockIds as BlockIds,  # the pool's callers speak it too
+)
+from longshore.scheduler.kv_cache.hash_map import BlockHashMap
+
+
+class BlockPool:
+    """`num_blocks` blocks with the null block, which is a placeholder: never handed out, never
+    freed, never named, its references not counted.
+
+    num_set_aside: blocks behind it that are somebody's for good, and never handed out either.
+    metrics: is told of every block that is handed out, hit and evicted.
+    events:  is told of every name whose last block is gone.
+
+    Block ids come as int32 arrays or, few of them, as lists.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int = 1,
+        *,
+        num_set_aside: int = 0,
+        metrics: BlockMetrics | None = None,
+        events: KVEventLog | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self._num_set_aside = num_set_aside
+        self._num_usable = num_blocks - 1 - num_set_aside
+        self.metrics = metrics
+        self._events = events
+        self._prefixes = tuple(BlockHashMap() for _ in range(num_groups))
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        self._free = FreeQueue(self.num_blocks, self._num_set_aside)
+        # A block stands in the free queue, or its place there is minus the number of its holders:
+        # it cannot be both free and held.
+        self._position, self._position_item = self._free.position, self._free.position_item
+        self._hashes: list[bytes | None] = [None] * self.num_blocks
+        self._is_cached: UInt8Array = np.zeros(self.num_blocks, np.uint8)
+        self._is_cached_item = memoryview(self._is_cached)
+        self._group = np.zeros(self.num_blocks if len(self._prefixes) > 1 else 0, np.int16)
+        self._fence: Int64Array = np.zeros(self.num_blocks, np.int64)
+        self._fence_item = memoryview(self._fence)
+        self._scratch: Int32Array = np.zeros(self.num_blocks, np.int32)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out; named ones that nobody holds are among them."""
+        return self._free.num_free
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks that somebody holds, 0 to 1."""
+        return (self._num_usable - self.num_free) / self._num_usable
+
+    def block_hash(self, block_id: int) -> bytes | None:
+        """The block's name, if it is full and cached."""
+        return self._hashes[block_id]
+
+    def _group_of(self, block_id: int) -> int:
+        return int(self._group[block_id]) if len(self._group) else 0
+
+    def free_block_ids(self) -> list[int]:
+        """All free blocks, next to be handed out first. O(n): for checks, not for the step."""
+        return list(self._free)
+
+    # Blocks
+
+    def get_new_blocks(self, count: int) -> BlockIds:
+        """Hand out the blocks freed longest ago; they lose their names. Raises OutOfBlocks."""
+        if count > FEW_BLOCKS:
+            block_ids = self._free.popleft_n(count)
+            self._start_lives(block_ids.tolist())
+            return block_ids
+        few = self._free.popleft_few(count)
+        self._start_lives(few)
+        return few
+
+    def get_settled_blocks(
+        self, count: int, answered_step: int, keep: Int32Array
+    ) -> Int32Array | None:
+        """`get_new_blocks` of blocks that no plan after `answered_step` names and that are not
+        among `keep`; None if there are not so many, and nothing has changed."""
+        pieces: list[Int32Array] = []
+        missing = count
+        for block_ids in self._free.chunks():
+            settled: BoolArray = self._fence[block_ids] <= answered_step
+            if len(keep):
+                settled &= np.isin(block_ids, keep, invert=True)
+            pieces.append(block_ids[settled][:missing])
+            missing -= len(pieces[-1])
+            if missing == 0:
+                break
+        if missing:
+            return None
+        found = np.concatenate(pieces) if pieces else EMPTY_INT32
+        self._free.remove_n(found)
+        self._start_lives(found.tolist())
+        return found
+
+    def _start_lives(self, block_ids: list[int]) -> None:
+        """Blocks just taken from the free queue lose the names that they still have."""
+        evicted = self._uncache(block_ids)
+        if self.metrics is not None:
+            self.metrics.evicted(int32_array(evicted))
+            self.metrics.allocated(int32_array(block_ids))
+
+    def free_blocks(self, block_ids: BlockIds, step: int = 0) -> None:
+        """Drop one reference each; those that nobody holds any more queue up in the order given,
+        names kept. `step` is the newest plan that may still name them, 0 if no matter which.
+
+        Raises NotTaken, having changed nothing, if a block has too few holders.
+        """
+        index = None if len(block_ids) <= FEW_BLOCKS else self._bulk_index(block_ids)
+        if index is None:
+            few = block_ids if isinstance(block_ids, list) else block_ids.tolist()
+            self._free.release_few(few)
+            if step:
+                self.fence(few, step)
+            return
+        left = self._position[index] + 1
+        if left.max(initial=0) > 0:
+            raise NotTaken(f"block {index[left.argmax()]} is freed, but nobody holds it")
+        self._position[index] = left
+        self._free.append_n(index[left == 0].astype(np.int32))
+        if step:
+            self.fence(block_ids, step)
+
+    def touch(self, block_ids: BlockIds) -> None:
+        """Add one holder each; a block that nobody held leaves the free queue."""
+        index = None if len(block_ids) <= FEW_BLOCKS else self._bulk_index(block_ids)
+        if index is None:
+            position = self._position_item
+            for block_id in block_ids if isinstance(block_ids, list) else block_ids.tolist():
+                if position[block_id] >= 0:
+                    self._free.remove(block_id)
+                elif block_id != NULL_BLOCK:
+                    position[block_id] -= 1
+        else:
+            positions = self._position[index]
+            self._free.remove_n(index[positions >= 0])
+            self._position[index] = np.minimum(positions, 0) - 1
+        if self.metrics is not None:
+            accessed = int32_array(block_ids)
+            self.metrics.accessed(accessed[accessed != NULL_BLOCK])
+
+    def is_private(self, block_id: int, answered_step: int) -> bool:
+        """Whether the block's one holder may write to it: nobody can find it by a name, and nobody
+        who has left writes to it in a plan after `answered_step`."""
+        is_settled = self._fence_item[block_id] <= answered_step
+        return self._position_item[block_id] == -1 and self._hashes[block_id] is None and is_settled
+
+    def num_unheld(self, block_ids: BlockIds) -> int:
+        """How many of the blocks, all different, `touch` would take from the free queue."""
+        if isinstance(block_ids, list):
+            position = self._position_item
+            return len([block_id for block_id in block_ids if position[block_id] >= 0])
+        return int(np.count_nonzero(self._position[block_ids.astype(np.int64)] >= 0))
+
+    def fence(self, block_ids: BlockIds, step: int) -> None:
+        """Plan `step`, the newest, names these blocks: until it is answered, once they are free,
+        they may be computed on but not be loaded into."""
+        if isinstance(block_ids, list):
+            fence = self._fence_item
+            for block_id in block_ids:
+                fence[block_id] = step
+        else:
+            self._fence[block_ids.astype(np.int64)] = step
+
+    def _bulk_index(self, block_ids: BlockIds) -> Int64Array | None:
+        """The blocks without the null block, or None if some come twice: vector operations need
+        them to be different."""
+        index: Int64Array = np.array(block_ids, np.int64)
+        if not index.all():
+            index = index[index != NULL_BLOCK]
+        order = np.arange(len(index), dtype=np.int32)
+        self._scratch[index] = order  # of a block that comes twice, the later order stays
+        return index if (self._scratch[index] == order).all() else None
+
+    # Names
+
+    def cache_blocks(
+        self, block_ids: Sequence[int], hashes: Sequence[bytes], group: int = 0
+    ) -> None:
+        """Make full blocks, all different, findable: `block_ids[i]` holds the KV of the prefix
+        named `hashes[i]`. Those that have a name keep it, and null blocks get none."""
+        ids, column = block_ids, self._hashes
+        before = [column[block_id] for block_id in ids]
+        if NULL_BLOCK in ids or before.count(None) < len(before):
+            wanted = [
+                bool(b) and block_hash is None for b, block_hash in zip(ids, before, strict=True)
+            ]
+            ids, hashes = list(compress(ids, wanted)), list(compress(hashes, wanted))
+        is_cached = self._is_cached_item
+        for block_id, block_hash in zip(ids, hashes, strict=True):
+            column[block_id] = block_hash
+            is_cached[block_id] = 1
+        if len(self._group):
+            self._group[ids] = group
+        self._prefixes[group].insert_n(hashes, ids)
+
+    def get_cached_block(self, block_hash: bytes, groups: Sequence[int]) -> list[int] | None:
+        """One block per group that holds this prefix; None if any group has none."""
+        block_ids: list[int] = []
+        for group in groups:
+            block_id = self._prefixes[group].get_one_block(block_hash)
+            if block_id is None:
+                return None
+            block_ids.append(block_id)
+        return block_ids
+
+    def find_cached_prefix(self, hashes: Sequence[bytes], group: int = 0) -> BlockIds:
+        """One block per name, left to right, up to the first name that no block carries."""
+        found = self._prefixes[group].find_prefix(hashes)
+        return found if len(found) <= FEW_BLOCKS else int32_array(found)
+
+    def uncache_blocks(self, block_ids: BlockIds) -> None:
+        """Take their names from these blocks; others that carry the same ones keep them."""
+        self._uncache(block_ids if isinstance(block_ids, list) else block_ids.tolist())
+
+    def num_leading_cached(self, block_ids: Int32Array) -> int:
+        """How many of these blocks have a name, or are null, before the first that is neither."""
+        hashes = [self._hashes[block_id] if block_id else b"" for block_id in block_ids.tolist()]
+        return hashes.index(None) if None in hashes else len(hashes)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every name. False, and nothing happens, while anybody holds a block."""
+        if self.num_free != self._num_usable:
+            return False
+        self._uncache_all()
+        return True
+
+    def clear(self) -> None:
+        """Everything free, unnamed and unfenced, whoever holds it: whoever did is gone."""
+        self._start_empty()
+        self._uncache_all()
+
+    def _uncache_all(self) -> None:
+        for prefixes in self._prefixes:
+            prefixes.clear()
+        self._hashes = [None] * self.num_blocks
+        self._is_cached[:] = 0
+        if self._events is not None:
+            self._events.cleared()
+
+    def _uncache(self, block_ids: Sequence[int]) -> list[int]:
+        """Un-name those of these blocks that are named; returns them."""
+        column, is_cached = self._hashes, self._is_cached_item
+        cached: list[int] = []
+        hashes: list[bytes] = []
+        for block_id in block_ids:
+            block_hash = column[block_id]
+            if block_hash is not None:
+                column[block_id] = None
+                is_cached[block_id] = 0
+                cached.append(block_id)
+                hashes.append(block_hash)
+        if not cached:
+            return cached
+        if len(self._prefixes) == 1:
+            self._prefixes[0].pop_n(hashes, cached)
+        else:
+            for block_hash, block_id in zip(hashes, cached, strict=True):
+                self._prefixes[self._group_of(block_id)].pop(block_hash, block_id)
+        if self._events is not None:
+            groups = map(self._group_of, cached)
+            for group, block_hash in dict.fromkeys(zip(groups, hashes, strict=True)):
+                if block_hash not in self._prefixes[group]:
+                    self._events.removed(block_hash, group)
+        return cached
+
+    # Books
+
+    def references(self) -> Int64Array:
+        """(num_blocks,) references to each block; null block and those set aside count none."""
+        references = np.maximum(-self._position, 0).astype(np.int64)
+        references[: NULL_BLOCK + 1 + self._num_set_aside] = 0
+        return references
+
+    def num_references(self, block_ids: Int64Array) -> Int64Array:
+        """References to each of these blocks, null block and those set aside not among them."""
+        return np.maximum(-self._position[block_ids], 0).astype(np.int64)
+
+    def states(self) -> UInt8Array:
+        """(num_blocks,) a new column with a `BlockState` each, as far as references and names tell:
+        HELD by one, SHARED by several. A few vector operations, whatever the blocks do."""
+        is_held = (self._position < 0).view(np.uint8)
+        states: UInt8Array = (self._position < TAKEN).view(np.uint8)
+        states += BlockState.FREE.value
+        states += is_held * np.uint8(BlockState.HELD - BlockState.FREE)
+        states += self._is_cached & (is_held ^ 1)
+        states[: NULL_BLOCK + 1 + self._num_set_aside] = BlockState.RESERVED.value
+        return states
+
+    def check(self, num_holders: Int64Array) -> None:
+        """Raise LongshoreError if the books are off. num_holders: (num_blocks,) references that
+        somebody says he has. Null block, held and free blocks are all blocks, references are as
+        many as holders, and exactly the named blocks are found."""
+        references = self.references()
+        wrong = np.flatnonzero(references != num_holders)
+        if len(wrong):
+            block_id = int(wrong[0])
+            raise LongshoreError(
+                f"{len(wrong)} blocks have wrong reference counts; block {block_id} has "
+                f"{references[block_id]} references and {num_holders[block_id]} holders"
+            )
+        free = self.free_block_ids()
+        num_held = int(np.count_nonzero(references))
+        if len(set(free)) != self.num_free or num_held + self.num_free != self._num_usable:
+            raise LongshoreError(
+                f"{len(set(free))} blocks are in the free queue, which counts {self.num_free}; "
+                f"{num_held} are held; there are {self._num_usable} beside the null block"
+            )
+        cached = [
+            block_id for block_id, block_hash in enumerate(self._hashes) if block_hash is not None
+        ]
+        for block_id in cached:
+            group, block_hash = self._group_of(block_id), self._hashes[block_id]
+            if block_hash is None or block_id not in self._prefixes[group].holders(block_hash):
+                raise LongshoreError(f"block {block_id} is not found under its name")
+        if np.flatnonzero(self._is_cached).tolist() != cached:
+            raise LongshoreError("the column of named blocks differs from their names")
+        num_found = sum(prefixes.num_holders for prefixes in self._prefixes)
+        if num_found != len(cached):
+            raise LongshoreError(f"{num_found} blocks are found by name, {len(cached)} have one")

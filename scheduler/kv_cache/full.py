@@ -1,0 +1,361 @@
+"""Which blocks a row holds in one KV cache group, one class per kind of attention.
+
+A class serves the specs it is registered for. A third party names its own in a `CustomSpec`, or
+registers it with `register_manager` before the scheduler is made. Here are the kinds that keep
+every block; those that forget are in `forgetting_managers`.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint
+from typing import Any, ClassVar, Final, TypeVar
+
+import numpy as np
+
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.kv_cache_spec import (
+    DEFAULT_STEPS_IN_FLIGHT,
+    CrossAttentionSpec,
+    CustomSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    of_all_ranks,
+)
+from longshore.scheduler.kv_cache.block_pool import BlockIds, BlockPool
+
+_NO_ROWS: Final[Int64Array] = np.empty(0, np.int64)
+
+
+class SingleTypeManager:
+    """Block tables of one group, for attention to everything before a token.
+
+    table:      (max_num_seqs, positions) int32, block ids in order of position; the memory of
+                a row is touched only as far as it is used.
+    num_blocks: (max_num_seqs,) int64, table entries in use.
+    num_cached_blocks:  (max_num_seqs,) int64, leading entries that need no name any more.
+    block_size: tokens per block, over all ranks that share its tokens.
+
+    caches_prefixes: blocks have names and can be found.
+    forgets:         some positions need no block (any more); the null block stands there.
+
+    A row's ids never change, but for blocks that are forgotten, and for the one that a fork copies
+    before its first step; its table only grows at its end, until it is cut or taken away.
+    References are the caller's: nothing here counts them.
+    """
+
+    caches_prefixes: ClassVar[bool] = True
+    frees_skipped: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        spec: Any,
+        pool: BlockPool,
+        *,
+        group: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int | None = None,
+        max_steps_in_flight: int = DEFAULT_STEPS_IN_FLIGHT,
+        context_parallel_size: int = 1,
+        tokens_per_hash: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.group = group
+        shared = of_all_ranks(spec, context_parallel_size)
+        self.block_size: int = shared.block_size
+        self.hashes_per_block = self.block_size // (tokens_per_hash or self.block_size)
+        self._max_model_len = max_model_len
+        self._max_blocks: int = shared.max_blocks(
+            max_model_len, max_num_batched_tokens, max_steps_in_flight
+        )
+        self._pool = pool
+        self.table: np.ndarray[tuple[int, int], np.dtype[np.int32]] = np.zeros(
+            (max_num_seqs, self._num_positions_at_most), np.int32
+        )
+        self.num_blocks: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.num_cached_blocks: Int64Array = np.zeros(max_num_seqs, np.int64)
+        # The same memory for one row at a time, which costs half as much as through numpy.
+        self._num_blocks_item = memoryview(self.num_blocks)
+        self._num_cached_item = memoryview(self.num_cached_blocks)
+
+    @property
+    def _num_positions_at_most(self) -> int:
+        """Table entries of the longest request."""
+        return -(-self._max_model_len // self.block_size)
+
+    # How many blocks
+
+    def num_positions(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
+        """Table entries that this many tokens fill or begin, as far as a request may grow."""
+        return -(-min(num_tokens, self._max_model_len) // self.block_size)
+
+    def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
+        """Blocks that a request of so many tokens holds at once at most."""
+        return min(self.num_positions(num_tokens, num_encoder_tokens), self._max_blocks)
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first block that computing the token behind so many others reads or writes."""
+        return 0
+
+    def positions(self, first: int, last: int, num_computed: int) -> Sequence[int]:
+        """Which of the positions [first, last) get a block of their own, ascending, if KV of
+        `num_computed` tokens, loaded by others, is among what goes there; `last - 1` is one."""
+        return range(first, last)
+
+    def has_needed(self, table: Int32Array, num_tokens: int) -> bool:
+        """Whether a row with this table could go on behind `num_tokens` tokens."""
+        end = self.num_positions(num_tokens)
+        return len(table) >= end and bool(table[self.first_needed(num_tokens) : end].all())
+
+    def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Rows that lack entries to hold their `num_tokens` (max_num_seqs,) tokens, ascending, and
+        how many each lacks."""
+        wanted = np.minimum(num_tokens, self._max_model_len)
+        rows = np.flatnonzero(wanted > self.num_blocks * self.block_size)
+        counts: Int64Array = -(-wanted[rows] // self.block_size) - self.num_blocks[rows]
+        return rows, counts
+
+    def num_new_blocks(self, counts: Int64Array) -> int:
+        """Blocks for rows that lack so many entries each."""
+        return int(counts.sum())
+
+    def lay_out(self, counts: Int64Array, block_ids: BlockIds) -> Int32Array:
+        """The entries for rows that lack so many each, from as many new blocks as they need."""
+        return int32_array(block_ids)
+
+    def num_row_lacks(self, row: int, num_tokens: int) -> int:
+        """How many entries this row lacks."""
+        return max(self.num_positions(num_tokens) - self._num_blocks_item[row], 0)
+
+    # A row's life
+
+    def start(self, row: int, hits: BlockIds, new_block_ids: BlockIds) -> None:
+        """A request takes an empty row: cached blocks first, then new ones; null blocks, where no
+        block is needed, among both."""
+        num_hits, count = len(hits), len(hits) + len(new_block_ids)
+        if isinstance(hits, list) and isinstance(new_block_ids, list):
+            self.table[row, :count] = hits + new_block_ids
+        else:
+            self.table[row, :num_hits] = hits
+            self.table[row, num_hits:count] = new_block_ids
+        self._num_blocks_item[row] = count
+        self._num_cached_item[row] = num_hits
+
+    def attach(self, row: int, block_ids: Int32Array, num_cached_blocks: int) -> None:
+        """An empty row gets these blocks; the leading ones that are cached, and at least
+        `num_cached_blocks`, will not be cached again."""
+        if self.caches_prefixes:
+            num_cached_blocks = max(num_cached_blocks, self._pool.num_leading_cached(block_ids))
+        self.start(row, block_ids[:num_cached_blocks], block_ids[num_cached_blocks:])
+
+    def append(self, rows: Int64Array, counts: Int64Array, block_ids: BlockIds) -> Int64Array:
+        """Row `rows[i]` gets the next `counts[i]` of `block_ids`; returns the row of each block."""
+        first = self.num_blocks[rows]
+        if len(rows) == len(block_ids):
+            self.table[rows, first] = block_ids
+            self.num_blocks[rows] = first + 1
+            return rows
+        row_of_block = np.repeat(rows, counts)
+        start_of_row = np.repeat(np.cumsum(counts) - counts, counts)
+        positions = np.repeat(first, counts) + np.arange(len(block_ids)) - start_of_row
+        self.table[row_of_block, positions] = block_ids
+        self.num_blocks[rows] = first + counts
+        return row_of_block
+
+    def append_to_row(self, row: int, block_ids: BlockIds) -> None:
+        """One row gets these blocks behind its own."""
+        first = self._num_blocks_item[row]
+        self.table[row, first : first + len(block_ids)] = block_ids
+        self._num_blocks_item[row] = first + len(block_ids)
+
+    def truncate(self, row: int, num_tokens: int) -> Int32Array:
+        """Cut the row to what `num_tokens` tokens need; returns the blocks that it lost."""
+        keep = self.num_positions(num_tokens)
+        cut: Int32Array = self.table[row, keep : self.num_blocks[row]].copy()
+        self.num_blocks[row] -= len(cut)
+        cached = self.table[row, : min(int(self.num_cached_blocks[row]), keep)]
+        self.num_cached_blocks[row] = self._pool.num_leading_cached(cached)
+        return cut
+
+    def redirect(self, row: int, position: int, block_id: int) -> None:
+        """The row has this block there now, which it fills itself."""
+        self.table[row, position] = block_id
+        self._num_cached_item[row] = min(self._num_cached_item[row], position)
+
+    def block_ids(self, row: int) -> Int32Array:
+        """A copy of the row's table, in order of position."""
+        table: Int32Array = self.table[row, : self._num_blocks_item[row]]
+        return table.copy()
+
+    def take(self, row: int) -> Int32Array:
+        """The row's blocks, in order of position; the row is empty then."""
+        block_ids: Int32Array = self.table[row, : self._num_blocks_item[row]].copy()
+        self._num_blocks_item[row] = 0
+        self._num_cached_item[row] = 0
+        return block_ids
+
+    def blocks_in_use(self, row: int) -> Int32Array:
+        """The row's blocks but for those forgotten, in order of position; maybe a view."""
+        block_ids: Int32Array = self.table[row, : self._num_blocks_item[row]]
+        return block_ids
+
+    def num_blocks_of_rows(self, rows: Int64Array) -> int:
+        """Blocks in the tables of these rows, those shared counted in each."""
+        return int(self.num_blocks[rows].sum())
+
+    def held(self) -> Int32Array:
+        """The blocks of all rows, each as often as rows hold it."""
+        positions = np.arange(self.table.shape[1])
+        held: Int32Array = self.table[positions < self.num_blocks[:, None]]
+        return held
+
+    def clear(self) -> None:
+        """Every row is empty."""
+        self.num_blocks[:] = 0
+        self.num_cached_blocks[:] = 0
+
+    # Names
+
+    def find(self, hashes: Sequence[bytes]) -> BlockIds:
+        """One block per name, up to the first name that none carries. Holds nothing."""
+        return self._pool.find_cached_prefix(hashes, self.group)
+
+    def rows_to_cache(self, num_tokens: Int64Array) -> Int64Array:
+        """Rows that hold full blocks of their first `num_tokens` (max_num_seqs,) without a name."""
+        return np.flatnonzero(num_tokens >= (self.num_cached_blocks + 1) * self.block_size)
+
+    def cache_row(self, row: int, hashes: Sequence[bytes], num_full: int) -> None:
+        """Name the row's blocks up to `num_full` that have no name yet; `hashes` is its chain. A
+        cached prefix may have lost a name in its middle, when the blocks behind kept theirs."""
+        first = self._num_cached_item[row]
+        if num_full > first:
+            new_hashes = self.hashes_of_blocks(hashes, first, num_full)
+            block_ids = self.table[row, first:num_full].tolist()
+            self._cache_blocks(block_ids, new_hashes)
+            self._num_cached_item[row] = num_full
+
+    def cache_rows(
+        self, rows: Int64Array, num_full: Int64Array, chains: Sequence[Sequence[bytes]]
+    ) -> None:
+        """`cache_row` for row `rows[i]`, its `num_full[i]` and its `chains[i]`, in this order."""
+        first = self.num_cached_blocks[rows]
+        if (num_full - first == 1).all():
+            last_links = (num_full * self.hashes_per_block - 1).tolist()
+            last_hashes = [chain[link] for chain, link in zip(chains, last_links, strict=True)]
+            block_ids = self.table[rows, first].tolist()
+            self._cache_blocks(block_ids, last_hashes)
+            self.num_cached_blocks[rows] = num_full
+        else:
+            for row, hashes, count in zip(rows.tolist(), chains, num_full.tolist(), strict=True):
+                self.cache_row(row, hashes, count)
+
+    def _cache_blocks(self, block_ids: list[int], hashes: Sequence[bytes]) -> None:
+        self._pool.cache_blocks(block_ids, hashes, self.group)
+
+    def hashes_of_blocks(
+        self, hashes: Sequence[bytes], first: int = 0, last: int | None = None
+    ) -> Sequence[bytes]:
+        """Names of the blocks [first, last), from the chain."""
+        per_block = self.hashes_per_block
+        if per_block == 1:
+            return hashes[first:last]
+        end = None if last is None else last * per_block
+        return hashes[(first + 1) * per_block - 1 : end : per_block]
+
+    # What rows share
+
+    def num_common_blocks(self, rows: Int64Array) -> int:
+        """Leading blocks that all of `rows` have in common, looked for in steps that double."""
+        if len(rows) == 0 or self.table[rows[0], 0] != self.table[rows[-1], 0]:
+            return 0
+        limit = int(self.num_blocks[rows].min())
+        first, last = 0, min(1, limit)
+        while first < limit:
+            table = self.table[rows, first:last]
+            is_common = (table == table[0]).all(axis=0)
+            if not is_common.all():
+                return first + int(is_common.argmin())
+            first, last = last, min(2 * last, limit)
+        return limit
+
+
+_MANAGERS: Final[dict[type, type[SingleTypeManager]]] = {}
+_Manager = TypeVar("_Manager", bound=type[SingleTypeManager])
+
+
+def register_manager(spec_type: type) -> Callable[[_Manager], _Manager]:
+    """Class decorator: this manager serves groups of `spec_type`, whoever served them before."""
+
+    def register(manager: _Manager) -> _Manager:
+        _MANAGERS[spec_type] = manager
+        return manager
+
+    return register
+
+
+@register_manager(FullAttentionSpec)
+@register_manager(MLAAttentionSpec)
+class FullAttentionManager(SingleTypeManager):
+    """Tokens attend to everything before them."""
+
+
+@register_manager(SinkFullAttentionSpec)
+class SinkFullAttentionManager(FullAttentionManager):
+    """The same, and to a sink, whose blocks the pool has set aside: they stand in no table."""
+
+
+@register_manager(CrossAttentionSpec)
+class CrossAttentionManager(SingleTypeManager):
+    """Tokens attend to the encoder's: all blocks come at the start, sized by the encoder's tokens,
+    and nothing is shared, because what they hold does not follow from the tokens before them."""
+
+    caches_prefixes = False
+
+    @property
+    def _num_positions_at_most(self) -> int:
+        return self._max_blocks
+
+    def num_positions(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
+        return -(-num_encoder_tokens // self.block_size)
+
+    def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array]:
+        return _NO_ROWS, _NO_ROWS
+
+    def num_row_lacks(self, row: int, num_tokens: int) -> int:
+        return 0
+
+    def truncate(self, row: int, num_tokens: int) -> Int32Array:
+        return EMPTY_INT32
+
+    def num_common_blocks(self, rows: Int64Array) -> int:
+        return 0
+
+
+def manager_class(spec: object) -> type[SingleTypeManager]:
+    """Who serves groups of this spec. Raises ConfigError if nobody does."""
+    if isinstance(spec, CustomSpec):
+        return _load(spec)
+    try:
+        return _MANAGERS[type(spec)]
+    except KeyError:
+        raise ConfigError(
+            f"no block manager is registered for {type(spec).__name__}; known are "
+            f"{', '.join(sorted(known.__name__ for known in _MANAGERS))}"
+        ) from None
+
+
+def _load(spec: CustomSpec) -> type[SingleTypeManager]:
+    try:
+        manager = EntryPoint("manager", spec.manager, "longshore").load()
+    except Exception as error:
+        raise ConfigError(
+            f"the block manager {spec.manager!r} of a custom spec cannot be loaded: {error!r}; it "
+            "must be package.module:Class"
+        ) from error
+    if not (isinstance(manager, type) and issubclass(manager, SingleTypeManager)):
+        raise ConfigError(
+            f"the block manager {spec.manager!r} of a custom spec does not extend "
+            f"{SingleTypeManager.__module__}.{SingleTypeManager.__qualname__}"
+        )
+    return manager

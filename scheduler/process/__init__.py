@@ -1,0 +1,1 @@
+"""The process around the scheduler: start-up, the workers' handshake, the loop."""

@@ -1,0 +1,356 @@
+"""The scheduler process: a thin uvloop loop around the sans-I/O `Scheduler`.
+
+It decodes what clients and workers send, calls the scheduler, and sends plans and outputs. Every
+rank gets every plan; one of them answers.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import assert_never
+
+from longshore.protocol.errors import EngineDead, LongshoreError, ProtocolError
+from longshore.protocol.handshake import (
+    PROTOCOL_VERSION,
+    ClientHello,
+    EngineReady,
+    FromWorker,
+    Rejected,
+    ToClient,
+    ToEngine,
+    ToWorker,
+    WorkerHello,
+    WorkerReady,
+)
+from longshore.protocol.logs.records import fields
+from longshore.protocol.outputs import (
+    EngineFailed,
+    EngineOutputs,
+    ModelRunnerOutput,
+    TransferReport,
+    WorkerFailed,
+)
+from longshore.protocol.plan import Shutdown
+from longshore.protocol.requests import (
+    AbortRequests,
+    AddRequest,
+    ContinueSession,
+    StopFound,
+    read_malformed,
+)
+from longshore.protocol.statistics import DescribeBlocks, DescribeEngine, WorkerStats
+from longshore.protocol.transport.channel import (
+    Channel,
+    ServerChannel,
+    SocketWatcher,
+)
+from longshore.protocol.transport.lifeline import stop_signals
+from longshore.scheduler.config import SchedulerProcessConfig
+from longshore.scheduler.inspect.worker_statistics import WorkerStatistics
+from longshore.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 0.02
+STALL_S = 10.0
+MAX_STALL_LINES = 10
+CAUSE_TIMEOUT_S = 2.0
+
+
+class EngineError(LongshoreError):
+    """The engine cannot go on; the message is for the operator."""
+
+
+class Engine:
+    """One scheduler, its workers (by rank) and its clients. `run` returns when told to stop, or
+    raises EngineError."""
+
+    def __init__(
+        self,
+        config: SchedulerProcessConfig,
+        scheduler: Scheduler,
+        workers: Sequence[Channel[ToWorker, FromWorker]],
+        clients: ServerChannel[ToClient, ToEngine],
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._workers = workers
+        self._clients = clients
+        self._engine_id = f"{config.engine_id}.{config.epoch}"
+        self._index_of_peer: dict[bytes, int] = {}
+        self._peer_of_index: dict[int, bytes] = {}
+        self._num_clients = 0
+        self._statistics = WorkerStatistics(config.epoch)
+        self._reported_state: tuple[int, ...] = ()
+        self._failure: BaseException | None = None
+        self._is_failing = False
+        self._next_stall_s = STALL_S
+        self._unanswered_since_s = 0.0
+        self._poll: asyncio.TimerHandle | None = None
+
+    async def run(self) -> None:
+        """Serve until told to stop; workers are told to shut down in every case."""
+        loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        for number in stop_signals(self._config.lifeline_fd):
+            loop.add_signal_handler(number, self._stopping.set)
+        self._watchers = [
+            *(
+                SocketWatcher(worker.socket, self._guarded(partial(self._on_worker, rank)))
+                for rank, worker in enumerate(self._workers)
+            ),
+            SocketWatcher(self._clients.socket, self._guarded(self._on_clients)),
+        ]
+        reporter = asyncio.create_task(self._report_regularly())
+        # What has been built so far lives as long as the process; the collector need not visit it.
+        gc.collect()
+        gc.freeze()
+        try:
+            await self._stopping.wait()
+        finally:
+            reporter.cancel()
+            if self._poll is not None:
+                self._poll.cancel()
+            for watcher in self._watchers:
+                watcher.close()
+            reason = str(self._failure or "the engine is shutting down")
+            for peer in self._peer_of_index.values():
+                self._clients.send(peer, EngineFailed(reason))
+            self._scheduler.shutdown()
+            for worker in self._workers:
+                with contextlib.suppress(EngineDead):  # a worker that is gone needs no goodbye
+                    worker.send(Shutdown(reason))
+        if self._failure is not None:
+            raise EngineError(str(self._failure)) from self._failure
+
+    def _guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """An exception here means the tables may be wrong: the engine stops, it does not guess."""
+
+        def guarded() -> None:
+            try:
+                callback()
+            except Exception as error:
+                if not isinstance(error, LongshoreError):
+                    about = fields(step_id=self._scheduler.num_steps, epoch=self._config.epoch)
+                    logger.exception("the engine stops because of an internal error", extra=about)
+                self._fail(error)
+
+        return guarded
+
+    def _fail_soon(self, error: EngineError) -> None:
+        """A rank is gone, and nobody has said why: whoever knows (another rank, or the supervisor,
+        who stops this process) has a while to say so."""
+        if not self._is_failing:
+            self._is_failing = True
+            logger.warning("%s", error, extra=fields(step_id=self._scheduler.num_steps))
+            asyncio.get_running_loop().call_later(CAUSE_TIMEOUT_S, self._fail, error)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._stopping.set()
+
+    def _on_worker(self, rank: int) -> None:
+        for message in self._workers[rank].drain():
+            match message:
+                case ModelRunnerOutput() if rank != self._config.sampling_rank:
+                    raise EngineError(
+                        f"worker {rank} answers step {message.step}, but only worker "
+                        f"{self._config.sampling_rank} samples"
+                    )
+                case ModelRunnerOutput():
+                    self._unanswered_since_s = time.monotonic()
+                    self._scheduler.update_from_output(message, time.monotonic())
+                    self._send_outputs_and_plans()
+                case TransferReport():
+                    self._scheduler.update_from_transfers(message, time.monotonic())
+                    self._send_outputs_and_plans()
+                case WorkerStats():
+                    self._statistics.update(rank, message)
+                case WorkerFailed():
+                    error = EngineError(f"worker {message.rank} failed: {message.reason}")
+                    if not message.is_consequence:
+                        raise error
+                    self._fail_soon(error)
+                case WorkerHello() | WorkerReady():
+                    raise EngineError(f"worker {rank} has started anew; its rows are lost")
+                case _:
+                    assert_never(message)
+        self._check_sockets()
+
+    def _on_clients(self) -> None:
+        now = time.monotonic()
+        for peer, message in self._clients.drain(self._reject_malformed):
+            index = self._index_of_peer.get(peer)
+            match message:
+                case ClientHello():
+                    self._accept_client(peer, message)
+                case _ if index is None:
+                    self._clients.send(peer, Rejected("say ClientHello before anything else"))
+                case AddRequest():
+                    self._scheduler.add_request(message, client=index, now=now)
+                case AbortRequests():
+                    self._scheduler.abort_requests(index, message.handles, now)
+                case StopFound():
+                    self._scheduler.stop_found(index, message, now)
+                case ContinueSession():
+                    self._scheduler.continue_session(index, message, now)
+                case DescribeEngine():
+                    self._clients.send(peer, self._scheduler.make_report(now, self._engine_id))
+                case DescribeBlocks():
+                    self._clients.send(
+                        peer, self._scheduler.make_block_snapshot(now, self._engine_id)
+                    )
+                case _:
+                    assert_never(message)
+        self._send_outputs_and_plans()
+        self._check_sockets()
+
+    def _reject_malformed(self, peer: bytes, header: bytes, error: ProtocolError) -> bool:
+        """A request is always answered, also one that cannot be read but for its handle."""
+        index, malformed = self._index_of_peer.get(peer), read_malformed(header)
+        if index is None or malformed is None:
+            return False
+        self._scheduler.reject_message(malformed, str(error), client=index)
+        return True
+
+    def _accept_client(self, peer: bytes, hello: ClientHello) -> None:
+        ours, theirs = self._config.identity.model_fingerprint, hello.model_fingerprint
+        if hello.protocol_version != PROTOCOL_VERSION:
+            reason = (
+                f"client {hello.name!r} speaks protocol_version={hello.protocol_version}, this "
+                f"engine {PROTOCOL_VERSION}; start both from the same version"
+            )
+            self._clients.send(peer, Rejected(reason))
+            return
+        if theirs != ours:
+            reason = (
+                f"client {hello.name!r} has model_fingerprint={theirs!r}, this engine {ours!r}; "
+                "its token ids would mean something else here"
+            )
+            self._clients.send(peer, Rejected(reason))
+            return
+        if peer not in self._index_of_peer:
+            self._index_of_peer[peer] = self._num_clients
+            self._peer_of_index[self._num_clients] = peer
+            logger.info("client %d (%s) connected", self._num_clients, hello.name)
+            self._num_clients += 1
+        num_blocks = self._scheduler.kv_cache.num_blocks
+        self._clients.send(peer, EngineReady(self._engine_id, self._config.identity, num_blocks))
+        self._reported_state = ()  # it has no statistics yet
+
+    def _send_outputs_and_plans(self) -> None:
+        """Whoever would wait for it comes first: the device if it has nothing left to do, else
+        the clients."""
+        if not self._scheduler.num_steps_in_flight:
+            self._send_plans()
+        for index, outputs in self._scheduler.take_outputs():
+            self._send(index, outputs)
+        self._send_plans()
+        self._poll_if_idle()
+
+    def _poll_if_idle(self) -> None:
+        """Somebody waits for what comes without a message (a grammar, a connector's answer, a
+        deadline), and no answer is due that would wake this loop: look again in a while."""
+        scheduler = self._scheduler
+        is_idle = not scheduler.num_steps_in_flight and scheduler.is_waited_for()
+        if is_idle and self._poll is None:
+            loop = asyncio.get_running_loop()
+            self._poll = loop.call_later(POLL_INTERVAL_S, self._guarded(self._on_poll))
+
+    def _on_poll(self) -> None:
+        self._poll = None
+        self._send_outputs_and_plans()
+        self._check_sockets()
+
+    def _send_plans(self) -> None:
+        if not self._scheduler.num_steps_in_flight:
+            self._unanswered_since_s = time.monotonic()
+        while (
+            not self._is_failing
+            and (plan := self._scheduler.schedule(time.monotonic())) is not None
+        ):
+            self._send_to_workers(plan)
+        for mask in self._scheduler.take_masks():
+            self._send_to_workers(mask)
+
+    def _send_to_workers(self, message: ToWorker) -> None:
+        for rank, worker in enumerate(self._workers):
+            try:
+                worker.send(message)
+            except EngineDead as error:
+                self._fail_soon(EngineError(f"worker {rank}: {error}"))
+
+    def _check_sockets(self) -> None:
+        for watcher in self._watchers:
+            watcher.check()
+
+    def _send(self, index: int, outputs: EngineOutputs) -> None:
+        peer = self._peer_of_index.get(index)
+        if peer is not None and not self._clients.send(peer, outputs):
+            del self._peer_of_index[index], self._index_of_peer[peer]
+            logger.info("client %d is gone; whatever it had running is aborted", index)
+            self._scheduler.abort_client(index, time.monotonic())
+
+    def _check_answers(self) -> None:
+        """Ranks notice a peer that hangs when they wait for it, and say so; a rank that waits for
+        nobody cannot."""
+        unanswered_s = time.monotonic() - self._unanswered_since_s
+        timeout_s = self._config.rank_timeout_s
+        is_late = self._scheduler.num_steps_in_flight and unanswered_s > timeout_s + CAUSE_TIMEOUT_S
+        if is_late and len(self._workers) > 1:
+            self._fail_soon(
+                EngineError(
+                    f"no step was answered for {unanswered_s:.0f} s; one of the "
+                    f"{len(self._workers)} workers hangs, or rank_timeout_s={timeout_s:g} is less "
+                    "than a step takes"
+                )
+            )
+
+    def _warn_of_stall(self) -> None:
+        """Requests are there and none advances: say so, and what they wait for, at growing
+        intervals."""
+        now = time.monotonic()
+        idle_s = self._scheduler.idle_s(now)
+        if idle_s < self._next_stall_s:
+            if idle_s < STALL_S:
+                self._next_stall_s = STALL_S
+            return
+        self._next_stall_s *= 2
+        report = self._scheduler.make_report(now, self._engine_id)
+        logger.warning(
+            "stalled: no request has advanced for %.0f s; %d run, %d wait, %d plans are unanswered",
+            idle_s,
+            report.num_running,
+            report.num_waiting,
+            report.steps_in_flight,
+            extra=fields(step_id=self._scheduler.num_steps, idle_s=idle_s),
+        )
+        for waiting in report.waiting[:MAX_STALL_LINES]:
+            about = fields(request_id=waiting.request_id, waited_s=waiting.waited_s)
+            logger.warning("a request waits for %s", waiting.waits_for, extra=about)
+
+    async def _report_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(STATS_INTERVAL_S)
+            self._check_answers()
+            self._warn_of_stall()
+            workers = self._statistics.latest()
+            num_worker_steps = sum(stats.num_steps for stats in workers)
+            counts = self._scheduler.get_request_counts()
+            state = (self._scheduler.num_steps, num_worker_steps, *counts)
+            if state == self._reported_state:
+                continue
+            self._reported_state = state
+            num_bad = self._clients.num_bad.total()
+            num_bad += sum(worker.num_bad.total() for worker in self._workers)
+            num_bad += self._statistics.num_dropped
+            stats = self._scheduler.make_stats(num_bad, workers)
+            for index in list(self._peer_of_index):
+                self._send(index, EngineOutputs(stats=stats))
+            # A send may have swallowed the edge that announced a request.
+            self._check_sockets()

@@ -1,0 +1,137 @@
+"""From a configuration to a running engine: sockets, connector, clients, loop."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from longshore.connectors.base import ConnectorConfig, SchedulerConnector
+from longshore.connectors.registry import (
+    load_scheduler_connector,
+    no_worker_half,
+    parse_options,
+)
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.handshake import Feature, FromWorker, ToClient, ToEngine
+from longshore.protocol.kv_cache_spec import KVCacheConfig, tokens_that_fit
+from longshore.protocol.transport.channel import (
+    Channel,
+    ServerChannel,
+    close_context,
+    open_socket,
+)
+from longshore.protocol.transport.lifeline import (
+    Lifeline,
+    Progress,
+    Ready,
+)
+from longshore.scheduler.config import SchedulerProcessConfig
+from longshore.scheduler.process.engine_loop import Engine
+from longshore.scheduler.process.worker_handshake import WorkerChannel, accept_workers
+from longshore.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
+    """Run the engine until it is told to stop.
+
+    Raises LongshoreError for everything an operator can cause.
+    """
+    if config.cache.enable_kv_cache_events:
+        raise ConfigError("enable_kv_cache_events: this version publishes no events; leave it off")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    workers: list[WorkerChannel] = []
+    try:
+        for endpoint in config.workers:
+            worker_socket = open_socket(context, zmq.DEALER, endpoint, bind=True)
+            workers.append(Channel(worker_socket, FromWorker))
+        kv_cache, features = accept_workers(
+            workers, config, on_progress=lambda doing: lifeline.report(Progress(doing))
+        )
+        if config.scheduler.num_speculative_tokens and Feature.DRAFTS not in features:
+            raise ConfigError(
+                f"num_speculative_tokens={config.scheduler.num_speculative_tokens}: the workers "
+                "propose and verify no drafts. Set it to 0."
+            )
+        scheduler = Scheduler(
+            config.scheduler,
+            config.cache,
+            kv_cache=kv_cache,
+            hash_seed=bytes.fromhex(config.hash_seed),
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            epoch=config.epoch,
+            verify_plan=config.verify_plan,
+            features=features,
+            connector=_load_connector(config, features, kv_cache),
+            num_ranks=len(workers),
+        )
+        clients: ServerChannel[ToClient, ToEngine] = ServerChannel(
+            open_socket(context, zmq.ROUTER, config.clients, bind=True), ToEngine
+        )
+        num_sharing = config.cache.context_parallel_size
+        tokens = tokens_that_fit(
+            kv_cache.groups,
+            kv_cache.num_blocks,
+            *config.scheduler.longest_request,
+            context_parallel_size=num_sharing,
+        )
+        block_sizes = sorted({group.spec.block_size * num_sharing for group in kv_cache.groups})
+        lifeline.report(
+            Ready(
+                {
+                    "num_blocks": str(kv_cache.num_blocks),
+                    "block_sizes": " or ".join(f"{size:,}" for size in block_sizes),
+                    "kv_cache_tokens": str(tokens),
+                }
+            )
+        )
+        logger.info("ready: %d blocks, %d tokens fit", kv_cache.num_blocks, tokens)
+        try:
+            _run(Engine(config, scheduler, workers, clients))
+        finally:
+            clients.close()
+    finally:
+        for worker in workers:
+            worker.close()
+        close_context(context)
+
+
+def _load_connector(
+    config: SchedulerProcessConfig, features: frozenset[Feature], kv_cache: KVCacheConfig
+) -> SchedulerConnector | None:
+    """Raises ConfigError without a worker half: blocks would count as loaded that nobody fills."""
+    if config.kv_connector is None:
+        return None
+    connector = load_scheduler_connector(
+        config.kv_connector,
+        ConnectorConfig(
+            parse_options(config.kv_connector_config),
+            block_size=config.cache.block_size * config.cache.context_parallel_size,
+            num_blocks=kv_cache.num_blocks,
+            num_groups=len(kv_cache.groups),
+            num_ranks=len(config.workers),
+            engine_id=f"{config.engine_id}.{config.epoch}",
+        ),
+    )
+    if Feature.KV_CONNECTOR not in features:
+        raise no_worker_half(config.kv_connector)
+    return connector
+
+
+def _run(engine: Engine) -> None:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(engine.run())
+
+
+def load_config(path: Path) -> SchedulerProcessConfig:
+    """Raises ConfigError for a file that is not a scheduler's configuration."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SchedulerProcessConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: {error}") from error

@@ -1,0 +1,154 @@
+"""The workers' handshake: every rank is compared, and all are told the same before any may start.
+
+Hello of all ranks -> Welcome to all -> ready of all. Ranks may come in any order; the first one
+that fails ends the start, and what it said is the reason.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TypeAlias, TypeVar
+
+import msgspec
+import zmq
+
+from longshore.protocol.errors import ConfigError, EngineDead, HandshakeRejected
+from longshore.protocol.handshake import (
+    Feature,
+    FromWorker,
+    Rejected,
+    ToWorker,
+    WorkerAccepted,
+    WorkerHello,
+    WorkerReady,
+    check_identity,
+)
+from longshore.protocol.kv_cache_spec import KVCacheConfig, check_holds_one_request
+from longshore.protocol.outputs import WorkerFailed
+from longshore.protocol.transport.channel import Channel
+from longshore.scheduler.config import SchedulerProcessConfig
+
+WorkerChannel: TypeAlias = Channel[ToWorker, FromWorker]
+Message = TypeVar("Message", WorkerHello, WorkerReady)
+
+
+def accept_workers(
+    workers: Sequence[WorkerChannel],
+    config: SchedulerProcessConfig,
+    on_progress: Callable[[str], None] = lambda doing: None,
+) -> tuple[KVCacheConfig, frozenset[Feature]]:
+    """Compare all ranks, agree on the number of blocks, wait until all are warm.
+
+    workers: by rank. Returns the cache as every rank has it but for the number of its layers, and
+    what all of them can do. Waits as long as it takes: a rank that dies is its supervisor's news.
+    Raises EngineDead if a rank fails, HandshakeRejected or ConfigError if one does not fit.
+    """
+    on_progress(_waiting_for(workers, "load the model"))
+    hellos = _receive_from_all(workers, WorkerHello)
+    try:
+        for rank, hello in enumerate(hellos):
+            if hello.rank != rank:
+                raise HandshakeRejected(f"rank {hello.rank} came to the endpoint of rank {rank}")
+            check_identity(config.identity, hello.identity, peer=f"worker {rank}")
+        kv_cache = _agree_on_blocks([hello.kv_cache for hello in hellos], config)
+    except (HandshakeRejected, ConfigError) as error:
+        for worker in workers:
+            worker.send(Rejected(str(error)))
+        raise
+    for worker in workers:
+        worker.send(WorkerAccepted(config.epoch, kv_cache.num_blocks, config.verify_plan))
+    on_progress(_waiting_for(workers, "warm up"))
+    _receive_from_all(workers, WorkerReady)
+    return kv_cache, frozenset.intersection(*(frozenset(hello.features) for hello in hellos))
+
+
+def _waiting_for(workers: Sequence[WorkerChannel], what: str) -> str:
+    who = "the worker" if len(workers) == 1 else f"{len(workers)} workers"
+    return f"waiting for {who} to {what}"
+
+
+def _receive_from_all(workers: Sequence[WorkerChannel], kind: type[Message]) -> list[Message]:
+    """One message of each rank, by rank. Raises EngineDead for a rank that says anything else."""
+    poller = zmq.Poller()
+    for worker in workers:
+        poller.register(worker.socket, zmq.POLLIN)
+    received: dict[int, Message] = {}
+    while len(received) < len(workers):
+        poller.poll()
+        for rank, worker in enumerate(workers):
+            message = worker.receive()
+            match message:
+                case None:
+                    continue
+                case WorkerFailed():
+                    raise EngineDead(f"worker {message.rank} failed: {message.reason}")
+                case _ if isinstance(message, kind) and rank not in received:
+                    received[rank] = message
+                case _:
+                    raise EngineDead(
+                        f"worker {rank} said {type(message).__name__} instead of {kind.__name__}"
+                    )
+    return [received[rank] for rank in range(len(workers))]
+
+
+def _agree_on_blocks(
+    offered: Sequence[KVCacheConfig], config: SchedulerProcessConfig
+) -> KVCacheConfig:
+    """The smallest number of blocks; everything else must be equal but for the stages' layers.
+
+    Raises HandshakeRejected or ConfigError where ranks would read each other's blocks wrong.
+    """
+    first = offered[0]
+    for rank, theirs in enumerate(offered):
+        for field in ("dtype", "layout"):
+            _check_equal(field, (rank, getattr(theirs, field)), (0, getattr(first, field)))
+        specs = [[group.spec for group in one.groups] for one in (theirs, first)]
+        _check_equal("KV cache groups", (rank, specs[0]), (0, specs[1]))
+    _check_layers(offered, num_shards=len(offered) - config.sampling_rank)
+    for group in first.groups:
+        if group.spec.block_size % config.cache.block_size:
+            raise HandshakeRejected(
+                f"the workers have blocks of {group.spec.block_size} tokens, the scheduler of "
+                f"{config.cache.block_size}: a group's blocks may hold a multiple of that, so that "
+                "they have whole names. Start both from the same configuration."
+            )
+    num_blocks = min(one.num_blocks for one in offered)
+    if config.cache.num_blocks is not None:
+        num_blocks = min(num_blocks, config.cache.num_blocks)
+    agreed = msgspec.structs.replace(first, num_blocks=num_blocks)
+    check_holds_one_request(
+        agreed.groups,
+        agreed.num_blocks,
+        *config.scheduler.longest_request,
+        context_parallel_size=config.cache.context_parallel_size,
+    )
+    return agreed
+
+
+def _check_layers(offered: Sequence[KVCacheConfig], *, num_shards: int) -> None:
+    """The shards of a stage have the same layers in the same places, and no two stages, nor two
+    groups, have the same layer."""
+    holders: dict[str, int] = {}
+    for rank, theirs in enumerate(offered):
+        layers = [group.layer_names for group in theirs.groups]
+        first = rank - rank % num_shards
+        if rank != first:
+            others = [group.layer_names for group in offered[first].groups]
+            _check_equal("layers", (rank, layers), (first, others))
+            continue
+        for name in chain.from_iterable(layers):
+            if name in holders:
+                raise HandshakeRejected(
+                    f"workers {holders[name]} and {rank} both keep KV of {name}, or one keeps it "
+                    "twice; a layer belongs to one pipeline stage and to one KV cache group. "
+                    "Start all from the same configuration."
+                )
+            holders[name] = rank
+
+
+def _check_equal(what: str, theirs: tuple[int, object], others: tuple[int, object]) -> None:
+    """theirs, others: a rank, and what it has."""
+    if theirs[1] != others[1]:
+        raise HandshakeRejected(
+            f"worker {theirs[0]} has {what} {theirs[1]}, worker {others[0]} has {others[1]}; the "
+            "ranks of an engine share one block table. Start all from the same configuration."
+        )

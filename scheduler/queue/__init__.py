@@ -1,0 +1,1 @@
+"""Who is next: requests that wait, and the policies that order them."""

@@ -1,0 +1,1 @@
+"""One step: who runs, what the plan says, and what its output means."""

@@ -1,0 +1,139 @@
+"""What goes back to the clients: columns of tokens per client, and the ends of requests."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from longshore.protocol.arrays import (
+    EMPTY_FLOAT32,
+    EMPTY_INT32,
+    Float32Array,
+    Int32Array,
+    Int64Array,
+    int32_array,
+)
+from longshore.protocol.outputs import (
+    EngineOutputs,
+    FinishedRequest,
+    FinishReason,
+    TokenLogprobs,
+)
+from longshore.scheduler.request import FINISHED_STATUS, Request
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """One client's share. Arrays of one step, joined when taken."""
+
+    handles: list[Int32Array] = field(default_factory=list)
+    tokens: list[Int32Array] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finished: list[FinishedRequest] = field(default_factory=list)
+
+
+class OutputBuckets:
+    """Collects per client what happens until the process sends it."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, _Bucket] = {}
+
+    def add_tokens(
+        self, clients: Int64Array, handles: Int64Array | Int32Array, tokens: Int32Array
+    ) -> None:
+        """Token `tokens[i]` is the next of `handles[i]` at client `clients[i]`."""
+        for client in np.unique(clients).tolist():
+            mine = clients == client
+            self.add_client_tokens(client, handles[mine].astype(np.int32), tokens[mine])
+
+    def add_client_tokens(self, client: int, handles: Int32Array, tokens: Int32Array) -> None:
+        """`add_tokens` for handles of one client. The arrays are kept until they are sent."""
+        bucket = self._bucket(client)
+        bucket.handles.append(handles)
+        bucket.tokens.append(tokens)
+
+    def add_logprobs(self, client: int, entries: TokenLogprobs) -> None:
+        """Log probabilities of tokens of one client; their owners are handles."""
+        self._bucket(client).logprobs.append(entries)
+
+    def add_finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        message: str | None = None,
+        pooled: Float32Array | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
+        session_continues: bool = False,
+    ) -> None:
+        """The request, which is on no row any more, has ended; or only its output, if its session
+        continues."""
+        queued = request.events[0][1]
+        if not session_continues:
+            request.status = FINISHED_STATUS[reason]
+        self._bucket(request.client_index).finished.append(
+            FinishedRequest(
+                handle=request.handle,
+                reason=reason,
+                num_output_tokens=request.num_output_tokens,
+                stop_token_id=request.stop_reason,
+                num_cached_tokens=max(request.num_cached_tokens, 0),  # if it was never scheduled
+                num_preemptions=request.num_preemptions,
+                message=message,
+                kv_transfer_params=kv_transfer_params,
+                pooled=EMPTY_FLOAT32 if pooled is None else pooled,
+                events=tuple([(event, at - queued) for event, at in request.events]),
+                num_draft_tokens=request.num_draft_tokens,
+                num_accepted_tokens=request.num_accepted_tokens,
+                num_invalid_draft_tokens=request.num_invalid_draft_tokens,
+                session_continues=session_continues,
+                num_nans_in_logits=request.num_nans_in_logits,
+            )
+        )
+
+    def add_rejection(
+        self, client: int, handle: int, reason: FinishReason, message: str, num_output_tokens: int
+    ) -> None:
+        """A request that never became one is answered too."""
+        self._bucket(client).finished.append(
+            FinishedRequest(handle, reason, num_output_tokens, message=message)
+        )
+
+    def take(self) -> list[tuple[int, EngineOutputs]]:
+        """(client, message) for every client that has something new."""
+        if not self._buckets:
+            return []
+        taken = [
+            (
+                client,
+                EngineOutputs(
+                    handles=_join(bucket.handles),
+                    tokens=_join(bucket.tokens),
+                    logprobs=_join_logprobs(bucket.logprobs),
+                    finished=tuple(bucket.finished),
+                ),
+            )
+            for client, bucket in self._buckets.items()
+        ]
+        self._buckets = {}
+        return taken
+
+    def _bucket(self, client: int) -> _Bucket:
+        bucket = self._buckets.get(client)
+        if bucket is None:
+            bucket = self._buckets[client] = _Bucket()
+        return bucket
+
+
+def _join(arrays: list[Int32Array]) -> Int32Array:
+    if not arrays:
+        return EMPTY_INT32
+    return int32_array(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+
+
+def _join_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    columns = zip(*(msgspec.structs.astuple(part) for part in parts), strict=True)
+    return TokenLogprobs(*map(np.concatenate, columns))

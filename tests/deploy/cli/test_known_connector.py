@@ -1,0 +1,20 @@
+"""A connector that could be loaded is refused before any process starts."""
+
+from pathlib import Path
+
+import pytest
+
+from longshore import LLM
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from longshore.protocol.errors import ConfigError
+
+KNOWN = "longshore.connectors.base:SchedulerConnector"
+
+
+def test_llm_refuses_a_connector_before_it_starts_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"--kv-connector {KNOWN}: the workers have no connector"):
+        LLM(DEMO_MODEL_DIR, device="cpu", num_blocks=200, kv_connector=KNOWN)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,217 @@
+"""The command line: what it refuses, and how little it loads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
+
+LOADED = (
+    "import sys, longshore.deploy.cli.main; "
+    "print({'torch', 'starlette', 'numpy'} & set(sys.modules))"
+)
+
+
+def longshore(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "longshore.deploy", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def test_command_line_loads_neither_torch_nor_a_server() -> None:
+    run = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=30)
+    assert run.stdout.strip() in ("set()", "{'numpy'}"), run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--dtype", "int8"], ["--dtype", "bfloat16"]),
+        (["serve", "--num-blocks", "many"], ["--num-blocks", "many"]),
+        (["serve", "--no-such-flag"], ["--no-such-flag"]),
+        (["serve", "--device", "tpu"], ["device='tpu'", "cuda"]),
+        (
+            ["serve", "/no/such/folder"],
+            ["/no/such/folder", "is no folder, and no id of a model hub"],
+        ),
+        (["serve", "--scheduling-policy", "random"], ["scheduling_policy='random'", "continuum"]),
+        (["serve", "--watermark", "1.5"], ["watermark=1.5"]),
+        (["serve", "--load-failure-policy", "hope"], ["--load-failure-policy", "recompute"]),
+        (["serve", "--max-loras", "2"], ["--max-loras"]),
+        (["serve", "--num-speculative-tokens", "2"], ["--num-speculative-tokens"]),
+        (
+            ["serve", "--max-num-encoder-input-tokens", "2"],
+            ["max_num_encoder_input_tokens=2", "no encoder"],
+        ),
+        (["serve", "--max-audio-mib", "0"], ["max_audio_mib=0"]),
+        (["serve", "--max-audio-s", "-1"], ["max_audio_s=-1"]),
+        (
+            ["serve", "--port", "0", "--num-blocks", "200", "--kv-connector", "no_such:At"],
+            ["--kv-connector no_such:At", "no module no_such"],
+        ),
+        (
+            [
+                *("serve", "--port", "0", "--num-blocks", "200"),
+                *("--kv-connector", "longshore.connectors.base:SchedulerConnector"),
+            ],
+            ["--kv-connector longshore.connectors.base:SchedulerConnector", "no connector half"],
+        ),
+        (["doctor", "--url", "nowhere"], ["url='nowhere'"]),
+        (["doctor", "--engine", "nowhere"], ["url='nowhere'"]),
+        (["doctor", "--engine", "http://127.0.0.1:9"], ["unreachable", "longshore serve"]),
+        (["doctor", "--stall-after-s", "0"], ["stall_after_s=0"]),
+        (["bench", "throughput", "--num-prompts", "0"], ["num_prompts=0"]),
+        (["bench", "throughput", "--input-len", "5000"], ["input_len=5000", "2048"]),
+        (["bench", "throughput", "--json", "/no/such/x.json"], ["/no/such/x.json", "written"]),
+        (["bench", "serve", "--json", "/no/such/x.json"], ["/no/such/x.json", "written"]),
+        (["bench", "serve", "--request-rate", "-1"], ["request_rate=-1"]),
+        (["bench", "serve", "--url", "http://127.0.0.1:9"], ["Is the server running there?"]),
+        (["bench", "serve", "--url", "nowhere"], ["url='nowhere'"]),
+    ],
+)
+def test_wrong_value_is_refused_by_name_without_a_traceback(
+    arguments: list[str], words: list[str]
+) -> None:
+    run = longshore(*arguments)
+    assert run.returncode != 0
+    printed = " ".join((run.stdout + run.stderr).split())
+    assert "Traceback" not in printed
+    for word in words:
+        assert word in printed
+
+
+def test_a_setting_comes_from_its_flag_else_a_variable_else_the_file_else_a_default(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "longshore.toml"
+    file.write_text("[serve]\nmax-num-seqs = 0\n[bench.throughput]\nnum-prompts = 0\n")
+    variable = {"LONGSHORE_MAX_NUM_SEQS": "-1"}
+    for arguments, environment, said in (
+        (["--max-num-seqs", "-2"], variable, "max_num_seqs=-2"),
+        ([], variable, "max_num_seqs=-1"),
+        ([], {}, "max_num_seqs=0"),
+    ):
+        run = longshore("serve", "--config", str(file), *arguments, **environment)
+        assert run.returncode == 2
+        assert said in run.stderr
+    assert "num_prompts=0" in longshore("--config", str(file), "bench", "throughput").stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[serve]\nno-such = 1\n", ["no-such"]),
+        ("[serve\n", ["--config", "cannot be read"]),
+        ("[serve]\nport = 'http'\n", ["port", "http"]),
+        ("num-blocks = 5\n", ["num-blocks is no table", "[bench.serve]"]),
+        ("api-key = ['k']\n[serve]\n", ["api-key is no table"]),
+        ("[srve]\nnum-blocks = 5\n", ["srve is no table"]),
+        ("[bench.srve]\n", ["bench.srve is no table"]),
+        ("[serve]\nno-enable-prefix-caching = true\n", ["enable-prefix-caching = false"]),
+        ("[serve]\napi-key = []\n", ["api_key", "leave it out"]),
+        ("[serve]\napi-key = ['two words']\n", ["api_key", "spaces"]),
+        ("[serve]\ncors-allow-origins = ['https://a/']\n", ["cors_allow_origins", "path"]),
+        ("[serve]\ncors-allow-origins = ['example.org']\n", ["cors_allow_origins", "SCHEME"]),
+        (None, ["--config", "No such file"]),
+    ],
+)
+def test_a_settings_file_that_makes_no_sense_is_refused(
+    tmp_path: Path, text: str | None, words: list[str]
+) -> None:
+    file = tmp_path / "longshore.toml"
+    if text is not None:
+        file.write_text(text)
+    run = longshore("serve", "--config", str(file))
+    assert run.returncode != 0
+    printed = " ".join((run.stdout + run.stderr).split())
+    assert "Traceback" not in printed
+    for word in words:
+        assert word in printed
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("LONGSHORE_API_KEY", "", "LONGSHORE_API_KEY is set, but empty"),
+        ("LONGSHORE_API_KEY", " ", "LONGSHORE_API_KEY is set, but empty"),
+        ("LONGSHORE_NO_ENABLE_PREFIX_CACHING", "1", "LONGSHORE_ENABLE_PREFIX_CACHING=false"),
+    ],
+)
+def test_a_variable_that_would_be_passed_over_is_refused(
+    variable: str, value: str, words: str
+) -> None:
+    run = longshore("serve", "/no/such/folder", **{variable: value})
+    assert run.returncode == 2
+    assert words in run.stderr
+
+
+def test_variables_for_serving_do_not_keep_doctor_from_asking() -> None:
+    run = longshore(
+        "doctor",
+        "--engine",
+        "http://127.0.0.1:9",
+        LONGSHORE_DEVICE="auto",
+        LONGSHORE_BLOCK_SIZE="0",
+    )
+    assert "unreachable" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable"),
+    [
+        (["--url", "http://127.0.0.1:9"], {}),
+        ([], {"LONGSHORE_URL": "http://127.0.0.1:9"}),
+        (["--engine", "http://127.0.0.1:9"], {}),
+        ([], {"LONGSHORE_ENGINE": "http://127.0.0.1:9"}),
+    ],
+)
+def test_doctor_takes_an_address_as_the_other_commands_do_and_as_it_used_to(
+    arguments: list[str], variable: dict[str, str]
+) -> None:
+    assert "'127.0.0.1', 9" in longshore("doctor", *arguments, **variable).stdout
+
+
+def test_a_variable_that_no_command_reads_is_warned_of_with_the_one_that_is_meant() -> None:
+    run = longshore(
+        *("doctor", "--url", "http://127.0.0.1:9"),
+        LONGSHORE_PROT="9000",
+        LONGSHORE_FROBNICATE="1",
+        LONGSHORE_NUM_PROMPTS="5",
+    )
+    assert run.stderr.splitlines() == [
+        "longshore: warning: nothing reads LONGSHORE_FROBNICATE, "
+        "LONGSHORE_PROT (LONGSHORE_PORT is meant?)"
+    ]
+    assert run.returncode == 2
+
+
+def test_help_calls_the_model_a_model() -> None:
+    first = longshore("serve", "--help").stdout.splitlines()[0]
+    assert first == "Usage: longshore serve [OPTIONS] [MODEL]"
+
+
+def test_help_names_every_flag_with_what_it_does() -> None:
+    run = longshore("serve", "--help")
+    assert run.returncode == 0
+    for flag in ("--no-async-scheduling", "--max-num-batched-tokens", "--drain-timeout-s"):
+        assert flag in run.stdout
+    assert "power of two" in run.stdout
+    assert str(DEMO_MODEL_DIR.parent) not in "".join(run.stdout.split())
+    assert "bundled demo model]" in run.stdout
+
+
+def test_help_puts_every_setting_under_a_heading() -> None:
+    first, *sections = longshore("serve", "--help").stdout.split("╭─ ")[1:]
+    assert {line.split()[1] for line in first.splitlines() if "│ --" in line} == {"--config"}
+    headings = [section.partition(" ─")[0] for section in sections]
+    assert headings == [
+        "Model", "Server", "KV cache", "Scheduling", "Several workers", "KV beyond the device",
+        "Operation",
+    ]  # fmt: skip

@@ -1,0 +1,72 @@
+"""The line that says where to ask, and the one with the sizes."""
+
+import pytest
+
+from longshore.deploy.cli.ready_line import cache_sizes, ready_line
+from longshore.protocol.transport.lifeline import Ready
+
+
+def test_the_line_is_a_row_with_the_model_and_what_fits() -> None:
+    ready = {
+        "scheduler": Ready({"kv_cache_tokens": "31234"}),
+        "gateway": Ready({"max_model_len": "4096"}),
+    }
+    line = ready_line("http://127.0.0.1:8000", "tiny", ready)
+    assert line == (
+        "ready at http://127.0.0.1:8000 (model tiny, room for 31,234 tokens, 4,096 per request)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "size"),
+    [
+        ([8192], "1,000 x 8,192 = 8,192,000 bytes"),
+        ([4096, 4096], "1,000 x 4,096 = 4,096,000 bytes on each of 2 workers"),
+        # Stages of two layers and of one.
+        ([8192, 4096], "1,000 x (8,192 + 4,096) = 12,288,000 bytes, by worker"),
+    ],
+)
+def test_the_size_of_the_cache_is_told_for_every_worker(block_bytes: list[int], size: str) -> None:
+    ready = {
+        f"worker {rank}": Ready({"block_bytes": str(count)})
+        for rank, count in enumerate(block_bytes)
+    }
+    ready["scheduler"] = Ready({"num_blocks": "1000", "block_sizes": "16 or 64"})
+    assert cache_sizes(ready) == f"1,000 blocks of 16 or 64 tokens, {size}"
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "room", "sizes"),
+    [
+        (
+            (600, 600),
+            "2 engines, each with room for 9,584 tokens",
+            "2 engines, each with 600 blocks of 16 tokens, 600 x 64 = 38,400 bytes on each of 2 "
+            "workers",
+        ),
+        (
+            (600, 50),
+            "2 engines: engine 0 has room for 9,584 tokens; engine 1 has room for 784 tokens",
+            "2 engines: engine 0 has 600 blocks of 16 tokens, 600 x 64 = 38,400 bytes on each of 2 "
+            "workers; engine 1 has 50 blocks of 16 tokens, 50 x 64 = 3,200 bytes on each of 2 "
+            "workers",
+        ),
+    ],
+)
+def test_engines_of_one_size_are_told_once_and_others_each(
+    num_blocks: tuple[int, int], room: str, sizes: str
+) -> None:
+    ready = {
+        f"worker {engine}.{rank}": Ready({"block_bytes": "64"})
+        for engine in range(2)
+        for rank in range(2)
+    }
+    for engine, count in enumerate(num_blocks):
+        tokens = str((count - 1) * 16)
+        details = {"num_blocks": str(count), "block_sizes": "16", "kv_cache_tokens": tokens}
+        ready[f"scheduler {engine}"] = Ready(details)
+    for gateway in range(3):
+        ready[f"gateway {gateway}"] = Ready({"max_model_len": "4096"})
+    line = ready_line("http://x", "tiny", ready, num_replicas=2, num_gateways=3)
+    assert line == f"ready at http://x (model tiny, 3 gateways, {room}, 4,096 per request)"
+    assert cache_sizes(ready, 2) == sizes

@@ -1,0 +1,158 @@
+"""Several engines used as one: who gets what, and what becomes of it when one is gone."""
+
+import gc
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from longshore.deploy.gateway.engines.engines import Engines
+from longshore.deploy.requests.live_requests import LiveRequest
+from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.protocol.errors import EngineDead
+from longshore.protocol.handshake import ClientHello
+from longshore.protocol.outputs import (
+    EngineOutputs,
+    FinishedRequest,
+    FinishReason,
+)
+from longshore.protocol.sampling import SamplingParams
+from tests.deploy.gateway.fake_engine import IDENTITY, REPORT, STATS, FakeEngine, never_answer
+
+
+@asynccontextmanager
+async def running(count: int, **settings: Any) -> AsyncIterator[tuple[Engines, list[FakeEngine]]]:
+    """Engines that say nothing by themselves."""
+    runtime_dir = RuntimeDir()
+    endpoints = [runtime_dir.endpoint(f"clients-{number}") for number in range(count)]
+    fakes = [FakeEngine(endpoint, never_answer) for endpoint in endpoints]
+    hello = ClientHello("test", IDENTITY.model_fingerprint)
+    settings.setdefault("on_stats", lambda engine, stats: None)
+    engines = Engines(endpoints, hello, **settings)
+    try:
+        await engines.wait_until_ready()
+        yield engines, fakes
+    finally:
+        engines.close()
+        for fake in fakes:
+            fake.close()
+        runtime_dir.remove()
+
+
+def submit(engines: Engines, *, prompt: Sequence[int] = (1, 2, 3), **settings: Any) -> LiveRequest:
+    settings.setdefault("sampling", SamplingParams())
+    return engines.submit("r", prompt, on_change=lambda: None, **settings)
+
+
+def engines_of(lives: Sequence[LiveRequest]) -> list[int]:
+    return [live.engine for live in lives]
+
+
+async def test_prompts_are_shared_out_and_forks_stay_with_what_they_fork() -> None:
+    async with running(2) as (engines, fakes):
+        prompts = [submit(engines) for _ in range(4)]
+        assert engines_of(prompts) == [0, 1, 0, 1]
+        forks = [submit(engines, fork_of=live) for live in (prompts[1], prompts[1], prompts[0])]
+        assert engines_of(forks) == [1, 1, 0]
+        await fakes[1].wait_for(lambda: len(fakes[1].requests) == 4)
+        await fakes[0].wait_for(lambda: len(fakes[0].requests) == 3)
+        assert [request.fork_of for request in fakes[1].requests[2:]] == [prompts[1].handle] * 2
+        assert engines.num_own_requests == engines.num_live_requests == 7
+        assert submit(engines).engine == 0  # which has one less
+
+
+async def test_each_engine_is_told_of_its_own_ends() -> None:
+    async with running(2) as (engines, fakes):
+        lives = [submit(engines) for _ in range(4)]
+        engines.stop(lives[2], 1)
+        engines.abort([lives[1], lives[0]])
+        for engine, fake in enumerate(fakes):
+            await fake.wait_for(lambda fake=fake: bool(fake.aborted))
+            assert fake.aborted == [lives[engine].handle]
+        assert [len(fake.stopped) for fake in fakes] == [1, 0]
+        assert engines.num_own_requests == 2
+
+
+async def test_a_prompt_without_an_answer_yet_weighs_until_it_has_one_or_is_given_up() -> None:
+    async with running(2) as (engines, fakes):
+        long = [submit(engines, prompt=[1] * 5000) for _ in range(2)]
+        short = [submit(engines) for _ in range(4)]
+        assert engines_of([*long, *short]) == [0, 1, 0, 1, 0, 1]
+        engines.abort([long[1]])
+        assert engines_of([submit(engines) for _ in range(3)]) == [1, 1, 1]
+        await fakes[0].wait_for(lambda: len(fakes[0].requests) == 3)
+        fakes[0].send_tokens(fakes[0].requests[0], [7])
+        fakes[0].send_tokens(fakes[0].requests[1], [7])
+        await engines.describe(5, 0)  # which comes behind the tokens
+        assert long[0].take_token_ids() == short[0].take_token_ids() == [7]
+        assert engines_of([submit(engines) for _ in range(2)]) == [0, 0]
+
+
+async def test_what_is_given_up_before_its_first_token_is_forgotten() -> None:
+    async with running(1) as (engines, _):
+        given_up = submit(engines)
+        engines.abort([given_up])
+        forgotten = weakref.ref(given_up)
+        del given_up
+        gc.collect()
+        assert forgotten() is None
+
+
+async def test_what_has_ended_with_a_report_is_not_taken_for_one_s_own() -> None:
+    async with running(1, num_gateways=2) as (engines, (fake,)):
+        ending, _ = submit(engines), submit(engines)
+        await fake.wait_for(lambda: len(fake.requests) == 2)
+        end = FinishedRequest(ending.handle, FinishReason.STOPPED, 0)
+        fake.send(EngineOutputs(finished=(end,), stats=STATS))
+        await engines.describe(5)
+        num_there = STATS.num_running + STATS.num_waiting
+        assert engines.num_live_requests == num_there  # one of them is from here
+        assert engines.num_own_requests == 1
+
+
+async def test_a_dead_engine_gets_nothing_more_and_all_dead_are_an_error() -> None:
+    async with running(2) as (engines, fakes):
+        first = submit(engines)
+        fakes[0].fail("worker 0.0 was lost")
+        with pytest.raises(EngineDead):
+            await engines.describe(5, 0)  # whose answer would come behind it
+        assert first.failure is engines.death
+        assert engines_of([submit(engines) for _ in range(3)]) == [1, 1, 1]
+        engines.give_up("the server is shutting down")
+        with pytest.raises(EngineDead, match=r"worker 0\.0 was lost"):
+            submit(engines)
+
+
+async def test_what_other_gateways_have_at_an_engine_is_known_from_its_report() -> None:
+    seen: list[tuple[str, int]] = []
+    async with running(
+        2, num_gateways=2, on_stats=lambda engine, stats: seen.append((engine, stats.num_steps))
+    ) as (engines, fakes):
+        submit(engines)
+        submit(engines)
+        fakes[1].send(EngineOutputs(stats=msgspec.structs.replace(STATS, num_steps=9)))
+        fakes[1].report = REPORT
+        await engines.describe(5, 1)  # which comes behind the statistics
+        assert seen == [("1", 9)]
+        assert engines.num_own_requests == 2
+        assert engines.num_live_requests == 2 + 3  # four are there, one of them is from here
+        assert engines_of([submit(engines) for _ in range(3)]) == [0, 0, 1]  # half of them count
+
+
+async def test_seeds_are_repeatable_and_each_gateway_s_own() -> None:
+    async def seeds(number: int, count: int) -> list[int | None]:
+        async with running(count, seed=7, number=number) as (engines, fakes):
+            for index in range(4):
+                live = submit(engines)
+                fake = fakes[live.engine]
+                await fake.wait_for(lambda fake=fake, n=index // count + 1: len(fake.requests) == n)
+            placed = [fake.requests for fake in fakes]
+            first = number % count
+            return [placed[(first + i) % count][i // count].sampling.seed for i in range(4)]
+
+    one = await seeds(0, 1)
+    assert one == await seeds(0, 1) == await seeds(0, 2)  # wherever a request goes
+    assert not {*one} & {*await seeds(1, 2)}

@@ -1,0 +1,277 @@
+"""What one connection may send before the gateway looks at it."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from longshore.deploy.gateway.http import connection
+from longshore.deploy.gateway.http.connection import (
+    MAX_HEAD_BYTES,
+    MIN_BODY_BYTES,
+    BoundedConnection,
+)
+from tests.deploy.gateway.conftest import RunningGateway, StartGateway
+from tests.deploy.gateway.fake_engine import never_answer
+
+TIMEOUT_S = 10
+CUT_OFF = b"reset"
+BODY = json.dumps({"model": "tiny", "prompt": "one", "max_tokens": 3}).encode()
+POST = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
+)
+
+
+async def exchange(gateway: RunningGateway, *parts: bytes) -> bytes:
+    """Everything the server says until it closes the connection; CUT_OFF if it closed it on data
+    that it had not read, which may overtake what it said."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            try:
+                for part in parts:
+                    writer.write(part)
+                    await writer.drain()
+                return await reader.read()
+            except ConnectionError:
+                return CUT_OFF
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("start", "flood"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nA: ", b"a" * 4096),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n", b"a: b\r\n" * 600),
+        (b"GET /" + b"a" * 1000, b"a" * 4096),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+            b"a: b\r\n" * 600,
+        ),
+    ],
+    ids=["one header", "many headers", "url", "trailers"],
+)
+async def test_endless_head_is_cut_off(
+    start_gateway: StartGateway, start: bytes, flood: bytes
+) -> None:
+    async with start_gateway() as gateway:
+        num_floods = 4 * MAX_HEAD_BYTES // len(flood)
+        answer = await exchange(gateway, start, *[flood] * num_floods)
+        assert answer == CUT_OFF or answer.startswith(b"HTTP/1.1 431")
+        assert (await gateway.get("/health")).status == 200
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"],
+    ids=["nothing", "half a head"],
+)
+async def test_connection_that_asks_for_nothing_makes_room(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.1)
+    async with start_gateway() as gateway:
+        assert await exchange(gateway, said) == b""
+
+
+@pytest.mark.parametrize("how_much", ["nothing", "drops"])
+async def test_body_that_does_not_come_makes_room(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, how_much: str
+) -> None:
+    monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.1)
+    head = POST.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    async with start_gateway() as gateway:
+        answer = await exchange(gateway, head, b"" if how_much == "nothing" else BODY[:20])
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert gateway.engine.requests == []
+
+
+async def test_body_that_comes_is_waited_for(
+    start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.1)
+    checks = []
+    check = connection.BoundedConnection._check_body
+    checked = asyncio.Event()
+
+    def noted_check(self: connection.BoundedConnection) -> None:
+        checks.append(self)
+        checked.set()
+        check(self)
+
+    monkeypatch.setattr(connection.BoundedConnection, "_check_body", noted_check)
+    body = json.dumps({"model": "tiny", "prompt": "one", "user": "u" * 8 * MIN_BODY_BYTES}).encode()
+    head = POST.partition(b"Content-Length")[0] + b"Content-Length: %d\r\n\r\n" % len(body)
+    async with start_gateway(max_body_bytes=1 << 20) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        async with asyncio.timeout(TIMEOUT_S):
+            writer.write(head)
+            for start in range(0, 4 * MIN_BODY_BYTES, MIN_BODY_BYTES):
+                writer.write(body[start : start + MIN_BODY_BYTES])
+                checked.clear()
+                await checked.wait()
+            writer.write(body[4 * MIN_BODY_BYTES :])
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+    assert len(checks) == 4
+
+
+async def test_large_body_is_no_large_head(start_gateway: StartGateway) -> None:
+    async with start_gateway(max_body_bytes=1 << 20) as gateway:
+        body = {"model": "tiny", "prompt": "one", "user": "u" * (4 * MAX_HEAD_BYTES)}
+        assert (await gateway.post("/v1/completions", body)).status == 200
+
+
+async def test_pipelined_request_is_left_unanswered_and_the_connection_ends(
+    start_gateway: StartGateway,
+) -> None:
+    async with start_gateway() as gateway:
+        answer = await exchange(gateway, POST + POST)
+        assert answer.count(b"HTTP/1.1 200") == 1
+        assert answer.count(b"text_completion") == 1
+
+
+async def test_requests_one_after_the_other_share_a_connection(
+    start_gateway: StartGateway,
+) -> None:
+    async with start_gateway() as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        async with asyncio.timeout(TIMEOUT_S):
+            for _ in range(3):
+                writer.write(POST)
+                head = await reader.readuntil(b"\r\n\r\n")
+                (length,) = (
+                    int(line.split(b":")[1])
+                    for line in head.split(b"\r\n")
+                    if line.lower().startswith(b"content-length")
+                )
+                assert json.loads(await reader.readexactly(length))["choices"]
+        writer.close()
+
+
+async def test_client_that_pipelined_and_goes_away_is_aborted(start_gateway: StartGateway) -> None:
+    async with start_gateway(never_answer) as gateway:
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(POST + POST)
+        await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 1)
+        writer.write(POST)
+        writer.close()
+        await gateway.engine.wait_for(lambda: len(gateway.engine.aborted) == 1)
+
+
+class Unread(asyncio.Transport):
+    """Of a client that reads as `sizes` say, and then nothing more."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self._is_closing = False
+        self._sizes = sizes
+        self.is_dropped = asyncio.Event()
+
+    def get_write_buffer_size(self) -> int:
+        return self._sizes.pop(0) if len(self._sizes) > 1 else self._sizes[0]
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def close(self) -> None:
+        self._is_closing = True
+
+    def abort(self) -> None:
+        self.sizes_left = len(self._sizes)
+        self.is_dropped.set()
+
+
+def connected(client: Unread) -> BoundedConnection:
+    made = BoundedConnection(
+        uvicorn.Config(never_called, ws="none"),
+        uvicorn.server.ServerState(),
+        {},
+        asyncio.get_running_loop(),
+        unread_timeout_s=0.01,
+    )
+    made.connection_made(client)
+    return made
+
+
+async def five_timeouts() -> None:
+    passed = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, passed.set)
+    await passed.wait()
+
+
+def fill(made: BoundedConnection) -> None:
+    made.pause_writing()
+
+
+def answer(made: BoundedConnection) -> None:
+    """With less than fills the connection."""
+    made.on_response_complete()
+
+
+def refuse(made: BoundedConnection) -> None:
+    made.send_400_response("that is no HTTP")
+
+
+def flood(made: BoundedConnection) -> None:
+    made.data_received(b"GET /" + b"a" * MAX_HEAD_BYTES)
+
+
+@pytest.mark.parametrize("write", [fill, answer, refuse, flood])
+async def test_client_is_dropped_when_it_reads_nothing_not_when_it_reads_slowly(
+    write: Callable[[BoundedConnection], None],
+) -> None:
+    client = Unread([9, 7, 4, 4])
+    made = connected(client)
+    write(made)
+    async with asyncio.timeout(TIMEOUT_S):
+        await client.is_dropped.wait()
+    assert client.sizes_left == 1  # it was asked until it stood still
+    made.connection_lost(ConnectionResetError())
+
+
+async def test_client_that_has_read_is_watched_no_more() -> None:
+    resumed, finished, asking = Unread([9]), Unread([9, 4, 0, 9]), Unread([9])
+    clients = (resumed, finished, asking)
+    made = [connected(each) for each in clients]
+    made[0].pause_writing()
+    made[0].resume_writing()
+    made[1].on_response_complete()
+    made[2].on_response_complete()
+    made[2].on_message_begin()
+    await five_timeouts()
+    for client, each in zip(clients, made, strict=True):
+        assert not client.is_dropped.is_set()
+        each.connection_lost(ConnectionResetError())
+
+
+async def test_the_rest_of_an_answer_is_watched_when_there_is_room_again() -> None:
+    client = Unread([9])
+    made = connected(client)
+    made.pause_writing()
+    client.close()
+    made.resume_writing()
+    async with asyncio.timeout(TIMEOUT_S):
+        await client.is_dropped.wait()
+    made.connection_lost(ConnectionResetError())
+
+
+async def test_client_that_has_gone_is_watched_no_more() -> None:
+    client = Unread([9])
+    made = connected(client)
+    made.pause_writing()
+    made.connection_lost(ConnectionResetError())
+    await five_timeouts()
+    assert not client.is_dropped.is_set()
+
+
+async def never_called(scope: Scope, receive: Receive, send: Send) -> None:
+    raise AssertionError("no request was sent")

@@ -1,0 +1,83 @@
+"""Deadlines, and what a request shares through the prefix cache."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from longshore.protocol.requests import AddRequest
+from tests.deploy.gateway.conftest import StartGateway
+from tests.deploy.gateway.fake_engine import FakeEngine, never_answer
+from tests.deploy.gateway.http.test_exchange import error_of
+
+
+def one_token_and_no_end(engine: FakeEngine, request: AddRequest) -> None:
+    engine.send_tokens(request, [70])
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_answer_is_given_up_at_its_deadline_and_aborted(
+    start_gateway: StartGateway, is_stream: bool
+) -> None:
+    async with start_gateway(one_token_and_no_end) as gateway:
+        body = {"prompt": "p", "deadline_s": 0.2, "stream": is_stream}
+        answer = await gateway.post("/v1/completions", body)
+        await gateway.engine.wait_for(lambda: bool(gateway.engine.aborted))
+        assert gateway.engine.aborted == [request.handle for request in gateway.engine.requests]
+        if is_stream:
+            assert answer.status == 200
+            assert b"deadline_exceeded" in answer.events[-1][1]
+        else:
+            assert answer.status == 504
+            assert error_of(answer)["code"] == "deadline_exceeded"
+
+
+async def test_an_answer_in_time_knows_of_no_deadline(start_gateway: StartGateway) -> None:
+    async with start_gateway() as gateway:
+        answer = await gateway.post("/v1/completions", {"prompt": "p", "deadline_s": 60})
+        assert answer.status == 200
+
+
+async def test_no_store_shares_with_nobody_not_even_with_another_of_its_kind(
+    start_gateway: StartGateway,
+) -> None:
+    async with start_gateway() as gateway:
+        for extra in ({}, {"no_store": True}, {"no_store": True}, {"no_store": False}):
+            await gateway.post("/v1/completions", {"prompt": "p", "max_tokens": 1, **extra})
+        salts = [request.cache_salt for request in gateway.engine.requests]
+        assert salts[0] is None is salts[3]
+        assert salts[1] is not None
+        assert salts[2] is not None
+        assert salts[1] != salts[2]
+
+
+async def test_reading_alone_can_be_left_out(start_gateway: StartGateway) -> None:
+    async with start_gateway() as gateway:
+        for skips in (False, True):
+            body = {"prompt": "p", "max_tokens": 1, "skip_reading_prefix_cache": skips}
+            await gateway.post("/v1/completions", body)
+        skipping = [request.skip_reading_prefix_cache for request in gateway.engine.requests]
+        assert skipping == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"deadline_s": 0}, "deadline_s"),
+        ({"deadline_s": -1.5}, "deadline_s"),
+        ({"deadline_s": "soon"}, "deadline_s"),
+        ({"no_store": True, "cache_salt": "ours"}, "no_store"),
+        (
+            {"skip_reading_prefix_cache": True, "use_beam_search": True, "temperature": 0},
+            "skip_reading_prefix_cache",
+        ),
+    ],
+)
+async def test_what_contradicts_is_refused_by_name(
+    start_gateway: StartGateway, extra: dict[str, Any], param: str
+) -> None:
+    async with start_gateway(never_answer) as gateway:
+        async with asyncio.timeout(5):
+            answer = await gateway.post("/v1/completions", {"prompt": "p", **extra})
+        assert answer.status == 400
+        assert error_of(answer)["param"] == param

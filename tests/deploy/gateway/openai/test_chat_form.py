@@ -1,0 +1,104 @@
+"""How a chat becomes a prompt: begun, continued, and with words for the template."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from longshore.deploy.gateway.openai.chat_form import (
+    ChatRenderer,
+    chat_form,
+    render_chat,
+)
+from longshore.deploy.gateway.openai.chat_messages import ChatMessage, template_input
+from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.openai.requests import ChatRequest
+from longshore.deploy.gateway.text.chat_template import ChatTemplate
+from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
+from tests.deploy.tiny_tokenizer import CHAT_TEMPLATE, byte_level_tokenizer
+
+CHAT: list[dict[str, object]] = [
+    {"role": "user", "content": "Where?"},
+    {"role": "assistant", "content": "</s> Berth "},
+]
+BEGUN = "<s>[user]Where?</s>[assistant]</s> Berth "
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def rendered(template: str = CHAT_TEMPLATE, **form: Any) -> str:
+    return render_chat(
+        ChatTemplate(template, SPECIAL), CHAT, chat_form(ChatRequest(messages=[], **form))
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({}, BEGUN + "</s>[assistant]"),
+        ({"add_generation_prompt": True}, BEGUN + "</s>[assistant]"),
+        ({"add_generation_prompt": False}, BEGUN + "</s>"),
+        ({"continue_final_message": True}, BEGUN),
+        ({"continue_final_message": True, "add_generation_prompt": False}, BEGUN),
+        ({"continue_final_message": False}, BEGUN + "</s>[assistant]"),
+    ],
+)
+def test_the_prompt_ends_where_the_answer_begins(form: dict[str, Any], expected: str) -> None:
+    assert rendered(**form) == expected
+
+
+def test_a_template_gets_the_words_that_it_is_given() -> None:
+    template = "{{ bos_token }}{{ 'thinks' if enable_thinking else 'speaks' }}"
+    assert rendered(template) == "<s>speaks"
+    assert rendered(template, chat_template_kwargs={"enable_thinking": True}) == "<s>thinks"
+    assert rendered(template, chat_template_kwargs={"bos_token": "^"}) == "^speaks"
+
+
+@pytest.mark.parametrize(
+    ("template", "form", "param", "says"),
+    [
+        (
+            CHAT_TEMPLATE,
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "leave one of the two out",
+        ),
+        (
+            "{% for m in messages[:1] %}{{ m.content }}{% endfor %}",
+            {"continue_final_message": True},
+            "continue_final_message",
+            "does not show the last message",
+        ),
+        (CHAT_TEMPLATE, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "tools"),
+        (CHAT_TEMPLATE, {"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "mess"),
+        ("{{ raise_exception('no system here') }}", {}, "messages", "no system here"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_name(
+    template: str, form: dict[str, Any], param: str, says: str
+) -> None:
+    with pytest.raises(ApiError, match=says) as refusal:
+        rendered(template, **form)
+    assert (refusal.value.status, refusal.value.body.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("messages", "variables", "is_inline"),
+    [
+        ([ChatMessage("user", "x")] * 3, {}, True),
+        ([ChatMessage("user", "x")] * 3000, {}, False),
+        ([ChatMessage("user", "x" * 20_000)], {}, False),
+        ([ChatMessage("user", "x")], {"documents_of_mine": [0] * 20_000}, False),
+    ],
+    ids=["small", "many messages", "a long one", "many variables"],
+)
+async def test_a_large_chat_is_rendered_beside_the_loop(
+    messages: list[ChatMessage], variables: dict[str, Any], is_inline: bool
+) -> None:
+    tokenizer = ModelTokenizer(byte_level_tokenizer(), ChatTemplate(CHAT_TEMPLATE, SPECIAL))
+    renderer = ChatRenderer()
+    form = chat_form(ChatRequest(messages=[], chat_template_kwargs=variables))
+    rendering = asyncio.create_task(renderer.text(tokenizer, messages, form))
+    await asyncio.sleep(0)  # which is its first step
+    assert rendering.done() == is_inline
+    text = await rendering
+    assert text == render_chat(tokenizer.chat_template, template_input(messages), form)

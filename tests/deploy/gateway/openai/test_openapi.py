@@ -1,0 +1,72 @@
+"""The OpenAPI document says what the gateway does."""
+
+import json
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+
+from longshore.deploy.gateway.app import Gateway
+from longshore.deploy.gateway.openai.openapi import document
+from longshore.deploy.gateway.openai.requests import ChatRequest, CompletionRequest
+from longshore.deploy.gateway.openai.responses import Model
+from tests.deploy.gateway.conftest import StartGateway
+
+DOCUMENT = document()
+SCHEMAS = DOCUMENT["components"]["schemas"]
+
+
+def references(part: Any) -> set[str]:
+    if isinstance(part, dict):
+        own = {part["$ref"]} if isinstance(part.get("$ref"), str) else set()
+        return own.union(*map(references, part.values()))
+    return set().union(*map(references, part)) if isinstance(part, list) else set()
+
+
+def test_every_route_is_described_but_the_document_and_the_way_to_the_page() -> None:
+    model = Model(id="tiny", created=0, max_model_len=64, vocab_size=320)
+    app: Any = Gateway(model, lambda: None, report_timeout_s=1).app.app
+    routes = {
+        (route.path.replace(":path", ""), "post" if "POST" in (route.methods or ()) else "get")
+        for route in app.routes
+        if isinstance(route, Route)
+    }
+    described = {(path, method) for path, item in DOCUMENT["paths"].items() for method in item}
+    assert described == routes - {("/openapi.json", "get"), ("/", "get")}
+
+
+def test_every_reference_leads_somewhere() -> None:
+    assert references(DOCUMENT) <= {f"#/components/schemas/{name}" for name in SCHEMAS}
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_every_parameter_that_is_accepted_is_named(kind: type[Any]) -> None:
+    properties = SCHEMAS[kind.__name__]["properties"]
+    assert set(kind.__struct_fields__) <= properties.keys()
+    assert properties["user"] == {}  # anything, and to no effect
+    assert properties["parallel_tool_calls"] == {"enum": [None, True, False]}
+    assert SCHEMAS[kind.__name__]["additionalProperties"] is False
+
+
+async def test_answers_have_what_the_document_requires_of_them(
+    start_gateway: StartGateway,
+) -> None:
+    async with start_gateway() as gateway:
+        served = json.loads((await gateway.get("/openapi.json")).body)
+        assert served == json.loads(json.dumps(DOCUMENT))
+        for path, body in (
+            ("/v1/models", None),
+            ("/engine/report", None),
+            ("/dashboard/state", None),
+            ("/v1/completions", {"prompt": "p"}),
+            ("/tokenize", {"prompt": "p"}),
+            ("/v1/completions", {"prompt": 5}),
+        ):
+            method = "get" if body is None else "post"
+            answer = await (gateway.get(path) if body is None else gateway.post(path, body))
+            response = DOCUMENT["paths"][path][method]["responses"][str(answer.status)]
+            schema = response["content"]["application/json"]["schema"]
+            schema, *_ = schema.get("anyOf", [schema])  # of one engine, not of all
+            required = SCHEMAS[schema["$ref"].rpartition("/")[2]]
+            content = json.loads(answer.body)
+            assert set(required["required"]) <= content.keys() <= required["properties"].keys()

@@ -1,0 +1,69 @@
+"""Where prompts are tokenized, and where they are given up."""
+
+import threading
+from typing import Any, cast
+
+import pytest
+
+from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.openai.prompts import PromptReader
+from longshore.deploy.gateway.openai.requests import CompletionRequest
+from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
+from longshore.deploy.model.folder import SamplingDefaults
+
+
+class RecordingTokenizer:
+    """One token per prompt, or too many; remembers on which thread each was encoded."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.num_characters = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.threads.append(threading.get_ident())
+        self.num_characters += len(text)
+        return [1] * (1000 if text.startswith("long") else 1 + text.count(" "))
+
+    encode_rendered = encode
+
+
+def make_reader(tokenizer: RecordingTokenizer) -> PromptReader:
+    return PromptReader(
+        cast(ModelTokenizer, cast(Any, tokenizer)),
+        SamplingDefaults(),
+        vocab_size=10,
+        max_model_len=100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "is_inline"),
+    [
+        (["short"], True),
+        (["x" * (MAX_INLINE_CHARACTERS + 1)], False),
+        (["x" * 1000] * (MAX_INLINE_CHARACTERS // 1000 + 1), False),
+    ],
+    ids=["short", "one long", "many short"],
+)
+async def test_much_text_is_tokenized_beside_the_loop(prompts: list[str], is_inline: bool) -> None:
+    tokenizer = RecordingTokenizer()
+    request = CompletionRequest(prompt=cast(Any, prompts))
+    assert await make_reader(tokenizer).completion_prompts(request) == [[1]] * len(prompts)
+    assert {thread == threading.get_ident() for thread in tokenizer.threads} == {is_inline}
+
+
+async def test_first_prompt_that_does_not_fit_ends_the_work() -> None:
+    tokenizer = RecordingTokenizer()
+    request = CompletionRequest(prompt=["fits", "long", "fits", "fits"])
+    with pytest.raises(ApiError, match="1000 tokens"):
+        await make_reader(tokenizer).completion_prompts(request)
+    assert len(tokenizer.threads) == 2
+
+
+async def test_text_that_can_never_fit_is_not_tokenized_whole() -> None:
+    tokenizer = RecordingTokenizer()
+    request = CompletionRequest(prompt="a " * 1_000_000)
+    with pytest.raises(ApiError, match="tokens and more") as caught:
+        await make_reader(tokenizer).completion_prompts(request)
+    assert caught.value.status == 400
+    assert tokenizer.num_characters <= MAX_INLINE_CHARACTERS

@@ -1,0 +1,114 @@
+"""Templates that would never end or fill the memory are refused; honest ones render as ever."""
+
+import json
+import resource
+from functools import partial
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from longshore.deploy.gateway.text.chat_template import ChatTemplate, TemplateRefused
+
+CHAT = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": "Where is C417?"},
+    {"role": "assistant", "content": "<think>B42 or B13</think>B42\n"},
+    {"role": "user", "content": "And C009?"},
+]
+MAX_BYTES = 300 << 20
+TEXT = "{% set n = namespace(x='ab') %}"
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ j }}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for i in messages recursive %}{{ loop(messages) }}{{ loop(messages) }}{% endfor %}",
+        TEXT + "{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        TEXT + "{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        TEXT + "{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+        "{% set n = namespace(x=9) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "{% set t %}{% for i in range(9999) %}" + "x" * 9999 + "{% endfor %}{% endset %}",
+        "{% set l = range(99999) | list %}{% for i in l %}{% if 'x' in l %}{% endif %}{% endfor %}",
+        "{% set l = range(99999) | list %}{% for i in l %}{% set s = l | sum %}{% endfor %}",
+        "{% set l = range(99999) | list %}{% for i in l %}{% set s = l[1:] %}{% endfor %}",
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ 10 ** 10 * 'x' }}",
+        "{{ [1] * 10 ** 10 }}",
+        "{{ 9 ** 99999 }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (10 ** 10, 1) }}",
+        "{{ '{:>9999999999}'.format(1) }}",
+        "{{ '{:>{}}'.format(1, 10 ** 10) }}",
+        "{{ '%9999999999d' | format(1) }}",
+        "{{ 'x'.center(10 ** 10) }}",
+        "{{ 'x'.ljust(width=10 ** 10) }}",
+        "{{ 'x'.zfill(10 ** 10) }}",
+        "{{ 'x' | center(10 ** 10) }}",
+        "{{ ['x'] | map('center', 10 ** 10) | list }}",
+        "{{ ('x' * 9999).replace('x', 'y' * 9999) }}",
+        "{{ ('x' * 9999) | replace('x', 'y' * 9999) }}",
+        "{{ ('x' * 9999).replace('', 'y' * 9999) }}",
+        "{{ ('x' * 9999).join('y' * 9999) }}",
+        "{{ range(9999) | join('y' * 9999) }}",
+        "{{ range(9999) | map('string') | join('y' * 9999) }}",
+        "{{ ('\\n' * 9999) | indent(10 ** 6, true) }}",
+        "{{ messages | tojson(indent=10 ** 9) }}",
+        "{{ [1] | batch(10 ** 9, 'x') | list }}",
+        "{{ lipsum(n=10 ** 6) }}",
+    ],
+)  # fmt: skip
+def test_a_template_without_end_is_refused_before_it_takes_the_memory(source: str) -> None:
+    template = ChatTemplate(source, {})
+    before = peak_bytes()
+    with pytest.raises(TemplateRefused):
+        template.render(CHAT)
+    assert peak_bytes() - before < MAX_BYTES
+
+
+HONEST = """
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}
+{%- set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif -%}
+{%- set ns = namespace(last=-1, text='') %}
+{%- macro turn(message, is_last=false) -%}
+<|{{ message.role | upper }}|>{{ message['content'].split('</think>')[-1].strip() }}
+{%- if is_last %} (last){% endif %}{{ '\\n' }}
+{%- endmacro -%}
+{%- for message in rest if message.content is string %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no') }}{% endif %}
+{{- turn(message, is_last=loop.last) ~ loop.index ~ '/' ~ loop.length }}
+{%- if loop.previtem is defined and 'C' in message.content %}
+{%- set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{{- ns.last }}{{ {'a': [1, 'é']} | tojson(indent=2) }}
+{{- system | default('none') | replace('B', 'b') }}
+{{- ['a', 'b'] | map('upper') | join(', ') }}{{ '%05d|%s' % (7, 'x') }}{{ '{:>6}'.format(5) }}
+{{- 'a,b'.split(',') | join('+') }}
+{{- messages | selectattr('role', 'equalto', 'user') | list | length }}
+{%- for key, value in {'k': 1} | dictsort %}{{ key }}={{ value }}{% endfor %}
+{{- 'x' * 3 ~ 2 * 3 ~ messages[::-1][0].content | indent(4) }}{{ nothing }}{{ 'b' in 'abc' }}
+"""
+
+
+def test_an_honest_template_renders_as_without_bounds() -> None:
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    plain.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    expected = plain.from_string(HONEST)
+    for chat in (CHAT, CHAT[1:]):
+        assert ChatTemplate(HONEST, {}).render(chat) == expected.render(messages=chat)
+
+
+def test_the_budget_grows_with_what_is_rendered() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content | trim }}{% endfor %}", {})
+    chat = [{"role": "user", "content": "x" * (4 << 20)}] * 16
+    assert len(template.render(chat)) == 64 << 20
+    many = [{"role": "user", "content": "x"}] * 100_000
+    assert len(template.render(many)) == 100_000

@@ -1,0 +1,60 @@
+"""What a tokenizer keeps of long texts, and what it remembers."""
+
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from longshore.deploy.gateway.text.chat_template import PLAIN_TEMPLATE, ChatTemplate
+from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
+from tests.deploy.tiny_tokenizer import byte_level_tokenizer
+
+LONG = "the ships, the crates " * 20_000
+
+
+class CountingTokenizer:
+    """num_characters: that were encoded."""
+
+    def __init__(self) -> None:
+        self._tokenizer = byte_level_tokenizer()
+        self.num_characters = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.num_characters += len(text)
+        return self._tokenizer.encode(text, **options)
+
+
+def model_tokenizer(tokenizer: Any, *, keeps_end: bool = False) -> ModelTokenizer:
+    template = ChatTemplate(PLAIN_TEMPLATE, {})
+    return ModelTokenizer(cast(Tokenizer, tokenizer), template, keeps_end=keeps_end)
+
+
+@pytest.mark.parametrize("keeps_end", [False, True])
+@given(st.integers(0, 4 * MAX_INLINE_CHARACTERS), st.integers(1, 3 * MAX_INLINE_CHARACTERS))
+def test_a_cut_text_has_the_first_or_last_tokens_of_the_whole(
+    keeps_end: bool, num_characters: int, max_tokens: int
+) -> None:
+    tokenizer = model_tokenizer(byte_level_tokenizer(), keeps_end=keeps_end)
+    text = LONG[:num_characters]
+    whole = tokenizer.encode_rendered(text)
+    kept = whole[-max_tokens:] if keeps_end else whole[:max_tokens]
+    assert tokenizer.encode_cut(text, max_tokens, with_special=False) == kept
+
+
+@pytest.mark.parametrize("keeps_end", [False, True])
+def test_what_is_cut_off_is_not_tokenized(keeps_end: bool) -> None:
+    counting = CountingTokenizer()
+    tokenizer = model_tokenizer(counting, keeps_end=keeps_end)
+    assert len(tokenizer.encode_cut(LONG, 100, with_special=False)) == 100
+    assert counting.num_characters == 2 * MAX_INLINE_CHARACTERS  # counted, then cut
+
+
+def test_texts_of_tokens_are_remembered_if_the_vocabulary_holds_them() -> None:
+    tokenizer = model_tokenizer(byte_level_tokenizer())
+    assert [tokenizer.decode([i]) for i in (60, 60, 10**6, 2**31 - 1)] == ["[", "[", "", ""]
+    assert tokenizer._texts == {60: "["}

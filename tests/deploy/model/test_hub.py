@@ -1,0 +1,201 @@
+"""Models by hub id, fetched with the real client from a small hub on the loopback interface."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from longshore.deploy.model.hub import model_name, resolve_model
+from longshore.protocol.errors import ConfigError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": b"weights",
+    "README.md": b"not needed",
+    "onnx/model.json": b"another format",
+}
+
+
+class Hub:
+    """Serves one repository, `own/er`. `close` may be called twice.
+
+    num_requests: how often it was asked for anything.
+    """
+
+    def __init__(self) -> None:
+        hub = self
+        self.num_requests = 0
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                hub.answer(self, body=True)
+
+            def do_HEAD(self) -> None:
+                hub.answer(self, body=False)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.thread.start()
+
+    def answer(self, request: BaseHTTPRequestHandler, *, body: bool) -> None:
+        self.num_requests += 1
+        path = request.path.partition("?")[0]
+        if path.startswith("/api/models/own/er/tree/"):
+            tree = [
+                {"type": "file", "path": name, "size": len(FILES[name]), "oid": f"{index:040x}"}
+                for index, name in enumerate(FILES)
+            ]
+            content = json.dumps(tree).encode()
+        elif path.startswith("/api/models/own/er"):
+            siblings = [{"rfilename": name} for name in FILES]
+            content = json.dumps({"id": "own/er", "sha": COMMIT, "siblings": siblings}).encode()
+        elif path.startswith(f"/own/er/resolve/{COMMIT}/"):
+            content = FILES[path.removeprefix(f"/own/er/resolve/{COMMIT}/")]
+        else:
+            request.send_response(404)
+            request.send_header("X-Error-Code", "RepoNotFound")
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+            return
+        request.send_response(200)
+        request.send_header("Content-Length", str(len(content)))
+        request.send_header("ETag", f'"{hash(content) & 0xFFFFFFFF:x}"')
+        request.send_header("X-Repo-Commit", COMMIT)
+        request.end_headers()
+        if body:
+            request.wfile.write(content)
+
+    def close(self) -> None:
+        if self.thread.is_alive():
+            self.server.shutdown()
+            self.thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    made = Hub()
+    yield made
+    made.close()
+
+
+def resolve(model: str, *, endpoint: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """`resolve_model` in an interpreter of its own: the client reads its settings when imported."""
+    program = (
+        "import sys; from longshore.deploy.model.hub import resolve_model\n"
+        "from longshore.protocol.errors import ConfigError\n"
+        "try: print(resolve_model(sys.argv[1]))\n"
+        "except ConfigError as error: sys.exit(str(error))"
+    )
+    return run(program, model, endpoint=endpoint, cache=cache)
+
+
+def run(
+    program: str, model: str, *, endpoint: str, cache: Path, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """In an interpreter whose model hub is `endpoint`."""
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    environment |= {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(cache),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    environment.pop("HF_HUB_OFFLINE", None)
+    return subprocess.run(
+        [sys.executable, "-c", program, model],
+        env=environment,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_hub_id_is_fetched_once_and_then_found_without_the_hub(hub: Hub, tmp_path: Path) -> None:
+    first = resolve("own/er", endpoint=hub.url, cache=tmp_path)
+    assert first.returncode == 0, first.stderr
+    folder = Path(first.stdout.strip())
+    assert {path.name for path in folder.rglob("*") if path.is_file()} == {
+        "config.json",
+        "model.safetensors",
+    }
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    hub.close()
+    again = resolve("own/er", endpoint=hub.url, cache=tmp_path)
+    assert again.stdout.strip() == str(folder), again.stderr
+
+
+def test_a_model_that_the_hub_does_not_have_is_refused_by_its_name(
+    hub: Hub, tmp_path: Path
+) -> None:
+    result = resolve("no/body", endpoint=hub.url, cache=tmp_path)
+    assert result.returncode == 1
+    assert "no/body is no local folder, and the model hub refuses it" in result.stderr
+
+
+def test_without_a_hub_and_without_an_earlier_download_the_error_says_so(tmp_path: Path) -> None:
+    result = resolve("own/er", endpoint="http://127.0.0.1:9", cache=tmp_path)
+    assert result.returncode == 1
+    assert "the model hub cannot be reached" in result.stderr
+
+
+WITHOUT_NETWORK = """
+import sys
+
+def forbid(event, arguments):
+    if event in ("socket.getaddrinfo", "socket.gethostbyname"):
+        sys.exit(f"{event}{arguments}")
+    if event in ("socket.connect", "socket.bind", "socket.sendto"):
+        if isinstance(arguments[1], tuple):  # a path is of this machine
+            sys.exit(f"{event} {arguments[1]}")
+
+sys.addaudithook(forbid)
+from longshore import LLM, SamplingParams
+
+with LLM(sys.argv[1], in_process=True, num_blocks=300, threads=1) as llm:
+    (output,) = llm.generate("C417", SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
+print(len(output.token_ids), "huggingface_hub" in sys.modules)
+"""
+
+
+def test_a_local_folder_is_loaded_and_computed_without_a_network_though_a_hub_has_its_name(
+    hub: Hub, tmp_path: Path
+) -> None:
+    shutil.copytree(DEMO_MODEL_DIR, tmp_path / "own" / "er")
+    result = run(WITHOUT_NETWORK, "own/er", endpoint=hub.url, cache=tmp_path, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "2 False\n"), result.stderr
+    assert hub.num_requests == 0
+
+
+def test_the_same_program_is_stopped_where_it_would_ask_the_hub(hub: Hub, tmp_path: Path) -> None:
+    result = run(WITHOUT_NETWORK, "own/er", endpoint=hub.url, cache=tmp_path, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "socket." in result.stderr
+    assert hub.num_requests == 0
+
+
+def test_requests_call_a_model_by_its_id_or_by_the_name_of_its_folder(tmp_path: Path) -> None:
+    assert model_name("own/er") == model_name("own/er@main") == "own/er"
+    (tmp_path / "mine").mkdir()
+    assert model_name(tmp_path / "mine") == model_name(f"{tmp_path}/mine/../mine") == "mine"
+
+
+@pytest.mark.parametrize("model", ["nowhere", "/nowhere/at/all", "a/b/c", "../up", "a/b@"])
+def test_what_is_neither_a_folder_nor_an_id_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no folder, and no id of a model hub"):
+        resolve_model(model)

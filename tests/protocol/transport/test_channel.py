@@ -1,0 +1,325 @@
+"""Typed channels over real sockets."""
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+import zmq
+
+from longshore.protocol.errors import ConfigError, EngineDead, MalformedMessage
+from longshore.protocol.handshake import ClientHello, Rejected, ToClient, ToEngine
+from longshore.protocol.outputs import EngineFailed
+from longshore.protocol.requests import AbortRequests, StopFound
+from longshore.protocol.transport.channel import (
+    Channel,
+    CurveKeys,
+    Endpoint,
+    ServerChannel,
+    SocketWatcher,
+    close_context,
+    count_bad,
+    open_socket,
+)
+
+Context = zmq.Context[zmq.Socket[bytes]]
+WAIT_S = 20.0
+
+
+class Sockets:
+    """Opens contexts and sockets, and closes all of them."""
+
+    def __init__(self) -> None:
+        self._contexts: list[Context] = []
+        self._sockets: list[Any] = []
+
+    def new_context(self) -> Context:
+        self._contexts.append(zmq.Context())
+        return self._contexts[-1]
+
+    def open(
+        self, kind: int, endpoint: Endpoint, *, bind: bool, context: Context | None = None
+    ) -> Any:
+        """A socket of `context`, by default of the context opened first."""
+        if context is None:
+            context = self._contexts[0] if self._contexts else self.new_context()
+        self._sockets.append(open_socket(context, kind, endpoint, bind=bind))
+        return self._sockets[-1]
+
+    def engine(self, endpoint: Endpoint, context: Context | None = None) -> Channel[Any, Any]:
+        """The end that binds and receives ToEngine."""
+        return Channel(self.open(zmq.DEALER, endpoint, bind=True, context=context), ToEngine)
+
+    def server(self, endpoint: Endpoint, context: Context | None = None) -> ServerChannel[Any, Any]:
+        """The same for many clients."""
+        return ServerChannel(self.open(zmq.ROUTER, endpoint, bind=True, context=context), ToEngine)
+
+    def client(self, endpoint: Endpoint, context: Context | None = None) -> Channel[Any, Any]:
+        return Channel(self.open(zmq.DEALER, endpoint, bind=False, context=context), ToClient)
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=0)
+        for context in self._contexts:
+            # In a thread: a context that is still in use somewhere would hang here for ever.
+            ender = threading.Thread(target=close_context, args=(context,), daemon=True)
+            ender.start()
+            ender.join(WAIT_S)
+            assert not ender.is_alive(), "the context does not end"
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    opened = Sockets()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Endpoint:
+    return Endpoint(f"ipc://{tmp_path}/s")
+
+
+Pair = tuple[Channel[Any, Any], Channel[Any, Any]]
+
+
+@pytest.fixture
+def pair(sockets: Sockets, endpoint: Endpoint) -> Pair:
+    """An engine's end and a client's."""
+    return sockets.engine(endpoint), sockets.client(endpoint)
+
+
+def test_messages_arrive_in_order_in_both_directions(pair: Pair) -> None:
+    server, client = pair
+    for number in range(50):
+        client.send(StopFound(number, 1))
+    assert [server.receive(WAIT_S) for _ in range(50)] == [StopFound(n, 1) for n in range(50)]
+    for number in range(50):
+        server.send(Rejected(str(number)))
+    assert [client.receive(WAIT_S) for _ in range(50)] == [Rejected(str(n)) for n in range(50)]
+    assert server.receive() is None
+
+
+def test_big_arrays_arrive_whole(pair: Pair) -> None:
+    server, client = pair
+    handles = np.arange(100_000, dtype=np.int32)
+    client.send(AbortRequests(handles))
+    message = server.receive(None)
+    np.testing.assert_array_equal(message.handles, handles)
+
+
+def test_malformed_messages_are_counted_by_name_and_the_next_good_one_arrives(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, client = pair
+    caplog.set_level(logging.WARNING)
+    for frames in ([b"junk"], [b""], [b"\x81\xa4type\xa4plan"], [b"", b"", b""]):
+        client.socket.send_multipart(frames)
+    client.socket.send_multipart([b"\x80"] + [b""] * 16_384)
+    client.send(StopFound(1, 2))
+    assert server.receive(WAIT_S) == StopFound(1, 2)
+    assert server.num_bad == {"MalformedMessage": 3, "UnknownMessage": 1, "MessageTooLarge": 1}
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3  # once per name
+    assert "no message is called 'plan' here" in caplog.text
+
+
+def test_only_every_thousandth_bad_message_of_a_kind_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counter: Counter[str] = Counter()
+    for _ in range(2500):
+        count_bad(counter, MalformedMessage("bad"))
+    assert counter["MalformedMessage"] == 2500
+    assert len(caplog.records) == 3
+
+
+def test_a_sender_whose_peer_never_reads_is_told_instead_of_blocked(
+    sockets: Sockets, endpoint: Endpoint
+) -> None:
+    channel = sockets.engine(endpoint)
+    with pytest.raises(EngineDead, match="has not read its messages"):
+        channel.send(Rejected("nobody is connected"))
+
+
+def test_a_server_tells_its_clients_apart_and_drops_what_is_for_one_that_is_gone(
+    sockets: Sockets, endpoint: Endpoint
+) -> None:
+    server = sockets.server(endpoint)
+    clients = [sockets.client(endpoint) for _ in range(2)]
+    for number, client in enumerate(clients):
+        client.socket.send_multipart([b"junk"])
+        client.send(ClientHello(f"client {number}", "f"))
+    names = {}
+    while len(names) < 2:
+        server.socket.poll(WAIT_S * 1000)
+        names |= {message.name: peer for peer, message in server.drain()}
+    assert server.num_bad == {"MalformedMessage": 2}
+    for number, client in enumerate(clients):
+        assert server.send(names[f"client {number}"], Rejected(f"you are {number}"))
+        assert client.receive(WAIT_S) == Rejected(f"you are {number}")
+    assert server.send(b"nobody", Rejected("hello?")) is False
+    assert server.receive() is None
+
+
+@pytest.mark.parametrize(
+    ("address", "keys", "message"),
+    [
+        ("tcp://127.0.0.1:*", None, r"tcp://127\.0\.0\.1:\*' has no CURVE keys.*Use ipc://"),
+        ("inproc://here", None, "is neither ipc:// nor tcp://"),
+        ("udp://127.0.0.1:1", None, "is neither ipc:// nor tcp://"),
+        ("tcp://127.0.0.1:*", CurveKeys("p" * 40, "s" * 40), "names no client keys"),
+    ],
+)
+def test_an_address_that_is_not_private_is_refused_by_name(
+    sockets: Sockets, address: str, keys: CurveKeys | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sockets.server(Endpoint(address, keys))
+
+
+def test_a_connecting_end_needs_the_servers_key(sockets: Sockets) -> None:
+    endpoint = Endpoint("tcp://127.0.0.1:1", CurveKeys("p" * 40, "s" * 40))
+    with pytest.raises(ConfigError, match="needs the server's public key"):
+        sockets.client(endpoint)
+
+
+def keypair() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def last_address(socket: Any) -> str:
+    return str(socket.getsockopt(zmq.LAST_ENDPOINT).decode())
+
+
+def curve_client(address: str, keys: tuple[str, str], server: str) -> Endpoint:
+    return Endpoint(address, CurveKeys(*keys, server=server))
+
+
+def test_curve_lets_the_named_clients_in_and_nobody_else(sockets: Sockets) -> None:
+    server_keys, good_keys, wrong_keys = keypair(), keypair(), keypair()
+    allowed = CurveKeys(*server_keys, allowed_clients=(good_keys[0],))
+    server = sockets.server(Endpoint("tcp://127.0.0.1:*", allowed), sockets.new_context())
+    address = last_address(server.socket)
+    other = sockets.new_context()
+    wrong = sockets.client(curve_client(address, wrong_keys, server_keys[0]), other)
+    misled = sockets.client(curve_client(address, good_keys, keypair()[0]), other)
+    events = wrong.socket.get_monitor_socket()
+    wrong.send(ClientHello("wrong key", "f"))
+    misled.send(ClientHello("right key, wrong server", "f"))
+    good = sockets.client(curve_client(address, good_keys, server_keys[0]), other)
+    good.send(ClientHello("good", "f"))
+    assert server.socket.poll(WAIT_S * 1000)
+    ((peer, message),) = server.drain()
+    assert message.name == "good"
+    assert server.send(peer, Rejected("only you"))
+    assert good.receive(WAIT_S) == Rejected("only you")
+    # The wrong key was refused by name, not merely slow.
+    seen = set()
+    while zmq.EVENT_HANDSHAKE_FAILED_AUTH not in seen:
+        assert events.poll(WAIT_S * 1000)
+        seen.add(int.from_bytes(events.recv_multipart()[0][:2], "little"))
+    wrong.socket.disable_monitor()
+    events.close(linger=0)
+    assert server.receive() is None
+    assert wrong.receive() is None
+    assert misled.receive() is None
+
+
+def test_two_curve_endpoints_of_one_context_have_lists_of_their_own(sockets: Sockets) -> None:
+    context, server_keys = sockets.new_context(), keypair()
+    client_keys = {"first": keypair(), "second": keypair()}
+    servers = {}
+    for number, (name, keys) in enumerate(client_keys.items(), 1):
+        allowed = CurveKeys(*server_keys, allowed_clients=(keys[0],))
+        servers[name] = sockets.server(Endpoint(f"tcp://127.0.0.{number}:*", allowed), context)
+    other = sockets.new_context()
+    for name, keys in client_keys.items():
+        for server in servers.values():
+            address = last_address(server.socket)
+            client = sockets.client(curve_client(address, keys, server_keys[0]), other)
+            client.send(ClientHello(name, "f"))
+    for name, server in servers.items():
+        assert server.socket.poll(WAIT_S * 1000)
+        assert [message.name for _, message in server.drain()] == [name]
+
+
+# The watcher
+
+
+async def storm(server: Channel[Any, Any], client: Channel[Any, Any], num_messages: int) -> None:
+    """Two ends that answer each other, with sends between receives, on one loop."""
+    received: list[int] = []
+    echoed: list[str] = []
+    done = asyncio.Event()
+
+    def on_server() -> None:
+        for message in server.drain():
+            received.append(message.handle)
+            server.send(Rejected(str(message.handle)))
+            if message.handle % 3 == 0:
+                server.send(EngineFailed("between"))
+
+    def on_client() -> None:
+        # One message per call: the watcher has to come back for the rest by itself.
+        message = client.receive()
+        if isinstance(message, Rejected):
+            echoed.append(message.reason)
+            if len(echoed) == num_messages:
+                done.set()
+
+    watchers = [SocketWatcher(server.socket, on_server), SocketWatcher(client.socket, on_client)]
+    for number in range(num_messages):
+        client.send(StopFound(number, 1))
+        watchers[1].check()
+        if number % 7 == 0:
+            await asyncio.sleep(0)
+    await asyncio.wait_for(done.wait(), WAIT_S)
+    assert received == list(range(num_messages))
+    assert echoed == [str(number) for number in range(num_messages)]
+    for watcher in watchers:
+        watcher.close()
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_the_watcher_misses_nothing_in_a_storm_of_sends_and_receives(
+    pair: Pair, make_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(storm(*pair, 3000))
+
+
+def test_the_watcher_wakes_for_what_came_before_it_and_not_after_it_was_closed(
+    pair: Pair,
+) -> None:
+    server, client = pair
+
+    async def watch() -> list[Any]:
+        seen: list[Any] = []
+        first = asyncio.Event()
+
+        def on_ready() -> None:
+            seen.extend(server.drain())
+            first.set()
+
+        client.send(StopFound(1, 1))
+        assert server.socket.poll(WAIT_S * 1000)
+        watcher = SocketWatcher(server.socket, on_ready)
+        await asyncio.wait_for(first.wait(), WAIT_S)
+        watcher.close()
+        watcher.close()
+        client.send(StopFound(2, 1))
+        assert server.socket.poll(WAIT_S * 1000)
+        watcher.check()
+        await asyncio.sleep(0)
+        return seen
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(watch()) == [StopFound(1, 1)]
+    assert server.receive() == StopFound(2, 1)

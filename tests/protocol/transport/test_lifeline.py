@@ -1,0 +1,127 @@
+"""The tie between real processes."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from longshore.protocol.transport.lifeline import (
+    EXIT_SUPERVISOR_GONE,
+    Failed,
+    Lifeline,
+    Progress,
+    Ready,
+    decode_report,
+)
+
+CHILD = """
+import sys, threading
+from pathlib import Path
+from longshore.protocol.lifeline import Failed, Lifeline, Progress, Ready
+lifeline = Lifeline(int(sys.argv[1]), Path(sys.argv[2]))
+lifeline.report(Progress("loading"))
+lifeline.report(Ready({"num_blocks": "7"}))
+threading.Event().wait(60)
+"""
+WAIT_S = 30.0
+
+
+def start_child(
+    runtime_dir: Path, program: str = CHILD
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(theirs.fileno()), str(runtime_dir)],
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    ours.settimeout(WAIT_S)
+    return child, ours
+
+
+@pytest.fixture
+def runtime_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "runtime"
+    folder.mkdir(mode=0o700)
+    (folder / "socket").write_bytes(b"")
+    return folder
+
+
+def test_reports_arrive_and_the_child_leaves_nothing_when_its_supervisor_goes(
+    runtime_dir: Path,
+) -> None:
+    child, ours = start_child(runtime_dir)
+    try:
+        with ours, ours.makefile("rb") as lines:
+            assert decode_report(lines.readline()) == Progress("loading")
+            assert decode_report(lines.readline()) == Ready({"num_blocks": "7"})
+            assert child.poll() is None
+        assert child.wait(WAIT_S) == EXIT_SUPERVISOR_GONE
+    finally:
+        child.kill()
+        child.wait()
+    assert not runtime_dir.exists()
+
+
+def test_the_supervisor_sees_the_end_of_a_child_that_dies(runtime_dir: Path) -> None:
+    child, ours = start_child(runtime_dir, CHILD.replace("threading.Event().wait(60)", ""))
+    with ours, ours.makefile("rb") as lines:
+        assert len(lines.readlines()) == 2  # up to the end of file
+    assert child.wait(WAIT_S) == 0
+    assert runtime_dir.exists()
+
+
+def test_what_the_supervisor_sends_does_not_end_the_child(runtime_dir: Path) -> None:
+    child, ours = start_child(runtime_dir)
+    try:
+        with ours, ours.makefile("rb") as lines:
+            lines.readline()
+            ours.sendall(b"ignored")
+            lines.readline()
+            assert child.poll() is None
+        assert child.wait(WAIT_S) == EXIT_SUPERVISOR_GONE
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_without_a_supervisor_reports_go_nowhere() -> None:
+    num_threads = threading.active_count()
+    lifeline = Lifeline(None)
+    lifeline.report(Ready())
+    assert threading.active_count() == num_threads
+
+
+def test_a_report_to_a_supervisor_that_has_just_gone_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    ours, theirs = socket.socketpair()
+    lifeline = Lifeline(theirs.detach())
+    ours.close()
+    for thread in threading.enumerate():
+        if thread.name == "lifeline":
+            thread.join(WAIT_S)
+    assert exits == [EXIT_SUPERVISOR_GONE]
+    lifeline.report(Ready())
+    assert lifeline._socket is not None
+    lifeline._socket.close()
+
+
+@pytest.mark.parametrize("line", [b"", b"{}", b'{"type": "other"}', b'{"type": "failed"}', b"\xff"])
+def test_a_line_that_is_no_report_is_refused(line: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        decode_report(line)
+
+
+def test_every_report_survives_the_line() -> None:
+    for report in (Ready({"a": "b"}), Failed("two\nlines"), Progress("doing")):
+        line = msgspec.json.encode(report)
+        assert b"\n" not in line
+        assert decode_report(line) == report

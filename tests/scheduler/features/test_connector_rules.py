@@ -1,0 +1,1065 @@
+"""One small situation per rule of transfers (docs/connectors.md), with the connector told what to
+do."""
+
+from typing import Any
+
+import pytest
+
+from longshore.connectors.base import AskLater, FinishAction, Match, Matched, RequestView
+from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
+from longshore.scheduler.request import RequestStatus
+from tests.scheduler.adversarial_connector import has_leading
+from tests.scheduler.driver import expected_output, prompt_of
+from tests.scheduler.transfer_driver import BLOCK_SIZE, TransferDriver
+
+EVERYTHING = 1 << 20
+
+
+def background(num_tokens: int = EVERYTHING, **settings: Any) -> TransferDriver:
+    """A connector that has `num_tokens` leading tokens of every request, loaded in background."""
+    rules = {"match": has_leading(num_tokens, is_async=True)}
+    return TransferDriver(**({"rules": rules} | settings))
+
+
+def in_step(num_tokens: int = EVERYTHING, **settings: Any) -> TransferDriver:
+    """The same, loaded within the step."""
+    rules = {"match": has_leading(num_tokens, is_async=False)}
+    return TransferDriver(**({"rules": rules} | settings))
+
+
+def only(*request_ids: str, num_tokens: int = EVERYTHING, is_async: bool = True) -> dict[str, Any]:
+    """Rules of a connector that has something for these requests alone."""
+    has = has_leading(num_tokens, is_async=is_async)
+
+    def match(request: RequestView, num_computed_tokens: int) -> Match:
+        return (
+            has(request, num_computed_tokens) if request.request_id in request_ids else Matched(0)
+        )
+
+    return {"match": match}
+
+
+def settle(driver: TransferDriver) -> None:
+    """Everything ends, and nothing is left behind."""
+    for _ in range(20):
+        driver.end_all_transfers()
+        driver.run()
+        if driver.transfers.is_idle and not driver.stores:
+            break
+    driver.check_idle()
+
+
+# The order and the number of calls
+
+
+@pytest.mark.req("CON-17")
+def test_a_plain_step_calls_the_connector_for_its_metadata_alone() -> None:
+    driver = TransferDriver(max_steps_in_flight=1)
+    calls = driver.adversary.calls
+    key = driver.add("r", prompt_of(5))
+    assert calls == ["bind_blocks", "on_new_request"]
+    driver.step()
+    assert calls[2:] == [
+        "get_num_new_matched_tokens",
+        *["update_state_after_alloc"] * calls.count("update_state_after_alloc"),
+        "build_connector_meta",
+        "update_connector_output",
+    ]
+    del calls[:]
+    driver.step()
+    driver.step()
+    assert calls == ["build_connector_meta", "update_connector_output"] * 2
+    del calls[:]
+    driver.run()
+    assert calls == [
+        "build_connector_meta",
+        "request_finished",
+        "update_connector_output",
+        "build_connector_meta",  # the workers hear of the end
+        "update_connector_output",
+    ]
+    driver.check_complete(key)
+
+
+@pytest.mark.req("CON-07")
+def test_metadata_of_the_step_rides_on_its_plan() -> None:
+    driver = in_step(8)
+    driver.add("r", prompt_of(10))
+    plan = driver.plan()
+    assert plan is not None
+    (load,) = driver.commands_of(plan).loads
+    assert load.request_id == "r"
+    assert (load.first, len(load.prefixes)) == (0, 8)
+    assert driver.adversary.steps[-1].step == plan.step == 1
+    assert list(driver.adversary.steps[-1].admitted) == ["r"]
+    settle(driver)
+
+
+@pytest.mark.req("CON-06")
+def test_external_tokens_are_paired_with_the_blocks_behind_the_local_hits() -> None:
+    driver = TransferDriver(rules=only("b"))
+    first = driver.add("a", prompt_of(9))
+    driver.run()
+    second = driver.add("b", prompt_of(14))
+    driver.plan()
+    (load,) = driver.adversary.loads_begun
+    assert (load.first, len(load.prefixes)) == (8, 6)
+    assert len(load.targets) == 2
+    driver.end_load("b")
+    driver.plan()
+    table = driver.workers.tables[0][0]
+    assert set(table[2:4]) == load.targets
+    settle(driver)
+    driver.check_complete(first, second)
+    assert (
+        driver.finished[second].num_cached_tokens == 13
+    )  # the last token is computed all the same
+
+
+# Asking
+
+
+@pytest.mark.req("CON-04")
+def test_a_request_whose_connector_does_not_know_yet_lets_others_pass() -> None:
+    answers: list[Match] = [AskLater(), AskLater(), Matched(8)]
+
+    def match(request: RequestView, num_computed_tokens: int) -> Match:
+        return answers.pop(0) if request.request_id == "asks" else Matched(0)
+
+    driver = TransferDriver(rules={"match": match}, max_steps_in_flight=1)
+    asks = driver.add("asks", prompt_of(10))
+    other = driver.add("other", prompt_of(6, 40))
+    plans = [driver.step() for _ in range(3)]
+    assert [[start.request_id for start in plan.added] for plan in plans if plan] == [
+        ["other"],
+        [],
+        ["asks"],
+    ]
+    assert plans[2] is not None
+    assert plans[2].added[0].num_computed_tokens == 8
+    assert driver.adversary.asked["asks"] == 3
+    settle(driver)
+    driver.check_complete(asks, other)
+
+
+@pytest.mark.req("CON-04")
+def test_an_engine_that_is_told_to_ask_later_comes_to_rest_and_goes_on_when_it_knows() -> None:
+    answers: list[Match] = [AskLater()] * 5
+
+    def match(request: RequestView, num_computed_tokens: int) -> Match:
+        return answers.pop() if answers else Matched(0)
+
+    driver = TransferDriver(rules={"match": match})
+    key = driver.add("r", prompt_of(10))
+    for _ in range(5):
+        assert driver.plan() is None
+    settle(driver)
+    driver.check_complete(key)
+
+
+@pytest.mark.req("CON-05", "KVM-10")
+def test_a_background_load_holds_blocks_but_no_row_and_no_name_until_it_is_reported() -> None:
+    driver = background(12)
+    key = driver.add("r", prompt_of(13))
+    twin = driver.add("twin", prompt_of(13))
+    free = driver.num_free_blocks
+    plan = driver.plan()
+    assert plan is not None
+    assert (plan.num_rows, plan.num_scheduled_tokens, plan.added) == (0, 0, ())
+    assert driver.num_free_blocks == free - 8  # four each: nothing of the other could be found
+    assert driver.scheduler.get_request_counts() == (0, 2)
+    for _ in range(3):
+        driver.step()
+    driver.end_load("r")
+    plan = driver.step()
+    assert plan is not None
+    (start,) = plan.added
+    assert (start.request_id, start.num_computed_tokens) == ("r", 12)
+    assert driver.adversary.asked == {"r": 1, "twin": 1}
+    cached = [cached for step in driver.adversary.steps for cached in step.cached]
+    assert [(item.request_id, len(item.block_hashes)) for item in cached] == [("r", 3)]
+    third = driver.add("third", prompt_of(13))
+    plan = driver.step()
+    assert plan is not None
+    assert plan.added[0].request_id == "third"  # found what was loaded, and had nothing to load
+    assert plan.added[0].num_computed_tokens == 12
+    settle(driver)
+    driver.check_complete(key, twin, third)
+
+
+@pytest.mark.req("CON-05")
+def test_a_request_that_was_loaded_is_not_asked_about_again() -> None:
+    driver = background(max_num_seqs=1)
+    keys = [driver.add(name, prompt_of(9, start)) for name, start in (("a", 0), ("b", 30))]
+    driver.plan()
+    driver.end_all_transfers()
+    settle(driver)
+    assert driver.adversary.asked == {"a": 1, "b": 1}
+    driver.check_complete(*keys)
+
+
+@pytest.mark.req("SCH-13")
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("length", [8, 9])
+def test_the_last_token_is_computed_also_when_all_were_loaded(is_async: bool, length: int) -> None:
+    rules = {"match": lambda request, num_computed_tokens: Matched(EVERYTHING, is_async)}
+    driver = TransferDriver(rules=rules)
+    key = driver.add("r", prompt_of(length))
+    driver.plan()
+    (load,) = driver.adversary.loads_begun
+    assert len(load.prefixes) == length
+    driver.end_all_transfers()
+    driver.step()
+    (start,) = [start for plan in driver.plans for start in plan.added]
+    assert start.num_computed_tokens == length - 1
+    settle(driver)
+    driver.check_complete(key)
+
+
+def test_a_loaded_request_that_was_preempted_is_asked_about_again() -> None:
+    driver = TransferDriver(num_blocks=9, max_model_len=32, rules=only("young", num_tokens=8))
+    old = driver.add("old", prompt_of(11), max_tokens=16)
+    young = driver.add("young", prompt_of(11, 40), max_tokens=12)
+    driver.plan()
+    driver.end_load("young")
+    while not driver.finished:
+        driver.step()
+        driver.end_all_transfers()
+    assert driver.scheduler.make_stats().num_preemptions == 1
+    assert driver.adversary.asked["young"] > 1
+    settle(driver)
+    driver.check_complete(old, max_tokens=16)
+    driver.check_complete(young, max_tokens=12)
+
+
+# Ownership
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_block_that_a_plan_in_flight_names_is_no_target_of_a_load(is_async: bool) -> None:
+    rules = only("loads", is_async=is_async)
+    driver = TransferDriver(num_blocks=9, rules=rules, max_model_len=32, max_loading_blocks=8)
+    leaves = driver.add("leaves", prompt_of(20))
+    driver.plan()
+    driver.plan()
+    driver.abort(leaves)
+    loads = driver.add("loads", prompt_of(20, 40))
+    assert driver.num_free_blocks == 8
+    while driver.num_unanswered:  # `Transfers.begin` refuses blocks named by these plans
+        driver.answer()
+        driver.plan()
+    assert driver.adversary.loads_begun
+    settle(driver)
+    driver.check_complete(loads)
+
+
+def test_a_block_that_a_plan_in_flight_names_is_reused_for_compute() -> None:
+    driver = TransferDriver(num_blocks=9, max_model_len=32)
+    leaves = driver.add("leaves", prompt_of(28))
+    driver.plan()
+    driver.abort(leaves)
+    stays = driver.add("stays", prompt_of(28, 40))
+    plan = driver.plan()
+    assert plan is not None
+    assert [start.request_id for start in plan.added] == ["stays"]
+    settle(driver)
+    driver.check_complete(stays)
+
+
+@pytest.mark.req("CON-08", "MET-08")
+@pytest.mark.parametrize("end", ["length", "abort", "stop"])
+def test_blocks_of_an_ended_request_stay_until_they_are_sent(end: str) -> None:
+    driver = TransferDriver(
+        num_ranks=2, rules={"depart": lambda request: FinishAction(True, {"lease": 5})}
+    )
+    key = driver.add("r", prompt_of(9), max_tokens=4)
+    if end == "length":
+        driver.run()
+    else:
+        driver.step()
+        driver.step()
+        if end == "abort":
+            driver.abort(key)
+        else:
+            driver.stop_found(key, 1)
+        driver.run()
+    assert driver.finished[key].kv_transfer_params == {"lease": 5}
+    held = driver.num_blocks - 1 - driver.num_free_blocks
+    assert driver.adversary.ended_transfers == []
+    assert held == len(driver.transfers.sending["r"]) >= 3
+    driver.end_send("r", 0)
+    assert driver.num_blocks - 1 - driver.num_free_blocks == held
+    driver.end_send("r", 1)
+    assert driver.adversary.ended_transfers == ["r"]
+    settle(driver)
+
+
+@pytest.mark.req("CON-08")
+def test_the_end_is_told_once_for_every_accepted_request_and_never_for_a_refused_one() -> None:
+    driver = background(max_num_seqs=1, load_timeout_s=5.0)
+    keys = {
+        name: driver.add(name, prompt_of(9, 20 * index), max_tokens=3)
+        for index, name in enumerate(["runs", "loads", "waits", "stops"])
+    }
+    refused = [
+        driver.add("runs", prompt_of(5)),
+        driver.add("long", prompt_of(100)),
+        driver.add("empty", []),
+        driver.add("wrong", [10**6]),
+    ]
+    driver.plan()
+    driver.end_load("runs")
+    driver.step()
+    driver.abort(keys["loads"])
+    driver.abort(keys["waits"])
+    driver.stop_found(keys["runs"], 1)
+    done = driver.add("done", prompt_of(5), outputs=expected_output("done", 2), max_tokens=2)
+    settle(driver)
+    assert set(driver.adversary.begun) - {"done"} == {"runs", "loads", "waits", "stops"}
+    assert driver.adversary.begun == driver.adversary.ended
+    assert set(driver.adversary.ended.values()) == {1}
+    assert {driver.reason(key) for key in refused} <= {FinishReason.IGNORED, FinishReason.ERROR}
+    assert driver.reason(done) is FinishReason.LENGTH_CAPPED
+
+
+def test_an_aborted_requests_load_keeps_its_blocks_until_it_has_ended() -> None:
+    driver = background(12, num_ranks=2)
+    key = driver.add("r", prompt_of(13))
+    driver.plan()
+    driver.write("r", 0)
+    driver.abort(key)
+    assert driver.reason(key) is FinishReason.ABORTED
+    assert driver.adversary.abandoned == ["r"]
+    assert driver.scheduler.make_stats().num_quarantined_blocks == 4
+    driver.end_load("r", 0)
+    assert driver.scheduler.make_stats().num_quarantined_blocks == 4
+    driver.end_load("r", 1)
+    assert driver.scheduler.make_stats().num_quarantined_blocks == 0
+    settle(driver)
+
+
+def test_after_the_deadline_the_request_computes_on_other_blocks() -> None:
+    driver = background(12, load_timeout_s=10.0)
+    key = driver.add("r", prompt_of(13), max_tokens=20)
+    driver.plan()
+    (load,) = driver.adversary.loads_begun
+    while not driver.adversary.abandoned:
+        driver.step()
+        assert driver.now < 20.0
+    driver.step()
+    driver.step()
+    assert driver.workers.request_ids == {0: "r"}
+    assert not load.targets & set(driver.workers.tables[0][0])
+    assert driver.scheduler.make_stats().num_quarantined_blocks == 4
+    driver.step()
+    driver.write("r", 0)  # late, and into nobody's blocks
+    driver.run()
+    driver.check_complete(key, max_tokens=20)
+    assert driver.scheduler.make_stats().num_quarantined_blocks == 4
+    driver.end_load("r")
+    assert driver.scheduler.make_stats().num_quarantined_blocks == 0
+    settle(driver)
+
+
+def test_the_name_of_a_request_whose_load_is_in_quarantine_loads_nothing_else() -> None:
+    driver = background(12, num_blocks=60)
+    first = driver.add("r", prompt_of(13))
+    driver.plan()
+    driver.abort(first)
+    again = driver.add("r", prompt_of(13))
+    driver.run()
+    driver.end_load("r")  # of the first life, whatever became of the second
+    if again not in driver.finished:
+        driver.run()
+    settle(driver)
+    assert again in driver.finished
+
+
+def test_the_name_of_a_request_whose_blocks_are_being_sent_is_taken() -> None:
+    driver = TransferDriver(rules={"depart": lambda request: FinishAction(True)})
+    first = driver.add("r", prompt_of(9))
+    driver.run()
+    again = driver.add("r", prompt_of(9))
+    assert driver.reason(again) in (FinishReason.ERROR, FinishReason.IGNORED)
+    driver.end_send("r")
+    third = driver.add("r", prompt_of(9))
+    settle(driver)
+    driver.check_complete(first, third)
+
+
+def test_held_blocks_outlive_their_request_until_they_are_released() -> None:
+    driver = TransferDriver(rules={"stores": lambda: True}, max_steps_in_flight=1)
+    key = driver.add("r", prompt_of(9), max_tokens=4)
+    driver.run()
+    assert key in driver.finished
+    assert [(len(store.block_ids), len(store.names)) for store in driver.stores] == [(2, 2), (1, 1)]
+    assert driver.num_free_blocks == driver.num_blocks - 1 - 3
+    other = driver.add("other", prompt_of(20, 40), max_tokens=30)
+    driver.run()
+    stored = {name for store in driver.stores for name in store.names}
+    for store in list(driver.stores):
+        driver.end_store(store)
+    assert set(driver.stored) == stored
+    driver.check_complete(other, max_tokens=30)
+    settle(driver)
+
+
+def test_a_block_that_a_store_gave_back_is_fenced_by_the_plan_that_still_computes_on_it() -> None:
+    rules = only("loads") | {"stores": lambda: True}
+    driver = TransferDriver(num_blocks=9, max_model_len=32, max_loading_blocks=8, rules=rules)
+    leaves = driver.add("leaves", prompt_of(9), max_tokens=12)
+    driver.plan()
+    driver.answer()
+    driver.plan()
+    driver.plan()
+    (store,) = driver.stores
+    driver.abort(leaves)
+    driver.end_store(store)
+    loads = driver.add("loads", prompt_of(31, 40), max_tokens=1)
+    assert driver.num_free_blocks == 8
+    for _ in range(3):  # `Transfers.begin` refuses blocks named by these plans
+        driver.answer()
+        driver.plan()
+    assert driver.adversary.loads_begun
+    settle(driver)
+    driver.check_complete(loads, max_tokens=1)
+
+
+@pytest.mark.req("CON-15")
+def test_a_hold_that_does_not_exist_cannot_be_released() -> None:
+    driver = TransferDriver()
+    holder = driver.adversary._holder
+    assert holder is not None
+    hold_id = holder.hold([3, 4])
+    assert driver.num_free_blocks == driver.num_blocks - 3
+    holder.release(hold_id)
+    for number in (hold_id, 99):
+        with pytest.raises(KeyError):
+            holder.release(number)
+    assert driver.num_free_blocks == driver.num_blocks - 1
+
+
+# Reports
+
+
+@pytest.mark.req("CON-11")
+def test_a_load_has_ended_when_all_ranks_have_said_so() -> None:
+    driver = background(8, num_ranks=3)
+    key = driver.add("r", prompt_of(9))
+    driver.plan()
+    for rank in (2, 0):
+        driver.end_load("r", rank)
+        driver.step()
+        assert driver.scheduler.get_request_counts() == (0, 1)
+        assert driver.adversary.ended_transfers == []
+    assert driver.scheduler.make_stats().num_bad_messages == 0
+    driver.report(2, receiving=["r"])  # said already
+    assert driver.scheduler.make_stats().num_bad_messages == 1
+    driver.step()
+    assert driver.scheduler.get_request_counts() == (0, 1)
+    driver.end_load("r", 1)
+    assert driver.adversary.ended_transfers == ["r"]
+    driver.step()
+    assert driver.scheduler.get_request_counts() == (1, 0)
+    settle(driver)
+    driver.check_complete(key)
+
+
+@pytest.mark.req("CON-11")
+def test_metadata_of_the_ranks_reaches_the_connector() -> None:
+    driver = TransferDriver(num_ranks=2)
+    driver.report(0, metadata=b"zero")
+    driver.report(1, metadata=b"one")
+    told = [bytes(item) for output in driver.adversary.outputs for item in output.metadata]
+    assert told == [b"zero", b"one"]
+    assert {output.step for output in driver.adversary.outputs} == {0}
+
+
+def test_metadata_of_an_answer_reaches_the_connector_with_its_step() -> None:
+    driver = TransferDriver(max_steps_in_flight=1)
+    driver.add("r", prompt_of(5))
+    driver.plan()
+    driver.execute()
+    output = driver.answers.pop()
+    driver.answers.append(
+        ModelRunnerOutput(
+            output.epoch,
+            output.step,
+            sampled_tokens=output.sampled_tokens,
+            connector_metadata=b"from the step",
+        )
+    )
+    driver.answer()
+    told = driver.adversary.outputs[-1]
+    assert (told.step, [bytes(item) for item in told.metadata]) == (1, [b"from the step"])
+
+
+@pytest.mark.req("MET-08")
+def test_reports_about_nothing_change_nothing() -> None:
+    driver = background(8, num_ranks=2)
+    loads = driver.add("loads", prompt_of(9))
+    gone = driver.add("gone", prompt_of(9, 40))
+    driver.plan()
+    driver.end_load("gone")
+    driver.abort(gone)
+    free = driver.num_free_blocks
+    for rank in (0, 1, 2, -1):
+        driver.report(rank, receiving=["gone", "unheard-of"], sending=["gone", "loads"])
+    driver.report(7, receiving=["loads"])
+    driver.report(-1, receiving=["loads"])
+    driver.report(0, receiving=["loads"], epoch=9)
+    driver.report(1, receiving=["loads"], epoch=0)
+    assert driver.scheduler.make_stats().num_bad_messages == 20
+    assert driver.num_free_blocks == free
+    assert driver.scheduler.get_request_counts() == (0, 1)
+    settle(driver)
+    driver.check_complete(loads)
+
+
+def test_an_unasked_report_wakes_an_idle_engine() -> None:
+    driver = background(8)
+    key = driver.add("r", prompt_of(9))
+    driver.run()
+    assert driver.plan() is None
+    driver.end_load("r")
+    plan = driver.plan()
+    assert plan is not None
+    assert [start.request_id for start in plan.added] == ["r"]
+    settle(driver)
+    driver.check_complete(key)
+
+
+def test_a_connector_with_something_to_tell_gets_a_plan_although_nobody_runs() -> None:
+    driver = TransferDriver(rules={"stores": lambda: True}, max_steps_in_flight=1)
+    driver.add("r", prompt_of(9), max_tokens=1)
+    driver.step()
+    assert not driver.scheduler.has_unfinished_requests()
+    assert driver.adversary.has_pending_work
+    plan = driver.step()
+    assert plan is not None
+    assert driver.commands_of(plan).stores
+    assert not driver.adversary.has_pending_work
+    settle(driver)
+
+
+# Failures
+
+
+@pytest.mark.req("MET-07")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_failed_background_load_is_computed_from_its_first_bad_block_on(num_ranks: int) -> None:
+    driver = background(16, num_ranks=num_ranks)
+    key = driver.add("r", prompt_of(18))
+    driver.plan()
+    (load,) = driver.adversary.loads_begun
+    bad = load.block_ids[0][2]
+    driver.end_load("r", 0, failing=[bad])
+    if num_ranks == 2:
+        driver.end_load("r", 1, failing=[load.block_ids[0][3]])
+    driver.step()
+    (start,) = [start for plan in driver.plans for start in plan.added]
+    assert start.num_computed_tokens == 2 * BLOCK_SIZE
+    assert start.block_ids[0].tolist()[:4] == load.block_ids[0]
+    cached = {
+        id_ for step in driver.adversary.steps for item in step.cached for id_ in item.block_ids
+    }
+    assert load.targets <= cached  # named when they were computed, and not before
+    settle(driver)
+    driver.check_complete(key)
+
+
+def test_what_a_failed_load_left_unwritten_is_cleared_and_the_rest_is_not() -> None:
+    driver = background(16)
+    driver.add("r", prompt_of(18))
+    plan = driver.plan()
+    assert plan is not None
+    assert plan.zero_block_ids.tolist() == []
+    (load,) = driver.adversary.loads_begun
+    driver.end_load("r", failing=load.block_ids[0][2:])
+    plan = driver.step()
+    assert plan is not None
+    zeroed = set(plan.zero_block_ids.tolist())
+    assert set(load.block_ids[0][2:]) <= zeroed
+    assert not set(load.block_ids[0][:2]) & zeroed
+    settle(driver)
+
+
+@pytest.mark.req("MET-05")
+def test_policy_fail_ends_a_request_whose_background_load_fails() -> None:
+    driver = background(16, load_failure_policy="fail")
+    bad, good = driver.add("bad", prompt_of(18)), driver.add("good", prompt_of(18, 40))
+    driver.plan()
+    driver.end_load("bad", failing=[driver.adversary.loads_begun[0].block_ids[0][2]])
+    driver.end_load("good")
+    settle(driver)
+    assert driver.reason(bad) is FinishReason.ERROR
+    assert "load" in (driver.finished[bad].message or "")
+    driver.check_complete(good)
+
+
+def fails_at(index: int) -> Any:
+    """The block at this place of the first load fails."""
+    left = [index]
+    return lambda load: [load.block_ids[0][left.pop()]] if left else []
+
+
+@pytest.mark.req("MET-05", "MET-06")
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_failed_load_in_a_step_rewinds_all_who_used_the_block(in_flight: int) -> None:
+    driver = in_step(12, fail_sync=fails_at(1), max_steps_in_flight=in_flight)
+    keys = [driver.add("loads", prompt_of(18), max_tokens=6)]
+    keys.append(driver.add("hits", prompt_of(18), max_tokens=6))
+    keys.append(driver.add("other", prompt_of(9, 60), max_tokens=6))
+    driver.plan()
+    assert driver.plans[0].added[1].num_computed_tokens >= 16  # found what is being loaded
+    if in_flight == 2:
+        driver.plan()
+    driver.answer()
+    plan = driver.plan()
+    assert plan is not None
+    rows = {driver.workers.request_ids[rewind.row]: rewind for rewind in plan.rewound}
+    assert set(rows) == {"loads", "hits"}
+    for rewind in rows.values():
+        assert rewind.num_computed_tokens == BLOCK_SIZE
+        assert rewind.num_discarded_tokens == in_flight
+    assert driver.scheduler.make_stats().num_rewinds == 2
+    late = driver.add("late", prompt_of(18), max_tokens=6)
+    settle(driver)
+    driver.check_complete(*keys, late, max_tokens=6)
+
+
+def provisional_hits(*request_ids: str, **settings: Any) -> TransferDriver:
+    """These requests load in background behind 12 tokens that "a" loads in its step, which has not
+    been answered; the third block of that load fails."""
+    in_the_step = has_leading(12, is_async=False)
+    in_background = only(*request_ids)["match"]
+
+    def match(request: RequestView, num_computed_tokens: int) -> Match:
+        rule = in_the_step if request.request_id == "a" else in_background
+        matched: Match = rule(request, num_computed_tokens)
+        return matched
+
+    driver = TransferDriver(rules={"match": match}, fail_sync=fails_at(2), **settings)
+    driver.add("a", prompt_of(13))
+    for index, request_id in enumerate(request_ids):
+        driver.add(request_id, [*prompt_of(12), *prompt_of(6, 40 + 10 * index)])
+    driver.plan()
+    assert [load.first for load in driver.adversary.loads_begun] == [0, *[12] * len(request_ids)]
+    return driver
+
+
+def test_a_loaded_request_whose_hits_prove_wrong_is_rewound() -> None:
+    driver = provisional_hits("b")
+    driver.end_load("b")
+    driver.plan()
+    driver.answer()
+    plan = driver.plan()
+    assert plan is not None
+    assert [rewind.num_computed_tokens for rewind in plan.rewound] == [8, 8]
+    settle(driver)
+    driver.check_complete(*driver.names)
+
+
+def test_a_load_whose_hits_prove_wrong_while_it_runs_counts_up_to_them() -> None:
+    driver = provisional_hits("b", "c", long_prefill_token_threshold=2)
+    driver.answer()
+    driver.end_load("b")
+    driver.step()
+    driver.step()
+    driver.end_load("c")  # shares a block with b that b is computing anew
+    settle(driver)
+    driver.check_complete(*driver.names)
+
+
+def test_a_request_that_waits_with_hits_that_prove_wrong_lets_go_of_them() -> None:
+    driver = provisional_hits("b", max_num_seqs=2, policy="priority")
+    driver.end_load("b")
+    driver.add("takes the row", prompt_of(5, 60), priority=-1)
+    driver.plan()
+    driver.answer()
+    assert driver.scheduler.get_request_counts() == (2, 1)
+    used = {id_ for tables in driver.workers.tables.values() for ids in tables for id_ in ids}
+    assert len(used) == 6
+    assert driver.num_free_blocks == driver.num_blocks - 1 - len(used - {3, 4})
+    settle(driver)
+    driver.check_complete(*driver.names)
+
+
+@pytest.mark.req("MET-06")
+def test_a_block_that_failed_is_not_found_by_its_name() -> None:
+    driver = in_step(12, fail_sync=fails_at(1), max_steps_in_flight=1)
+    key = driver.add("loads", prompt_of(13), max_tokens=1)
+    driver.plan()
+    driver.abort(key)
+    driver.answer()
+    uncached = {id_ for step in driver.adversary.steps for id_ in step.uncached}
+    late = driver.add("late", prompt_of(13), max_tokens=2)
+    plan = driver.plan()
+    assert plan is not None
+    uncached |= set(driver.adversary.steps[-1].uncached)
+    assert driver.adversary.loads_begun[0].block_ids[0][1] in uncached
+    assert len(driver.adversary.loads_begun) == 2
+    assert driver.adversary.loads_begun[1].first == BLOCK_SIZE
+    settle(driver)
+    driver.check_complete(late, max_tokens=2)
+
+
+def test_names_behind_a_failed_block_are_gone_although_their_request_has_left() -> None:
+    driver = TransferDriver(
+        rules=only("loads", num_tokens=8, is_async=False),
+        fail_sync=fails_at(0),
+        max_steps_in_flight=1,
+    )
+    key = driver.add("loads", prompt_of(17), max_tokens=1)
+    driver.plan()
+    driver.abort(key)
+    driver.answer()
+    keys = [driver.add(name, prompt_of(17)) for name in ("again", "then")]
+    driver.plan()
+    last = driver.add("last", prompt_of(17))
+    settle(driver)
+    driver.check_complete(*keys, last)
+
+
+@pytest.mark.req("MET-05")
+def test_policy_fail_ends_those_who_used_the_block_and_nobody_else() -> None:
+    driver = in_step(12, fail_sync=fails_at(1), load_failure_policy="fail")
+    bad = [driver.add(name, prompt_of(18)) for name in ("loads", "hits")]
+    other = driver.add("other", prompt_of(9, 60))
+    driver.plan()
+    driver.plan()
+    settle(driver)
+    for key in bad:
+        assert driver.reason(key) is FinishReason.ERROR
+        assert driver.received[key] == []
+    driver.check_complete(other)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_who_got_a_failed_block_afterwards_is_left_alone(policy: str) -> None:
+    driver = TransferDriver(
+        num_blocks=9,
+        max_model_len=32,
+        rules=only("loads", num_tokens=12, is_async=False),
+        fail_sync=fails_at(1),
+        load_failure_policy=policy,
+    )
+    loads = driver.add("loads", prompt_of(18))
+    driver.plan()
+    driver.abort(loads)
+    later = driver.add("later", prompt_of(31, 40), max_tokens=1)
+    driver.plan()
+    assert driver.adversary.loads_begun[0].targets <= set(driver.workers.tables[0][0])
+    settle(driver)
+    driver.check_complete(later, max_tokens=1)
+    assert driver.scheduler.make_stats().num_rewinds == 0
+
+
+def test_nothing_that_rests_on_a_failed_load_is_stored() -> None:
+    driver = TransferDriver(
+        rules={"match": has_leading(8, is_async=False), "stores": lambda: True},
+        fail_sync=fails_at(0),
+    )
+    key = driver.add("r", prompt_of(17))
+    settle(driver)  # `end_store` looks at what is stored
+    assert driver.stored
+    driver.check_complete(key)
+
+
+@pytest.mark.req("MET-06")
+def test_who_found_blocks_of_a_step_that_was_not_finite_computes_them_again() -> None:
+    driver = TransferDriver()
+    bad = driver.add("bad", prompt_of(17))
+    hits = driver.add("hits", prompt_of(18), max_tokens=6)
+    driver.plan(nan_ids=["bad"])
+    assert driver.plans[0].added[1].num_computed_tokens == 16
+    driver.plan(nan_ids=["bad"])
+    late = driver.add("late", prompt_of(17))
+    settle(driver)
+    assert driver.reason(bad) is FinishReason.ERROR
+    driver.check_complete(hits, max_tokens=6)
+    driver.check_complete(late)
+
+
+def test_a_preempted_request_does_not_keep_a_token_that_a_failed_load_spoiled() -> None:
+    driver = TransferDriver(
+        num_blocks=9,
+        max_model_len=32,
+        rules=only("young", num_tokens=8, is_async=False),
+        fail_sync=fails_at(0),
+    )
+    old = driver.add("old", prompt_of(15), max_tokens=12)
+    driver.step()
+    young = driver.add("young", prompt_of(15, 40), max_tokens=12)
+    settle(driver)
+    assert driver.finished[young].num_preemptions > 0
+    driver.check_complete(old, young, max_tokens=12)
+
+
+def test_a_token_of_a_rewound_request_that_is_preempted_next_is_void() -> None:
+    driver = TransferDriver(
+        num_blocks=9,
+        max_model_len=32,
+        rules=only("young", num_tokens=8, is_async=False),
+        fail_sync=fails_at(0),
+    )
+    old = driver.add("old", prompt_of(15), max_tokens=12)
+    young = driver.add("young", prompt_of(15, 40), max_tokens=12)
+    driver.plan()
+    driver.plan()
+    driver.answer()
+    plan = driver.plan()
+    assert plan is not None
+    assert len(plan.preempted_rows) == 1  # sent back, and out of blocks before it could begin
+    settle(driver)
+    assert driver.finished[young].num_preemptions > 0
+    driver.check_complete(old, young, max_tokens=12)
+
+
+def test_a_loaded_request_keeps_the_hits_whose_first_name_was_lost() -> None:
+    driver = TransferDriver(rules=only("loads", num_tokens=16), max_num_seqs=1)
+    first = driver.add("first", prompt_of(13))
+    driver.run()
+    bad = driver.add("bad", [*prompt_of(4), 60, 61], max_tokens=8)
+    loads = driver.add("loads", prompt_of(18))
+    driver.plan()
+    assert driver.adversary.loads_begun == []  # no row is left to look further
+    driver.abort(bad)
+    driver.run()
+    (load,) = driver.adversary.loads_begun
+    assert load.first == 12
+    bad = driver.add("bad", [*prompt_of(4), 60, 61], max_tokens=8)
+    driver.plan()
+    driver.end_load("loads")
+    driver.plan(nan_ids=["bad"])
+    settle(driver)
+    assert driver.reason(bad) is FinishReason.ERROR
+    driver.check_complete(first, loads)
+
+
+@pytest.mark.parametrize("chunk", [3, 5])
+def test_two_rows_that_share_a_block_whose_name_was_lost_name_it_once(chunk: int) -> None:
+    driver = TransferDriver(
+        num_blocks=17, long_prefill_token_threshold=chunk, max_steps_in_flight=1
+    )
+    first = driver.add("first", prompt_of(5))
+    driver.run()
+    bad = driver.add("bad", prompt_of(9))
+    if chunk < 5:
+        driver.step()
+    shares = [driver.add(name, prompt_of(10)) for name in ("b", "c")]
+    driver.plan(nan_ids=["bad"])
+    assert [start.num_computed_tokens for start in driver.plans[-1].added][-2:] == [8, 8]
+    driver.answer()
+    assert driver.reason(bad) is FinishReason.ERROR
+    plan = driver.plan()
+    assert plan is not None
+    assert [rewind.num_computed_tokens for rewind in plan.rewound] == [4, 4]
+    cached = [id_ for item in driver.adversary.steps[-1].cached for id_ in item.block_ids]
+    assert len(cached) == len(set(cached))
+    settle(driver)
+    everything = driver.add("everything", prompt_of(60, 40))
+    settle(driver)
+    again = driver.add("again", prompt_of(10))  # finds nothing under the old names
+    settle(driver)
+    driver.check_complete(first, *shares, everything, again)
+
+
+def finished_with_a_name_that_no_plan_has_told() -> TransferDriver:
+    """The last block of a request got its name when there was nothing more to plan."""
+    driver = TransferDriver(
+        num_blocks=9,
+        max_model_len=32,
+        max_loading_blocks=8,
+        rules=only("loads") | {"stores": lambda: True},
+    )
+    driver.add("r", prompt_of(9), max_tokens=4)
+    while driver.plan() is not None:
+        pass
+    while not driver.finished:
+        driver.plan()
+        driver.answer()
+    driver.end_all_transfers()
+    return driver
+
+
+def test_a_name_that_was_lost_before_a_plan_told_it_is_not_told() -> None:
+    driver = finished_with_a_name_that_no_plan_has_told()
+    key = driver.add("loads", prompt_of(31, 40), max_tokens=1)
+    settle(driver)  # `build_connector_meta` refuses names of blocks that are being loaded
+    driver.check_complete(key, max_tokens=1)
+
+
+def test_names_of_an_old_epoch_are_not_told_in_the_new_one() -> None:
+    driver = finished_with_a_name_that_no_plan_has_told()
+    driver.new_epoch()
+    key = driver.add("next", prompt_of(3, 40))
+    driver.plan()
+    assert not driver.adversary.steps[-1].cached
+    settle(driver)
+    driver.check_complete(key)
+
+
+# Epochs
+
+
+def test_a_new_epoch_starts_from_empty_rows_in_the_old_order() -> None:
+    driver = background(8, num_blocks=60)
+    keys = [
+        driver.add(name, prompt_of(length, start))
+        for name, length, start in (("a", 3, 0), ("b", 3, 30), ("loads", 9, 70))
+    ]
+    driver.plan()
+    driver.end_load("a")
+    driver.end_load("b")
+    driver.step()
+    driver.step()
+    assert driver.scheduler.get_request_counts() == (2, 1)
+    driver.new_epoch()
+    assert driver.scheduler.get_request_counts() == (0, 3)
+    assert driver.num_free_blocks == 59
+    assert driver.adversary.epochs == [2]
+    driver.report(0, receiving=["loads"], epoch=1)
+    while driver.answers:
+        driver.answer()
+    driver.adversary._match = lambda request, num_computed_tokens: Matched(0)
+    plan = driver.plan()
+    assert plan is not None
+    assert (plan.epoch, plan.step, plan.previous_step) == (2, 1, 0)
+    again = [start.request_id for start in plan.added]
+    assert sorted(again) == ["a", "b", "loads"]
+    assert again.index("a") < again.index("b")
+    assert [start.num_computed_tokens for start in plan.added] == [0, 0, 0]
+    settle(driver)
+    driver.check_complete(*keys)
+
+
+def test_sends_and_holds_end_with_their_epoch() -> None:
+    driver = TransferDriver(
+        rules={"depart": lambda request: FinishAction(True), "stores": lambda: True}
+    )
+    driver.add("r", prompt_of(9))
+    driver.run()
+    (hold_id, *_) = driver.transfers.holding
+    assert driver.transfers.sending
+    assert driver.num_free_blocks < driver.num_blocks - 1
+    driver.new_epoch()
+    assert driver.num_free_blocks == driver.num_blocks - 1
+    holder = driver.adversary._holder
+    assert holder is not None
+    with pytest.raises(KeyError):
+        holder.release(hold_id)
+    driver.report(0, sending=["r"])
+    driver.check_idle()
+
+
+# Progress
+
+
+def test_loaded_requests_that_wait_give_up_blocks_to_the_head_the_youngest_first() -> None:
+    has = has_leading(EVERYTHING, is_async=True)
+    knows_the_head = False
+
+    def match(request: RequestView, num_computed_tokens: int) -> Match:
+        if request.request_id != "head":
+            return has(request, num_computed_tokens)
+        return Matched(0) if knows_the_head else AskLater()
+
+    driver = TransferDriver(num_blocks=17, max_loading_blocks=16, rules={"match": match})
+    head = driver.add("head", prompt_of(25))
+    names = ["a", "b", "c"]
+    keys = [driver.add(name, prompt_of(15, 50 + 12 * i)) for i, name in enumerate(names)]
+    driver.plan()
+    assert driver.num_free_blocks == 4
+    driver.end_all_transfers()
+    knows_the_head = True
+    driver.answer()
+    plan = driver.plan()
+    assert plan is not None
+    assert [start.request_id for start in plan.added] == ["head", "a", "b"]
+    assert driver.adversary.asked["a"] == driver.adversary.asked["b"] == 1
+    settle(driver)
+    assert driver.adversary.asked["c"] > 1
+    driver.check_complete(head, *keys)
+
+
+def test_the_only_running_request_is_not_starved_by_loads_that_wait() -> None:
+    driver = TransferDriver(
+        num_blocks=12,
+        max_model_len=40,
+        max_num_seqs=1,
+        max_num_batched_tokens=8,
+        max_loading_blocks=11,
+        policy="priority",
+        rules=only("a", "b"),
+    )
+    keys = [driver.add(name, prompt_of(9, 40), priority=1) for name in ("a", "b")]
+    driver.plan()
+    driver.end_all_transfers()
+    big = driver.add("big", prompt_of(25), max_tokens=12, priority=0)
+    settle(driver)
+    driver.check_complete(big, max_tokens=12)
+    driver.check_complete(*keys)
+
+
+def test_loads_together_stay_below_their_bound() -> None:
+    driver = background(max_loading_blocks=8, num_blocks=40)
+    keys = [driver.add(f"r{index}", prompt_of(11, 20 * index)) for index in range(4)]
+    driver.plan()
+    assert [load.request_id for load in driver.adversary.loads_begun] == ["r0", "r1"]
+    driver.end_load("r0")
+    driver.step()  # r0 runs; its blocks are no load's any more
+    driver.step()
+    assert [load.request_id for load in driver.adversary.loads_begun] == ["r0", "r1", "r2"]
+    settle(driver)
+    driver.check_complete(*keys)
+
+
+def test_a_load_above_the_bound_does_not_wait_for_ever() -> None:
+    driver = background(max_loading_blocks=3)
+    keys = [driver.add(name, prompt_of(20, start)) for name, start in (("a", 0), ("b", 40))]
+    settle(driver)
+    driver.check_complete(*keys)
+
+
+@pytest.mark.req("PRE-06")
+def test_a_preempted_requests_transfers_keep_their_blocks() -> None:
+    driver = TransferDriver(num_blocks=10, max_model_len=32, rules={"stores": lambda: True})
+    old = driver.add("old", prompt_of(11), max_tokens=16)
+    young = driver.add("young", prompt_of(11, 40), max_tokens=16)
+    for _ in range(200):
+        driver.step()  # `check_blocks` looks after every call
+        if len(driver.stores) > 1:
+            driver.end_store(driver.stores[0])
+        if driver.finished.keys() >= {old, young}:
+            break
+    preempted = [id_ for step in driver.adversary.steps for id_ in step.preempted]
+    assert preempted
+    settle(driver)
+    driver.check_complete(old, young, max_tokens=16)
+
+
+def test_a_request_in_quarantine_is_not_asked_about() -> None:
+    driver = background(12, load_timeout_s=3.0)
+    key = driver.add("r", prompt_of(13), max_tokens=8)
+    other = driver.add("other", prompt_of(13, 50), max_tokens=8)
+    driver.plan()
+    driver.end_load("other")
+    for _ in range(30):
+        driver.step()
+    assert driver.adversary.abandoned == ["r"]
+    assert driver.adversary.asked["r"] == 1
+    settle(driver)
+    driver.check_complete(key, other, max_tokens=8)
+
+
+def test_the_state_of_a_load_can_be_seen_from_outside() -> None:
+    driver = background(12)
+    driver.add("r", prompt_of(13))
+    driver.plan()
+    (waiting,) = driver.scheduler.make_report(driver.now, "engine").waiting
+    assert waiting.request_id == "r"
+    assert waiting.status == RequestStatus.WAITING_FOR_REMOTE_KVS.name
+    assert "load" in waiting.waits_for
+    driver.end_load("r")
+    settle(driver)

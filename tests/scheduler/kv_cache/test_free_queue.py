@@ -1,0 +1,197 @@
+"""The free queue against an ordered list."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from longshore.protocol.arrays import Int32Array
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.scheduler.kv_cache.free_queue import (
+    FreeQueue,
+    NotInFreeQueue,
+    NotTaken,
+    OutOfBlocks,
+)
+
+NUM_BLOCKS = 9
+
+
+def ids(*block_ids: int) -> Int32Array:
+    return np.array(block_ids, np.int32)
+
+
+class FreeQueueMachine(RuleBasedStateMachine):
+    """Every operation on the queue and on a list, with the holders of each taken block beside; each
+    operation one by one or in bulk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = FreeQueue(NUM_BLOCKS)
+        self.model = list(range(1, NUM_BLOCKS))
+        self.taken: list[int] = []
+
+    @rule(count=st.integers(0, NUM_BLOCKS - 1), few=st.booleans())
+    def popleft(self, count: int, few: bool) -> None:
+        pop = self.queue.popleft_few if few else self.queue.popleft_n
+        if count > len(self.model):
+            with pytest.raises(OutOfBlocks, match=f"{count} blocks are needed"):
+                pop(count)
+            return
+        assert list(pop(count)) == self.model[:count]
+        self.taken += self.model[:count]
+        del self.model[:count]
+
+    @rule(data=st.data(), few=st.booleans())
+    def append(self, data: st.DataObject, few: bool) -> None:
+        block_ids = data.draw(st.permutations(self.taken))
+        block_ids = block_ids[: data.draw(st.integers(0, len(block_ids)))]
+        if few:
+            self.queue.release_few([NULL_BLOCK, *block_ids])
+        else:
+            self.queue.append_n(ids(*block_ids))
+        self.model += block_ids
+        self.taken = [block_id for block_id in self.taken if block_id not in block_ids]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), few=st.booleans())
+    def remove(self, data: st.DataObject, few: bool) -> None:
+        block_id = data.draw(st.sampled_from(self.model))
+        if few:
+            self.queue.remove(block_id)
+        else:
+            self.queue.remove_n(ids(block_id))
+        self.model.remove(block_id)
+        self.taken.append(block_id)
+
+    @rule(data=st.data(), few=st.booleans())
+    def remove_what_is_not_there(self, data: st.DataObject, few: bool) -> None:
+        block_id = data.draw(st.sampled_from([NULL_BLOCK, *self.taken]))
+
+        def remove() -> None:
+            if few:
+                self.queue.remove(block_id)
+            else:
+                self.queue.remove_n(ids(*self.model, block_id))
+
+        with pytest.raises(NotInFreeQueue, match=f"block {block_id} is not free"):
+            remove()
+
+    @rule(data=st.data())
+    def release_what_nobody_holds(self, data: st.DataObject) -> None:
+        wrong = data.draw(st.sampled_from([*self.model, *self.taken]))
+        block_ids = [NULL_BLOCK, *self.taken, wrong]
+        with pytest.raises(NotTaken, match=f"block {wrong} is freed"):
+            self.queue.release_few(block_ids)
+
+    @invariant()
+    def order_and_count_are_those_of_the_list(self) -> None:
+        assert list(self.queue) == self.model
+        assert len(self.queue) == self.queue.num_free == len(self.model)
+
+    @invariant()
+    def taken_blocks_have_no_place_in_the_queue(self) -> None:
+        for block_id in (NULL_BLOCK, *self.taken):
+            assert self.queue.position[block_id] < 0
+        assert len({int(self.queue.position[block_id]) for block_id in self.model}) == len(
+            self.model
+        )
+
+
+@pytest.mark.req("FRQ-01", "FRQ-02", "FRQ-03", "FRQ-04")
+def test_free_queue_behaves_like_an_ordered_list() -> None:
+    run_state_machine_as_test(
+        FreeQueueMachine,
+        settings=settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True),
+    )
+
+
+@pytest.mark.req("FRQ-01", "FRQ-02", "FRQ-05")
+@pytest.mark.parametrize("at_a_time", [1, 7, 400])
+def test_order_survives_any_number_of_turns_of_the_log_with_gaps_in_it(at_a_time: int) -> None:
+    queue, model = FreeQueue(3000), list(range(1, 3000))
+    rng = np.random.default_rng(at_a_time)
+    for _ in range(20_000 // at_a_time):
+        gap = model.pop(int(rng.integers(len(model))))
+        queue.remove(gap)
+        popped = queue.popleft_n(at_a_time)
+        assert popped.tolist() == model[:at_a_time]
+        back = [gap, *reversed(popped.tolist())]
+        queue.append_n(ids(*back))
+        model = model[at_a_time:] + back
+    assert list(queue) == model
+    assert queue.num_free == 2999
+
+
+@pytest.mark.req("FRQ-01")
+@pytest.mark.parametrize("pop", [FreeQueue.popleft_n, FreeQueue.popleft_few])
+def test_the_last_pop_hands_out_the_last_block_and_nothing_else(pop: object) -> None:
+    queue = FreeQueue(4)
+    assert callable(pop)
+    assert list(pop(queue, 3)) == [1, 2, 3]
+    assert list(pop(queue, 0)) == []
+    queue.append_n(ids(2))
+    assert list(pop(queue, 1)) == [2]
+
+
+@pytest.mark.req("FRQ-03", "ERR-21")
+def test_taking_from_an_empty_queue_raises_and_leaves_it_usable() -> None:
+    queue = FreeQueue(3)
+    queue.popleft_n(2)
+    for pop in (queue.popleft_n, queue.popleft_few):
+        with pytest.raises(OutOfBlocks, match="1 blocks are needed, 0 are free"):
+            pop(1)
+    queue.append_n(ids(2, 1))
+    assert list(queue) == [2, 1]
+
+
+@pytest.mark.req("FRQ-03", "ERR-21")
+def test_removing_a_block_that_is_not_free_raises_and_corrupts_nothing() -> None:
+    queue = FreeQueue(5)
+    queue.remove(2)
+    for absent in (2, 0):
+        with pytest.raises(NotInFreeQueue):
+            queue.remove(absent)
+        with pytest.raises(NotInFreeQueue):
+            queue.remove_n(ids(1, absent))
+    assert list(queue) == [1, 3, 4]
+    assert queue.num_free == 3
+
+
+@pytest.mark.req("FRQ-03")
+def test_zero_blocks_and_empty_lists_change_nothing() -> None:
+    queue = FreeQueue(4)
+    queue.append_n(ids())
+    queue.release_few([])
+    queue.remove_n(ids())
+    assert queue.popleft_n(0).tolist() == queue.popleft_few(0) == []
+    assert list(queue) == [1, 2, 3]
+
+
+@pytest.mark.req("FRQ-05", "ERR-11")
+def test_the_block_freed_longest_ago_is_handed_out_first() -> None:
+    queue = FreeQueue(6)
+    queue.popleft_n(5)
+    queue.append_n(ids(4))
+    queue.append_n(ids(2, 5))
+    assert queue.popleft_n(2).tolist() == [4, 2]
+    queue.append_n(ids(4))
+    assert list(queue) == [5, 4]
+
+
+def test_a_block_with_several_holders_is_free_only_after_the_last_let_go() -> None:
+    queue = FreeQueue(3)
+    queue.popleft_few(1)
+    queue.position[1] -= 2  # its taker counts two more holders
+    for _ in range(2):
+        queue.release_few([1])
+        assert list(queue) == [2]
+    queue.release_few([1])
+    assert list(queue) == [2, 1]

@@ -1,0 +1,57 @@
+"""Plans without an answer, and who had left when it came."""
+
+import numpy as np
+import pytest
+
+from longshore.scheduler.step.in_flight import PlannedStep, StepsInFlight
+from longshore.scheduler.step.running import RunningTable
+from longshore.scheduler.step.sampling_rows import SamplingRows
+from tests.scheduler.test_request import make_request
+
+
+def planned(step: int) -> PlannedStep:
+    return PlannedStep(step, SamplingRows(RunningTable(3, 8), np.array([0, 2])))
+
+
+def test_answers_come_in_the_order_of_the_plans() -> None:
+    steps = StepsInFlight()
+    assert (len(steps), steps.oldest(), steps.newest_step) == (0, None, 0)
+    first, second = planned(1), planned(2)
+    steps.add(first)
+    steps.add(second)
+    assert (len(steps), steps.oldest(), steps.newest_step) == (2, first, 2)
+    steps.answered()
+    assert (steps.oldest(), steps.last_answered_step, steps.newest_step) == (second, 1, 2)
+    steps.answered()
+    assert (steps.oldest(), steps.last_answered_step, steps.newest_step) == (None, 2, 2)
+
+
+def test_a_departed_request_is_known_until_the_last_plan_made_before_is_answered() -> None:
+    steps = StepsInFlight()
+    steps.add(planned(1))
+    steps.add(planned(2))
+    request = make_request()
+    tables = (np.array([7, 8], np.int32),)
+    steps.note_vacated(request, 4, tables=tables, expects_tokens=True, void_through=1)
+    assert request.resume_after_step == 2
+    steps.add(planned(3))
+    steps.answered()
+    left = steps.past_occupant(4)
+    assert (left.request, left.tables, left.void_through) == (request, tables, 1)
+    assert steps.past_occupants() == [(4, left)]
+    steps.void_past_occupants()
+    assert steps.past_occupant(4).void_through == 2
+    steps.answered()
+    with pytest.raises(KeyError):
+        steps.past_occupant(4)
+
+
+def test_a_request_without_valid_tokens_on_their_way_may_come_back_at_once() -> None:
+    steps = StepsInFlight()
+    steps.add(planned(1))
+    for expects_tokens, void_through in ((False, 0), (True, 1)):
+        request = make_request()
+        steps.note_vacated(
+            request, 4, tables=(), expects_tokens=expects_tokens, void_through=void_through
+        )
+        assert request.resume_after_step == 0

@@ -1,0 +1,288 @@
+"""The KV buffer: its layout, its size in bytes, and how many blocks memory holds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longshore.protocol.errors import KVCacheTooSmall
+from longshore.protocol.kv_cache_spec import (
+    CustomSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from longshore.worker.config import WorkerConfig
+from longshore.worker.kv_cache import buffer as kv_cache
+from longshore.worker.kv_cache.fp8 import Fp8Layers, KVScales
+from longshore.worker.worker import Worker
+from tests.worker.caches import attention_group
+
+CPU = torch.device("cpu")
+
+
+def group_of(num_layers: int, num_kv_heads: int, head_dim: int = 128) -> KVCacheGroup:
+    return attention_group(num_layers, num_kv_heads, head_dim, block_size=16, dtype_bytes=2)
+
+
+LLAMA_70B = group_of(80, 8)
+
+
+@pytest.mark.req("NUM-15")
+@pytest.mark.parametrize(("heads", "size_bytes"), [(32, 262_144), (40, 327_680), (8, 65_536)])
+def test_bytes_of_a_block_of_one_layer(heads: int, size_bytes: int) -> None:
+    assert group_of(1, heads).spec.page_size_bytes == size_bytes
+    assert allocated(group_of(1, heads), 2).block_size_bytes == size_bytes
+
+
+@pytest.mark.req("NUM-16")
+@pytest.mark.parametrize(
+    ("layers", "heads", "size_bytes"),
+    [
+        pytest.param(32, 32, 8_388_608, id="7B"),
+        pytest.param(40, 40, 13_107_200, id="13B"),
+        pytest.param(80, 8, 5_242_880, id="70B"),
+        pytest.param(32, 8, 2_097_152, id="Mixtral"),
+        pytest.param(126, 8, 8_257_536, id="405B"),
+    ],
+)
+def test_bytes_of_a_block_of_all_layers(layers: int, heads: int, size_bytes: int) -> None:
+    assert group_of(layers, heads).block_size_bytes == size_bytes
+    assert allocated(group_of(layers, heads), 2).block_size_bytes == size_bytes
+
+
+@pytest.mark.req("NUM-26")
+def test_copying_a_block_of_the_70b_model_moves_5_24_megabytes() -> None:
+    cache = allocated(LLAMA_70B, 3)
+    cache.buffer[1] = 1
+    cache.copy_blocks(*torch.tensor([[1], [2], [16]]), [1])
+    assert cache.block_size_bytes == cache.buffer[2].count_nonzero() == 5_242_880
+    bandwidth = 3.35e12
+    assert 1e6 * cache.block_size_bytes / bandwidth == pytest.approx(1.6, abs=0.05)
+    assert 1e6 * 2 * cache.block_size_bytes / bandwidth == pytest.approx(3.1, abs=0.05)
+
+
+@pytest.mark.req("COW-03")
+def test_a_copy_has_keys_and_values_of_all_layers_and_nothing_behind_its_tokens() -> None:
+    cache = allocated(group_of(3, 2, head_dim=4), 6)
+    torch.manual_seed(0)
+    planes = cache.view(0).planes
+    planes[1:] = torch.randn(planes[1:].shape).half()
+    before = planes.clone()
+    # Block 3 is copied from and to: what it held goes on to block 5.
+    cache.copy_blocks(*torch.tensor([[1, 3, 1], [3, 5, 4], [16, 5, 1]]), [3])
+    assert torch.equal(planes[3], before[1])
+    assert torch.equal(planes[5, :, :, :5], before[3, :, :, :5])
+    assert torch.equal(planes[4, :, :, :1], before[1, :, :, :1])
+    assert not planes[5, :, :, 5:].any()
+    assert not planes[4, :, :, 1:].any()
+    assert torch.equal(planes[:3], before[:3])
+
+
+@pytest.mark.req("NUM-17")
+def test_grouped_heads_take_an_eighth_of_the_memory() -> None:
+    assert LLAMA_70B.block_size_bytes / group_of(80, 64).block_size_bytes == 0.125
+
+
+@pytest.mark.req("NUM-18")
+def test_bytes_of_2048_blocks_of_the_70b_model() -> None:
+    assert 2_048 * LLAMA_70B.block_size_bytes == 10_737_418_240
+
+
+@pytest.mark.req("NUM-19")
+def test_blocks_that_43_gigabytes_hold() -> None:
+    num_blocks = measured(LLAMA_70B, 43 * 10**9)
+    assert num_blocks == 8_201
+    assert num_blocks * LLAMA_70B.spec.block_size == 131_216
+    assert int(num_blocks * 0.01) == 82
+
+
+@pytest.mark.req("NUM-20")
+def test_blocks_that_seven_tenths_of_80_gibibytes_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda device: 80 << 30)
+    num_blocks = kv_cache.measure_num_blocks(
+        [LLAMA_70B], device=CPU, kv_cache_bytes=None, memory_fraction=0.7, max_useful_blocks=1
+    )
+    assert num_blocks == 11_468
+    per_request = LLAMA_70B.spec.max_blocks(131_072)
+    assert per_request == 8_192
+    assert round(num_blocks / per_request, 2) == 1.40
+
+
+def measured(group: KVCacheGroup, kv_cache_bytes: int) -> int:
+    return kv_cache.measure_num_blocks(
+        [group],
+        device=CPU,
+        kv_cache_bytes=kv_cache_bytes,
+        memory_fraction=None,
+        max_useful_blocks=1,
+    )
+
+
+def allocated(group: KVCacheGroup, num_blocks: int) -> kv_cache.KVCache:
+    config = KVCacheConfig(num_blocks, (group,), "float16")
+    return kv_cache.KVCache(config, dtype=torch.float16, device=CPU)
+
+
+def test_a_cpu_takes_no_more_than_its_default_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda device: 1 << 40)
+
+    def default(group: KVCacheGroup, max_useful_blocks: int) -> int:
+        return kv_cache.measure_num_blocks(
+            [group],
+            device=CPU,
+            kv_cache_bytes=None,
+            memory_fraction=None,
+            max_useful_blocks=max_useful_blocks,
+        )
+
+    assert default(LLAMA_70B, 10**9) == kv_cache.MAX_DEFAULT_CPU_BYTES // 5_242_880
+    assert default(LLAMA_70B, 100) == 100
+
+
+def test_the_default_cache_of_a_small_model_holds_all_rows_at_full_length(
+    checkpoint: tuple[Path, Any],
+) -> None:
+    config = WorkerConfig(model=str(checkpoint[0]), max_num_seqs=4, show_progress=False)
+    assert Worker(config).kv_cache.num_blocks == 4 * 256 // 16 + 1
+
+
+@pytest.mark.req("SYS-04")
+def test_a_block_is_one_contiguous_run_of_bytes_at_its_id_times_its_size() -> None:
+    cache = allocated(group_of(3, 2, head_dim=4), 5)
+    base = cache.buffer.data_ptr()
+    assert cache.buffer.is_contiguous()
+    assert cache.buffer.nbytes == 5 * cache.block_size_bytes
+    for block_id in range(5):
+        assert cache.buffer[block_id].data_ptr() == base + block_id * cache.block_size_bytes
+        assert cache.buffer[block_id].is_contiguous()
+
+
+def test_clearing_blocks_touches_no_other() -> None:
+    cache = allocated(group_of(2, 2, head_dim=4), 5)
+    cache.buffer.fill_(255)
+    cache.clear(torch.tensor([3, 1]))
+    assert [bool(block.any()) for block in cache.buffer] == [True, False, True, False, True]
+
+
+def test_a_cache_that_cannot_hold_the_longest_request_is_refused(
+    checkpoint: tuple[Path, Any],
+) -> None:
+    with pytest.raises(KVCacheTooSmall, match="max_model_len=256"):
+        Worker(WorkerConfig(model=str(checkpoint[0]), num_blocks=16, show_progress=False))
+    with pytest.raises(KVCacheTooSmall, match="num_blocks=0 are too few"):
+        Worker(WorkerConfig(model=str(checkpoint[0]), kv_cache_bytes=1, show_progress=False))
+
+
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=4, dtype_bytes=2)
+WINDOW = SlidingWindowSpec(
+    block_size=32, num_kv_heads=1, head_size=4, dtype_bytes=2, sliding_window=40
+)
+LATENT = MLAAttentionSpec(block_size=16, head_size=10, dtype_bytes=2)
+STATE = MambaSpec(16, shapes=((2, 3), (5,)), dtype_bytes=(4, 2), padded_size_bytes=40)
+CUSTOM = CustomSpec(16, page_size_bytes=24, manager="package.module:Class")
+
+
+def hybrid(num_blocks: int) -> kv_cache.KVCache:
+    """Groups of several kinds; only the second one needs a whole block."""
+    groups = tuple(
+        KVCacheGroup(tuple(f"{type(spec).__name__} {layer}" for layer in range(num_layers)), spec)
+        for spec, num_layers in ((FULL, 3), (WINDOW, 4), (LATENT, 2), (STATE, 2), (CUSTOM, 1))
+    )
+    config = KVCacheConfig(num_blocks, groups, "float16")
+    return kv_cache.KVCache(config, dtype=torch.float16, device=CPU)
+
+
+def test_every_group_sees_the_same_blocks_in_its_own_way() -> None:
+    cache = hybrid(5)
+    assert cache.block_size_bytes == 4 * 2 * 32 * 4 * 2
+    views = [cache.view(group) for group in range(5)]
+    full, window, latent, state, custom = views
+    assert full.planes.shape == (5, 3, 2, 16, 2, 4)
+    assert (full.num_blocks, full.num_layers, full.block_size) == (5, 3, 16)
+    assert (full.num_kv_heads, full.head_dim, full.dtype) == (2, 4, torch.float16)
+    assert window.planes.shape == (5, 4, 2, 32, 1, 4)
+    assert window.planes[3].is_contiguous()
+    assert latent.latents.shape == (5, 2, 16, 10)
+    assert (latent.num_layers, latent.block_size, latent.head_size) == (2, 16, 10)
+    assert [tensor.shape for tensor in state.states] == [(5, 2, 2, 3), (5, 2, 5)]
+    assert [tensor.dtype for tensor in state.states] == [torch.float32, torch.float16]
+    assert custom.pages.shape == (5, 1, 24)
+    tensors = [full.planes, window.planes, latent.latents, *state.states, custom.pages]
+    for tensor in tensors:
+        assert tensor.stride(0) * tensor.element_size() == cache.block_size_bytes
+        before = cache.buffer.clone()
+        tensor[3] = 1
+        changed = (cache.buffer != before).any(dim=1)
+        assert changed.tolist() == [False, False, False, True, False]
+        cache.buffer.zero_()
+
+
+def test_the_parts_of_a_block_that_layers_have_do_not_overlap() -> None:
+    cache = hybrid(2)
+    for group in range(5):
+        view = cache.view(group)
+        parts = (
+            list(view.states)
+            if isinstance(view, kv_cache.PagedStates)
+            else [next(iter(vars(view).values()))]
+        )
+        num_bytes = 0
+        for part in parts:
+            for layer in range(part.shape[1]):
+                part[1, layer].view(torch.uint8).fill_(255)
+                num_bytes += part[1, layer].nbytes
+        assert int((cache.buffer == 255).sum()) == num_bytes
+        cache.buffer.zero_()
+
+
+@pytest.mark.req("COW-03")
+def test_a_copy_is_cut_in_the_way_of_its_group() -> None:
+    cache = hybrid(12)
+    cache.buffer[1:] = torch.randint(1, 100, cache.buffer[1:].shape, dtype=torch.uint8)
+    before = cache.buffer.clone()
+    # Two of the first group, one of the second, none of the third, one of the fourth.
+    copies = torch.tensor([[1, 2, 3, 4], [6, 7, 8, 9], [16, 5, 20, 7]])
+    cache.copy_blocks(*copies, [2, 1, 0, 1, 0])
+    unpadded = cache.groups[0].block_size_bytes
+    assert torch.equal(cache.buffer[6, :unpadded], before[1, :unpadded])
+    full, window = cache.view(0).planes, cache.view(1).planes
+    assert torch.equal(full[7, :, :, :5], full[2, :, :, :5])
+    assert not full[7, :, :, 5:].any()
+    assert torch.equal(window[8, :, :, :20], window[3, :, :, :20])
+    assert not window[8, :, :, 20:].any()
+    assert torch.equal(cache.buffer[9], before[4])
+    kept = [0, 1, 2, 3, 4, 5, 10, 11]
+    assert torch.equal(cache.buffer[kept], before[kept])
+
+
+@pytest.mark.req("COW-03")
+def test_a_copy_in_fp8_holds_zeros_behind_the_tokens_that_are_shared() -> None:
+    spec = FullAttentionSpec(16, num_kv_heads=2, head_size=4, dtype_bytes=1)
+    config = KVCacheConfig(4, (KVCacheGroup(("a", "b"), spec),), "fp8_e4m3")
+    scales = {"b": KVScales(0.5, 2.0)}
+    cache = kv_cache.KVCache(config, dtype=torch.bfloat16, device=CPU, scales=scales)
+    view = cache.view(0)
+    assert isinstance(view, kv_cache.PagedKV)
+    assert view.dtype == torch.bfloat16
+    assert view.fp8 == Fp8Layers(torch.bfloat16, (KVScales(), KVScales(0.5, 2.0)))
+    cache.buffer[1:] = torch.randint(1, 127, cache.buffer[1:].shape, dtype=torch.uint8)
+    before = cache.buffer.clone()
+    cache.copy_blocks(*torch.tensor([[1], [3], [5]]), [1])
+    planes = view.planes.view(torch.uint8)
+    assert torch.equal(planes[3, :, :, :5], planes[1, :, :, :5])
+    assert not planes[3, :, :, 5:].any()
+    assert torch.equal(cache.buffer[:3], before[:3])
+    cache.clear(torch.tensor([3]))
+    assert not view.planes[3].any()
+
+
+def test_a_stage_without_layers_of_a_group_has_blocks_for_the_others() -> None:
+    groups = (KVCacheGroup(("a",), FULL), KVCacheGroup((), WINDOW))
+    cache = kv_cache.KVCache(KVCacheConfig(3, groups, "float16"), dtype=torch.float16, device=CPU)
+    assert cache.block_size_bytes == FULL.page_size_bytes
+    cache.copy_blocks(*torch.tensor([[1], [2], [20]]), [0, 1])

@@ -1,0 +1,78 @@
+"""Cores and memory, read from folders of made-up machines; doctor and worker read the same ones."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from longshore.deploy.machine.host import Host
+from longshore.deploy.machine.processors import processor_findings
+from longshore.deploy.machine.resources import resource_findings
+from longshore.worker.process.host import (
+    HostMemory,
+    available_host_bytes,
+    host_memory,
+    num_physical_cores,
+    quota_cores,
+)
+from tests.deploy.machine.fake_host import GIB, fake_host
+
+SLICE = "sys/fs/cgroup/longshore.slice"
+NESTED = {
+    "proc/self/cgroup": "0::/longshore.slice/engine.scope\n",
+    f"{SLICE}/memory.max": f"{4 * GIB}\n",
+    f"{SLICE}/memory.current": f"{GIB}\n",
+    f"{SLICE}/cpu.max": "300000 100000\n",
+    f"{SLICE}/engine.scope/memory.max": "max\n",
+    f"{SLICE}/engine.scope/memory.current": f"{GIB}\n",
+}
+# A container sees the host's path and, mounted, its own group alone.
+VERSION_1 = {
+    "proc/self/cgroup": "12:memory:/docker/abc\n11:cpu,cpuacct:/docker/abc\n0::/\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+}
+NO_LIMIT_1 = {
+    "proc/self/cgroup": "12:memory:/docker/abc\n11:cpu,cpuacct:/docker/abc\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+}
+
+
+def told_by_doctor(host: Host) -> dict[str, str]:
+    found = [*processor_findings(host), *resource_findings(host, 8000)]
+    return {each.what: each.found for each in found}
+
+
+@pytest.mark.parametrize("files", [NESTED, VERSION_1], ids=["nested", "version 1"])
+def test_limits_of_every_control_group_around_a_process_count(
+    tmp_path: Path, files: dict[str, str]
+) -> None:
+    host = fake_host(tmp_path, files)
+    assert host_memory(tmp_path) == HostMemory(3 * GIB, 64 * GIB, 4 * GIB)
+    assert quota_cores(tmp_path) == 3.0
+    found = told_by_doctor(host)
+    assert found["memory"] == "3.0 GiB available of 4.0 GiB that control groups allow"
+    assert found["CPU quota"].startswith("3 cores")
+
+
+def test_a_group_without_limits_sets_none(tmp_path: Path) -> None:
+    fake_host(tmp_path, NO_LIMIT_1)
+    assert host_memory(tmp_path) == HostMemory(32 * GIB, 64 * GIB, None)
+    assert quota_cores(tmp_path) is None
+
+
+def test_cores_without_a_topology_are_as_many_as_processors(tmp_path: Path) -> None:
+    assert num_physical_cores(range(4), fake_host(tmp_path / "a").root) == 2
+    files = {"sys/devices/system/cpu/cpu3/topology/thread_siblings_list": None}
+    host = fake_host(tmp_path / "b", files)
+    assert num_physical_cores(host.allowed_cpus, host.root) == 4
+    assert told_by_doctor(host)["CPU"].startswith("4 cores")
+
+
+def test_this_host_has_cores_and_memory() -> None:
+    assert 1 <= num_physical_cores() <= len(os.sched_getaffinity(0))
+    assert available_host_bytes() > 1 << 20
+    assert host_memory(Path("/nonexistent")) is None

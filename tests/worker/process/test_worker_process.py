@@ -1,0 +1,262 @@
+"""`python -m longshore.worker` as its supervisor and its scheduler see it."""
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from longshore.protocol.handshake import (
+    EngineIdentity,
+    Feature,
+    FromWorker,
+    Rejected,
+    ToWorker,
+    WorkerAccepted,
+    WorkerHello,
+    WorkerReady,
+    model_fingerprint,
+)
+from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed
+from longshore.protocol.plan import Shutdown
+from longshore.protocol.transport.channel import (
+    Channel,
+    Endpoint,
+    open_socket,
+)
+from longshore.protocol.transport.lifeline import (
+    EXIT_SUPERVISOR_GONE,
+    STOP_SIGNAL,
+    Failed,
+    LifelineReport,
+    Progress,
+    Ready,
+    decode_report,
+)
+from longshore.worker.config import WorkerConfig, WorkerProcessConfig
+from longshore.worker.worker import Worker
+from tests.worker.models.tiny_whisper import make_tiny_whisper
+from tests.worker.plans import Entry, Planner
+
+TIMEOUT_S = 60.0
+
+
+class WorkerProcess:
+    """The process, the supervisor's end of its lifeline, and the scheduler's of its channel."""
+
+    def __init__(self, model: Path, **overrides: Any) -> None:
+        self.runtime_dir = Path(tempfile.mkdtemp(prefix="longshore-test-"))
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        endpoint = Endpoint(f"ipc://{self.runtime_dir}/worker-0")
+        self.scheduler: Channel[ToWorker, FromWorker] = Channel(
+            open_socket(self.context, zmq.DEALER, endpoint, bind=True), FromWorker
+        )
+        self._lifeline, child_end = socket.socketpair()
+        self._lifeline.settimeout(TIMEOUT_S)
+        self._lines = self._lifeline.makefile("rb")
+        self.identity = EngineIdentity(
+            model_fingerprint="of the supervisor's copy",
+            dtype="float32",
+            block_size=16,
+            max_model_len=256,
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            hash_seed_digest="a seed",
+        )
+        settings = {"num_blocks": 60, "threads": 1} | overrides
+        config = WorkerProcessConfig(
+            model=str(model),
+            identity=self.identity,
+            endpoint=endpoint,
+            lifeline_fd=child_end.fileno(),
+            runtime_dir=str(self.runtime_dir),
+            **settings,
+        )
+        path = self.runtime_dir / "worker-0.json"
+        path.write_bytes(msgspec.json.encode(config))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "longshore.worker", str(path)],
+            pass_fds=[child_end.fileno()],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        child_end.close()
+
+    def receive(self) -> FromWorker:
+        message = self.scheduler.receive(TIMEOUT_S)
+        assert message is not None, "the worker said nothing"
+        return message
+
+    def welcome(self) -> None:
+        """The whole handshake, with 50 blocks."""
+        assert isinstance(self.receive(), WorkerHello)
+        self.scheduler.send(WorkerAccepted(epoch=1, num_blocks=50))
+        assert isinstance(self.receive(), WorkerReady)
+
+    def next_report(self) -> LifelineReport:
+        """The next line written to the supervisor that is no progress."""
+        while True:
+            report = decode_report(self._lines.readline())
+            if not isinstance(report, Progress):
+                return report
+
+    def drop_lifeline(self) -> None:
+        self._lines.close()
+        self._lifeline.close()
+
+    def wait(self) -> int:
+        return self.process.wait(TIMEOUT_S)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.drop_lifeline()
+        self.scheduler.close()
+        self.context.term()
+        shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., WorkerProcess]]:
+    started: list[WorkerProcess] = []
+
+    def start_(model: Path, **overrides: Any) -> WorkerProcess:
+        started.append(WorkerProcess(model, **overrides))
+        return started[-1]
+
+    yield start_
+    for worker in started:
+        worker.close()
+
+
+def planner() -> Planner:
+    return Planner(num_blocks=50, block_size=16)
+
+
+@pytest.mark.req("FEA-10")
+def test_a_process_whose_model_has_an_encoder_offers_to_hear(
+    start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any], tmp_path: Path
+) -> None:
+    make_tiny_whisper(tmp_path, max_target_positions=256)
+    of_text = (Feature.POOLING,)
+    for path, features in ((tmp_path, (Feature.MULTIMODAL,)), (checkpoint[0], of_text)):
+        hello = start(path).receive()
+        assert isinstance(hello, WorkerHello)
+        assert hello.features == features
+
+
+def test_a_process_says_what_it_holds_and_computes_what_a_worker_in_process_does(
+    start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any]
+) -> None:
+    worker = start(checkpoint[0])
+    hello = worker.receive()
+    assert isinstance(hello, WorkerHello)
+    own = msgspec.structs.replace(
+        worker.identity, model_fingerprint=model_fingerprint(checkpoint[0])
+    )
+    assert (hello.rank, hello.identity, hello.kv_cache.num_blocks) == (0, own, 60)
+    worker.scheduler.send(WorkerAccepted(epoch=1, num_blocks=50))
+    assert worker.receive() == WorkerReady(0)
+    report = worker.next_report()
+    assert isinstance(report, Ready)
+    assert report.details["num_blocks"] == "50"
+
+    plans = planner()
+    steps = [plans.plan({2: 30}, added=[Entry(2, range(3, 33))])]
+    steps += [plans.plan() for _ in range(10)]
+    config = WorkerConfig(
+        model=str(checkpoint[0]), num_blocks=50, max_num_seqs=8, show_progress=False
+    )
+    with Worker(config) as alone:
+        runner = alone.start()
+        wanted = [runner.execute(plan).sampled_tokens.tolist() for plan in steps]
+    for plan in steps:
+        worker.scheduler.send(plan)
+    for index, tokens in enumerate(wanted):
+        output = worker.receive()
+        assert isinstance(output, ModelRunnerOutput)
+        assert (output.step, output.sampled_tokens.tolist()) == (index + 1, tokens)
+    worker.scheduler.send(Shutdown("done"))
+    assert worker.wait() == 0
+
+
+def test_a_refused_worker_says_why_and_fails(
+    start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any]
+) -> None:
+    worker = start(checkpoint[0])
+    assert isinstance(worker.receive(), WorkerHello)
+    worker.scheduler.send(Rejected("the models differ"))
+    assert worker.next_report() == Failed("the models differ")
+    assert worker.wait() == 1
+
+
+def test_a_checkpoint_that_cannot_be_served_is_reported_to_both_sides(
+    start: Callable[..., WorkerProcess], tmp_path: Path
+) -> None:
+    worker = start(tmp_path / "nowhere")
+    failed = worker.receive()
+    assert isinstance(failed, WorkerFailed)
+    assert "config.json does not exist" in failed.reason
+    assert worker.next_report() == Failed(failed.reason)
+    assert worker.wait() == 1
+    assert worker.process.stderr is not None
+    assert "Traceback" not in worker.process.stderr.read()
+
+
+def test_a_worker_that_cannot_go_on_exits_with_a_reason(
+    start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any]
+) -> None:
+    worker = start(checkpoint[0])
+    worker.welcome()
+    plans = planner()
+    plans.plan()  # never sent
+    worker.scheduler.send(plans.plan())
+    failed = worker.receive()
+    assert isinstance(failed, WorkerFailed)
+    assert "follows step 1" in failed.reason
+    assert isinstance(worker.next_report(), Ready)
+    assert worker.next_report() == Failed(failed.reason)
+    assert worker.wait() == 1
+
+
+@pytest.mark.parametrize("is_welcomed", [True, False])
+def test_being_told_to_stop_ends_a_worker_with_status_0(
+    is_welcomed: bool, start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any]
+) -> None:
+    worker = start(checkpoint[0])
+    if is_welcomed:
+        worker.welcome()
+        worker.scheduler.send(planner().plan({2: 30}, added=[Entry(2, range(3, 33))]))
+    else:
+        assert isinstance(worker.receive(), WorkerHello)
+    worker.process.send_signal(STOP_SIGNAL)
+    assert worker.wait() == 0
+
+
+def test_a_worker_does_not_outlive_its_supervisor(
+    start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any]
+) -> None:
+    worker = start(checkpoint[0])
+    worker.welcome()
+    worker.drop_lifeline()
+    assert worker.wait() == EXIT_SUPERVISOR_GONE
+    assert not worker.runtime_dir.exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["/nowhere.json"]])
+def test_bad_usage_is_status_2_and_one_line(arguments: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "longshore.worker", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,245 @@
+"""Which blocks each row holds, in order of position: one table per KV cache group.
+
+The host's copy follows the plans; the device's copy follows the host's, step by step, on the
+compute queue. Only rows that changed travel, all in one copy. A position, once given a block, keeps
+it; a row changes otherwise only when it is started, cut by a rewind, or dropped.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longshore.protocol.errors import PlanMismatch
+from longshore.worker.kv_cache.context_share import WHOLE_CONTEXT, ContextShare
+from longshore.worker.kv_cache.slot_mapping import slots_at
+from longshore.worker.step.compute_queue import Completion
+from longshore.worker.step.staging import StagingRing
+
+IntArray = npt.NDArray[np.integer]
+
+
+class BlockTable:
+    """The table of one group.
+
+    block_size:        tokens of one allocated block that this rank keeps.
+    kernel_block_size: tokens of one block as attention sees it; a divisor of block_size. Where it
+                       is smaller, an allocated id k stands for k * r ... k * r + r - 1.
+    share:             of the tokens, that this rank keeps. An entry then stands for so many times
+                       the tokens as ranks share them, and so does the attribute `block_size`.
+    host:              (max_num_seqs, max_blocks) int32.
+    num_blocks:        (max_num_seqs,) int64, entries of each row that count.
+    device_table:      like `host`, on the device, as of the last commit that was run.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        kernel_block_size: int | None = None,
+        share: ContextShare = WHOLE_CONTEXT,
+        staging_depth: int = 3,
+    ) -> None:
+        self.kept_block_size = kernel_block_size or block_size
+        if block_size % self.kept_block_size:
+            raise ValueError(f"kernel block {kernel_block_size} does not divide {block_size}")
+        if self.kept_block_size % share.interleave:
+            raise ValueError(f"interleave {share.interleave} divides no {self.kept_block_size}")
+        self.share = share
+        self.block_size = self.kept_block_size * share.size
+        self._blocks_per_id = block_size // self.kept_block_size
+        self.max_blocks = -(-max_model_len // (block_size * share.size)) * self._blocks_per_id
+        self.host = np.zeros((max_num_seqs, self.max_blocks), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.device_table = torch.zeros(
+            (max_num_seqs, self.max_blocks), dtype=torch.int32, device=device
+        )
+        self._is_stale = np.zeros(max_num_seqs, np.bool_)
+        self._staging = StagingRing(
+            {
+                "rows": ((max_num_seqs,), torch.int64),
+                "entries": ((max_num_seqs * self.max_blocks,), torch.int32),
+            },
+            pin_memory=device.type == "cuda",
+            depth=staging_depth,
+        )
+
+    def append_row(self, row: int, block_ids: IntArray) -> None:
+        """Blocks at the end of one row; none is no change."""
+        self.append_rows(np.full(len(block_ids), row, np.int64), block_ids)
+
+    def append_rows(self, rows: IntArray, block_ids: IntArray) -> None:
+        """`block_ids[i]` goes to the end of row `rows[i]`; those of one row in the order given.
+
+        Raises PlanMismatch if a row would hold more blocks than the longest request needs.
+        """
+        if len(rows) == 0:
+            return
+        order = np.argsort(rows, kind="stable")
+        rows, block_ids = rows[order].astype(np.int64), self._expand(block_ids[order])
+        rows = np.repeat(rows, self._blocks_per_id)
+        held, first, counts = np.unique(rows, return_index=True, return_counts=True)
+        columns = self.num_blocks[rows] + np.arange(len(rows)) - np.repeat(first, counts)
+        if columns.max() >= self.max_blocks:
+            raise PlanMismatch(
+                f"row {rows[columns.argmax()]} would hold {columns.max() + 1} blocks; "
+                f"the longest request needs {self.max_blocks}"
+            )
+        self.host[rows, columns] = block_ids
+        self.num_blocks[held] += counts
+        self._is_stale[held] = True
+
+    def add_row(self, row: int, block_ids: IntArray) -> None:
+        """The row holds these blocks and no others."""
+        self.num_blocks[row] = 0
+        self.append_row(row, block_ids)
+
+    def truncate_row(self, row: int, num_tokens: int) -> None:
+        """The row keeps the allocated blocks that its first `num_tokens` tokens need."""
+        num_ids = -(-num_tokens // (self.block_size * self._blocks_per_id))
+        self.num_blocks[row] = min(self.num_blocks[row], num_ids * self._blocks_per_id)
+
+    def move_row(self, source: int, destination: int) -> None:
+        """`destination` becomes what `source` is; `source` is empty afterwards."""
+        self.add_row(destination, self.allocated(source))
+        self.num_blocks[source] = 0
+
+    def swap_row(self, one: int, other: int) -> None:
+        """The two rows change places."""
+        pair, swapped = [one, other], [other, one]
+        self.host[pair] = self.host[swapped]
+        self.num_blocks[pair] = self.num_blocks[swapped]
+        self._is_stale[pair] = True
+
+    def allocated(self, row: int) -> npt.NDArray[np.int32]:
+        """The ids that the row was given, in order of position."""
+        entries = self.host[row, : self.num_blocks[row]]
+        return entries[:: self._blocks_per_id] // self._blocks_per_id
+
+    def capacity(self) -> npt.NDArray[np.int64]:
+        """(max_num_seqs,) tokens for which each row has blocks."""
+        return self.num_blocks * self.block_size
+
+    def step_slots(
+        self,
+        rows: npt.NDArray[np.int64],
+        places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+    ) -> npt.NDArray[np.int64]:
+        """Where the KV of each token goes, -1 if to another rank; every position must have a
+        block. places: which column each position is in, and where there."""
+        return slots_at(self.host, rows, places, self.kept_block_size, self.share)
+
+    def commit(self) -> "TableUpload | None":
+        """What brings the device's copy up to date, or None if it is. Run it in its turn."""
+        rows = np.flatnonzero(self._is_stale)
+        if len(rows) == 0:
+            return None
+        self._is_stale[:] = False
+        width = int(self.num_blocks[rows].max())
+        if width == 0:
+            return None
+        staging = self._staging.acquire()
+        num_entries = len(rows) * width
+        staging.arrays["rows"][: len(rows)] = rows
+        staging.arrays["entries"][:num_entries] = self.host[rows, :width].reshape(-1)
+        return TableUpload(
+            self.device_table,
+            staging.tensors["rows"][: len(rows)],
+            staging.tensors["entries"][:num_entries].view(len(rows), width),
+            staging.guard,
+        )
+
+    def _expand(self, block_ids: IntArray) -> npt.NDArray[np.int32]:
+        if self._blocks_per_id == 1:
+            return block_ids.astype(np.int32, copy=False)
+        offsets = np.arange(self._blocks_per_id, dtype=np.int32)
+        return (block_ids[:, None].astype(np.int32) * self._blocks_per_id + offsets).reshape(-1)
+
+
+class TableUpload:
+    """Changed rows on their way to the device. `guard` it with the operation that runs it.
+
+    rows:    (n,) int64, on the host.
+    entries: (n, widest) int32, on the host: each row's blocks from the first on.
+    """
+
+    def __init__(
+        self,
+        device_table: Tensor,
+        rows: Tensor,
+        entries: Tensor,
+        guard: Callable[[Completion], None],
+    ) -> None:
+        self._device_table = device_table
+        self.rows = rows
+        self.entries = entries
+        self.guard = guard
+
+    def run(self) -> None:
+        """On the compute queue: one copy, whatever the number of rows."""
+        device = self._device_table.device
+        rows = self.rows.to(device, non_blocking=True)
+        entries = self.entries.to(device, non_blocking=True)
+        self._device_table[:, : entries.shape[1]].index_copy_(0, rows, entries)
+
+
+class MultiGroupBlockTable:
+    """The tables of all KV cache groups; every change of a row names its blocks per group."""
+
+    def __init__(self, tables: Sequence[BlockTable]) -> None:
+        self.tables = tuple(tables)
+        self.block_sizes = tuple(table.block_size for table in tables)
+        self.device_tables = tuple(table.device_table for table in tables)
+        self.share = tables[0].share if tables else WHOLE_CONTEXT
+
+    def append_rows(self, group: int, rows: IntArray, block_ids: IntArray) -> None:
+        """Appended blocks arrive group by group. Raises PlanMismatch for a group not here."""
+        if not 0 <= group < len(self.tables):
+            raise PlanMismatch(f"KV cache group {group} of {len(self.tables)} gets blocks")
+        self.tables[group].append_rows(rows, block_ids)
+
+    def append_row(self, row: int, block_ids: Sequence[IntArray]) -> None:
+        for table, ids in zip(self.tables, block_ids, strict=True):
+            table.append_row(row, ids)
+
+    def add_row(self, row: int, block_ids: Sequence[IntArray]) -> None:
+        if len(block_ids) != len(self.tables):
+            raise PlanMismatch(f"row {row} has blocks for {len(block_ids)} KV cache groups")
+        for table, ids in zip(self.tables, block_ids, strict=True):
+            table.add_row(row, ids)
+
+    def move_row(self, source: int, destination: int) -> None:
+        for table in self.tables:
+            table.move_row(source, destination)
+
+    def swap_row(self, one: int, other: int) -> None:
+        for table in self.tables:
+            table.swap_row(one, other)
+
+    def truncate_row(self, row: int, num_tokens: int) -> None:
+        for table in self.tables:
+            table.truncate_row(row, num_tokens)
+
+    def allocated(self, row: int) -> list[npt.NDArray[np.int32]]:
+        """Per group, the ids that the row was given."""
+        return [table.allocated(row) for table in self.tables]
+
+    def capacity(self) -> npt.NDArray[np.int64]:
+        """(max_num_seqs,) tokens for which each row has blocks in every group."""
+        return np.minimum.reduce([table.capacity() for table in self.tables])
+
+    def slots(
+        self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> list[npt.NDArray[np.int64]]:
+        """Per group, where the KV of each token goes, -1 if to another rank."""
+        places = {size: np.divmod(positions, size) for size in set(self.block_sizes)}
+        return [table.step_slots(rows, places[table.block_size]) for table in self.tables]
+
+    def commit(self) -> list[TableUpload]:
+        """The uploads of the groups that changed."""
+        return [upload for table in self.tables if (upload := table.commit()) is not None]

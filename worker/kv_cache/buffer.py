@@ -1,0 +1,315 @@
+"""The KV cache of one rank: one buffer of bytes, allocated once, in which a block is contiguous.
+
+Any block can serve any group of layers: each group sees the same blocks through a view of its own,
+which takes the first bytes of a block and leaves the rest, if its layers need less than the largest
+group's. A transfer moves a block with one copy: it starts at `block_id * block_size_bytes`. Paged
+as in PagedAttention (Kwon et al., 2023, section 4).
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longshore.protocol.kv_cache_spec import (
+    FP8_E4M3,
+    NULL_BLOCK,
+    CustomSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    MambaSpec,
+    MLAAttentionSpec,
+)
+from longshore.worker.kv_cache.fp8 import (
+    FP8,
+    Fp8Layers,
+    KVScales,
+)
+from longshore.worker.kv_cache.plan import block_bytes
+from longshore.worker.process.device import available_bytes
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MEMORY_FRACTION: Final = {"cpu": 0.25, "cuda": 0.85}
+"""Share of the memory left after loading the weights. The rest is for activations, which on a GPU
+are all that remains, and on a CPU share the machine with everybody else."""
+
+MAX_DEFAULT_CPU_BYTES: Final = 4 << 30
+"""What a CPU rank takes at most without being asked to."""
+
+_ALIGNMENT_BYTES: Final = 64  # of torch's own CPU memory
+_STATE_DTYPES: Final = {4: torch.float32, 8: torch.float64}
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKV:
+    """Keys and values of a group's layers.
+
+    planes: (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim). From block to block it
+            may be further than the layers need, so the first two dimensions cannot be made one.
+    fp8:    what else is to know if `planes` are in fp8.
+    """
+
+    planes: Tensor
+    fp8: Fp8Layers | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return self.planes.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return self.planes.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.planes.shape[3]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.planes.shape[4]
+
+    @property
+    def head_dim(self) -> int:
+        return self.planes.shape[5]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That attention takes and gives."""
+        return self.planes.dtype if self.fp8 is None else self.fp8.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.planes.device
+
+    def zero_behind(self, num_tokens: Tensor) -> None:
+        """Block i keeps its first `num_tokens[i]` tokens; (num_blocks,) int64."""
+        is_behind = _positions(self.block_size, num_tokens) >= num_tokens[:, None]
+        planes = self.planes.view(torch.uint8) if self.planes.dtype == FP8 else self.planes
+        planes.masked_fill_(is_behind[:, None, None, :, None, None], 0)
+
+
+@dataclass(frozen=True, eq=False)
+class PagedLatents:
+    """Latent vectors of a group's layers.
+
+    latents: (num_blocks, num_layers, block_size, head_size); blocks may be further apart.
+    """
+
+    latents: Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        return self.latents.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return self.latents.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.latents.shape[2]
+
+    @property
+    def head_size(self) -> int:
+        return self.latents.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.latents.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.latents.device
+
+    def zero_behind(self, num_tokens: Tensor) -> None:
+        """Block i keeps its first `num_tokens[i]` tokens; (num_blocks,) int64."""
+        is_behind = _positions(self.block_size, num_tokens) >= num_tokens[:, None]
+        self.latents.masked_fill_(is_behind[:, None, :, None], 0)
+
+
+@dataclass(frozen=True, eq=False)
+class PagedStates:
+    """States of a group's layers.
+
+    states:     per tensor of the spec's `shapes` (num_blocks, num_layers, *shape), any stride apart
+                but contiguous within a layer's state.
+    block_size: tokens that a block stands for.
+    """
+
+    states: tuple[Tensor, ...]
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.states[0].shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return self.states[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.states[0].device
+
+    def zero_behind(self, num_tokens: Tensor) -> None:
+        """A state has no tokens of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class PagedBytes:
+    """What layers of a kind from another package keep.
+
+    pages: (num_blocks, num_layers, page_size_bytes) uint8; blocks may be further apart.
+    """
+
+    pages: Tensor
+    block_size: int
+
+    def zero_behind(self, num_tokens: Tensor) -> None:
+        """Nothing is known of what a page holds."""
+
+
+BlockView: TypeAlias = PagedKV | PagedLatents | PagedStates | PagedBytes
+
+
+class KVCache:
+    """Blocks start as zeros; the null block stays so.
+
+    groups: their layers are those of this rank, of which a pipeline stage may have none.
+    dtype:  that the model computes in, and keeps, unless `config.dtype` is fp8_e4m3.
+    scales: of layers in fp8; those of others are 1.
+    buffer: (num_blocks, block_size_bytes) uint8.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Mapping[str, KVScales] | None = None,
+    ) -> None:
+        self.num_blocks = config.num_blocks
+        self.groups = config.groups
+        self.dtype = dtype
+        self.device = device
+        self._stored_dtype = FP8 if config.dtype == FP8_E4M3 else dtype
+        self._scales = scales or {}
+        self.block_size_bytes = block_bytes(config.groups)
+        self.buffer = _zeros((self.num_blocks, self.block_size_bytes), device)
+        self._words = self.buffer.view(torch.int64)
+        assert NULL_BLOCK == 0
+
+    def view(self, group: int) -> BlockView:
+        """How a group sees the blocks; it must have layers here."""
+        planned = self.groups[group]
+        view = view_blocks(self.buffer, planned, self._stored_dtype)
+        if isinstance(view, PagedKV) and self._stored_dtype == FP8:
+            scales = tuple(self._scales.get(name, KVScales()) for name in planned.layer_names)
+            return replace(view, fp8=Fp8Layers(self.dtype, scales))
+        return view
+
+    def clear(self, block_ids: Tensor) -> None:
+        """Zero whole blocks. block_ids: (n,) int64, on the cache's device."""
+        self._words.index_fill_(0, block_ids, 0)
+
+    def copy_blocks(
+        self,
+        source_ids: Tensor,
+        target_ids: Tensor,
+        num_tokens: Tensor,
+        num_of_group: Sequence[int],
+    ) -> None:
+        """The first `num_tokens[i]` tokens of block `source_ids[i]`, all layers, into
+        `target_ids[i]`, and zeros behind them: what the source's owner writes there meanwhile must
+        not be read, not even masked. A state is copied whole. All are read before any is written.
+
+        (n,) int64 each, on the cache's device, group by group; targets are all different.
+        num_of_group: how many of them each group has.
+        """
+        blocks = self._words.index_select(0, source_ids)
+        parts = zip(
+            self.groups,
+            blocks.view(torch.uint8).split(list(num_of_group)),
+            num_tokens.split(list(num_of_group)),
+            strict=True,
+        )
+        for group, copied, counts in parts:
+            if len(counts) and group.layer_names:
+                view_blocks(copied, group, self._stored_dtype).zero_behind(counts)
+        self._words.index_copy_(0, target_ids, blocks)
+
+
+def view_blocks(buffer: Tensor, group: KVCacheGroup, dtype: torch.dtype) -> BlockView:
+    """buffer: (n, block bytes) uint8, contiguous. dtype: of elements as large as its own; others
+    (a state's) are float32 or float64."""
+    num_layers, spec = len(group.layer_names), group.spec
+    pages = buffer[:, : group.block_size_bytes].unflatten(1, (num_layers, spec.page_size_bytes))
+    if isinstance(spec, CustomSpec):
+        return PagedBytes(pages, spec.block_size)
+    if isinstance(spec, MambaSpec):
+        states, first = [], 0
+        for shape, size in zip(spec.shapes, spec.dtype_bytes, strict=True):
+            element = dtype if size == dtype.itemsize else _STATE_DTYPES[size]
+            end = first + math.prod(shape) * size
+            states.append(pages[:, :, first:end].view(element).unflatten(2, shape))
+            first = end
+        return PagedStates(tuple(states), spec.block_size)
+    assert spec.dtype_bytes == dtype.itemsize
+    elements = pages.view(dtype)
+    if isinstance(spec, MLAAttentionSpec):
+        return PagedLatents(elements.unflatten(2, (spec.block_size, spec.head_size)))
+    assert spec.head_size_v in (None, spec.head_size)
+    shape = (2, spec.block_size, spec.num_kv_heads, spec.head_size)
+    return PagedKV(elements.unflatten(2, shape))
+
+
+def measure_num_blocks(
+    groups: Sequence[KVCacheGroup],
+    *,
+    device: torch.device,
+    kv_cache_bytes: int | None,
+    memory_fraction: float | None,
+    max_useful_blocks: int,
+    num_ranks_on_device: int = 1,
+) -> int:
+    """Blocks that fit into `kv_cache_bytes`, or else into a share of the memory that is left.
+
+    num_ranks_on_device: all of them measure the same memory, and each takes a part.
+    max_useful_blocks: what running requests can fill at most. A CPU rank takes no more unasked; a
+                       GPU has no better use for its memory than to remember prefixes.
+    Call it when the weights are loaded: what they take is no longer available.
+    """
+    block_size_bytes = block_bytes(groups)
+    if kv_cache_bytes is not None:
+        return kv_cache_bytes // block_size_bytes
+    left_bytes = available_bytes(device) // num_ranks_on_device
+    logger.info("%.2f GiB of memory are left on %s for this rank", left_bytes / 2**30, device)
+    if memory_fraction is not None:
+        return int(left_bytes * memory_fraction) // block_size_bytes
+    default_bytes = int(left_bytes * DEFAULT_MEMORY_FRACTION[device.type])
+    if device.type != "cpu":
+        return default_bytes // block_size_bytes
+    default_bytes = min(default_bytes, MAX_DEFAULT_CPU_BYTES)
+    return min(default_bytes // block_size_bytes, max_useful_blocks)
+
+
+def _positions(block_size: int, like: Tensor) -> Tensor:
+    return torch.arange(block_size, device=like.device)
+
+
+def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
+    """On a CPU the system provides each page, as zeros, when it is first touched: gigabytes of
+    cache do not delay the start."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    size_bytes = math.prod(shape)
+    memory = np.zeros(size_bytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return torch.from_numpy(memory[start : start + size_bytes]).view(shape)

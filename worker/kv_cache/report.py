@@ -1,0 +1,143 @@
+"""What a plan of the KV cache amounts to, in the words of `longshore doctor --plan` and of a rank's
+log at start. Loads no tensor library."""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+import msgspec
+
+from longshore.protocol.kv_cache_spec import (
+    DEFAULT_STEPS_IN_FLIGHT,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    CustomSpec,
+    FullAttentionSpec,
+    KVCacheGroup,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    max_blocks,
+    num_reserved_blocks,
+    tokens_that_fit,
+)
+from longshore.worker.kv_cache.plan import block_bytes, expanded_bytes
+
+
+class GroupReport(msgspec.Struct, frozen=True):
+    """kind:          of its layers.
+    block_tokens:  tokens that a block holds, in all ranks that share them, or that a state stands
+                   for.
+    layer_bytes:   of a block's part for one layer.
+    padding_bytes: of a block, that the group leaves unused.
+    max_blocks:    that the longest request holds at most.
+    """
+
+    kind: str
+    num_layers: int
+    block_tokens: int
+    layer_bytes: int
+    padding_bytes: int
+    max_blocks: int
+
+
+class CacheReport(msgspec.Struct, frozen=True):
+    """One rank's cache.
+
+    max_concurrency: requests of max_model_len tokens that fit.
+    num_tokens:      that so many requests have.
+    padding_share:   of the bytes that the longest request holds.
+    num_blocks_in_flight: of its blocks, those that it holds as `num_steps` steps of
+                     `max_tokens_in_flight` tokens may be in flight, instead of one of one token.
+    expanded_bytes:  of memory beside the cache, taken once keys and values are made of latents:
+                     never where ranks share tokens.
+    """
+
+    groups: tuple[GroupReport, ...]
+    block_bytes: int
+    num_blocks: int
+    num_reserved_blocks: int
+    max_model_len: int
+    max_concurrency: float
+    num_tokens: int
+    padding_share: float
+    num_steps: int
+    max_tokens_in_flight: int
+    num_blocks_in_flight: int
+    expanded_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all blocks."""
+        return self.num_blocks * self.block_bytes
+
+
+def report_on(
+    groups: Sequence[KVCacheGroup],
+    num_blocks: int,
+    *,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
+    context_parallel_size: int = 1,
+) -> CacheReport:
+    """max_num_batched_tokens: of the `num_steps` steps in flight, which a request may have to
+    itself. context_parallel_size: ranks that share the tokens of a block."""
+    longest = (max_model_len, max_num_batched_tokens, num_steps)
+    size_bytes = block_bytes(groups)
+    reports = tuple(
+        GroupReport(
+            kind=kind_of(group.spec),
+            num_layers=len(group.layer_names),
+            block_tokens=group.spec.block_size * context_parallel_size,
+            layer_bytes=group.spec.page_size_bytes,
+            padding_bytes=size_bytes - group.block_size_bytes,
+            max_blocks=max_blocks([group], *longest, context_parallel_size=context_parallel_size),
+        )
+        for group in groups
+    )
+    needed = sum(report.max_blocks for report in reports)
+    padding_bytes = sum(report.max_blocks * report.padding_bytes for report in reports)
+    num_reserved = num_reserved_blocks(groups)
+    usable = max(0, num_blocks - num_reserved)
+    return CacheReport(
+        groups=reports,
+        block_bytes=size_bytes,
+        num_blocks=num_blocks,
+        num_reserved_blocks=num_reserved,
+        max_model_len=max_model_len,
+        max_concurrency=usable / needed,
+        num_tokens=tokens_that_fit(
+            groups, num_blocks, *longest, context_parallel_size=context_parallel_size
+        ),
+        padding_share=padding_bytes / (needed * size_bytes),
+        num_steps=num_steps,
+        max_tokens_in_flight=max_num_batched_tokens,
+        num_blocks_in_flight=needed
+        - max_blocks(groups, max_model_len, 1, 1, context_parallel_size=context_parallel_size),
+        expanded_bytes=expanded_bytes(groups) if context_parallel_size == 1 else 0,
+    )
+
+
+def kind_of(spec: KVCacheSpec) -> str:
+    """As an operator would call it: `sliding window of 1,024`."""
+    match spec:
+        case SlidingWindowSpec():
+            return f"sliding window of {spec.sliding_window:,}"
+        case ChunkedLocalAttentionSpec():
+            return f"chunks of {spec.attention_chunk_size:,}"
+        case MambaSpec():
+            return "states"
+        case MLAAttentionSpec():
+            return "latents"
+        case SinkFullAttentionSpec():
+            return f"full attention, sink of {spec.sink_tokens:,}"
+        case FullAttentionSpec():
+            return "full attention"
+        case CrossAttentionSpec():
+            return f"cross attention to {spec.max_encoder_tokens:,}"
+        case CustomSpec():
+            return spec.manager
+        case _:
+            assert_never(spec)

@@ -1,0 +1,198 @@
+"""Fills a model from safetensors files: one, or shards listed by an index.
+
+Files are mapped, so a tensor is read once, straight into its place, in the dtype the model runs
+in, and a rank that holds a part of a tensor reads that part only. Every tensor of the model must be
+found, with its shape, and every one of the checkpoint used.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
+from longshore.worker.loading.bare_checkpoint import as_stored
+from longshore.worker.loading.loadable import LoadableModel
+from longshore.worker.loading.stored_names import INDEX_FILE, SINGLE_FILE
+from longshore.worker.models.json_fields import read_json_object
+from longshore.worker.process.byte_size import byte_size
+
+logger = logging.getLogger(__name__)
+
+_MAX_NAMED: Final = 4
+_FLOATS: Final = ("F32", "BF16", "F16")
+
+
+def load_weights(
+    model: LoadableModel, model_dir: Path, *, show_progress: bool | None = None
+) -> None:
+    """Copy every tensor of the checkpoint in `model_dir`, or this rank's part, into `model`.
+
+    show_progress: None shows a bar when stderr is a terminal.
+    Raises BrokenCheckpoint naming files and tensors that are missing, truncated, or have the wrong
+    shape, and UnsupportedModel for tensors that have no place in the model.
+    """
+    started = time.monotonic()
+    num_tensors, num_bytes = _fill(model, model_dir, show_progress)
+    filled = time.monotonic()
+    logger.info(
+        "loaded %d tensors, %s, in %.1f s; laying them out for this device",
+        num_tensors,
+        byte_size(num_bytes),
+        filled - started,
+    )
+    model.loaded()
+    logger.info("laid out in %.1f s", time.monotonic() - filled)
+
+
+def _fill(model: LoadableModel, model_dir: Path, show_progress: bool | None) -> tuple[int, int]:
+    """Returns how many tensors there are, and the bytes that this rank holds of them. Keeps no
+    reference to the memory it fills, which the model may lay out anew."""
+    files = find_tensors(model_dir)
+    found = {name for names in files.values() for name in names}
+    model = as_stored(model, found)
+    places = model.checkpoint_tensors()
+    _check_names(model_dir, model, wanted=places.keys(), found=found)
+    bar = tqdm(
+        total=len(places),
+        desc=f"Loading {model_dir.name}",
+        unit="tensor",
+        disable=None if show_progress is None else not show_progress,
+    )
+    num_bytes = 0
+    with bar:
+        for path, names in files.items():
+            with open_safetensors(path) as file:
+                for name in sorted(names & places.keys()):
+                    num_bytes += _copy_tensor(path, file, name, places[name])
+                    bar.update()
+    _check_copies(model, files, places)
+    return len(places), num_bytes
+
+
+def find_tensors(model_dir: Path) -> dict[Path, set[str]]:
+    """The checkpoint's files and the tensors to take from each.
+
+    Raises BrokenCheckpoint when a file is missing, truncated, or lacks a tensor the index promises.
+    """
+    single = model_dir / SINGLE_FILE
+    if single.exists():
+        return {single: _tensor_names(single)}
+    index = model_dir / INDEX_FILE
+    if not index.exists():
+        raise BrokenCheckpoint(
+            f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}. "
+            "Weights are read from safetensors files only; convert other formats first."
+        )
+    weight_map = read_json_object(index).table("weight_map")
+    if weight_map is None or not weight_map.values:
+        raise BrokenCheckpoint(f"{index} has no weight_map, so no tensor can be found.")
+    promised: dict[Path, set[str]] = {}
+    for name, file_name in weight_map.values.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise weight_map.wrong(name, "the name of a file in the same folder")
+        promised.setdefault(model_dir / file_name, set()).add(name)
+    absent = sorted(path.name for path in promised if not path.exists())
+    if absent:
+        raise BrokenCheckpoint(
+            f"{index} names {_some(absent)}, not in the folder. Fetch the missing shards."
+        )
+    for path, names in promised.items():
+        lacking = sorted(names - _tensor_names(path))
+        if lacking:
+            raise BrokenCheckpoint(
+                f"{path} lacks {_some(lacking)}, which {INDEX_FILE} promises. "
+                "Index and shards are of different checkpoints; fetch both again."
+            )
+    return promised
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[safe_open]:
+    """Raises BrokenCheckpoint, also for what goes wrong while it is read."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise BrokenCheckpoint(
+            f"{path} is no complete safetensors file: {error}. Fetch it again."
+        ) from error
+
+
+def _tensor_names(path: Path) -> set[str]:
+    with open_safetensors(path) as file:
+        return set(file.keys())
+
+
+def _check_names(
+    model_dir: Path, model: LoadableModel, *, wanted: AbstractSet[str], found: set[str]
+) -> None:
+    missing = sorted(wanted - found)
+    if missing:
+        raise BrokenCheckpoint(
+            f"{model_dir} lacks {_some(missing)}, which config.json calls for. "
+            "The weights are incomplete, or config.json is of another model."
+        )
+    extra = sorted(name for name in found - wanted if not model.is_redundant(name))
+    if extra:
+        raise UnsupportedModel(
+            f"{model_dir} has {_some(extra)}, which this model would ignore; its answers would be "
+            "wrong. Check that config.json belongs to these weights."
+        )
+
+
+def _copy_tensor(path: Path, file: safe_open, name: str, stored: StoredTensor) -> int:
+    """Returns the bytes that its places take."""
+    view = file.get_slice(name)
+    if tuple(view.get_shape()) != stored.shape:
+        raise BrokenCheckpoint(
+            f"{path}: {name} has shape {tuple(view.get_shape())}, but config.json makes it "
+            f"{stored.shape}. Config and weights are of different models."
+        )
+    if view.get_dtype() not in _FLOATS:
+        raise UnsupportedModel(
+            f"{path}: {name} is stored as {view.get_dtype()}; only plain float weights are "
+            "computed here. Use a checkpoint that is not quantised."
+        )
+    for place, index in stored.parts:
+        place.copy_(view[index])
+    return sum(place.nbytes for place, _ in stored.parts)
+
+
+def _check_copies(
+    model: LoadableModel, files: Mapping[Path, AbstractSet[str]], places: StoredTensors
+) -> None:
+    for path, names in files.items():
+        for name in sorted(names - places.keys()):
+            original = model.copy_of(name)
+            if original not in places:
+                continue
+            with open_safetensors(path) as file:
+                if not _is_copy(file, name, places[original]):
+                    raise UnsupportedModel(
+                        f"{path}: {name} differs from {original}, but config.json ties the two, so "
+                        "one of them would be ignored. Set tie_word_embeddings to false in "
+                        f"config.json to use {name}, or remove it from the file."
+                    )
+
+
+def _is_copy(file: safe_open, name: str, original: StoredTensor) -> bool:
+    view = file.get_slice(name)
+    return tuple(view.get_shape()) == original.shape and all(
+        torch.equal(view[index].to(place.device, place.dtype), place)
+        for place, index in original.parts
+    )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMED])
+    hidden = len(names) - _MAX_NAMED
+    return shown if hidden <= 0 else f"{shown} and {hidden} more"

@@ -1,0 +1,84 @@
+"""What a device is called, how much memory it has left, and which dtype a model runs in on it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+from longshore.protocol.errors import ConfigError
+from longshore.worker.process.host import available_host_bytes
+
+TORCH_DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def open_device(name: str) -> torch.device:
+    """The torch device called `name`. Raises ConfigError when this machine does not have it."""
+    kind, _, index_text = name.partition(":")
+    if kind not in ("cpu", "cuda") or (
+        index_text and not (kind == "cuda" and index_text.isdigit())
+    ):
+        raise ConfigError(f"device={name!r} is unknown. Use cpu, cuda or cuda:N.")
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device={name!r}, but torch {torch.__version__} finds no CUDA device here. "
+                "Use device='cpu', or a CUDA build of torch on a machine with a GPU."
+            )
+        count = torch.cuda.device_count()
+        index = device.index or 0
+        if index >= count:
+            raise ConfigError(f"device={name!r}, but this machine has CUDA devices 0..{count - 1}.")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    return device
+
+
+def resolve_dtype(name: str, checkpoint_dtype: str) -> torch.dtype:
+    """The dtype to run in: "auto" is the checkpoint's own."""
+    return TORCH_DTYPES[checkpoint_dtype if name == "auto" else name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`: the name used in messages and configuration."""
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def fits_in_memory(what: str, device: torch.device) -> Iterator[None]:
+    """An allocation inside that fails raises ConfigError naming `what` and the device."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ConfigError(
+            f"{what} cannot be allocated on {device}: {error}. "
+            "Use a smaller setting, a smaller dtype, or a device with more memory."
+        ) from error
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Block until everything launched so far, on any stream, has ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def held_bytes(device: torch.device) -> int:
+    """Bytes of a GPU's memory that torch holds in this process; 0 for a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on `device`.
+
+    For a CPU: what the kernel calls available, and not more than the control group allows.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return free_bytes
+    return available_host_bytes()

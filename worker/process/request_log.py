@@ -1,0 +1,42 @@
+"""At debug: which step a request begins with on this worker, and which one takes its row away."""
+
+import logging
+
+from longshore.protocol.logs.records import fields
+from longshore.protocol.plan import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class RequestLog:
+    """Knows the requests on the rows as far as it has been told of them."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, str] = {}
+
+    def taken_in(self, plan: SchedulerOutput) -> None:
+        """To be called with every plan; nothing happens unless debug lines are wanted."""
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        for why, rows in (("ended", plan.finished_rows), ("preempted", plan.preempted_rows)):
+            for row in rows.tolist():
+                about = fields(request_id=self._ids.pop(row, None), step_id=plan.step, row=row)
+                logger.debug("%s: its row is free", why, extra=about)
+        for rewind in plan.rewound:
+            about = fields(
+                request_id=self._ids.get(rewind.row),
+                step_id=plan.step,
+                row=rewind.row,
+                computed_tokens=rewind.num_computed_tokens,
+            )
+            logger.debug("sent back", extra=about)
+        for start in plan.added:
+            self._ids[start.row] = start.request_id
+            about = fields(
+                request_id=start.request_id,
+                step_id=plan.step,
+                row=start.row,
+                known_tokens=start.num_known_tokens,
+                computed_tokens=start.num_computed_tokens,
+            )
+            logger.debug("starts", extra=about)

@@ -1,0 +1,110 @@
+"""How the ranks of an engine find each other: through a file, before anything else is loaded.
+
+They meet by polling, so that a rank that waits for one that will never come can be told to stop;
+torch.distributed, which cannot be interrupted, begins when all are there.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from longshore.protocol.errors import EngineDead
+from longshore.worker.config import RankLayout
+from longshore.worker.errors import RankLost
+from longshore.worker.kv_cache.context_share import ContextShare
+from longshore.worker.ranks.parallel import ALONE, Parallel
+
+POLL_INTERVAL_S: Final = 0.05
+BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@contextlib.contextmanager
+def joined_ranks(
+    layout: RankLayout, rank: int, device: torch.device, *, startup_timeout_s: float
+) -> Iterator[Parallel]:
+    """This rank's place, with its groups, until the block is left.
+
+    It waits for the others `startup_timeout_s` in each exchange, too, until
+    `Parallel.wait_at_most` says that what makes one of them slow is over: loading, compiling.
+
+    One that is left in an orderly way waits for the others to do the same: who hangs up first may
+    cut off what is still on its way. A process can do this once. Raises EngineDead if not all ranks
+    come within `startup_timeout_s`.
+    """
+    if layout.num_ranks == 1:
+        yield ALONE
+        return
+    assert layout.rendezvous is not None
+    store = dist.FileStore(layout.rendezvous, layout.num_ranks)  # type: ignore[attr-defined]  # torch
+    _meet(store, layout.num_ranks, startup_timeout_s)
+    timeout = timedelta(seconds=startup_timeout_s)
+    try:
+        dist.init_process_group(
+            BACKENDS[device.type],
+            store=store,
+            rank=rank,
+            world_size=layout.num_ranks,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        place = _place(layout, rank, timeout)
+    except RuntimeError as error:
+        raise RankLost(f"rank {rank} could not connect to the other ranks: {error}") from error
+    try:
+        yield place
+        with contextlib.suppress(RankLost):  # nothing depends on it any more
+            place.meet(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _meet(store: Any, num_ranks: int, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    num_there = store.add("there", 1)
+    while num_there < num_ranks:
+        if time.monotonic() >= deadline_s:
+            raise EngineDead(
+                f"only {num_there} of {num_ranks} ranks have come within {timeout_s:.0f} s; do all "
+                "of them start?"
+            )
+        time.sleep(POLL_INTERVAL_S)
+        num_there = store.add("there", 0)
+
+
+def _place(layout: RankLayout, rank: int, timeout: timedelta) -> Parallel:
+    num_shards, num_sharing = layout.tensor_parallel_size, layout.decode_context_parallel_size
+    stage, shard = divmod(rank, num_shards)
+    shard_group = _group_of_neighbours(layout, rank, num_shards, timeout)
+    context_group = _group_of_neighbours(layout, rank, num_sharing, timeout)
+    return Parallel(
+        shard=shard,
+        num_shards=num_shards,
+        stage=stage,
+        num_stages=layout.pipeline_parallel_size,
+        shard_group=shard_group,
+        all_ranks=dist.group.WORLD,
+        context_share=ContextShare.of_ranks(
+            dcp_rank=shard % num_sharing,
+            dcp_size=num_sharing,
+            interleave=layout.cp_kv_cache_interleave_size,
+        ),
+        context_group=context_group,
+    )
+
+
+def _group_of_neighbours(
+    layout: RankLayout, rank: int, size: int, timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """All ranks in groups of `size`: the one that this rank is in, None if it is there alone."""
+    own = None
+    if size > 1:
+        for first in range(0, layout.num_ranks, size):  # every rank must make every group
+            group = dist.new_group(list(range(first, first + size)), timeout=timeout)
+            if rank in range(first, first + size):
+                own = group
+    return own

@@ -1,0 +1,1 @@
+"""From logits to tokens, log probabilities and pooled vectors."""

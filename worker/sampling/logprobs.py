@@ -1,0 +1,100 @@
+"""Log probabilities of sampled tokens and of prompt tokens, from the model's own logits.
+
+The device scores, the answer lists: each row gets as many of the most likely tokens as it asked
+for, but what is computed for a row never depends on what others ask.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longshore.protocol.arrays import Float32Array, Int32Array, int32_array
+from longshore.protocol.outputs import TokenLogprobs
+from longshore.protocol.sampling import MAX_LOGPROBS
+
+MAX_SCORED_ELEMENTS: Final = 1 << 24
+"""Logits of prompt tokens that are held at once."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of n tokens.
+
+    ranks:     (n,) int32; 1 if no other token is likelier.
+    token_ids: (n, 1 + k) int32: the token itself, then the k most likely ones.
+    logprobs:  (n, 1 + k) float32.
+    """
+
+    ranks: Tensor
+    token_ids: Tensor
+    logprobs: Tensor
+
+
+def score(logits: Tensor, token_ids: Tensor, num_listed: int) -> Scores:
+    """logits: (n, vocab_size) float32; token_ids: (n,) int32; num_listed: 1 + k, or 1 for k = 0."""
+    chosen = token_ids.long().unsqueeze(1)
+    chosen_logits = logits.gather(1, chosen)
+    ranks = (logits > chosen_logits).sum(dim=-1, dtype=torch.int32).add_(1)
+    if num_listed > 1:
+        best_logits, best = logits.topk(num_listed - 1, dim=-1)
+        chosen = torch.cat((chosen, best), dim=-1)
+        chosen_logits = torch.cat((chosen_logits, best_logits), dim=-1)
+    logprobs = chosen_logits - logits.logsumexp(dim=-1, keepdim=True)
+    return Scores(ranks, chosen.int(), logprobs)
+
+
+class ScoredTokens:
+    """The tokens that one step scores, and where their scores arrive on the host.
+
+    owners, positions: (n,) int64, as in TokenLogprobs.
+    num_best: (n,) int64, most likely tokens that each one lists.
+    num_listed: tokens that are computed for each, itself included.
+    """
+
+    def __init__(
+        self,
+        owners: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        num_best: npt.NDArray[np.int64],
+        *,
+        vocab_size: int,
+        pin_memory: bool,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._owners = owners
+        self._positions = positions
+        # As many as the most that can be asked for, so that nobody's ties hang on others' wishes.
+        longest = min(MAX_LOGPROBS, vocab_size)
+        self._num_listed = 1 + np.minimum(num_best, longest)
+        self.num_listed = 1 + longest if num_best.any() else 1
+        shape = (len(owners), self.num_listed)
+        self._host = Scores(
+            torch.empty(len(owners), dtype=torch.int32, pin_memory=pin_memory),
+            torch.empty(shape, dtype=torch.int32, pin_memory=pin_memory),
+            torch.empty(shape, dtype=torch.float32, pin_memory=pin_memory),
+        )
+
+    def receive(self, start: int, scores: Scores) -> None:
+        """Scores of the tokens from `start` on, on their way to the host. On the compute queue."""
+        place = slice(start, start + len(scores.ranks))
+        self._host.ranks[place].copy_(scores.ranks, non_blocking=True)
+        self._host.token_ids[place].copy_(scores.token_ids, non_blocking=True)
+        self._host.logprobs[place].copy_(scores.logprobs, non_blocking=True)
+
+    def answer(self) -> TokenLogprobs:
+        """Once the step is complete."""
+        is_listed = np.arange(self.num_listed) < self._num_listed[:, np.newaxis]
+        token_ids: Int32Array = self._host.token_ids.numpy()[is_listed]
+        logprobs: Float32Array = self._host.logprobs.numpy()[is_listed]
+        return TokenLogprobs(
+            owners=int32_array(self._owners),
+            positions=int32_array(self._positions),
+            ranks=int32_array(self._host.ranks.numpy()),
+            num_listed=int32_array(self._num_listed),
+            token_ids=token_ids,
+            logprobs=logprobs,
+        )

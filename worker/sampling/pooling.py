@@ -1,0 +1,231 @@
+"""Vectors of pooling requests: each is the mean of some hidden states behind the last norm.
+
+Of the last token, of the first, or of all; what a chunk brings is added up until the prompt's end.
+The sums are float64: neither their order nor how a prompt was cut shows in a float32.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from longshore.protocol.arrays import Float32Array, Int32Array, int32_array
+from longshore.protocol.errors import PlanMismatch
+from longshore.protocol.outputs import ModelRunnerOutput
+from longshore.protocol.plan import RowStart
+from longshore.protocol.requests import PoolingParams
+from longshore.worker.step.step_batch import Int64s, StepBatch
+from longshore.worker.step.upload import PackedUpload, Upload
+
+MAX_SUMMED_ELEMENTS: Final = 1 << 22
+"""Of hidden states that are widened at once."""
+
+_SMALLEST_LENGTH: Final = 1e-12
+
+
+class PoolingRows:
+    """Which rows want a vector, and how far each has come.
+
+    is_pooling: (max_num_seqs,).
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.is_pooling = np.zeros(max_num_seqs, np.bool_)
+        self._params: list[PoolingParams | None] = [None] * max_num_seqs
+        self._num_prompt = np.zeros(max_num_seqs, np.int64)
+        self._num_summed = np.zeros(max_num_seqs, np.int64)
+
+    def start(self, start: RowStart) -> None:
+        """Raises PlanMismatch for a row whose first states this worker will not see."""
+        pooling = start.pooling
+        self.is_pooling[start.row] = pooling is not None
+        self._params[start.row] = pooling
+        self._num_prompt[start.row] = len(start.prompt_token_ids)
+        self._num_summed[start.row] = start.num_computed_tokens
+        if pooling is not None and pooling.needs_all_states and start.num_computed_tokens:
+            raise PlanMismatch(
+                f"request {start.request_id} pools all its tokens ({pooling.kind}), but starts "
+                f"with {start.num_computed_tokens} computed; it must not read the prefix cache"
+            )
+
+    def take(self, batch: StepBatch, hidden_size: int, *, pin_memory: bool) -> "StepPooling | None":
+        """What the step adds to vectors, and those that it completes; None if it has no pooling
+        row. Raises PlanMismatch if a row goes back behind states that are in its sum."""
+        chosen = np.flatnonzero(self.is_pooling[batch.rows])
+        if not len(chosen):
+            return None
+        rows, starts, ends = batch.rows[chosen], batch.starts[chosen], batch.ends[chosen]
+        firsts = batch.first_tokens[chosen]
+        tokens: list[Int64s] = []
+        done: list[int] = []
+        for row, start, end, first in zip(
+            rows.tolist(), starts.tolist(), ends.tolist(), firsts.tolist(), strict=True
+        ):
+            pooling = self._params[row]
+            assert pooling is not None
+            if pooling.needs_all_states and start not in (0, self._num_summed[row]):
+                raise PlanMismatch(
+                    f"row {row} pools all its tokens ({pooling.kind}) and goes on from {start}, "
+                    f"with {self._num_summed[row]} of them summed"
+                )
+            self._num_summed[row] = end
+            is_done = end >= self._num_prompt[row]
+            tokens.append(_summed_tokens(pooling, start, end, is_done=is_done) - start + first)
+            if is_done:
+                done.append(row)
+        return self._packed(rows, starts, tokens, done, hidden_size, pin_memory=pin_memory)
+
+    def _packed(
+        self,
+        rows: Int64s,
+        starts: Int64s,
+        tokens: list[Int64s],
+        done: list[int],
+        hidden_size: int,
+        *,
+        pin_memory: bool,
+    ) -> "StepPooling":
+        params = [params for row in done if (params := self._params[row]) is not None]
+        kept = np.array([each.dimensions or hidden_size for each in params], np.int64)
+        num_summed = [
+            self._num_prompt[row] if each.kind == "mean" else 1
+            for row, each in zip(done, params, strict=True)
+        ]
+        upload = Upload()
+        begins = (starts == 0) | np.array([not self._needs_all(row) for row in rows.tolist()])
+        return StepPooling(
+            begun=upload.ints(rows[begins]),
+            tokens=upload.ints(np.concatenate(tokens)),
+            owners=upload.ints(np.repeat(rows, [len(each) for each in tokens])),
+            done=upload.ints(np.array(done, np.int64)),
+            num_summed=upload.ints(np.array(num_summed, np.int64)),
+            kept=upload.ints(kept),
+            is_normalized=upload.ints(np.array([each.normalize for each in params], np.int64)),
+            rows=np.array(done, np.int64),
+            num_kept=kept,
+            vectors=torch.empty((len(done), hidden_size), pin_memory=pin_memory),
+            upload=upload.pack(pin_memory=pin_memory),
+        )
+
+    def _needs_all(self, row: int) -> bool:
+        params = self._params[row]
+        return params is not None and params.needs_all_states
+
+
+def _summed_tokens(pooling: PoolingParams, start: int, end: int, *, is_done: bool) -> Int64s:
+    """Positions of [start, end) whose states are part of the vector."""
+    match pooling.kind:
+        case "mean":
+            return np.arange(start, end)
+        case "cls":
+            return np.arange(start, min(end, 1))
+        case "last":
+            return np.arange(end - 1, end) if is_done else np.empty(0, np.int64)
+
+
+class PooledSums:
+    """One sum of hidden states per row, on the device; the compute queue alone touches it."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._sums: Tensor | None = None  # until somebody wants a vector
+
+    def of_states(self, hidden: Tensor) -> Tensor:
+        """(max_num_seqs, hidden_size) float64, beside hidden states (n, hidden_size)."""
+        if self._sums is None:
+            shape = (self._max_num_seqs, hidden.shape[1])
+            self._sums = torch.zeros(shape, dtype=torch.float64, device=hidden.device)
+        return self._sums
+
+
+@dataclass(frozen=True)
+class PooledAnswer:
+    """Of rows whose vectors are complete: those of finite ones, with the vector, and the others,
+    with the number of elements that are not."""
+
+    rows: Int32Array
+    vectors: tuple[Float32Array, ...]
+    nan_rows: Int32Array
+    num_nans: Int32Array
+
+    def added_to(
+        self, output: ModelRunnerOutput, generates: npt.NDArray[np.bool_]
+    ) -> ModelRunnerOutput:
+        """generates: of the rows that are answered, those that `output` has tokens of."""
+        sampled = np.zeros(len(generates), np.int32)
+        sampled[generates] = output.sampled_tokens
+        return msgspec.structs.replace(
+            output,
+            sampled_tokens=int32_array(sampled),
+            pooled_rows=self.rows,
+            pooled=self.vectors,
+            nan_rows=int32_array(np.concatenate((output.nan_rows, self.nan_rows))),
+            num_nans=int32_array(np.concatenate((output.num_nans, self.num_nans))),
+        )
+
+
+@dataclass(frozen=True)
+class StepPooling:
+    """One step's part; the slices are places in `upload`.
+
+    begun:  rows whose sum begins.
+    tokens, owners: the step's tokens that are added to sums, and the row of each.
+    done:   rows whose vector is complete.
+    num_summed, kept, is_normalized: of each of those: states in its sum, elements of its vector,
+            whether that gets length 1.
+    rows, num_kept: the same as `done` and `kept`, on the host.
+    vectors: (num_done, hidden_size) float32, on the host; zeros behind what is kept.
+    """
+
+    begun: slice
+    tokens: slice
+    owners: slice
+    done: slice
+    num_summed: slice
+    kept: slice
+    is_normalized: slice
+    rows: Int64s
+    num_kept: Int64s
+    vectors: Tensor
+    upload: PackedUpload
+
+    def run(self, hidden: Tensor, norm: Callable[[Tensor], Tensor], pooled: PooledSums) -> None:
+        """hidden: (num_tokens, hidden_size) of the step, before the last norm. On the compute
+        queue."""
+        ints, _ = self.upload.to_device(hidden.device)
+        sums = pooled.of_states(hidden)
+        sums.index_fill_(0, ints[self.begun], 0)
+        tokens, owners = ints[self.tokens], ints[self.owners]
+        step = max(1, MAX_SUMMED_ELEMENTS // hidden.shape[1])
+        for start in range(0, len(tokens), step):
+            piece = slice(start, start + step)
+            states = norm(hidden.index_select(0, tokens[piece]))
+            sums.index_add_(0, owners[piece], states.to(sums.dtype))
+        if not len(self.rows):
+            return
+        vectors = sums.index_select(0, ints[self.done]) / ints[self.num_summed].unsqueeze(1)
+        columns = torch.arange(vectors.shape[1], device=vectors.device)
+        vectors.masked_fill_(columns >= ints[self.kept].unsqueeze(1), 0)
+        lengths = vectors.norm(dim=1, keepdim=True).clamp_min_(_SMALLEST_LENGTH)
+        is_normalized = ints[self.is_normalized].bool().unsqueeze(1)
+        vectors.div_(lengths.where(is_normalized, torch.ones_like(lengths)))
+        self.vectors.copy_(vectors.float(), non_blocking=True)
+
+    def answer(self) -> PooledAnswer:
+        """Once the step is complete."""
+        vectors: npt.NDArray[np.float32] = self.vectors.numpy()
+        num_nans = np.count_nonzero(~np.isfinite(vectors), axis=1)
+        is_good = num_nans == 0
+        return PooledAnswer(
+            rows=int32_array(self.rows[is_good]),
+            vectors=tuple(
+                vectors[index, : self.num_kept[index]] for index in np.flatnonzero(is_good)
+            ),
+            nan_rows=int32_array(self.rows[~is_good]),
+            num_nans=int32_array(num_nans[~is_good]),
+        )

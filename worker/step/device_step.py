@@ -1,0 +1,183 @@
+"""The device's part of one step: everything between its numbers and its sampled tokens.
+
+Runs on the compute queue, where the operations of a step are in order with those of the steps
+around it. Nothing here waits for the device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec
+from longshore.worker.attention.backend import AttentionStep
+from longshore.worker.attention.grouped import GroupedAttention
+from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
+from longshore.worker.kernels.argmax import argmax
+from longshore.worker.kv_cache.block_table import TableUpload
+from longshore.worker.kv_cache.buffer import KVCache
+from longshore.worker.models.decoder import Decoder
+from longshore.worker.ranks.parallel import Parallel
+from longshore.worker.ranks.stage_link import StageLink
+from longshore.worker.sampling.extras import DeviceExtras
+from longshore.worker.sampling.pooling import PooledSums, StepPooling
+from longshore.worker.sampling.sampler import sample
+from longshore.worker.step.encoder_rows import EncoderInput
+from longshore.worker.step.fed_back import FedBackTokens
+from longshore.worker.step.model_forward import ModelForward
+from longshore.worker.step.step_inputs import StepInputs
+from longshore.worker.step.token_table import TokenTable
+
+Preparation: TypeAlias = Callable[[Tensor, Tensor, AttentionStep], None]
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """What lives on the device from start to end; only the compute queue touches the tensors.
+
+    block_tables: per group, (max_num_seqs, max_blocks) int32.
+    pooled:      what steps add up for pooling rows.
+    link:        to the other pipeline stages; None if there are none.
+    """
+
+    model: Decoder
+    forward: ModelForward
+    cache: KVCache
+    attention: GroupedAttention
+    tokens: TokenTable
+    block_tables: Sequence[Tensor]
+    parallel: Parallel
+    link: StageLink | None
+    pooled: PooledSums
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """One step, ready to run.
+
+    segments: of the decodes, per group.
+    copied_of_group: how many of the step's block copies each group has.
+    started:  (row, token ids on the host) of rows that were added.
+    encoded:  what the encoder gets, for rows among them.
+    uploads:  changes of the block tables.
+    fed_back: tokens that another rank sampled in an earlier step and this one computes.
+    pooling:  of rows that want a vector.
+    prepare:  gets what the model gets, before it is computed; for warming up.
+    """
+
+    state: DeviceState
+    inputs: StepInputs
+    segments: Sequence[Sequence[DecodeSegment]]
+    chunks: Sequence[PrefillChunk]
+    copied_of_group: Sequence[int]
+    uploads: Sequence[TableUpload]
+    started: Sequence[tuple[int, Tensor]]
+    encoded: Sequence[EncoderInput]
+    fed_back: FedBackTokens | None
+    pooling: StepPooling | None = None
+    prepare: Preparation | None = None
+
+    def run(self) -> None:
+        """Compute, sample, and start copying the answer into the step's staging set."""
+        state, inputs = self.state, self.inputs
+        for row, known_ids in self.started:
+            state.tokens.start_row(row, known_ids)
+        if self.fed_back is not None:
+            self.fed_back.write(state.tokens)
+        for upload in self.uploads:
+            upload.run()
+        ints, reals = inputs.to_device(state.cache.device)
+        copied_blocks = ints[inputs.copied_blocks]
+        if len(copied_blocks):
+            sources, targets, num_tokens = copied_blocks.view(3, -1)
+            state.cache.copy_blocks(sources, targets, num_tokens, self.copied_of_group)
+        cleared_blocks = ints[inputs.cleared_blocks]
+        if len(cleared_blocks):
+            state.cache.clear(cleared_blocks)
+        if len(ints[inputs.token_index]):
+            self._compute(ints, reals)
+
+    def _compute(self, ints: Tensor, reals: Tensor) -> None:
+        state, inputs = self.state, self.inputs
+        attention = state.attention.begin_step(self._metadata(ints))
+        for item in self.encoded:
+            samples = item.samples.to(ints.device, non_blocking=True)
+            state.model.encode(samples, item.row, item.num_tokens, attention)
+        positions = ints[inputs.positions]
+        if state.parallel.is_first_stage:
+            model_inputs = state.tokens.gather(ints[inputs.token_index])
+        else:
+            assert state.link is not None
+            model_inputs = state.link.receive(len(positions))
+        if self.prepare is not None:
+            self.prepare(model_inputs, positions, attention)
+        hidden = state.forward(model_inputs, positions, attention)
+        if state.parallel.is_last_stage:
+            self._finish(hidden, ints, reals)
+        else:
+            assert state.link is not None
+            state.link.send(hidden)
+
+    def _metadata(self, ints: Tensor) -> list[AttentionMetadata]:
+        """By group."""
+        state, inputs = self.state, self.inputs
+        decodes = ints[inputs.decode_rows], ints[inputs.decode_lens], self.chunks
+        to_encoder = ints[inputs.cross_rows], ints[inputs.cross_lens], ()
+        is_shared = state.parallel.context_share.size > 1
+        kept_tokens = ints[inputs.kept_tokens] if is_shared else None
+        metadata = []
+        for group, slots, table, segments in zip(
+            state.cache.groups, inputs.slots, state.block_tables, self.segments, strict=True
+        ):
+            is_cross = isinstance(group.spec, CrossAttentionSpec)
+            rows, lens, chunks = to_encoder if is_cross else decodes
+            metadata.append(
+                AttentionMetadata(ints[slots], table, rows, lens, segments, chunks, kept_tokens)
+            )
+        return metadata
+
+    def _finish(self, hidden: Tensor, ints: Tensor, reals: Tensor) -> None:
+        """Logits, which all shards compute together, and tokens, of which one tells the others."""
+        state, inputs = self.state, self.inputs
+        if self.pooling is not None:
+            self.pooling.run(hidden, state.model.last_norm, state.pooled)
+        extras = None if inputs.extras is None else inputs.extras.on_device(hidden.device)
+        if extras is not None:
+            extras.score_prompt(hidden, state.model.logits, state.tokens)
+        if not len(inputs.sampled_rows):
+            return
+        last = hidden.index_select(0, ints[inputs.last_tokens])
+        logits = state.model.logits(last)
+        if state.parallel.samples:
+            sampled = self._sample(logits, extras, ints, reals)
+        else:
+            sampled = ints.new_empty(len(logits), dtype=torch.int32)
+        state.tokens.scatter(ints[inputs.destinations], state.parallel.broadcast(sampled))
+
+    def _sample(
+        self, logits: Tensor, extras: DeviceExtras | None, ints: Tensor, reals: Tensor
+    ) -> Tensor:
+        """(num_sampled,) int32, on the device; to the host they are on their way."""
+        state, inputs = self.state, self.inputs
+        best: Tensor | None
+        best, non_finite = argmax(logits)  # before tokens are forbidden by infinities
+        raw = None
+        if extras is not None:
+            logits = logits.contiguous()  # a head in shards may leave columns behind its vocabulary
+            raw = extras.edit(logits, state.tokens)
+            best = None
+            if extras.edits is not None:  # a row that may sample nothing has no token to give
+                non_finite += logits.amax(dim=-1).isneginf()
+        whole, cut = inputs.whole_draws, inputs.cut_draws
+        sampled = sample(
+            logits,
+            None if whole is None else whole.on_device(ints, reals),
+            None if cut is None else cut.on_device(ints, reals),
+            best=best,
+        )
+        inputs.receive(sampled, non_finite)
+        if extras is not None:
+            extras.score_sampled(raw, sampled)
+        return sampled
