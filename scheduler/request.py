@@ -1,30 +1,29 @@
 """A request, for what happens once per request: arrival, admission, preemption, the end.
 
-While it runs, its token ids and counters live in the columns of `running.RunningTable`; a waiting
-request keeps them here.
+`TRANSITIONS` lists every change of status. While a request runs, its token ids and counters live in
+the columns of `step.running.RunningTable`; a waiting request keeps them here.
 """
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 import numpy as np
 
-from longshore.protocol.arrays import Int32Array
+from longshore.protocol.arrays import Float32Array, Int32Array
+from longshore.protocol.errors import LongshoreError
 from longshore.protocol.outputs import FinishReason, RequestEvent
 from longshore.protocol.requests import AddRequest, ContinueSession
 from longshore.protocol.sampling import SamplingParams
-
-if TYPE_CHECKING:  # they know requests
-    from longshore.scheduler.features.grammar import Grammar
-    from longshore.scheduler.kv_cache.block_hash import ExtraKeys
-    from longshore.scheduler.kv_cache.manager import HeldBlocks
+from longshore.scheduler.kv_cache.block_hash import ExtraKeys
+from longshore.scheduler.kv_cache.blocks import HeldBlocks
 
 NOT_SCHEDULED: Final = -1
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands; everything above PREEMPTED is an end."""
+    """The state of a request; every status above PREEMPTED is an end."""
 
     WAITING = 0
     WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 1
@@ -44,6 +43,21 @@ class RequestStatus(enum.IntEnum):
         return self > RequestStatus.PREEMPTED
 
 
+class RequestChange(enum.Enum):
+    """What changes the status of a request that goes on; a `FinishReason` ends it."""
+
+    NEEDS_GRAMMAR = "needs a grammar"
+    GRAMMAR_COMPILED = "grammar compiled"
+    LOAD_BEGUN = "load begun"
+    LOAD_OVER = "load over or abandoned"
+    ADMITTED = "admitted"
+    PREEMPTED = "preempted"
+    OUTPUT_ENDED = "output of a session ended"
+    INPUT_RECEIVED = "next input received"
+
+
+Change: TypeAlias = RequestChange | FinishReason
+
 FINISHED_STATUS: Final = {
     FinishReason.STOPPED: RequestStatus.FINISHED_STOPPED,
     FinishReason.LENGTH_CAPPED: RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -53,37 +67,108 @@ FINISHED_STATUS: Final = {
     FinishReason.REPETITION: RequestStatus.FINISHED_REPETITION,
 }
 
+_WAITING = RequestStatus.WAITING
+_FOR_GRAMMAR = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+_FOR_KV = RequestStatus.WAITING_FOR_REMOTE_KVS
+_FOR_INPUT = RequestStatus.WAITING_FOR_STREAMING_REQ
+_RUNNING = RequestStatus.RUNNING
+_PREEMPTED = RequestStatus.PREEMPTED
+
+TRANSITIONS: Final[dict[tuple[RequestStatus, Change], RequestStatus]] = {
+    (_WAITING, RequestChange.NEEDS_GRAMMAR): _FOR_GRAMMAR,
+    (_FOR_GRAMMAR, RequestChange.GRAMMAR_COMPILED): _WAITING,
+    (_WAITING, RequestChange.LOAD_BEGUN): _FOR_KV,
+    (_PREEMPTED, RequestChange.LOAD_BEGUN): _FOR_KV,
+    (_FOR_KV, RequestChange.LOAD_OVER): _WAITING,
+    (_WAITING, RequestChange.ADMITTED): _RUNNING,
+    (_PREEMPTED, RequestChange.ADMITTED): _RUNNING,
+    (_RUNNING, RequestChange.PREEMPTED): _PREEMPTED,
+    (_WAITING, RequestChange.OUTPUT_ENDED): _FOR_INPUT,
+    (_RUNNING, RequestChange.OUTPUT_ENDED): _FOR_INPUT,
+    (_PREEMPTED, RequestChange.OUTPUT_ENDED): _FOR_INPUT,
+    (_FOR_INPUT, RequestChange.INPUT_RECEIVED): _WAITING,
+    # A load that a request waits for is abandoned before the request ends.
+    **{
+        (status, reason): finished
+        for status in (_WAITING, _FOR_GRAMMAR, _FOR_INPUT, _RUNNING, _PREEMPTED)
+        for reason, finished in FINISHED_STATUS.items()
+    },
+}
+"""Any pair that is not listed is an error. docs/scheduler.md draws it."""
+
+
+class IllegalTransition(LongshoreError):
+    """A request cannot change in this way in its present status; nothing has changed."""
+
+
+class HoldKind(enum.Enum):
+    """Why a request holds blocks without a row."""
+
+    LOADED = "an asynchronous load has filled them"
+    FORK = "its parent has computed them"
+    SESSION = "it keeps them between two inputs"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hold:
+    """Blocks that a waiting request owns.
+
+    num_computed_tokens: leading tokens whose KV they hold.
+    order:  the hold with the highest is released first when blocks are short.
+    unwritten_block_ids: blocks among them that a failed load did not write.
+    """
+
+    kind: HoldKind
+    blocks: HeldBlocks
+    num_computed_tokens: int
+    order: int
+    unwritten_block_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ends, or the output of a session.
+
+    message: what went wrong, for the client.
+    pooled:  the vector of a pooling request.
+    step:    the step whose output ends it, while that is being applied.
+    ends_output: its last token or a stop string ended the output: a session continues.
+    num_output_tokens: the output is cut to this many tokens; None keeps all.
+    """
+
+    reason: FinishReason
+    message: str | None = None
+    pooled: Float32Array | None = None
+    step: int | None = None
+    ends_output: bool = False
+    num_output_tokens: int | None = None
+
 
 class Request:
     """One request of one client.
 
     token_ids:     prompt and verified output, never written to; out of date while the request runs.
-    block_hashes:   names of its full blocks, as far as they have been computed.
+    block_hashes:  hashes of its full blocks, as far as they have been computed.
+    extra_keys:    what its block hashes cover in addition to tokens.
     stop_ids:      ids that end it, end-of-sequence ids among them.
     max_total_tokens: it ends when prompt and output together reach this.
+    hold:          blocks that it owns without a row.
     resume_after_step: not admitted before this step is answered, because a token of an earlier
-                   life is still in it.
+                   admission is still expected in it.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
-    num_computed_tokens: of a waiting request: those whose KV it holds, in `held`; else 0.
-    num_hit_tokens: computed by others, at its last admission.
-    waits_for:     why admission set it aside, if nothing else tells it; for reports.
+    num_hit_tokens: at its last admission, tokens that it had not computed itself.
+    waits_for:     why admission set it aside, where its status does not tell; for reports.
     is_resumed:    it was preempted and has not run since.
-    place:         among the requests set aside, under FCFS.
-    held:          blocks it holds without a row: an asynchronous load has filled them, or it is a
-                   hold (`Forks`).
-    load_number:   loads begin in this order.
-    unwritten_block_ids: of `held`: blocks that the load did not fill.
-    extra_keys:    what enters its block names beside tokens, once worked out (`block_hash`).
-    grammar:       compiled from `structured_output`.
+    queue_position: among the requests set aside, under FCFS.
     keeps_blocks:  of a session: it holds its KV while it waits for input.
-    next_chunks:   of a session: input that came before its turn.
-    asks_connector: off from its load to its next life, so that the load is not tried twice.
-    must_compute_prompt: log probabilities of its prompt are asked for and have not all been
-                   delivered, or its vector is made of all its states: nothing of it may be found,
-                   in the prefix cache or by a connector.
+    next_chunks:   of a session: input that arrived before its turn.
+    asks_connector: off from its load to its next admission, so that a load is not tried twice.
+    must_compute_prompt: log probabilities of its prompt are requested and have not all been
+                   delivered, or its vector is pooled from all its hidden states: no part of its KV
+                   may come from the prefix cache or a connector.
     skip_reading_prefix_cache: for that reason, or because its client wants it (`wants_no_hits`).
-    is_scored:     log probabilities of some of its tokens are asked for.
-    is_special:    its answer is more than one token to append: it has a grammar, looks for
+    is_scored:     log probabilities of some of its tokens are requested.
+    is_special:    its output is more than one token to append: it has a grammar, looks for
                    repetition or is a pooling request.
     stop_reason:   the stop id of its own that ended it.
     num_nans_in_logits: of the step that ended it, if they were the reason.
@@ -92,10 +177,10 @@ class Request:
 
     row = -1
     status = RequestStatus.WAITING
+    hold: Hold | None = None
     resume_after_step = 0
     num_preemptions = 0
     num_cached_tokens = NOT_SCHEDULED
-    num_computed_tokens = 0
     num_external_tokens = 0
     num_hit_tokens = 0
     num_draft_tokens = 0
@@ -105,13 +190,8 @@ class Request:
     stop_reason: int | None = None
     waits_for: str | None = None
     is_resumed = False
-    position: int | None = None
-    held: "HeldBlocks | None" = None
-    load_number = 0
+    queue_position: int | None = None
     asks_connector = True
-    unwritten_block_ids: Sequence[int] = ()
-    extra_keys: "ExtraKeys | None" = None
-    grammar: "Grammar | None" = None
 
     def __init__(
         self,
@@ -132,6 +212,7 @@ class Request:
         self.trace_headers = message.trace_headers
         self.kv_transfer_params = message.kv_transfer_params
         self.lora = message.lora
+        self.lora_name = None if message.lora is None else message.lora.name
         self.multimodal = message.multimodal
         self.prompt_embeds = message.prompt_embeds
         self.pooling = message.pooling
@@ -146,20 +227,32 @@ class Request:
             self.token_ids = np.concatenate((message.prompt_token_ids, message.output_token_ids))
         self._take_sampling(message.sampling, max_model_len, eos_token_ids)
         self.block_hashes: list[bytes] = []
+        self.extra_keys: ExtraKeys | None = None
         self.next_chunks: list[ContinueSession] = []
         self.events: list[tuple[RequestEvent, float]] = [(RequestEvent.QUEUED, now)]
-        # Beside token ids: what its start adds to a plan, and to the encoder's work.
+        # In addition to token ids: what its start adds to a plan, and to the encoder's work.
         self.num_input_bytes = self.num_encoder_tokens = 0
-        if self.multimodal or self.prompt_embeds is not None:
-            self.num_input_bytes = sum(len(item.data) for item in self.multimodal)
-            self.num_encoder_tokens = sum(item.num_tokens for item in self.multimodal)
-            if self.prompt_embeds is not None:
-                self.num_input_bytes += len(self.prompt_embeds.data)
+        if (
+            message.multimodal
+            or message.prompt_embeds is not None
+            or message.lora is not None
+            or message.cache_salt is not None
+        ):
+            self.extra_keys = ExtraKeys(
+                cache_salt=message.cache_salt,
+                lora_name=self.lora_name,
+                multimodal=message.multimodal,
+                prompt_embeds=message.prompt_embeds,
+            )
+            self.num_input_bytes = sum(len(item.data) for item in message.multimodal)
+            self.num_encoder_tokens = sum(item.num_tokens for item in message.multimodal)
+            if message.prompt_embeds is not None:
+                self.num_input_bytes += len(message.prompt_embeds.data)
 
     def _take_sampling(
         self, sampling: SamplingParams, max_model_len: int, eos_token_ids: tuple[int, ...]
     ) -> None:
-        """What follows from the sampling settings and the number of prompt tokens."""
+        """Set what follows from the sampling settings and the number of prompt tokens."""
         self.sampling = sampling
         num_prompt, is_pooling = self.num_prompt_tokens, self.pooling is not None
         self.max_total_tokens = max_model_len
@@ -181,6 +274,15 @@ class Request:
             is_pooling or self.structured_output is not None or sampling.repetition is not None
         )
 
+    def change(self, change: Change) -> None:
+        """Take the status that TRANSITIONS lists. Raises IllegalTransition."""
+        try:
+            self.status = TRANSITIONS[self.status, change]
+        except KeyError:
+            raise IllegalTransition(
+                f"{self.request_id} is {self.status.name}, where {change.name} cannot happen"
+            ) from None
+
     def prompt_was_scored(self, num_tokens: int) -> None:
         """Log probabilities of its first `num_tokens` prompt tokens have been delivered."""
         if num_tokens >= self.num_prompt_tokens:
@@ -195,7 +297,8 @@ class Request:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
     ) -> None:
-        """A session goes on: all tokens so far are prompt now, and the chunk's come behind them."""
+        """The next input of a session: all tokens so far are prompt now, and the chunk's follow."""
+        self.change(RequestChange.INPUT_RECEIVED)
         self.token_ids = np.concatenate((self.token_ids, chunk.prompt_token_ids))
         self.num_prompt_tokens = len(self.token_ids)
         self.resumable = chunk.resumable
@@ -205,12 +308,6 @@ class Request:
         self.stop_reason = None
         self.num_external_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = self.num_invalid_draft_tokens = 0
-        self.status = RequestStatus.WAITING
-
-    @property
-    def lora_name(self) -> str | None:
-        """Of its adapter, if it wants one."""
-        return None if self.lora is None else self.lora.name
 
     @property
     def num_tokens(self) -> int:
@@ -223,11 +320,16 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV a waiting request holds."""
+        return 0 if self.hold is None else self.hold.num_computed_tokens
+
+    @property
     def is_finished(self) -> bool:
         return self.status.is_finished
 
     def is_stopped_by(self, token_id: int, num_tokens: int) -> bool:
-        """Whether `token_id`, as the last of so many tokens, ends it whatever its length."""
+        """Whether `token_id`, as the last of `num_tokens` tokens, ends it whatever its length."""
         enough = num_tokens - self.num_prompt_tokens >= self.sampling.min_tokens
         return enough and token_id in self.stop_ids
 

@@ -1,8 +1,8 @@
-"""Requests in, plans out: the scheduler without I/O, clock or tensors.
+"""Requests in, plans out, outputs in, tokens out: the scheduler without I/O, clock or tensors.
 
-It joins the parts and is their one door. Who runs in the next step is decided in `step_planner`,
-who may join in `admission`, what an answer means in `answers`, how a request comes and goes in
-`lifecycle`.
+It builds the parts and is their one interface. Who runs in the next step is decided in
+`step.planner`, who is admitted in `step.admission`, what an output means in
+`step.output_processor`, how a request enters and leaves in `lifecycle`.
 """
 
 from typing import Any
@@ -24,12 +24,7 @@ from longshore.protocol.outputs import (
     TransferReport,
 )
 from longshore.protocol.plan import SampleMask, SchedulerOutput
-from longshore.protocol.requests import (
-    AddRequest,
-    ContinueSession,
-    Malformed,
-    StopFound,
-)
+from longshore.protocol.requests import AddRequest, ContinueSession, Malformed, StopFound
 from longshore.protocol.statistics import (
     MAX_REPORTED,
     BlockSnapshot,
@@ -38,51 +33,46 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.features.drafts import Drafts
+from longshore.scheduler.features.encoder import check_encoder, make_encoder
 from longshore.scheduler.features.forks import Forks
-from longshore.scheduler.features.grammar import GrammarCompiler, StructuredOutputs
+from longshore.scheduler.features.grammar import GrammarCompiler, Grammars
 from longshore.scheduler.features.lora import LoRASlots
 from longshore.scheduler.features.metrics import BlockMetrics
 from longshore.scheduler.features.recovery import Recovery
-from longshore.scheduler.features.row_encoder import check_encoder, make_encoder
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.inspect.block_snapshot import BlockSnapshots
-from longshore.scheduler.inspect.reports import Progress, WaitingReasons
-from longshore.scheduler.kv_cache.manager import KVCacheManager
-from longshore.scheduler.kv_cache.windowed import check_states
+from longshore.scheduler.inspect.reports import WaitingReasons
+from longshore.scheduler.kv_cache.holds import Holds
+from longshore.scheduler.kv_cache.manager import KVCacheManager, check_states
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.parts import Parts
-from longshore.scheduler.queue.policies import (
-    SchedulingPolicy,
-    checked,
-    load_policy,
-)
+from longshore.scheduler.queue.policies import SchedulingPolicy, checked, load_policy
 from longshore.scheduler.queue.waiting import WaitingRequests
-from longshore.scheduler.request import RequestStatus
-from longshore.scheduler.step.admission import Admission
-from longshore.scheduler.step.client_outputs import OutputBuckets
-from longshore.scheduler.step.gates import AdmissionGates
+from longshore.scheduler.request import Outcome, RequestStatus
+from longshore.scheduler.step.admission import Admission, AdmissionGates
+from longshore.scheduler.step.client_outputs import ClientOutputs
 from longshore.scheduler.step.in_flight import StepsInFlight
 from longshore.scheduler.step.output_processor import OutputProcessor
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.output_validator import OutputValidator
 from longshore.scheduler.step.plan_builder import PlanBuilder
-from longshore.scheduler.step.planner import StepPlanner
+from longshore.scheduler.step.planner import PauseState, StepPlanner
 from longshore.scheduler.step.running import RunningTable
 from longshore.scheduler.validation import RequestValidator
 
 
 class Scheduler:
-    """Requests in, plans out, answers in, tokens out.
+    """Requests in, plans out, outputs in, tokens out.
 
     `schedule` and `update_from_output` take the time as an argument and are deterministic: the same
     calls in the same order give the same plans.
 
     kv_cache:  the groups and the number of blocks that the workers agreed on.
-    features:  what the workers can do beyond plain text; requests for the rest are refused.
+    features:  what the workers can do beyond plain text; requests for the rest are rejected.
     policy:    None takes the one that `config` names. One that is not built in is checked.
     connector: its scheduler half; None keeps KV on the device.
-    grammars:  compiles grammars; None refuses requests with structured output.
+    grammars:  compiles grammars; None rejects requests with structured output.
     num_ranks: workers that each report the end of a transfer.
-    block_metrics: is told how blocks live; None costs nothing.
+    block_metrics: receives what happens to blocks; None costs nothing.
     Raises ConfigError if one request of `max_model_len` does not fit the empty pool.
     """
 
@@ -104,18 +94,16 @@ class Scheduler:
         num_ranks: int = 1,
         block_metrics: BlockMetrics | None = None,
     ) -> None:
-        check_holds_one_request(
-            kv_cache.groups,
-            kv_cache.num_blocks,
-            *config.longest_request,
-            context_parallel_size=cache.context_parallel_size,
-        )
-        specs = [group.spec for group in kv_cache.groups]
-        check_states(config, specs, has_connector=connector is not None)
-        check_encoder(config, kv_cache, has_connector=connector is not None)
-        if max_encoder_tokens(kv_cache.groups) is not None:  # equal tokens need not have equal KV
+        num_encoder_tokens = max_encoder_tokens(kv_cache.groups)
+        _check(config, cache, kv_cache, has_connector=connector is not None)
+        if num_encoder_tokens is not None:  # equal tokens need not have equal KV
             cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
-        blocks = KVCacheManager(
+        self.config = config
+        self._num_bad_reports = self._sum_in_flight = self._num_steps_reported = 0
+        self._advanced_at_s: float | None = None
+
+        # Tables
+        self.kv_cache = KVCacheManager(
             cache,
             kv_cache,
             max_num_seqs=config.max_num_seqs,
@@ -127,90 +115,173 @@ class Scheduler:
             record_cached=connector is not None,
         )
         policy = load_policy(config.policy) if policy is None else checked(policy)
-        in_flight = StepsInFlight()
-        running = RunningTable(
+        self.waiting = WaitingRequests(policy)
+        self.running = RunningTable(
             config.max_num_seqs, config.max_model_len, config.num_speculative_tokens
         )
-        waiting = WaitingRequests(policy)
-        parts = Parts(
-            config=config,
-            vocab_size=vocab_size,
-            policy=policy,
+        self._in_flight = StepsInFlight(self.running)
+        self._holds = Holds(self.kv_cache)
+        self._outputs = ClientOutputs()
+        self._gates = AdmissionGates(cache, kv_cache.num_blocks)
+
+        # Features: forks are always there, the others only if configured
+        self._forks = Forks(self.running, self.waiting, self.kv_cache, self._holds, self._in_flight)
+        self._transfers = self._encoder = self._loras = self._grammars = self._drafts = None
+        if connector is not None:
+            self._transfers = Transfers(connector, self.kv_cache, num_ranks=num_ranks)
+        self._encoder = make_encoder(config, kv_cache)
+        if config.max_loras:
+            self._loras = LoRASlots(config.max_loras)
+        if grammars is not None:
+            self._grammars = Grammars(grammars, self._in_flight, vocab_size=vocab_size, epoch=epoch)
+        if config.num_speculative_tokens:
+            is_async = config.max_steps_in_flight > 1
+            self._drafts = Drafts(self.running, self._grammars, is_async)
+
+        # Decisions
+        self._plan = PlanBuilder(
+            self.running,
+            self.kv_cache,
+            epoch=epoch,
+            encoder=self._encoder,
+            drafts=self._drafts,
             connector=connector,
-            running=running,
-            waiting=waiting,
-            forks=Forks(running, waiting, blocks, in_flight),
-            kv_cache=blocks,
-            in_flight=in_flight,
-            outputs=OutputBuckets(),
-            transfers=Transfers(blocks, in_flight, num_ranks=num_ranks),
-            gates=AdmissionGates(cache, kv_cache.num_blocks),
-            loras=LoRASlots(config.max_loras),
-            encoder=make_encoder(config, kv_cache),
+            feed_back_tokens=config.feed_back_tokens,
+            has_grammars=grammars is not None,
+            verify_plan=verify_plan,
         )
-        self.config = config
-        self.running, self.waiting, self.kv_cache = running, waiting, blocks
-        self._forks = parts.forks
-        self._connector = connector
-        self._in_flight, self._outputs = in_flight, parts.outputs
-        self._transfers, self._encoder = parts.transfers, parts.encoder
-        intake = RequestValidator(
+        validator = RequestValidator(
             config,
             vocab_size=vocab_size,
             features=features,
             has_connector=connector is not None,
             has_grammars=grammars is not None,
-            max_encoder_tokens=max_encoder_tokens(kv_cache.groups),
+            max_encoder_tokens=num_encoder_tokens,
         )
-        self._plan = PlanBuilder(parts, epoch=epoch, verify_plan=verify_plan)
-        self._structured = StructuredOutputs(parts, grammars, epoch=epoch)
-        self._lifecycle = Lifecycle(parts, self._plan, intake, eos_token_ids=eos_token_ids)
-        self._admission = Admission(parts, self._plan, self._lifecycle, self._structured)
-        self._recovery = Recovery(parts, self._plan, self._lifecycle)
-        self._answers = OutputProcessor(parts, self._plan, self._lifecycle, self._recovery)
+        self._lifecycle = Lifecycle(
+            config=config,
+            validator=validator,
+            running=self.running,
+            waiting=self.waiting,
+            forks=self._forks,
+            holds=self._holds,
+            kv_cache=self.kv_cache,
+            in_flight=self._in_flight,
+            outputs=self._outputs,
+            plan=self._plan,
+            eos_token_ids=eos_token_ids,
+            transfers=self._transfers,
+            encoder=self._encoder,
+            loras=self._loras,
+            grammars=self._grammars,
+        )
+        self._admission = Admission(
+            config=config,
+            running=self.running,
+            waiting=self.waiting,
+            forks=self._forks,
+            holds=self._holds,
+            kv_cache=self.kv_cache,
+            in_flight=self._in_flight,
+            gates=self._gates,
+            plan=self._plan,
+            lifecycle=self._lifecycle,
+            max_loading_blocks=config.max_loading_blocks or kv_cache.num_blocks // 2,
+            transfers=self._transfers,
+            encoder=self._encoder,
+            loras=self._loras,
+            grammars=self._grammars,
+        )
         self._planner = StepPlanner(
-            parts,
-            self._plan,
-            self._lifecycle,
-            self._admission,
-            allow_steady_steps=not (
+            config=config,
+            policy=policy,
+            running=self.running,
+            waiting=self.waiting,
+            holds=self._holds,
+            kv_cache=self.kv_cache,
+            in_flight=self._in_flight,
+            plan=self._plan,
+            lifecycle=self._lifecycle,
+            admission=self._admission,
+            encoder=self._encoder,
+            drafts=self._drafts,
+            allow_steady=not (
                 connector is not None
                 or verify_plan
                 or config.feed_back_tokens
                 or config.num_speculative_tokens
             ),
         )
-        self._reasons, self._progress = WaitingReasons(parts), Progress()
-        self._block_maps = BlockSnapshots(parts, kv_cache)
-        self._sum_in_flight = self._num_steps_reported = 0
-        if connector is not None:
-            connector.bind_blocks(parts.transfers)
+        self._recovery = Recovery(
+            config=config,
+            running=self.running,
+            waiting=self.waiting,
+            holds=self._holds,
+            kv_cache=self.kv_cache,
+            in_flight=self._in_flight,
+            plan=self._plan,
+            lifecycle=self._lifecycle,
+            transfers=self._transfers,
+            encoder=self._encoder,
+        )
+        self._processor = OutputProcessor(
+            running=self.running,
+            in_flight=self._in_flight,
+            outputs=self._outputs,
+            plan=self._plan,
+            lifecycle=self._lifecycle,
+            recovery=self._recovery,
+            validator=OutputValidator(self.running, self._in_flight, vocab_size),
+            drafts=self._drafts,
+            grammars=self._grammars,
+        )
+
+        # What others look at
+        self._reasons = WaitingReasons(
+            config=config,
+            running=self.running,
+            waiting=self.waiting,
+            kv_cache=self.kv_cache,
+            in_flight=self._in_flight,
+            gates=self._gates,
+            holds=self._holds,
+            loras=self._loras,
+            transfers=self._transfers,
+            encoder=self._encoder,
+        )
+        self._snapshots = BlockSnapshots(
+            kv_cache,
+            running=self.running,
+            holds=self._holds,
+            transfers=self._transfers,
+            kv_cache=self.kv_cache,
+        )
 
     # Requests in
 
     def add_request(self, message: AddRequest, *, client: int, now: float) -> None:
         """Queue a request; one that cannot be served is answered with the reason at once."""
-        self._lifecycle.queue(message, client=client, now=now)
+        self._lifecycle.add(message, client=client, now=now)
 
-    def reject_message(self, malformed: Malformed, reason: str, *, client: int) -> None:
-        """Answer for a message that could not be read: the request that it is about ends."""
-        self._lifecycle.reject_message(malformed, reason, client=client)
+    def reject_message(self, malformed: Malformed, reason: str, *, client: int, now: float) -> None:
+        """Answer a message that could not be read: the request that it is about ends."""
+        self._lifecycle.reject_message(malformed, reason, client=client, now=now)
 
     def continue_session(self, client: int, message: ContinueSession, now: float) -> None:
-        """More input for a resumable request. Handles that have ended already are ignored."""
+        """More input for a resumable request. Unknown handles are ignored: they have ended."""
         request = self._lifecycle.get(client, message.handle)
         if request is not None:
-            self._lifecycle.continue_session(request, message, now)
+            self._lifecycle.sessions.receive(request, message, now)
 
     def abort_requests(self, client: int, handles: Int32Array, now: float) -> None:
-        """The client lost interest. Handles that have ended already are ignored."""
+        """The client aborts these requests. Unknown handles are ignored: they have ended."""
         for handle in handles.tolist():
             request = self._lifecycle.get(client, handle)
             if request is not None:
-                self._lifecycle.end(request, FinishReason.ABORTED)
+                self._lifecycle.end(request, Outcome(FinishReason.ABORTED), now)
 
     def abort_client(self, client: int, now: float) -> None:
-        """A whole client is gone."""
+        """A client has disconnected."""
         self.abort_requests(client, int32_array(self._lifecycle.handles_of(client)), now)
 
     def stop_found(self, client: int, message: StopFound, now: float) -> None:
@@ -219,95 +290,93 @@ class Scheduler:
         # A session between two outputs has none that could be cut.
         between = RequestStatus.WAITING_FOR_STREAMING_REQ
         if request is not None and request.status is not between:
-            self._lifecycle.end_cut(request, message.num_tokens, now)
+            outcome = Outcome(
+                FinishReason.STOPPED, ends_output=True, num_output_tokens=message.num_tokens
+            )
+            self._lifecycle.end(request, outcome, now)
 
     # A step
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """The next plan; None while enough plans are unanswered or there is nothing to plan. Who
-        runs is decided in `StepPlanner.plan_step`."""
+        """The next plan; None while enough plans are unanswered or there is nothing to plan. The
+        policy is in `StepPlanner.plan_step`."""
         if len(self._in_flight) >= self.config.max_steps_in_flight:
             return None
-        for request in self._transfers.expired(now):
-            self._lifecycle.stop_waiting(request)
+        if self._transfers is not None:
+            for request in self._transfers.expired(now):
+                self._lifecycle.expire_load(request, now)
         plan = self._planner.plan_step(now)
         if plan is not None:
-            self._forks.planned()
+            if self._forks.pending:
+                self._forks.planned()
             self._sum_in_flight += len(self._in_flight)
             if plan.num_scheduled_tokens:
-                self._progress.advanced(now)
+                self._advanced_at_s = now
         return plan
 
     def take_masks(self) -> list[SampleMask]:
         """Masks that workers wait for, for plans with structured output; to be sent at once."""
-        return self._structured.take_masks()
+        return [] if self._grammars is None else self._grammars.take_masks()
 
-    # An answer
+    # An output
 
     def update_from_output(self, output: ModelRunnerOutput, now: float) -> None:
-        """Apply the answer to the oldest unanswered plan.
+        """Apply the output of the oldest unanswered plan.
 
-        An answer of another epoch is counted and dropped. Raises InvalidOutput for one that fits no
+        An output of another epoch is counted and dropped. Raises InvalidOutput for one that fits no
         plan, and changes nothing then.
         """
-        was_due = self._answers.apply(output, now)
-        self._forks.answered()
-        if was_due and self._connector is not None:
+        was_due = self._processor.apply(output, now)
+        if self._forks.pending:
+            self._forks.answered()
+        if was_due and self._transfers is not None:
             metadata = (output.connector_metadata,) if output.connector_metadata else ()
-            self._connector.update_connector_output(
+            self._transfers.connector.update_connector_output(
                 ConnectorOutput(
                     output.step, failed_block_ids=output.failed_block_ids, metadata=metadata
                 )
             )
 
     def update_drafts(self, rows: Int32Array, token_ids: Int32Array) -> None:
-        """Drafts that came apart from an answer, for the next step of rows that decode."""
-        self._answers.take_drafts(rows, token_ids)
+        """Drafts that came apart from an output, for the next step of rows that decode."""
+        if self._drafts is not None:
+            self._drafts.receive(rows, token_ids)
 
     def update_from_transfers(self, report: TransferReport, now: float) -> None:
         """Transfers have ended on a rank; unknown and repeated ones are counted and ignored."""
-        if report.epoch != self._plan.epoch or self._connector is None:
-            self._transfers.num_bad_reports += 1
+        if report.epoch != self._plan.epoch or self._transfers is None:
+            self._num_bad_reports += 1
             return
-        sent, received, ended = self._transfers.apply(report)
+        output, ended = self._transfers.apply(report)
         for load in ended:
-            if not load.is_whole and self.config.load_failure_policy == "fail":
-                self._lifecycle.fail_load(load)
-            else:
-                self._lifecycle.end_load(load)
-        self._connector.update_connector_output(
-            ConnectorOutput(
-                finished_sending=sent,
-                finished_receiving=received,
-                failed_block_ids=report.failed_block_ids,
-                metadata=(report.connector_metadata,) if report.connector_metadata else (),
-            )
-        )
+            self._lifecycle.end_load(load, now)
+        self._transfers.connector.update_connector_output(output)
 
     # The whole engine
 
     def set_pause(self, state: PauseState) -> None:
-        """How much is scheduled from now on; plans under way are not touched."""
+        """How much is scheduled from now on; unanswered plans stay."""
         self._planner.pause = state
 
     def begin_epoch(self, epoch: int, now: float) -> None:
-        """All workers are new, and know nothing: rows are empty, cached blocks void, transfers
-        failed. Running requests wait again, in the order in which they ran."""
-        self._transfers.reset()
-        if self._connector is not None:
-            self._connector.on_new_epoch(epoch)
-        self._lifecycle.clear_rows(now)
+        """All workers are new and empty: rows are free, cached blocks void, transfers failed.
+        Running requests wait again, in the order in which they ran."""
+        if self._transfers is not None:
+            self._transfers.begin_epoch(epoch)
+        self._lifecycle.begin_epoch(now)
         self._in_flight.reset()
         self.kv_cache.clear()
-        self._encoder.clear()
+        if self._encoder is not None:
+            self._encoder.clear()
         self._plan.begin_epoch(epoch)
-        self._structured.begin_epoch(epoch)
+        if self._grammars is not None:
+            self._grammars.begin_epoch(epoch)
         self._sum_in_flight = self._num_steps_reported = 0
 
     def shutdown(self) -> None:
         """No hook of the connector is called after this."""
-        if self._connector is not None:
-            self._connector.shutdown()
+        if self._transfers is not None:
+            self._transfers.connector.shutdown()
 
     # What others look at
 
@@ -316,26 +385,26 @@ class Scheduler:
         return self._outputs.take()
 
     def take_kv_events(self) -> list[Any]:
-        """Blocks that became findable or ceased to be, as far as answers have proven it, and what
-        the connector says of its tiers."""
+        """Blocks that were cached or evicted, as far as outputs have proven it, and events of the
+        connector's tiers."""
         events: list[Any] = [*self.kv_cache.take_events(self._in_flight.last_answered_step)]
-        if self._connector is not None:
-            events += self._connector.take_events()
+        if self._transfers is not None:
+            events += self._transfers.connector.take_events()
         return events
 
     def has_unfinished_requests(self) -> bool:
-        """Somebody still waits for tokens."""
+        """Some request has not ended."""
         return len(self._lifecycle) > 0
 
     def is_waited_for(self) -> bool:
-        """Somebody waits for this engine: sessions whose client has the next word do not."""
+        """Some request waits for this engine, not for its client (a session between two inputs)."""
         between = RequestStatus.WAITING_FOR_STREAMING_REQ
         return self.running.num_rows > 0 or any(
             request.status is not between for request in self.waiting
         )
 
     def has_finished_requests(self) -> bool:
-        """Rows were given up that the workers still believe held."""
+        """Rows were emptied that the workers still hold."""
         return self._plan.has_drops
 
     @property
@@ -353,21 +422,23 @@ class Scheduler:
         return self.running.num_rows, len(self.waiting)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False while any block is held."""
+        """Uncache all prefixes; False while any block is held."""
         return self.kv_cache.reset_prefix_cache()
 
     def reset_encoder_cache(self) -> bool:
-        """Forget all encoder outputs; False while a request needs one."""
-        return self._encoder.reset()
+        """Drop all encoder outputs; False while a request needs one."""
+        return self._encoder is None or self._encoder.reset()
 
     def reset_connector_cache(self) -> bool:
-        """Have the connector forget what it stored. False if it cannot, or there is none."""
-        return self._connector is not None and self._connector.reset_cache()
+        """Have the connector drop what it stored. False if it cannot, or there is none."""
+        return self._transfers is not None and self._transfers.connector.reset_cache()
 
     def check(self) -> None:
         """Raise LongshoreError unless every block is accounted for. For tests and idle moments."""
-        held = [request.held for request in self.waiting if request.held is not None]
-        self.kv_cache.check([*held, *self._transfers.held()])
+        owners = [request.hold.blocks for request in self._holds if request.hold is not None]
+        if self._transfers is not None:
+            owners += [blocks for _, _, blocks in self._transfers.owners()]
+        self.kv_cache.check(owners)
 
     def make_report(self, now: float, engine_id: str) -> EngineReport:
         """The state now, with what each waiting request waits for."""
@@ -386,8 +457,8 @@ class Scheduler:
         )
 
     def make_block_snapshot(self, now: float, engine_id: str) -> BlockSnapshot:
-        """What every block is used for, and who holds which; the one before, if asked too soon."""
-        return self._block_maps.latest(now) or self._block_maps.make(
+        """What every block is used for, and who holds which; the last one, if asked too soon."""
+        return self._snapshots.latest(now) or self._snapshots.make(
             self.make_report(now, engine_id),
             now,
             num_steps=self._plan.step,
@@ -395,10 +466,10 @@ class Scheduler:
         )
 
     def idle_s(self, now: float) -> float:
-        """Seconds for which requests have been there and none has advanced."""
+        """Seconds for which no request has advanced although some wait."""
         if not self.is_waited_for():
-            self._progress.advanced(now)
-        return self._progress.idle_s(now)
+            self._advanced_at_s = now
+        return 0.0 if self._advanced_at_s is None else max(now - self._advanced_at_s, 0.0)
 
     def make_stats(
         self, num_bad_messages: int = 0, workers: tuple[WorkerStats, ...] = ()
@@ -408,7 +479,7 @@ class Scheduler:
         steps_in_flight = self._sum_in_flight / num_steps if num_steps else 0.0
         self._num_steps_reported, self._sum_in_flight = self._plan.step, 0
         num_running, num_waiting = self.get_request_counts()
-        prefixes, answers = self.kv_cache.stats, self._answers
+        prefixes, transfers, drafts = self.kv_cache.stats, self._transfers, self._drafts
         return SchedulerStats(
             num_running=num_running,
             num_waiting=num_waiting,
@@ -422,15 +493,31 @@ class Scheduler:
             num_prefix_hit_tokens=prefixes.num_hit_tokens,
             num_preempted_queried_tokens=prefixes.num_preempted_queried_tokens,
             num_preempted_hit_tokens=prefixes.num_preempted_hit_tokens,
-            num_stale_tokens=answers.num_stale_tokens,
-            num_bad_messages=num_bad_messages + self._transfers.num_bad_reports,
+            num_stale_tokens=self._processor.num_stale_tokens,
+            num_bad_messages=num_bad_messages
+            + self._num_bad_reports
+            + (0 if transfers is None else transfers.num_bad_reports),
             num_external_queried_tokens=self._admission.num_external_queried_tokens,
             num_external_hit_tokens=self._admission.num_external_hit_tokens,
-            num_draft_tokens=answers.num_draft_tokens,
-            num_accepted_tokens=answers.num_accepted_tokens,
-            num_invalid_draft_tokens=answers.num_invalid_draft_tokens,
-            encoder_cache_usage=self._encoder.usage,
-            num_quarantined_blocks=self._transfers.num_quarantined_blocks,
+            num_draft_tokens=0 if drafts is None else drafts.num_draft_tokens,
+            num_accepted_tokens=0 if drafts is None else drafts.num_accepted_tokens,
+            num_invalid_draft_tokens=0 if drafts is None else drafts.num_invalid_draft_tokens,
+            encoder_cache_usage=0.0 if self._encoder is None else self._encoder.usage,
+            num_quarantined_blocks=0 if transfers is None else transfers.num_quarantined_blocks,
             num_rewinds=self._recovery.num_rewinds,
             workers=workers,
         )
+
+
+def _check(
+    config: SchedulerConfig, cache: CacheConfig, kv_cache: KVCacheConfig, *, has_connector: bool
+) -> None:
+    """Raise ConfigError for settings that these KV cache groups do not support."""
+    check_holds_one_request(
+        kv_cache.groups,
+        kv_cache.num_blocks,
+        *config.longest_request,
+        context_parallel_size=cache.context_parallel_size,
+    )
+    check_states(config, [group.spec for group in kv_cache.groups], has_connector=has_connector)
+    check_encoder(config, kv_cache, has_connector=has_connector)

@@ -18,7 +18,7 @@ from longshore.deploy.cli.refusal import refusal
 from longshore.deploy.machine.finding import summary, table
 from longshore.deploy.machine.report import findings
 from longshore.protocol.statistics import EngineReport
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.planner import PauseState
 
 REPORT_PATH: Final = "/engine/report"
 MAX_SHOWN: Final = 10

@@ -21,7 +21,7 @@ from longshore.protocol.kv_cache_spec import (
 )
 from longshore.protocol.transport.channel import Endpoint
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
-from longshore.scheduler.kv_cache.windowed import check_states
+from longshore.scheduler.kv_cache.manager import check_states
 from longshore.scheduler.queue.policies import load_policy
 from longshore.worker.config import RankLayout, WorkerConfig, WorkerProcessConfig
 from longshore.worker.kv_cache.context_share import check_context_parallel

@@ -1,19 +1,22 @@
 """Outputs of the multimodal encoder: which are on the workers, and which this step computes.
 
 An item must be encoded before the language model computes the first of its positions. Encoding has
-a budget of tokens per step, and its outputs a place of so many tokens; an item that does not fit
-yet cuts its request's chunk to what stands before it. After vLLM's encoder cache manager.
+a budget of tokens per step, and its outputs a capacity in tokens; an item that does not fit yet
+cuts its request's chunk to just before it. After vLLM's encoder cache manager.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.kv_cache_spec import KVCacheConfig, max_encoder_tokens
+from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.request import Request
 
 
 class EncoderCache:
-    """Outputs by the hash of their item. Those that no request refers to stay until their place is
-    needed, the oldest first.
+    """Outputs by the hash of their item. Those that no request refers to stay until their capacity
+    is needed, the oldest first.
 
     capacity: tokens of output that fit.
     budget:   tokens encoded per step.
@@ -34,7 +37,7 @@ class EncoderCache:
 
     @property
     def usage(self) -> float:
-        """Share of the place that holds outputs."""
+        """Share of the capacity in use."""
         return sum(self._sizes.values()) / self.capacity if self.capacity else 0.0
 
     def is_cached(self, item_hash: str) -> bool:
@@ -47,7 +50,7 @@ class EncoderCache:
 
     def limit(self, request: Request, num_computed: int, num_tokens: int) -> int:
         """How many of the next `num_tokens` tokens can be computed with what is encoded or will be
-        in this step; takes budget, places and references for it. Items of one hash and different
+        in this step; takes budget, capacity and references for it. Items of one hash and different
         sizes are not the same: one waits until the other's output can go."""
         num_allowed, wanted = self._look_ahead(request, num_computed, num_tokens)
         for index, victims in wanted.items():
@@ -63,13 +66,13 @@ class EncoderCache:
         return num_allowed
 
     def admit(self, request: Request, num_computed: int, num_tokens: int) -> None:
-        """The request has taken its row and computes its next `num_tokens` tokens, of which
+        """The request was admitted and computes its next `num_tokens` tokens, of which
         `would_limit` would cut none."""
         self.limit(request, num_computed, num_tokens)
         self.pending[request.request_id] = request
 
     def rewound(self, request: Request) -> None:
-        """A row was sent back: items that it had passed may have to be encoded again."""
+        """A row was rewound: items that it had passed may have to be encoded again."""
         self.pending[request.request_id] = request
 
     def would_limit(self, request: Request, num_computed: int, num_tokens: int) -> int:
@@ -80,7 +83,7 @@ class EncoderCache:
         self, request: Request, num_computed: int, num_tokens: int
     ) -> tuple[int, dict[int, list[str] | None]]:
         """How many tokens can be computed, and the items that takes: None for one that is encoded
-        already, for another the outputs that it needs the place of."""
+        already, for another one the outputs to free for it."""
         wanted: dict[int, list[str] | None] = {}
         if not num_tokens:
             return 0, wanted
@@ -113,7 +116,7 @@ class EncoderCache:
 
     def withdraw(self, request: Request) -> None:
         """The request computes nothing in this step after all, or leaves: it refers to nothing any
-        more, and what would have been encoded for it alone is not."""
+        more, and what would have been encoded for it alone is not encoded."""
         self.pending.pop(request.request_id, None)
         for index in range(len(request.multimodal)):
             self._drop_reference(request, index)
@@ -142,7 +145,7 @@ class EncoderCache:
         return freed
 
     def waits_for(self, request: Request) -> str | None:
-        """What keeps a request that holds no row from its place in the encoder, if known."""
+        """What keeps a waiting request from the encoder, if known."""
         return None
 
     def checkpoint(self) -> "EncoderCache":
@@ -162,7 +165,7 @@ class EncoderCache:
         self.pending = dict(other.pending)
 
     def reset(self) -> bool:
-        """Forget all outputs; False while a request refers to one."""
+        """Drop all outputs; False while a request refers to one."""
         if self._holders:
             return False
         self._free(list(self._unheld))
@@ -188,3 +191,71 @@ class EncoderCache:
         for item_hash in item_hashes:
             del self._unheld[item_hash], self._sizes[item_hash]
             self._freed.append(item_hash)
+
+
+class RowEncoder(EncoderCache):
+    """For models with cross attention: an encoder cache that keeps nothing but a step's budget.
+
+    A request brings one item, which stands for no positions of its prompt. It is encoded in the
+    step in which the request is admitted, each time, straight into the row's blocks of the cross
+    attention's group. So nothing of it is kept elsewhere or shared, and a rewound row still has it.
+
+    budget: tokens encoded per step.
+    """
+
+    def __init__(self, *, budget: int) -> None:
+        super().__init__(capacity=0, budget=budget)
+        self._new_rows: list[int] = []
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._new_rows = []
+
+    def would_limit(self, request: Request, num_computed: int, num_tokens: int) -> int:
+        return num_tokens if request.num_encoder_tokens <= self._budget_left else 0
+
+    def admit(self, request: Request, num_computed: int, num_tokens: int) -> None:
+        self._budget_left -= request.num_encoder_tokens
+        self._new_rows.append(request.row)
+
+    def rewound(self, request: Request) -> None:
+        """Its blocks still hold the item."""
+
+    def waits_for(self, request: Request) -> str | None:
+        if request.num_encoder_tokens <= self._budget_left:
+            return None
+        return (
+            f"its turn at the encoder: a step encodes max_num_encoder_input_tokens={self._budget} "
+            f"tokens, of which the last one has {self._budget_left} left, and it brings "
+            f"{request.num_encoder_tokens}"
+        )
+
+    def take_encoder_inputs(self) -> tuple[tuple[int, int], ...]:
+        inputs, self._new_rows = tuple([(row, 0) for row in self._new_rows]), []
+        return inputs
+
+
+def make_encoder(config: SchedulerConfig, kv_cache: KVCacheConfig) -> EncoderCache | None:
+    """The one for a model with these groups; None if no request may bring an item."""
+    budget = config.max_num_encoder_input_tokens
+    if max_encoder_tokens(kv_cache.groups) is not None:
+        return RowEncoder(budget=budget)
+    return EncoderCache(capacity=config.encoder_capacity, budget=budget) if budget else None
+
+
+def check_encoder(config: SchedulerConfig, kv_cache: KVCacheConfig, *, has_connector: bool) -> None:
+    """Raise ConfigError for settings that a model with cross attention does not support."""
+    num_tokens = max_encoder_tokens(kv_cache.groups)
+    if num_tokens is None:
+        return
+    if config.max_num_encoder_input_tokens < num_tokens:
+        raise ConfigError(
+            f"max_num_encoder_input_tokens={config.max_num_encoder_input_tokens} is less than the "
+            f"{num_tokens} tokens that this model's encoder makes of one request, so that none "
+            f"could ever be admitted; set it to {num_tokens} or more"
+        )
+    if has_connector:
+        raise ConfigError(
+            "this model has cross attention and cannot run with kv_connector: connectors find KV "
+            "by the tokens before it, and this model's KV depends on what its encoder hears"
+        )

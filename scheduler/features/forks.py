@@ -1,22 +1,22 @@
-"""Requests that begin with the KV of another one: who waits for whom, and who holds what.
+"""Requests that begin with the KV of another one (`fork_of`).
 
-A fork names a live request of its client, its parent. It waits, parked, until the parent has
-computed the tokens that both begin with, and answers have confirmed it; then it takes a reference
+A fork refers to a live request of its client, its parent. It waits, parked, until the parent has
+computed the tokens that both begin with, and outputs have confirmed it; then it takes a reference
 to each of their blocks, the partial last one included. It writes to that one alone, so it gets a
-copy of it before its first step, unless nobody else has it any more (copy-on-write, as in
+copy of it before its first step, unless it is the only one to hold it (copy-on-write, as in
 PagedAttention, Kwon et al., 2023, section 4.4).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.requests import AddRequest
-from longshore.scheduler.kv_cache.manager import HeldBlocks, KVCacheManager
+from longshore.scheduler.kv_cache.holds import Holds
+from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.queue.waiting import WaitingRequests
-from longshore.scheduler.request import Request, RequestStatus
+from longshore.scheduler.request import Hold, HoldKind, Request, RequestStatus
 from longshore.scheduler.step.in_flight import StepsInFlight
 from longshore.scheduler.step.running import RunningTable
 
@@ -37,116 +37,109 @@ class _Fork:
     is_parked: bool = False
 
 
+@dataclass(slots=True)
 class Forks:
-    """Forks that wait for their turn, and requests that hold blocks without running.
+    """Forks that wait for their turn.
 
-    A hold is what a fork keeps of a parent that has left, or a session between two inputs that
-    `keeps_blocks`: useful, and given up before anybody who runs is preempted, the youngest first.
+    waiting: by request.
+    parents: the forks of a request that has some.
+    pending: parked forks whose parents run.
     """
 
-    def __init__(
-        self,
-        running: RunningTable,
-        waiting: WaitingRequests,
-        kv_cache: KVCacheManager,
-        in_flight: StepsInFlight,
-    ) -> None:
-        self._running = running
-        self._waiting = waiting
-        self._kv_cache = kv_cache
-        self._in_flight = in_flight
-        self._forks: dict[Request, _Fork] = {}
-        self._of_parent: dict[Request, list[_Fork]] = {}
-        self._pending: dict[_Fork, None] = {}  # their parents run
-        self._holders: dict[Request, None] = {}  # the youngest hold last
-
-    # Forks
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self._forks
+    running: RunningTable
+    queues: WaitingRequests
+    kv_cache: KVCacheManager
+    holds: Holds
+    in_flight: StepsInFlight
+    waiting: dict[Request, _Fork] = field(default_factory=dict)
+    parents: dict[Request, list[_Fork]] = field(default_factory=dict)
+    pending: dict[_Fork, None] = field(default_factory=dict)
 
     def add(self, request: Request, parent: Request) -> bool:
         """A new request that is to begin with its parent's KV is put where it waits. False if it
-        shares nothing that could be had: then it is a request like any other."""
-        if not self._kv_cache.can_fork or request.skip_reading_prefix_cache:
+        shares nothing with it: then it is queued like any other."""
+        if not self.kv_cache.can_fork or request.skip_reading_prefix_cache:
             return False
         num_common = num_common_tokens(request.token_ids[:-1], self._tokens_of(parent))
         fork = _Fork(request, parent, num_common)
         if not num_common or self._is_hopeless(fork):
             return False
-        self._forks[request] = fork
-        self._of_parent.setdefault(parent, []).append(fork)
+        self.waiting[request] = fork
+        self.parents.setdefault(parent, []).append(fork)
         if self._is_ready(fork):
-            self._waiting.add_blocked(request)
+            self.queues.add_blocked(request)
         else:
-            self._waiting.add_parked(request)
+            self.queues.add_parked(request)
             self._wait(fork)
         return True
 
     def must_wait(self, request: Request) -> bool:
-        """Whether the parent has not computed what they share, but will; the caller parks the
-        fork then, which comes back when it may be tried again."""
-        fork = self._forks[request]
+        """Whether the parent has not computed what they share, but will; the caller parks the fork
+        then, which is unparked when it can be tried again."""
+        fork = self.waiting[request]
         if self._is_ready(fork) or self._is_hopeless(fork):
             return False
         self._wait(fork)
         return True
 
-    def take(self, request: Request) -> HeldBlocks | None:
+    def take(self, request: Request) -> Hold | None:
         """What a fork that need not wait can begin with, as a hold of its own; None if that is
         nothing."""
-        fork = self._forks[request]
+        fork = self.waiting[request]
         if self._is_hopeless(fork):
             return None
         parent = fork.parent
-        if parent.held is None:
-            tables, num_tokens = self._kv_cache.block_ids(parent.row), fork.num_common
+        if parent.hold is None:
+            tables, num_tokens = self.kv_cache.block_ids(parent.row), fork.num_common
         else:
-            tables = parent.held.block_ids
-            num_tokens = min(fork.num_common, parent.num_computed_tokens)
-        held = self._kv_cache.fork(tables, num_tokens)
-        self.hold(request, held, num_tokens)
-        return held
+            tables = parent.hold.blocks.block_ids
+            num_tokens = min(fork.num_common, parent.hold.num_computed_tokens)
+        blocks = self.kv_cache.fork(tables, num_tokens)
+        return self.holds.add(request, HoldKind.FORK, blocks, num_tokens)
 
     def drop(self, request: Request) -> None:
-        """The request has begun, or ended, or begins like any other."""
-        fork = self._forks.pop(request, None)
+        """The request has begun or ended."""
+        fork = self.waiting.pop(request, None)
         if fork is not None:
-            self._pending.pop(fork, None)
-            siblings = self._of_parent[fork.parent]
+            self.pending.pop(fork, None)
+            siblings = self.parents[fork.parent]
             siblings.remove(fork)
             if not siblings:
-                del self._of_parent[fork.parent]
+                del self.parents[fork.parent]
 
     # Parents
 
     def parent_begins(self, request: Request) -> None:
-        """A request has got a row."""
-        for fork in self._of_parent.get(request, ()):
+        """A request that has forks was admitted."""
+        for fork in self.parents[request]:
             if fork.is_parked:
-                self._pending[fork] = None
+                self.pending[fork] = None
 
     def parent_ends(self, request: Request) -> None:
-        """A request gives up row or hold for good, and still has it: its forks go on without it,
-        with what they share if it is computed."""
-        for fork in list(self._of_parent.get(request, ())):
+        """A request with forks is about to lose its row or hold for good: its forks continue
+        without it, with what they share if it is computed."""
+        for fork in list(self.parents[request]):
             if self._is_ready(fork):
                 self.take(fork.request)
-            self._release(fork)
+            self._unpark(fork)
             self.drop(fork.request)
 
     def planned(self) -> None:
-        """A plan has been built: parents may have got there."""
-        for fork in self._pending:
+        """A plan has been built: parents may have computed what their forks share."""
+        for fork in self.pending:
             self._note_step(fork)
 
     def answered(self) -> None:
-        """An answer has been applied: forks whose parents' work it confirms may be tried."""
-        for fork in [fork for fork in self._pending if self._is_ready(fork)]:
-            self._release(fork)
+        """An output has been applied: forks whose parents' work it confirms can be tried."""
+        for fork in [fork for fork in self.pending if self._is_ready(fork)]:
+            self._unpark(fork)
+
+    def begin_epoch(self) -> None:
+        """All KV is gone; parents compute it again, and their forks still wait for them."""
+        self.pending.clear()
 
     def _tokens_of(self, parent: Request) -> Int32Array:
-        return self._running.tokens_of(parent.row) if parent.row >= 0 else parent.token_ids
+        return self.running.tokens_of(parent.row) if parent.row >= 0 else parent.token_ids
 
     def _wait(self, fork: _Fork) -> None:
         fork.is_parked = True
@@ -155,27 +148,26 @@ class Forks:
             "begin with"
         )
         if fork.parent.row >= 0:
-            self._pending[fork] = None
+            self.pending[fork] = None
             self._note_step(fork)
 
-    def _release(self, fork: _Fork) -> None:
-        """It may be tried."""
-        self._pending.pop(fork, None)
+    def _unpark(self, fork: _Fork) -> None:
+        self.pending.pop(fork, None)
         if fork.is_parked:
             fork.is_parked = False
             fork.request.waits_for = None
-            self._waiting.unpark(fork.request)
+            self.queues.unpark(fork.request)
 
     def _note_step(self, fork: _Fork) -> None:
-        row, running = fork.parent.row, self._running
+        row, running = fork.parent.row, self.running
         if row < 0 or running.num_computed[row] < fork.num_common:
             fork.step = None
-        elif fork.step is None or not self._stands(fork):
-            fork.step, fork.generation = self._in_flight.newest_step, int(running.generation[row])
+        elif fork.step is None or not self._is_valid(fork):
+            fork.step, fork.generation = self.in_flight.newest_step, int(running.generation[row])
 
-    def _stands(self, fork: _Fork) -> bool:
-        """The parent has not left the row on which it computed, nor been sent back since."""
-        row, running = fork.parent.row, self._running
+    def _is_valid(self, fork: _Fork) -> bool:
+        """The parent still has the row on which it computed, and was not rewound since."""
+        row, running = fork.parent.row, self.running
         return (
             fork.step is not None
             and row >= 0
@@ -186,61 +178,18 @@ class Forks:
     def _is_ready(self, fork: _Fork) -> bool:
         parent = fork.parent
         if parent.row >= 0:
-            answered_step = self._in_flight.last_answered_step
-            return self._stands(fork) and fork.step is not None and fork.step <= answered_step
-        if parent not in self._holders:
+            answered_step = self.in_flight.last_answered_step
+            return self._is_valid(fork) and fork.step is not None and fork.step <= answered_step
+        if parent.hold is None or parent.hold.kind is HoldKind.LOADED:
             return False
         is_between = parent.status is RequestStatus.WAITING_FOR_STREAMING_REQ
-        return is_between or parent.num_computed_tokens >= fork.num_common
+        return is_between or parent.hold.num_computed_tokens >= fork.num_common
 
     def _is_hopeless(self, fork: _Fork) -> bool:
-        """The parent is between two inputs and has nothing; nobody knows when it goes on."""
+        """The parent is between two inputs and holds nothing; when it continues is unknown."""
         parent = fork.parent
         is_between = parent.status is RequestStatus.WAITING_FOR_STREAMING_REQ
-        return is_between and (parent.held is None or parent.num_computed_tokens == 0)
-
-    # Holds
-
-    def __iter__(self) -> Iterator[Request]:
-        """Those who hold blocks, the eldest hold first."""
-        return iter(self._holders)
-
-    def holds(self, request: Request) -> bool:
-        """Whether `request.held` is a hold; else a load has brought it, if anything."""
-        return request in self._holders
-
-    def hold(self, request: Request, held: HeldBlocks, num_tokens: int) -> None:
-        """The request, which is on no row, owns these references from now on: the KV of its first
-        `num_tokens` tokens."""
-        request.held, request.num_computed_tokens = held, num_tokens
-        self._holders[request] = None
-
-    def take_over(self, request: Request) -> HeldBlocks:
-        """The hold is over; its references are the caller's."""
-        held = request.held
-        assert held is not None
-        del self._holders[request]
-        request.held, request.num_computed_tokens = None, 0
-        return held
-
-    def give_up(self, request: Request) -> None:
-        """The blocks go back; the request computes everything when its turn comes."""
-        self._kv_cache.release(self.take_over(request))
-
-    def release_youngest(self, *, besides: Request | None = None) -> bool:
-        """Blocks are short. False if nobody else holds any."""
-        for request in reversed(self._holders):
-            if request is not besides:
-                self.give_up(request)
-                return True
-        return False
-
-    def begin_epoch(self) -> None:
-        """All KV is gone; parents compute it again, and who waits for them goes on waiting."""
-        for request in self._holders:
-            request.held, request.num_computed_tokens = None, 0
-        self._holders.clear()
-        self._pending.clear()
+        return is_between and parent.num_computed_tokens == 0
 
 
 def num_common_tokens(one: Int32Array, other: Int32Array) -> int:
@@ -252,16 +201,16 @@ def num_common_tokens(one: Int32Array, other: Int32Array) -> int:
 
 def fork_problem(message: AddRequest, parent: Request | None) -> str | None:
     """Why a request cannot be a fork of this parent; None if it can. An unknown parent has ended:
-    the request is one like any other."""
+    then the request is like any other."""
     for name in ("multimodal", "prompt_embeds", "pooling"):
         if getattr(message, name):
-            return f"fork_of does not go together with {name}"
+            return f"fork_of cannot be combined with {name}"
         if parent is not None and getattr(parent, name):
             return f"it is a fork of a request that has {name}; only token ids can be shared"
     if parent is None:
         return None
     if message.lora != parent.lora:
-        return "a fork has the adapter of its parent, or none if that has none"
+        return "a fork must have the adapter of its parent, or none if that has none"
     if message.cache_salt != parent.cache_salt:
-        return "a fork has the cache_salt of its parent, or none if that has none"
+        return "a fork must have the cache_salt of its parent, or none if that has none"
     return None

@@ -1,7 +1,7 @@
-"""Output that must match a grammar: waiting for it to be compiled, and the masks of its tokens.
+"""Structured output: requests wait until their grammar is compiled, and masks restrict tokens.
 
-Compiling happens elsewhere and is polled. With two steps in flight the mask of a step exists only
-after the tokens before it, so it follows its plan as a message of its own (`SampleMask`).
+Grammars are compiled elsewhere and polled. With two steps in flight the mask of a step exists only
+after the tokens before it, so it follows its plan in a message of its own (`SampleMask`).
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,8 @@ from longshore.protocol.arrays import BoolArray, UInt8Array, int32_array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.plan import SampleMask
 from longshore.protocol.requests import StructuredOutput
-from longshore.scheduler.parts import Parts
-from longshore.scheduler.request import Request, RequestStatus
-from longshore.scheduler.step.in_flight import PlannedStep
+from longshore.scheduler.request import Request, RequestChange
+from longshore.scheduler.step.in_flight import PastOccupant, PlannedStep, StepsInFlight
 
 
 class GrammarError(LongshoreError):
@@ -44,14 +43,21 @@ class GrammarCompiler(Protocol):
         raises GrammarError."""
 
 
-class StructuredOutputs:
+class Grammars:
     """Requests with a grammar: their gate before admission and their masks after planning."""
 
-    def __init__(self, parts: Parts, compiler: GrammarCompiler | None, *, epoch: int) -> None:
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        in_flight: StepsInFlight,
+        *,
+        vocab_size: int,
+        epoch: int,
+    ) -> None:
         self._compiler = compiler
-        self._running = parts.running
-        self._in_flight = parts.in_flight
-        self._vocab_size = parts.vocab_size
+        self._in_flight = in_flight
+        self._vocab_size = vocab_size
+        self._grammars: dict[Request, Grammar] = {}
         self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -60,18 +66,33 @@ class StructuredOutputs:
         self._last_masked_step = 0
 
     def try_promote(self, request: Request) -> bool:
-        """Whether the grammar that the request waits for is there. Raises GrammarError."""
+        """Whether the grammar that the request waits for is compiled; the request takes it then.
+        Raises GrammarError."""
         assert request.structured_output is not None
-        assert self._compiler is not None
-        request.grammar = self._compiler.poll(request.structured_output)
-        if request.grammar is None:
+        grammar = self._compiler.poll(request.structured_output)
+        if grammar is None:
             return False
-        if request.num_output_tokens:  # it goes on behind tokens emitted elsewhere
+        if request.num_output_tokens:  # it continues after tokens emitted elsewhere
             outputs = request.token_ids[request.num_prompt_tokens :].tolist()
-            if not request.grammar.accept_tokens(outputs):
+            if not grammar.accept_tokens(outputs):
                 raise GrammarError("the output emitted so far does not match the grammar")
-        request.status = RequestStatus.WAITING
+        self._grammars[request] = grammar
+        request.change(RequestChange.GRAMMAR_COMPILED)
         return True
+
+    def accept(self, request: Request, token_id: int) -> bool:
+        """Advance by a verified token. False if the request's grammar does not allow it."""
+        grammar = self._grammars.get(request)
+        return grammar is None or grammar.accept_tokens([token_id])
+
+    def num_valid(self, request: Request, token_ids: Sequence[int]) -> int:
+        """How many leading drafts the request's grammar allows."""
+        grammar = self._grammars.get(request)
+        return len(token_ids) if grammar is None else grammar.num_valid(token_ids)
+
+    def drop(self, request: Request) -> None:
+        """The request has ended."""
+        self._grammars.pop(request, None)
 
     def take_masks(self) -> list[SampleMask]:
         """The mask of the oldest unanswered plan, once: all tokens before it are known."""
@@ -88,12 +109,11 @@ class StructuredOutputs:
         for index in np.flatnonzero(is_masked).tolist():
             row, drafts = int(planned.rows[index]), planned.draft_token_ids(index)
             bits = np.zeros((1 + len(drafts), width), np.uint8)
-            if self._running.generation[row] == planned.generations[index]:
-                grammar = self._running.request_on(row).grammar
-                assert grammar is not None
-                grammar.fill_masks(drafts, bits)
+            occupant = self._in_flight.occupant(row, int(planned.generations[index]))
+            if not isinstance(occupant, PastOccupant):
+                self._grammars[occupant.request].fill_masks(drafts, bits)
             else:
-                bits[:] = 0xFF  # whoever sampled here is gone; the worker waits all the same
+                bits[:] = 0xFF  # the request has lost its row; the worker waits all the same
             rows += [row] * len(bits)
             masks.append(bits.reshape(-1))
         return SampleMask(self._epoch, planned.step, int32_array(rows), np.concatenate(masks))

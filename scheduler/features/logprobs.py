@@ -1,23 +1,24 @@
-"""Log probabilities on their way from workers to clients: the same rules as for tokens.
+"""Log probabilities between workers and clients: the rules are those for tokens.
 
-An entry belongs to a (row, generation) of the plan that it answers. Whoever left the row by
-preemption is delivered it all the same; who ended, or was rewound, is not. Output positions behind
+An entry belongs to a (row, generation) of the plan that it answers. It is delivered to a request
+that was preempted since, and dropped for one that has ended or was rewound. Output positions after
 the token that ended the output are cut.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
 from longshore.protocol.arrays import BoolArray, Int64Array
 from longshore.protocol.outputs import TokenLogprobs
-from longshore.scheduler.step.client_outputs import OutputBuckets
-from longshore.scheduler.step.in_flight import StepsInFlight
-from longshore.scheduler.step.running import RunningTable
+from longshore.scheduler.step.client_outputs import ClientOutputs
+from longshore.scheduler.step.running import Occupant, RunningTable
 
 
 class ScoredRows:
-    """Running rows whose requests ask for log probabilities, as a plan, just built, leaves them.
+    """Running rows whose requests want log probabilities, as they are after a plan was built.
 
-    rows, generations: (n,) rows ascending, and their occupants, who are `requests`.
+    rows, generations: (n,) rows ascending; `requests` are their occupants.
     first, last: (n,) the prompt positions [first, last) that the plan scores; a chunk that computes
                  [start, end) scores start + 1 to end. May be empty.
     """
@@ -36,19 +37,18 @@ class ScoredRows:
             [[0 if count is None else 1 + count for count in pair] for pair in asked], np.int64
         )
 
-    def standing(
-        self, running: RunningTable, in_flight: StepsInFlight, step: int
+    def current(
+        self, running: RunningTable, occupant: Callable[[int, int], Occupant], step: int
     ) -> tuple[BoolArray, Int64Array]:
-        """Of each row, now: whether what was sampled for it in plan `step` means something, and how
-        many verified tokens its request has."""
+        """Of each row, now: whether its output of plan `step` counts, and how many verified tokens
+        its request has. occupant: see `StepsInFlight.occupant`."""
         is_current = running.generation[self.rows] == self.generations
         is_live = is_current & (running.void_through[self.rows] < step)
         num_tokens: Int64Array = running.num_tokens[self.rows]
         for index in np.flatnonzero(~is_current).tolist():
-            request = self.requests[index]
-            left = in_flight.past_occupant(int(self.generations[index]))
-            is_live[index] = step > left.void_through and not request.is_finished
-            num_tokens[index] = request.num_tokens
+            held_by = occupant(int(self.rows[index]), int(self.generations[index]))
+            is_live[index] = held_by.expects_output_of(step)
+            num_tokens[index] = held_by.request.num_tokens
         return is_live, num_tokens
 
     def flaw(
@@ -59,7 +59,7 @@ class ScoredRows:
         num_tokens: Int64Array,
     ) -> str | None:
         """What is wrong with entries whose lengths agree. `num_sampled` (max_num_seqs,) came for
-        each row; the rest is from `standing`."""
+        each row; the rest is from `current`."""
         owners, positions = entries.owners, entries.positions
         index = np.minimum(np.searchsorted(self.rows, owners), len(self.rows) - 1)
         if np.count_nonzero(self.rows[index] != owners):
@@ -82,10 +82,10 @@ class ScoredRows:
         entries: TokenLogprobs,
         is_live: BoolArray,
         num_tokens: Int64Array,
-        outputs: OutputBuckets,
+        outputs: ClientOutputs,
     ) -> None:
-        """Hand out the entries of live rows. num_tokens: (n,) as `standing` says it now, with the
-        answer's tokens in place."""
+        """Deliver the entries of live rows. num_tokens: (n,) from `current`, after the tokens of
+        the output were appended."""
         index = np.searchsorted(self.rows, entries.owners)
         is_in = is_live[index] & (entries.positions < num_tokens[index])
         handles = np.array([request.handle for request in self.requests], np.int32)[index]

@@ -1,26 +1,26 @@
-"""Places for LoRA adapters: how many different ones run at once is what the workers can hold."""
+"""Slots for LoRA adapters: at most as many different ones run at once as the workers can hold."""
 
 from collections import Counter
 
 
 class LoRASlots:
-    """Requests that run, by adapter; those of one adapter share its place."""
+    """Running requests by adapter; those of one adapter share its slot."""
 
     def __init__(self, max_loras: int) -> None:
         self._max_loras = max_loras
         self._running: Counter[str] = Counter()
 
     def has_slot(self, name: str | None) -> bool:
-        """Only a new adapter beyond the limit has none."""
+        """False only for a new adapter beyond the limit."""
         return name is None or name in self._running or len(self._running) < self._max_loras
 
     def enter(self, name: str | None) -> None:
-        """A request with this adapter takes a row."""
+        """A request with this adapter was admitted."""
         if name is not None:
             self._running[name] += 1
 
     def leave(self, name: str | None) -> None:
-        """It gives up its row."""
+        """A request with this adapter has no row any more."""
         if name is not None:
             self._running[name] -= 1
             if not self._running[name]:

@@ -1,9 +1,9 @@
-"""When KV proves wrong after others may have built on it: un-name it, and send back who used it.
+"""When KV proves wrong after others may have built on it: uncache it, and rewind who used it.
 
-A name is provisional until the output of its step is applied. A failed load or numbers that are not
-finite make every block computed from the bad position on worthless, and with it every request that
-holds one of them: also those that found it by its name while the step was in flight, and those that
-have left their rows since, whose blocks may still be found.
+A cached block is provisional until the output of its step is applied. A failed load or numbers that
+are not finite make every block computed from the bad position on worthless, and with it every
+request that holds one of them: also those that found it in the prefix cache while the step was in
+flight, and past occupants of rows, whose blocks may still be found.
 """
 
 import logging
@@ -17,19 +17,25 @@ from longshore.protocol.arrays import BoolArray, Int32Array, int32_array
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
+from longshore.scheduler.config import SchedulerConfig
+from longshore.scheduler.features.encoder import EncoderCache
+from longshore.scheduler.features.transfers import Transfers
+from longshore.scheduler.kv_cache.holds import Holds
+from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.parts import Parts
-from longshore.scheduler.request import Request
-from longshore.scheduler.step.in_flight import PlannedStep
+from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.request import Outcome, Request
+from longshore.scheduler.step.in_flight import PastOccupant, PlannedStep, StepsInFlight
 from longshore.scheduler.step.plan_builder import PlanBuilder
+from longshore.scheduler.step.running import RunningTable
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Holder:
-    """A request and its blocks, on its row or as it left it. num_hits: leading blocks that others
-    had computed, per group; num_good: leading tokens not spoilt."""
+    """A request and its blocks, on its row or as it lost it. num_hits: leading blocks that others
+    had computed, per group; num_good: leading tokens whose KV is good."""
 
     request: Request
     generation: int
@@ -49,108 +55,110 @@ class _Invalidated:
     waiting: list[Request]
 
 
+@dataclass(slots=True, kw_only=True)
 class Recovery:
-    """Finds what bad blocks have spoilt, and rewinds rows."""
+    """Finds what bad blocks have made invalid, and rewinds rows.
 
-    def __init__(self, parts: Parts, plan: PlanBuilder, lifecycle: Lifecycle) -> None:
-        self._load_failure_policy = parts.config.load_failure_policy
-        self._running = parts.running
-        self._waiting = parts.waiting
-        self._kv_cache = parts.kv_cache
-        self._in_flight = parts.in_flight
-        self._encoder = parts.encoder
-        self._transfers = parts.transfers
-        self._plan = plan
-        self._lifecycle = lifecycle
-        self._border = math.lcm(*parts.kv_cache.block_sizes)
-        self.num_rewinds = 0
+    transfers, encoder: None unless configured.
+    """
 
-    def fail_loads(self, failed: Int32Array, planned: PlannedStep) -> None:
+    config: SchedulerConfig
+    running: RunningTable
+    waiting: WaitingRequests
+    holds: Holds
+    kv_cache: KVCacheManager
+    in_flight: StepsInFlight
+    plan: PlanBuilder
+    lifecycle: Lifecycle
+    transfers: Transfers | None
+    encoder: EncoderCache | None
+    num_rewinds: int = 0
+
+    def fail_loads(self, failed: Int32Array, planned: PlannedStep, now: float) -> None:
         """Loads of the answered step did not fill these blocks."""
         sources = {}
-        for generation in planned.loads:
-            tables = self._tables_under(generation)
+        for row, generation in planned.loads:
             firsts = [
                 int(np.argmax(np.isin(table, failed))) * block_size
-                for table, block_size in zip(tables, self._kv_cache.block_sizes, strict=True)
+                for table, block_size in zip(
+                    self._tables(row, generation), self.kv_cache.block_sizes, strict=True
+                )
                 if np.isin(table, failed).any()
             ]
             if firsts:
                 sources[generation] = min(firsts)
         if not sources:
             about = fields(step_id=planned.step, blocks=len(failed))
-            logger.warning("blocks failed to load that no load had", extra=about)
+            logger.warning("a worker reported failed blocks of no load", extra=about)
             return
-        fails = self._load_failure_policy == "fail"
-        self._invalidate(
-            sources, planned.step, reason="its KV could not be loaded" if fails else None
-        )
+        fails = self.config.load_failure_policy == "fail"
+        reason = "its KV could not be loaded" if fails else None
+        self._invalidate(sources, planned.step, now, reason=reason)
 
-    def _tables_under(self, generation: int) -> tuple[Int32Array, ...]:
-        rows = np.flatnonzero(self._running.generation == generation)
-        if len(rows):
-            return self._kv_cache.block_ids(int(rows[0]))
-        return self._in_flight.past_occupant(generation).tables
+    def _tables(self, row: int, generation: int) -> tuple[Int32Array, ...]:
+        occupant = self.in_flight.occupant(row, generation)
+        if isinstance(occupant, PastOccupant):
+            return occupant.tables
+        return self.kv_cache.block_ids(row)
 
-    def fail_not_finite(self, output: ModelRunnerOutput, planned: PlannedStep) -> None:
-        """The model's output was not a number for `output.nan_rows`. The eldest first: a younger
-        one that had found its blocks is sent back with it, and its own output means nothing then.
-        """
+    def fail_not_finite(self, output: ModelRunnerOutput, planned: PlannedStep, now: float) -> None:
+        """The model's output was not a number for `output.nan_rows`. The rows admitted first come
+        first: a later one that had found their blocks is rewound, and its own output is void."""
         num_nans = dict(zip(output.nan_rows.tolist(), output.num_nans.tolist(), strict=True))
         indices = np.flatnonzero(np.isin(planned.rows, output.nan_rows))
         for index in indices[np.argsort(planned.generations[indices])].tolist():
             row, generation = int(planned.rows[index]), int(planned.generations[index])
-            self._fail_row(row, generation, num_nans[row], planned.step)
+            self._fail_row(row, generation, num_nans[row], planned.step, now)
 
-    def _fail_row(self, row: int, generation: int, num_nans: int, step: int) -> None:
+    def _fail_row(self, row: int, generation: int, num_nans: int, step: int, now: float) -> None:
         """Nothing that the row's request computed may be reused. What it had found, others have
-        computed and got numbers from."""
-        if self._running.generation[row] == generation:
-            if step <= self._running.void_through[row]:
-                return
-            request = self._running.request_on(row)
-            num_hit_tokens = request.num_hit_tokens
-        else:
-            left = self._in_flight.past_occupant(generation)
-            request, num_hit_tokens = left.request, left.num_hit_tokens
-            if step <= left.void_through and not request.is_finished:
-                return
+        computed, and got numbers from it."""
+        occupant = self.in_flight.occupant(row, generation)
+        request, num_hit_tokens = occupant.request, occupant.request.num_hit_tokens
+        if step <= occupant.void_through and not request.is_finished:
+            return
+        if isinstance(occupant, PastOccupant):
+            num_hit_tokens = occupant.num_hit_tokens
         if not request.is_finished:
-            self._lifecycle.log.not_finite(request, step=step, num_nans=num_nans)
+            self.lifecycle.log.not_finite(request, step=step, num_nans=num_nans)
             request.num_nans_in_logits = num_nans
             text = (
                 "the model produced logits that are not finite numbers for this request, or its "
                 "settings forbid every token"
             )
-            self._lifecycle.end(request, FinishReason.ERROR, message=text, step=step)
-        self._invalidate({generation: num_hit_tokens}, step)
+            self.lifecycle.end(request, Outcome(FinishReason.ERROR, text, step=step), now)
+        self._invalidate({generation: num_hit_tokens}, step, now)
 
-    def _invalidate(self, sources: dict[int, int], step: int, *, reason: str | None = None) -> None:
+    def _invalidate(
+        self, sources: dict[int, int], step: int, now: float, *, reason: str | None = None
+    ) -> None:
         """Everything that rests on bad KV is computed again; with `reason`, requests that hold some
-        of it fail for it. step: whose answer says so. See `_find_invalid` for `sources`."""
-        invalid = self._find_invalid(sources)
-        self._plan.uncached += invalid.block_ids.tolist()
-        self._transfers.note_invalid(invalid.block_ids)
-        for request in invalid.waiting:
-            self._lifecycle.release_load(request)
-        for request, num_good in invalid.running:
+        of it fail for it. step: whose output says so. See `_find_invalid` for `sources`."""
+        found = self._find_invalid(sources)
+        self.plan.uncached += found.block_ids.tolist()
+        if self.transfers is not None:
+            self.transfers.note_invalid(found.block_ids)
+        for request in found.waiting:
+            self.holds.release(request)
+            request.asks_connector = True
+        for request, num_good in found.running:
             if reason is not None:
-                self._lifecycle.end(request, FinishReason.ERROR, message=reason, step=step)
+                self.lifecycle.end(request, Outcome(FinishReason.ERROR, reason, step=step), now)
             else:
                 self._rewind(request, num_good)
 
     def _find_invalid(self, sources: dict[int, int]) -> _Invalidated:
-        """Un-name everything computed from a bad position on, and say who is concerned.
+        """Uncache everything computed from a bad position on, and find who is concerned.
 
         sources: generation of a request that ran while the plan was unanswered -> leading tokens of
         it whose KV is good.
 
-        Others are spoilt where they found a spoilt block; what they computed behind it may have
-        been found in turn, so this goes on until nothing is added. A block that was handed out anew
-        since is nobody's hit, so its new owner is not concerned. Tokens on their way to requests
-        that left their rows may rest on bad blocks, and are void.
+        Other holders are invalid where they found an invalid block; what they computed after it may
+        have been found in turn, so this repeats until nothing is added. A block that was allocated
+        again since is no holder's hit, so its new owner is not concerned. Tokens that past
+        occupants still expect may rest on bad blocks, and are void.
         """
-        bad = np.zeros(self._kv_cache.num_blocks, np.bool_)
+        bad = np.zeros(self.kv_cache.num_blocks, np.bool_)
         holders = list(self._holders(sources))
         invalid = [holder for holder in holders if holder.generation in sources]
         for holder in invalid:
@@ -167,63 +175,64 @@ class Recovery:
                     has_grown = True
         waiting = [
             request
-            for request in self._waiting
-            if request.held is not None and any(bad[ids].any() for ids in request.held.block_ids)
+            for request in (self.waiting if len(self.holds) else ())
+            if request.hold is not None
+            and any(bad[ids].any() for ids in request.hold.blocks.block_ids)
         ]
         block_ids = int32_array(np.flatnonzero(bad))
-        self._kv_cache.uncache_blocks(block_ids)
-        self._in_flight.void_past_occupants()
+        self.kv_cache.uncache_blocks(block_ids)
+        self.in_flight.void_past_occupants()
         running = {holder.request: holder.num_good for holder in invalid if holder.is_running}
         return _Invalidated(block_ids, list(running.items()), waiting)
 
     def _rewind(self, request: Request, num_good: int) -> None:
         """The running request computes again from the last block border of all groups up to
         `num_good` tokens."""
-        row = request.row
-        newest_step = self._in_flight.newest_step
-        num_tokens = min(num_good, int(self._running.num_tokens[row]) - 1)
-        num_tokens -= num_tokens % self._border
-        num_tokens = self._kv_cache.resume_point(self._kv_cache.block_ids(row), num_tokens)
-        self._kv_cache.truncate(row, num_tokens, newest_step)
+        row, kv_cache = request.row, self.kv_cache
+        newest_step = self.in_flight.newest_step
+        num_tokens = min(num_good, int(self.running.num_tokens[row]) - 1)
+        num_tokens -= num_tokens % math.lcm(*kv_cache.block_sizes)
+        num_tokens = kv_cache.resume_point(kv_cache.block_ids(row), num_tokens)
+        kv_cache.truncate(row, num_tokens, newest_step)
         request.num_hit_tokens = min(request.num_hit_tokens, num_tokens)
-        if request.multimodal:
-            self._encoder.rewound(request)
+        if self.encoder is not None and request.multimodal:
+            self.encoder.rewound(request)
         self.num_rewinds += 1
-        self._plan.add_rewind(self._running.rewind_row(row, num_tokens, newest_step))
-        self._lifecycle.log.rewound_row(request, step=newest_step, num_tokens=num_tokens)
+        self.plan.add_rewind(self.running.rewind_row(row, num_tokens, newest_step))
+        self.lifecycle.log.rewound(request, step=newest_step, num_tokens=num_tokens)
 
     def _holders(self, sources: dict[int, int]) -> Iterator[_Holder]:
-        sizes = self._kv_cache.block_sizes
-        for request in self._running.requests_in_order():
-            generation = int(self._running.generation[request.row])
-            num_tokens = int(self._running.num_computed[request.row])
+        sizes = self.kv_cache.block_sizes
+        for request in self.running.requests_in_order():
+            generation = int(self.running.generation[request.row])
+            num_tokens = int(self.running.num_computed[request.row])
             yield _Holder(
                 request,
                 generation,
                 True,
-                self._kv_cache.block_ids(request.row),
+                self.kv_cache.block_ids(request.row),
                 tuple(request.num_hit_tokens // size for size in sizes),
                 sources.get(generation, num_tokens),
             )
-        for generation, left in self._in_flight.past_occupants():
+        for generation, past in self.in_flight.past_occupants():
             yield _Holder(
-                left.request,
+                past.request,
                 generation,
                 False,
-                left.tables,
-                tuple(left.num_hit_tokens // size for size in sizes),
-                sources.get(generation, max(map(len, left.tables)) * max(sizes)),
+                past.tables,
+                tuple(past.num_hit_tokens // size for size in sizes),
+                sources.get(generation, max(map(len, past.tables)) * max(sizes)),
             )
 
     def _mark(self, holder: _Holder, bad: BoolArray) -> None:
-        for table, size in zip(holder.tables, self._kv_cache.block_sizes, strict=True):
+        for table, size in zip(holder.tables, self.kv_cache.block_sizes, strict=True):
             bad[table[holder.num_good // size :]] = True
         bad[NULL_BLOCK] = False
 
     def _num_good_hits(self, holder: _Holder, bad: BoolArray) -> int:
         """Leading tokens of the holder before the first bad block that it found."""
         num_good = holder.num_good
-        sizes = self._kv_cache.block_sizes
+        sizes = self.kv_cache.block_sizes
         for table, num_hits, size in zip(holder.tables, holder.num_hits, sizes, strict=True):
             found = bad[table[:num_hits]]
             if found.any():

@@ -1,6 +1,7 @@
-"""Blocks that transfers own: loads in the background, sends of ended requests, connectors' holds.
+"""The connector, and the blocks that its transfers own: loads in the background, sends of ended
+requests, and blocks that the connector holds.
 
-A transfer holds a reference to each of its blocks from plan to confirmed end. A request that ends,
+A transfer owns a reference to each of its blocks from plan to confirmed end. A request that ends,
 is preempted or stops waiting drops only its own; a deadline ends the waiting, never the ownership:
 the blocks stay in quarantine until every rank has reported the end.
 """
@@ -10,15 +11,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-
-from longshore.protocol.arrays import Int32Array, int32_array
+from longshore.connectors.base import (
+    AskLater,
+    ConnectorOutput,
+    FinishAction,
+    Matched,
+    RequestView,
+    SchedulerConnector,
+)
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import TransferReport
 from longshore.protocol.statistics import BlockState
-from longshore.scheduler.kv_cache.manager import HeldBlocks, KVCacheManager
+from longshore.scheduler.kv_cache.blocks import HeldBlocks
+from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.request import Request
-from longshore.scheduler.step.in_flight import StepsInFlight
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +34,13 @@ _NO_DEADLINE: Final = float("inf")
 
 @dataclass(slots=True)
 class _Transfer:
-    """`request` is None once nobody waits for it (a load in quarantine) or ever did (a send)."""
+    """`request` is None if none waits for it: a load in quarantine, or a send."""
 
-    held: HeldBlocks
+    blocks: HeldBlocks
     request: Request | None = None
     num_tokens: int = 0
     deadline: float = _NO_DEADLINE
+    order: int = 0
     ranks_done: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
     invalid: set[int] = field(default_factory=set)
@@ -40,30 +48,34 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True)
 class EndedLoad:
-    """A load that all ranks have reported, for a request that waits. `held` is the request's now.
+    """A load that all ranks have reported, for a request that waits. `blocks` belong to the request
+    now.
 
-    num_good_tokens: leading tokens whose KV is in place; `is_whole` if that is all it was to bring.
+    num_good_tokens: leading tokens whose KV is in place; `is_whole` if nothing failed.
+    unwritten_block_ids: those of `blocks` that the load did not write.
     """
 
     request: Request
-    held: HeldBlocks
+    blocks: HeldBlocks
     num_good_tokens: int
-    unwritten: Int32Array
+    unwritten_block_ids: Sequence[int]
     is_whole: bool
+    order: int
 
 
 class Transfers:
-    """Loads and sends by request id, holds by number.
+    """Loads and sends by request id, held blocks by number.
 
     num_ranks: all of them report every transfer once.
-    num_bad_reports: of unknown transfers, or said twice by one rank; ignored.
+    num_bad_reports: of unknown transfers, or repeated by one rank; ignored.
+    num_loading_blocks: of loads that a request waits for.
     """
 
     def __init__(
-        self, kv_cache: KVCacheManager, in_flight: StepsInFlight, *, num_ranks: int
+        self, connector: SchedulerConnector, kv_cache: KVCacheManager, *, num_ranks: int
     ) -> None:
+        self.connector = connector
         self._kv_cache = kv_cache
-        self._in_flight = in_flight
         self._num_ranks = num_ranks
         self._loads: dict[str, _Transfer] = {}
         self._sends: dict[str, _Transfer] = {}
@@ -71,27 +83,63 @@ class Transfers:
         self._last_hold_id = 0
         self.num_bad_reports = 0
         self.num_loading_blocks = 0
+        connector.bind_blocks(self)
+
+    # Hooks about one request
+
+    def added(self, request: Request) -> None:
+        """A request was queued."""
+        self.connector.on_new_request(view_of(request))
+
+    def match(self, request: Request, num_local: int) -> Matched | AskLater:
+        """What the connector can load after the first `num_local` tokens."""
+        match = self.connector.get_num_new_matched_tokens(view_of(request), num_local)
+        if isinstance(match, Matched) and match.num_tokens < 0:
+            raise ValueError(f"the connector matched {match.num_tokens} tokens")
+        return match
+
+    def allocated(
+        self, request: Request, block_ids: tuple[Int32Array, ...], num_external: int
+    ) -> None:
+        """The request got blocks for tokens that the connector loads."""
+        self.connector.update_state_after_alloc(view_of(request), block_ids, num_external)
+
+    def finish(self, request: Request, blocks: HeldBlocks | None) -> FinishAction:
+        """The request ends with these blocks, which a send may keep: then they are its own."""
+        block_ids = (EMPTY_INT32,) * self._kv_cache.num_groups
+        if blocks is not None:
+            block_ids = blocks.block_ids
+        action = self.connector.request_finished(view_of(request), block_ids)
+        if action.delay_free and blocks is not None:
+            self._sends[request.request_id] = _Transfer(blocks)
+        return action
 
     # Loads
 
     def begin_load(
-        self, request: Request, held: HeldBlocks, *, num_tokens: int, deadline: float
+        self,
+        request: Request,
+        blocks: HeldBlocks,
+        *,
+        num_tokens: int,
+        deadline: float,
+        order: int,
     ) -> None:
-        """`held` are being filled up to `num_tokens` tokens while the request waits."""
-        self._loads[request.request_id] = _Transfer(held, request, num_tokens, deadline)
-        self.num_loading_blocks += num_blocks_of(held)
+        """`blocks` are being filled up to `num_tokens` tokens while the request waits."""
+        load = _Transfer(blocks, request, num_tokens, deadline, order)
+        self._loads[request.request_id] = load
+        self.num_loading_blocks += blocks.num_blocks
 
     def abandon_load(self, request: Request) -> None:
-        """Nobody waits for it any more; its blocks go into quarantine."""
+        """The request waits no more; the blocks of its load go into quarantine."""
         load = self._loads[request.request_id]
         load.request = None
         load.deadline = _NO_DEADLINE
-        self.num_loading_blocks -= num_blocks_of(load.held)
+        self.num_loading_blocks -= load.blocks.num_blocks
+        self.connector.load_abandoned(request.request_id)
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose load has passed its deadline."""
-        if not self._loads:
-            return []
         return [
             load.request
             for load in self._loads.values()
@@ -102,54 +150,52 @@ class Transfers:
         """When the request stops waiting for its load."""
         return self._loads[request.request_id].deadline
 
-    # Sends
-
-    def begin_send(self, request_id: str, held: HeldBlocks) -> None:
-        """An ended request's blocks stay until they have been read."""
-        self._sends[request_id] = _Transfer(held)
-
     # What ranks report
 
-    def apply(self, report: TransferReport) -> tuple[list[str], list[str], list[EndedLoad]]:
-        """(sends over, loads over, loads over that somebody waits for): what ended on all ranks."""
+    def apply(self, report: TransferReport) -> tuple[ConnectorOutput, list[EndedLoad]]:
+        """What ended on all ranks: for the connector, and the loads that requests wait for."""
         sent, received, ended = [], [], []
-        self._note_failed(report.failed_block_ids)
+        if len(report.failed_block_ids):
+            failed = set(report.failed_block_ids.tolist())
+            for load in self._loads.values():
+                load.failed |= failed & load.blocks.ids()
         for request_id in report.finished_receiving:
             load_over = self._done(self._loads, request_id, report.rank)
             if load_over is None:
                 continue
             received.append(request_id)
             if load_over.request is None:
-                self._kv_cache.release(load_over.held)
+                self._kv_cache.release(load_over.blocks)
             else:
                 ended.append(self._ended(load_over.request, load_over))
         for request_id in report.finished_sending:
             send = self._done(self._sends, request_id, report.rank)
             if send is not None:
                 sent.append(request_id)
-                self._kv_cache.release(send.held)
-        return sent, received, ended
+                self._kv_cache.release(send.blocks)
+        output = ConnectorOutput(
+            finished_sending=sent,
+            finished_receiving=received,
+            failed_block_ids=report.failed_block_ids,
+            metadata=(report.connector_metadata,) if report.connector_metadata else (),
+        )
+        return output, ended
 
     def note_invalid(self, block_ids: Int32Array) -> None:
-        """These blocks hold wrong KV; a load may have begun behind some of them."""
+        """These blocks hold wrong KV; loads may have begun after some of them."""
         invalid = set(block_ids.tolist())
         for load in self._loads.values():
-            load.invalid |= invalid & _ids(load.held)
-
-    def _note_failed(self, block_ids: Int32Array) -> None:
-        if len(block_ids):
-            failed = set(block_ids.tolist())
-            for load in self._loads.values():
-                load.failed |= failed & _ids(load.held)
+            load.invalid |= invalid & load.blocks.ids()
 
     def _done(
         self, transfers: dict[str, _Transfer], request_id: str, rank: int
     ) -> _Transfer | None:
+        """The transfer, if this report is the last one that it waited for."""
         transfer = transfers.get(request_id)
         if transfer is None or not 0 <= rank < self._num_ranks or rank in transfer.ranks_done:
             self.num_bad_reports += 1
             about = fields(request_id=request_id, rank=rank)
-            logger.warning("a rank reports a transfer that it has not", extra=about)
+            logger.warning("rank %d reported an unknown or duplicate transfer", rank, extra=about)
             return None
         transfer.ranks_done.add(rank)
         if len(transfer.ranks_done) < self._num_ranks:
@@ -157,34 +203,34 @@ class Transfers:
         return transfers.pop(request_id)
 
     def _ended(self, request: Request, load: _Transfer) -> EndedLoad:
-        block_sizes = self._kv_cache.block_sizes
+        self.num_loading_blocks -= load.blocks.num_blocks
         num_good = load.num_tokens
-        for block_ids, block_size in zip(load.held.block_ids, block_sizes, strict=True):
+        block_sizes = self._kv_cache.block_sizes
+        for block_ids, block_size in zip(load.blocks.block_ids, block_sizes, strict=True):
             for index, block_id in enumerate(block_ids.tolist()):
                 if block_id in load.failed or block_id in load.invalid:
                     num_good = min(num_good, index * block_size)
                     break
-        held, unwritten = load.held, load.failed
+        blocks, unwritten = load.blocks, load.failed
         if self._kv_cache.frees_skipped and num_good < load.num_tokens:
-            # Not every length that was loaded is one to go on from, nor are there blocks to
-            # compute the rest into where none was loaded.
-            num_good = self._kv_cache.resume_point(held.block_ids, num_good)
-            held, rest = self._kv_cache.cut(held, num_good)
-            self.num_loading_blocks -= num_blocks_of(rest)
+            # A request cannot resume after every number of loaded tokens, nor are there blocks to
+            # compute the rest into where nothing was loaded.
+            num_good = self._kv_cache.resume_point(blocks.block_ids, num_good)
+            blocks, rest = self._kv_cache.cut(blocks, num_good)
             self._kv_cache.release(rest)
-            unwritten = unwritten & _ids(held)
-        return EndedLoad(request, held, num_good, int32_array(sorted(unwritten)), not load.failed)
+            unwritten = unwritten & blocks.ids()
+        return EndedLoad(request, blocks, num_good, sorted(unwritten), not load.failed, load.order)
 
-    # Holds: `BlockHolder` of the connector contract
+    # `BlockHolds` of the connector contract
 
     def hold(self, block_ids: Sequence[int]) -> int:
-        """See `BlockHolder.hold`."""
+        """See `BlockHolds.hold`."""
         self._last_hold_id += 1
         self._holds[self._last_hold_id] = self._kv_cache.hold(block_ids)
         return self._last_hold_id
 
     def release(self, hold_id: int) -> None:
-        """See `BlockHolder.release`."""
+        """See `BlockHolds.release`."""
         self._kv_cache.release(self._holds.pop(hold_id))
 
     # All of them
@@ -198,40 +244,39 @@ class Transfers:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Blocks of loads that nobody waits for."""
-        return sum(
-            num_blocks_of(load.held) for load in self._loads.values() if load.request is None
-        )
+        """Blocks of abandoned loads."""
+        return sum(load.blocks.num_blocks for load in self._loads.values() if load.request is None)
 
-    def held(self) -> Iterator[HeldBlocks]:
-        """What transfers hold."""
-        for transfers in (self._loads, self._sends):
-            for transfer in transfers.values():
-                yield transfer.held
-        yield from self._holds.values()
-
-    def holdings(self) -> Iterator[tuple[BlockState, str, HeldBlocks]]:
-        """The same, with what it is held for and the id of the request that began it; a hold has
-        none."""
+    def owners(self) -> Iterator[tuple[BlockState, str, HeldBlocks]]:
+        """What transfers own: for what, the id of the request that began it (none for blocks that
+        the connector holds), and the blocks."""
         for request_id, load in self._loads.items():
             is_awaited = load.request is not None
             state = BlockState.TRANSFER if is_awaited else BlockState.QUARANTINED
-            yield state, request_id, load.held
+            yield state, request_id, load.blocks
         for request_id, send in self._sends.items():
-            yield BlockState.TRANSFER, request_id, send.held
-        for held in self._holds.values():
-            yield BlockState.TRANSFER, "", held
+            yield BlockState.TRANSFER, request_id, send.blocks
+        for blocks in self._holds.values():
+            yield BlockState.TRANSFER, "", blocks
 
-    def reset(self) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """A new epoch has no transfers."""
         self._loads, self._sends, self._holds = {}, {}, {}
         self.num_loading_blocks = 0
+        self.connector.on_new_epoch(epoch)
 
 
-def num_blocks_of(held: HeldBlocks) -> int:
-    """Blocks of all groups."""
-    return sum(map(len, held.block_ids))
-
-
-def _ids(held: HeldBlocks) -> set[int]:
-    return set(np.concatenate(held.block_ids).tolist())
+def view_of(request: Request) -> RequestView:
+    """A request that does not run, as a connector may see it."""
+    token_ids = request.token_ids.view()
+    token_ids.setflags(write=False)
+    return RequestView(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        block_hashes=request.block_hashes,
+        kv_transfer_params=request.kv_transfer_params,
+        cache_salt=request.cache_salt,
+        lora_name=request.lora_name,
+        job_id=request.job_id,
+    )

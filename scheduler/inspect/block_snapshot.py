@@ -1,8 +1,8 @@
-"""The picture of the blocks that an operator sees: made of the books that are kept anyway.
+"""What every block is used for, as an operator sees it, from tables that are kept anyway.
 
-What a block is used for follows from the pool's two columns and from the few who hold blocks
-without running, so the tables of running requests need not be read for it. Nothing here is called
-unless somebody asks.
+The use of a block follows from the pool's two columns and from the few that hold blocks without a
+row, so the block tables of running requests need not be read. Nothing here runs unless a client
+asks for a snapshot.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,14 +23,17 @@ from longshore.protocol.statistics import (
     EngineReport,
     GroupUse,
 )
-from longshore.scheduler.kv_cache.manager import HeldBlocks, KVCacheManager
-from longshore.scheduler.parts import Parts
+from longshore.scheduler.features.transfers import Transfers
+from longshore.scheduler.kv_cache.blocks import HeldBlocks
+from longshore.scheduler.kv_cache.holds import Holds
+from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.request import Request
+from longshore.scheduler.step.running import RunningTable
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """References of somebody: by group, without null blocks. `request` is None for a transfer."""
+    """References of one owner: by group, without null blocks. `request` is None for a transfer."""
 
     state: BlockState
     request_id: str
@@ -39,7 +42,7 @@ class Holding:
 
 
 def states_of(kv_cache: KVCacheManager, holdings: Sequence[Holding]) -> UInt8Array:
-    """(num_blocks,) a `BlockState` each. holdings: of all who hold blocks and are on no row."""
+    """(num_blocks,) a `BlockState` each. holdings: of all that hold blocks without a row."""
     states = kv_cache.pool_states()
     ordered = sorted(holdings, key=lambda holding: holding.state)  # the last to write wins
     tables = [table for holding in ordered for table in holding.tables]
@@ -57,30 +60,36 @@ def states_of(kv_cache: KVCacheManager, holdings: Sequence[Holding]) -> UInt8Arr
 
 
 class BlockSnapshots:
-    """Makes the pictures. kv_cache: what the workers agreed on."""
+    """Makes the snapshots. config: what the workers agreed on."""
 
-    def __init__(self, parts: Parts, kv_cache: KVCacheConfig) -> None:
-        self._running = parts.running
-        self._waiting = parts.waiting
-        self._forks = parts.forks
-        self._transfers = parts.transfers
-        self._kv_cache = parts.kv_cache
-        self._has_connector = parts.connector is not None
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        running: RunningTable,
+        holds: Holds,
+        transfers: Transfers | None,
+        kv_cache: KVCacheManager,
+    ) -> None:
+        self._running = running
+        self._holds = holds
+        self._transfers = transfers
+        self._kv_cache = kv_cache
         self._groups = tuple(
             GroupUse(_kind(group.spec), size, len(group.layer_names), group.block_size_bytes, 0)
-            for group, size in zip(kv_cache.groups, self._kv_cache.block_sizes, strict=True)
+            for group, size in zip(config.groups, self._kv_cache.block_sizes, strict=True)
         )
         self._latest: BlockSnapshot | None = None
         self._made_s = 0.0
 
     def latest(self, now: float) -> BlockSnapshot | None:
-        """The picture made last, if it is too early for another one."""
+        """The last snapshot, if it is too early for another one."""
         return self._latest if now - self._made_s < MIN_INTERVAL_S else None
 
     def make(
         self, report: EngineReport, now: float, *, num_steps: int, num_preemptions: int
     ) -> BlockSnapshot:
-        """The picture now."""
+        """A snapshot now."""
         holdings = list(self.holdings())
         holders, block_ids = self._list(holdings, now)
         counts = self._kv_cache.num_blocks_of_rows(self._running.order)
@@ -103,19 +112,19 @@ class BlockSnapshots:
         return self._latest
 
     def holdings(self) -> Iterator[Holding]:
-        """Of all who hold blocks and are on no row."""
-        # Only loads, which take a connector, leave blocks with waiting requests that are no holds.
-        for request in self._waiting if self._has_connector else self._forks:
-            if request.held is not None:
-                tables = _without_nulls(request.held)
+        """Of all that hold blocks without a row."""
+        for request in self._holds:
+            if request.hold is not None:
+                tables = _without_nulls(request.hold.blocks)
                 yield Holding(BlockState.KEPT, request.request_id, tables, request)
-        for state, request_id, held in self._transfers.holdings():
-            yield Holding(state, request_id, _without_nulls(held))
+        if self._transfers is not None:
+            for state, request_id, blocks in self._transfers.owners():
+                yield Holding(state, request_id, _without_nulls(blocks))
 
     def _list(
         self, holdings: Sequence[Holding], now: float
     ) -> tuple[tuple[BlockHolder, ...], Int32Array]:
-        """As many holders as may be listed, and block ids of theirs, in equal shares."""
+        """As many holders as may be listed, and block ids of each, in equal shares."""
         rows = self._running.order[:MAX_LISTED_HOLDERS].tolist()
         found = [self._holding_on(row) for row in rows]
         found += holdings[: MAX_LISTED_HOLDERS - len(rows)]

@@ -33,7 +33,7 @@ class RequestLog:
             )
             logger.debug("a request has arrived", extra=about)
 
-    def refused(self, request_id: str, reason: FinishReason, text: str) -> None:
+    def rejected(self, request_id: str, reason: FinishReason, text: str) -> None:
         """It was not queued."""
         self._refusals.warning(
             "a request is refused: %s", text, request_id=request_id, finish_reason=reason.name
@@ -69,7 +69,7 @@ class RequestLog:
             )
             logger.debug("preempted: it computes everything again later", extra=about)
 
-    def rewound_row(self, request: Request, *, step: int, num_tokens: int) -> None:
+    def rewound(self, request: Request, *, step: int, num_tokens: int) -> None:
         """KV behind so many of its tokens was wrong."""
         if logger.isEnabledFor(logging.DEBUG):
             about = fields(request_id=request.request_id, step_id=step, good_tokens=num_tokens)

@@ -1,11 +1,11 @@
-"""Names of full blocks: a chain of stateless hashes over packed tokens.
+"""Hashes of full blocks: a chain of stateless hashes over packed tokens.
 
-name = H(parent's name ‖ the block's tokens as little-endian int32 ‖ framed extra keys). Two blocks
-have the same name only if their whole prefixes and extra keys are equal. The first parent is a
-seed that the deployment keeps to itself, so names can be shared inside it and not guessed outside.
+block_hash = H(parent's hash ‖ the block's tokens as little-endian int32 ‖ framed extra keys). Two
+blocks have the same hash only if their whole prefixes and extra keys are equal. The first parent is
+a secret seed of the deployment, so its processes agree on hashes and outsiders cannot guess them.
 
-Chains may be finer than the blocks of a group: a block of several hash blocks bears the name of the
-last of them, which stands for all of its tokens as it does for everything before them.
+Chains may be finer than the blocks of a group: a block of several hash blocks has the hash of the
+last of them, which covers all of its tokens and everything before them.
 """
 
 import hashlib
@@ -22,29 +22,16 @@ _GROUP_BYTES: Final = 4
 
 
 def block_key(block_hash: bytes, group: int) -> bytes:
-    """A name outside the prefix map: the name, then the KV cache group, 4 bytes big-endian."""
+    """A key outside the prefix cache: the hash, then the KV cache group, 4 bytes big-endian."""
     return block_hash + group.to_bytes(_GROUP_BYTES, "big")
 
 
-class KeyedRequest(Protocol):
-    """What of a request, beside its token ids, its KV depends on. extra_keys: None until
-    `extra_keys_of` has found some."""
-
-    cache_salt: str | None
-    multimodal: tuple[MultimodalFeature, ...]
-    prompt_embeds: PromptEmbeds | None
-    extra_keys: "ExtraKeys | None"
-
-    @property
-    def lora_name(self) -> str | None: ...
-
-
 class ExtraKeys:
-    """What enters block names beside tokens.
+    """What block hashes cover in addition to tokens.
 
-    Salt and adapter enter the first block, and through the chain every other. A multimodal item
-    enters each block it overlaps, with its hash and the position where it starts; the embeddings
-    that stand for prompt tokens enter their block as a digest.
+    Salt and adapter enter the first block, and through the chain all others. A multimodal item
+    enters each block that it overlaps, with its hash and the position where it starts; embeddings
+    in place of prompt tokens enter their block as a digest.
 
     num_tokens: blocks that begin at or after this many tokens have no extra keys.
     """
@@ -71,7 +58,7 @@ class ExtraKeys:
         self.num_tokens = max([1, self._num_embeds, *self._item_ends])
 
     def frame(self, first: int, last: int) -> bytes:
-        """Bytes to hash behind the tokens at positions [first, last); empty if there are none."""
+        """Bytes to hash after the tokens at positions [first, last); empty if there are none."""
         parts = list(self._first_block) if first == 0 else []
         for item in self._items[bisect_right(self._item_ends, first) :]:
             if item.offset >= last:
@@ -83,25 +70,8 @@ class ExtraKeys:
         return _frame(parts)
 
 
-def extra_keys_of(request: KeyedRequest) -> ExtraKeys | None:
-    """The request's extra keys, made once; None if it has none."""
-    if request.extra_keys is None and not (
-        request.cache_salt is None
-        and request.lora_name is None
-        and not request.multimodal
-        and request.prompt_embeds is None
-    ):
-        request.extra_keys = ExtraKeys(
-            cache_salt=request.cache_salt,
-            lora_name=request.lora_name,
-            multimodal=request.multimodal,
-            prompt_embeds=request.prompt_embeds,
-        )
-    return request.extra_keys
-
-
 class BlockHasher:
-    """Names blocks of `block_size` tokens. Raises ConfigError for an algorithm it does not have."""
+    """Hashes blocks of `block_size` tokens. Raises ConfigError for an unknown algorithm."""
 
     def __init__(self, block_size: int, seed: bytes, algorithm: str = "sha256") -> None:
         self.block_size = block_size
@@ -112,7 +82,7 @@ class BlockHasher:
     def extend(
         self, hashes: list[bytes], token_ids: Int32Array, extra_keys: ExtraKeys | None = None
     ) -> None:
-        """Append the names of the full blocks of `token_ids` (contiguous) that `hashes` lacks."""
+        """Append the hashes of the full blocks of `token_ids` (contiguous) that `hashes` lacks."""
         size, first = self.block_size, len(hashes)
         num_full = len(token_ids) // size
         if first >= num_full:
@@ -124,8 +94,8 @@ class BlockHasher:
         hashes += self._algorithm.chain(hashes[-1] if hashes else self.none_hash, blocks)
 
     def extend_each(self, chains: Sequence[list[bytes]], token_ids: Int32Array) -> list[bytes]:
-        """Append to each of `chains`, all different, the name of its next block, whose tokens are
-        `token_ids[i]` (len(chains), block_size) and which has no extra keys; returns the names."""
+        """Append to each of `chains`, all different, the hash of its next block, whose tokens are
+        `token_ids[i]` (len(chains), block_size), without extra keys; returns the new hashes."""
         blocks = self._packed_block.iter_unpack(token_ids.tobytes())
         parents = [hashes[-1] if hashes else self.none_hash for hashes in chains]
         added = self._algorithm.each(parents, blocks)
@@ -154,10 +124,10 @@ class _Algorithm(Protocol):
     """Loops without a call per block: that would cost as much as a hash."""
 
     def chain(self, parent: bytes, blocks: _Blocks) -> list[bytes]:
-        """Names of blocks that follow each other, the first behind `parent`."""
+        """Hashes of consecutive blocks, the first of which follows `parent`."""
 
     def each(self, parents: Iterable[bytes], blocks: _Blocks) -> list[bytes]:
-        """Names of blocks behind one parent each."""
+        """Hashes of blocks that follow one parent each."""
 
 
 class _Sha256:

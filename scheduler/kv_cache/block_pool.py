@@ -1,9 +1,9 @@
-"""The blocks of the KV cache: who holds each, what it is named, which is handed out next.
+"""The blocks of the KV cache: who holds each, its hash, and which is allocated next.
 
-One pool serves all groups. A block whose last holder let go keeps its name and its content until it
-is handed out again, so the free queue is also the prefix cache, evicted in LRU order. Blocks are
+One pool serves all groups. A block without a reference keeps its hash and its content until it is
+allocated again, so the free queue is also the prefix cache, evicted in LRU order. Blocks are
 integers; the columns here are indexed by them, and read one by one or in bulk, whichever is faster
-for the number of blocks at hand.
+for the number of blocks.
 """
 
 from collections.abc import Sequence
@@ -24,27 +24,20 @@ from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.protocol.statistics import BlockState
 from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.features.metrics import BlockMetrics
-from longshore.scheduler.kv_cache.free_queue import FEW_BLOCKS as FEW_BLOCKS
-from longshore.scheduler.kv_cache.free_queue import (
-    TAKEN,
-    FreeQueue,
-    NotTaken,
-)
-from longshore.scheduler.kv_cache.free_queue import (
-    BlockIds as BlockIds,  # the pool's callers speak it too
-)
+from longshore.scheduler.kv_cache.blocks import FEW_BLOCKS, BlockIds
+from longshore.scheduler.kv_cache.free_queue import TAKEN, FreeQueue, NotTaken
 from longshore.scheduler.kv_cache.hash_map import BlockHashMap
 
 
 class BlockPool:
-    """`num_blocks` blocks with the null block, which is a placeholder: never handed out, never
-    freed, never named, its references not counted.
+    """`num_blocks` blocks with the null block, which is a placeholder: never allocated, never
+    freed, never cached, its references not counted.
 
-    num_set_aside: blocks behind it that are somebody's for good, and never handed out either.
-    metrics: is told of every block that is handed out, hit and evicted.
-    events:  is told of every name whose last block is gone.
+    num_set_aside: blocks after it that are in use for good, and never allocated either.
+    metrics: receives every block that is allocated, hit and evicted.
+    events:  receives every hash whose last block is gone.
 
-    Block ids come as int32 arrays or, few of them, as lists.
+    Block ids come as int32 arrays or, few of them, as lists: see `blocks.BlockIds`.
     """
 
     def __init__(
@@ -79,42 +72,43 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out; named ones that nobody holds are among them."""
+        """Blocks that can be allocated; cached ones without a reference are among them."""
         return self._free.num_free
 
     @property
     def usage(self) -> float:
-        """Share of the usable blocks that somebody holds, 0 to 1."""
+        """Share of the usable blocks that are held, 0 to 1."""
         return (self._num_usable - self.num_free) / self._num_usable
 
     def block_hash(self, block_id: int) -> bytes | None:
-        """The block's name, if it is full and cached."""
+        """The block's hash, if it is full and cached."""
         return self._hashes[block_id]
 
     def _group_of(self, block_id: int) -> int:
         return int(self._group[block_id]) if len(self._group) else 0
 
     def free_block_ids(self) -> list[int]:
-        """All free blocks, next to be handed out first. O(n): for checks, not for the step."""
+        """All free blocks, the next to be allocated first. O(n): for checks, not for the step."""
         return list(self._free)
 
     # Blocks
 
     def get_new_blocks(self, count: int) -> BlockIds:
-        """Hand out the blocks freed longest ago; they lose their names. Raises OutOfBlocks."""
+        """Allocate the blocks freed longest ago; those that are cached are evicted. Raises
+        OutOfBlocks."""
         if count > FEW_BLOCKS:
             block_ids = self._free.popleft_n(count)
-            self._start_lives(block_ids.tolist())
+            self._evict(block_ids.tolist())
             return block_ids
         few = self._free.popleft_few(count)
-        self._start_lives(few)
+        self._evict(few)
         return few
 
     def get_settled_blocks(
         self, count: int, answered_step: int, keep: Int32Array
     ) -> Int32Array | None:
-        """`get_new_blocks` of blocks that no plan after `answered_step` names and that are not
-        among `keep`; None if there are not so many, and nothing has changed."""
+        """`get_new_blocks` of blocks that no plan after `answered_step` mentions and that are not
+        among `keep`. None, and nothing has changed, if there are fewer."""
         pieces: list[Int32Array] = []
         missing = count
         for block_ids in self._free.chunks():
@@ -129,21 +123,14 @@ class BlockPool:
             return None
         found = np.concatenate(pieces) if pieces else EMPTY_INT32
         self._free.remove_n(found)
-        self._start_lives(found.tolist())
+        self._evict(found.tolist())
         return found
 
-    def _start_lives(self, block_ids: list[int]) -> None:
-        """Blocks just taken from the free queue lose the names that they still have."""
-        evicted = self._uncache(block_ids)
-        if self.metrics is not None:
-            self.metrics.evicted(int32_array(evicted))
-            self.metrics.allocated(int32_array(block_ids))
-
     def free_blocks(self, block_ids: BlockIds, step: int = 0) -> None:
-        """Drop one reference each; those that nobody holds any more queue up in the order given,
-        names kept. `step` is the newest plan that may still name them, 0 if no matter which.
+        """Drop one reference each; blocks without another one join the free queue in the order
+        given and stay cached. `step` is the newest plan that may still mention them; 0: no plan.
 
-        Raises NotTaken, having changed nothing, if a block has too few holders.
+        Raises NotTaken, having changed nothing, if a block has too few references.
         """
         index = None if len(block_ids) <= FEW_BLOCKS else self._bulk_index(block_ids)
         if index is None:
@@ -154,14 +141,14 @@ class BlockPool:
             return
         left = self._position[index] + 1
         if left.max(initial=0) > 0:
-            raise NotTaken(f"block {index[left.argmax()]} is freed, but nobody holds it")
+            raise NotTaken(f"block {index[left.argmax()]} is freed, but it has no reference")
         self._position[index] = left
         self._free.append_n(index[left == 0].astype(np.int32))
         if step:
             self.fence(block_ids, step)
 
     def touch(self, block_ids: BlockIds) -> None:
-        """Add one holder each; a block that nobody held leaves the free queue."""
+        """Add one reference each; a block that had none leaves the free queue."""
         index = None if len(block_ids) <= FEW_BLOCKS else self._bulk_index(block_ids)
         if index is None:
             position = self._position_item
@@ -179,21 +166,21 @@ class BlockPool:
             self.metrics.accessed(accessed[accessed != NULL_BLOCK])
 
     def is_private(self, block_id: int, answered_step: int) -> bool:
-        """Whether the block's one holder may write to it: nobody can find it by a name, and nobody
-        who has left writes to it in a plan after `answered_step`."""
+        """Whether the block\'s one holder may write to it: it has one reference, is not cached, and
+        no plan after `answered_step` mentions it for an earlier holder."""
         is_settled = self._fence_item[block_id] <= answered_step
         return self._position_item[block_id] == -1 and self._hashes[block_id] is None and is_settled
 
     def num_unheld(self, block_ids: BlockIds) -> int:
-        """How many of the blocks, all different, `touch` would take from the free queue."""
+        """How many of these blocks, all different, `touch` would take from the free queue."""
         if isinstance(block_ids, list):
             position = self._position_item
             return len([block_id for block_id in block_ids if position[block_id] >= 0])
         return int(np.count_nonzero(self._position[block_ids.astype(np.int64)] >= 0))
 
     def fence(self, block_ids: BlockIds, step: int) -> None:
-        """Plan `step`, the newest, names these blocks: until it is answered, once they are free,
-        they may be computed on but not be loaded into."""
+        """Plan `step`, the newest, mentions these blocks: until it is answered they may, once free,
+        be allocated for compute but not as the target of a load."""
         if isinstance(block_ids, list):
             fence = self._fence_item
             for block_id in block_ids:
@@ -211,13 +198,14 @@ class BlockPool:
         self._scratch[index] = order  # of a block that comes twice, the later order stays
         return index if (self._scratch[index] == order).all() else None
 
-    # Names
+    # The prefix cache
 
     def cache_blocks(
         self, block_ids: Sequence[int], hashes: Sequence[bytes], group: int = 0
     ) -> None:
         """Make full blocks, all different, findable: `block_ids[i]` holds the KV of the prefix
-        named `hashes[i]`. Those that have a name keep it, and null blocks get none."""
+        with hash `hashes[i]`. Blocks that are cached already stay as they are; null blocks are
+        skipped."""
         ids, column = block_ids, self._hashes
         before = [column[block_id] for block_id in ids]
         if NULL_BLOCK in ids or before.count(None) < len(before):
@@ -244,28 +232,28 @@ class BlockPool:
         return block_ids
 
     def find_cached_prefix(self, hashes: Sequence[bytes], group: int = 0) -> BlockIds:
-        """One block per name, left to right, up to the first name that no block carries."""
+        """One block per hash, left to right, up to the first hash without a block."""
         found = self._prefixes[group].find_prefix(hashes)
         return found if len(found) <= FEW_BLOCKS else int32_array(found)
 
     def uncache_blocks(self, block_ids: BlockIds) -> None:
-        """Take their names from these blocks; others that carry the same ones keep them."""
+        """Remove these blocks from the prefix cache; others with the same hashes stay."""
         self._uncache(block_ids if isinstance(block_ids, list) else block_ids.tolist())
 
     def num_leading_cached(self, block_ids: Int32Array) -> int:
-        """How many of these blocks have a name, or are null, before the first that is neither."""
+        """How many of these blocks are cached, or null, before the first that is neither."""
         hashes = [self._hashes[block_id] if block_id else b"" for block_id in block_ids.tolist()]
         return hashes.index(None) if None in hashes else len(hashes)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every name. False, and nothing happens, while anybody holds a block."""
+        """Uncache all blocks. False, and nothing happens, while any block is held."""
         if self.num_free != self._num_usable:
             return False
         self._uncache_all()
         return True
 
     def clear(self) -> None:
-        """Everything free, unnamed and unfenced, whoever holds it: whoever did is gone."""
+        """All blocks free, uncached and unfenced; references to them are void."""
         self._start_empty()
         self._uncache_all()
 
@@ -277,8 +265,15 @@ class BlockPool:
         if self._events is not None:
             self._events.cleared()
 
+    def _evict(self, block_ids: list[int]) -> None:
+        """Blocks just taken from the free queue are not cached any more."""
+        evicted = self._uncache(block_ids)
+        if self.metrics is not None:
+            self.metrics.evicted(int32_array(evicted))
+            self.metrics.allocated(int32_array(block_ids))
+
     def _uncache(self, block_ids: Sequence[int]) -> list[int]:
-        """Un-name those of these blocks that are named; returns them."""
+        """Uncache those of these blocks that are cached; returns them."""
         column, is_cached = self._hashes, self._is_cached_item
         cached: list[int] = []
         hashes: list[bytes] = []
@@ -303,7 +298,7 @@ class BlockPool:
                     self._events.removed(block_hash, group)
         return cached
 
-    # Books
+    # Checks
 
     def references(self) -> Int64Array:
         """(num_blocks,) references to each block; null block and those set aside count none."""
@@ -328,8 +323,8 @@ class BlockPool:
 
     def check(self, num_holders: Int64Array) -> None:
         """Raise LongshoreError if the books are off. num_holders: (num_blocks,) references that
-        somebody says he has. Null block, held and free blocks are all blocks, references are as
-        many as holders, and exactly the named blocks are found."""
+        holders claim. Null block, held and free blocks must be all blocks, references as
+        many as holders, and exactly the cached blocks be found."""
         references = self.references()
         wrong = np.flatnonzero(references != num_holders)
         if len(wrong):
@@ -351,9 +346,9 @@ class BlockPool:
         for block_id in cached:
             group, block_hash = self._group_of(block_id), self._hashes[block_id]
             if block_hash is None or block_id not in self._prefixes[group].holders(block_hash):
-                raise LongshoreError(f"block {block_id} is not found under its name")
+                raise LongshoreError(f"block {block_id} is not found under its hash")
         if np.flatnonzero(self._is_cached).tolist() != cached:
-            raise LongshoreError("the column of named blocks differs from their names")
+            raise LongshoreError("the column of cached blocks differs from their hashes")
         num_found = sum(prefixes.num_holders for prefixes in self._prefixes)
         if num_found != len(cached):
             raise LongshoreError(f"{num_found} blocks are found by name, {len(cached)} have one")

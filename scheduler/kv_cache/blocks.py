@@ -1,15 +1,20 @@
-"""What passes between the KV cache and those who ask it for blocks: prefixes found, blocks wanted,
-blocks held, blocks to copy. All but the last are per KV cache group, in order of position, with the
-null block where none is needed.
+"""Values that pass between the KV cache and its callers: a cached prefix, blocks to allocate, held
+blocks, blocks to copy. All but the last are per KV cache group, in order of position, with the null
+block where none is needed.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from longshore.protocol.arrays import Int32Array
-from longshore.scheduler.kv_cache.block_pool import BlockIds
+
+BlockIds: TypeAlias = Int32Array | list[int]
+"""A few blocks travel as a list: making an array of one costs more than allocating one."""
+
+FEW_BLOCKS: Final = 96
+"""Up to this many blocks a scalar loop is faster than the fixed cost of vector operations."""
 
 
 class ComputedBlocks(NamedTuple):
@@ -21,39 +26,41 @@ class ComputedBlocks(NamedTuple):
 
 
 class BlockDemand(NamedTuple):
-    """What a request that starts needs: its cached prefix, and `num_new` blocks. `positions[group]`
-    are the positions in its table that get one, up to `ends[group]`."""
+    """What a request that starts needs: its cached prefix, and `num_new` new blocks.
+    `positions[group]` are the entries of its block table that get one, up to `ends[group]`."""
 
     computed: ComputedBlocks
     positions: tuple[Sequence[int], ...]
     ends: tuple[int, ...]
     num_new: int
 
-    @property
-    def num_blocks(self) -> int:
-        """With the prefix, as if nobody held it."""
-        if self.computed.num_tokens == 0:
-            return self.num_new
-        return self.num_new + sum(map(len, self.computed.block_ids))
-
 
 class HeldBlocks(NamedTuple):
-    """Blocks of somebody who is on no row: `block_ids[group]` in order of position. Whoever has
-    this owns one reference to each of them but the null block, until it is attached or released."""
+    """Block tables without a row: `block_ids[group]` in order of position. The owner of this value
+    owns one reference to each block but the null block, until it is attached or released."""
 
     block_ids: tuple[Int32Array, ...]
 
+    @property
+    def num_blocks(self) -> int:
+        """Entries of all groups, null blocks included."""
+        return sum(map(len, self.block_ids))
+
+    def ids(self) -> set[int]:
+        """The different blocks."""
+        return set(np.concatenate(self.block_ids).tolist())
+
 
 class BlockCopy(NamedTuple):
-    """The first `num_tokens` tokens of block `source_id` are to be copied to `target_id`."""
+    """The first `num_tokens` tokens of block `source_id` are copied to `target_id`."""
 
     source_id: int
     target_id: int
     num_tokens: int
 
 
-def laid_out(first: int, end: int, positions: Sequence[int], block_ids: BlockIds) -> BlockIds:
-    """The table entries [first, end): these blocks at `positions`, null blocks between."""
+def table_entries(first: int, end: int, positions: Sequence[int], block_ids: BlockIds) -> BlockIds:
+    """The table entries [first, end): these blocks at `positions`, null blocks elsewhere."""
     if end - first == len(positions):
         return block_ids
     entries = np.zeros(end - first, np.int32)

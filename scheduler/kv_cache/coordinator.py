@@ -1,29 +1,100 @@
-"""Across KV cache groups: the prefix that all of them can serve.
+"""Across KV cache groups: the prefix that all of them can serve, and the order in which they free.
 
-Without prefix caching nothing is looked up or named; groups that cache nothing (cross attention)
-have no say. Of the others one alone decides, and several must agree.
+Without prefix caching nothing is looked up or cached; groups that cache nothing (cross attention)
+do not take part. Of the others one alone decides, and several must agree.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint
+from operator import mul
+from typing import Final, TypeVar
 
 import numpy as np
 
-# Registers its managers; nothing of it is used by name.
-import longshore.scheduler.kv_cache.windowed  # noqa: F401
+from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.kv_cache_spec import DEFAULT_STEPS_IN_FLIGHT, NULL_BLOCK, KVCacheConfig
-from longshore.scheduler.config import CacheConfig
-from longshore.scheduler.kv_cache.block_pool import (
-    FEW_BLOCKS,
-    BlockIds,
-    BlockPool,
+from longshore.protocol.kv_cache_spec import (
+    DEFAULT_STEPS_IN_FLIGHT,
+    NULL_BLOCK,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    CustomSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
 )
-from longshore.scheduler.kv_cache.full import SingleTypeManager, manager_class
+from longshore.scheduler.config import CacheConfig
+from longshore.scheduler.kv_cache.block_pool import BlockPool
+from longshore.scheduler.kv_cache.blocks import FEW_BLOCKS, BlockIds
+from longshore.scheduler.kv_cache.full import (
+    CrossAttentionManager,
+    FullAttentionManager,
+    SingleTypeManager,
+    SinkFullAttentionManager,
+)
+from longshore.scheduler.kv_cache.windowed import (
+    ChunkedLocalManager,
+    MambaManager,
+    SlidingWindowManager,
+)
+
+_MANAGERS: Final[dict[type, type[SingleTypeManager]]] = {
+    FullAttentionSpec: FullAttentionManager,
+    MLAAttentionSpec: FullAttentionManager,
+    SinkFullAttentionSpec: SinkFullAttentionManager,
+    CrossAttentionSpec: CrossAttentionManager,
+    SlidingWindowSpec: SlidingWindowManager,
+    ChunkedLocalAttentionSpec: ChunkedLocalManager,
+    MambaSpec: MambaManager,
+}
+_Manager = TypeVar("_Manager", bound=type[SingleTypeManager])
+
+
+def register_manager(spec_type: type) -> Callable[[_Manager], _Manager]:
+    """Class decorator: this manager serves groups of `spec_type` from now on."""
+
+    def register(manager: _Manager) -> _Manager:
+        _MANAGERS[spec_type] = manager
+        return manager
+
+    return register
+
+
+def manager_class(spec: object) -> type[SingleTypeManager]:
+    """The class for groups of this spec. Raises ConfigError if there is none."""
+    if isinstance(spec, CustomSpec):
+        return _load(spec)
+    try:
+        return _MANAGERS[type(spec)]
+    except KeyError:
+        raise ConfigError(
+            f"no block manager is registered for {type(spec).__name__}; known are "
+            f"{', '.join(sorted(known.__name__ for known in _MANAGERS))}"
+        ) from None
+
+
+def _load(spec: CustomSpec) -> type[SingleTypeManager]:
+    try:
+        manager = EntryPoint("manager", spec.manager, "longshore").load()
+    except Exception as error:
+        raise ConfigError(
+            f"the block manager {spec.manager!r} of a custom spec cannot be loaded: {error!r}; it "
+            "must be package.module:Class"
+        ) from error
+    if not (isinstance(manager, type) and issubclass(manager, SingleTypeManager)):
+        raise ConfigError(
+            f"the block manager {spec.manager!r} of a custom spec does not extend "
+            f"{SingleTypeManager.__module__}.{SingleTypeManager.__qualname__}"
+        )
+    return manager
 
 
 class KVCacheCoordinator:
-    """The managers of all groups, and those among them whose blocks have names.
+    """The managers of all groups, and those among them whose blocks are cached.
 
     use_eagle: a drafter needs the hidden states of the last hit block, so it is computed again.
     """
@@ -60,11 +131,11 @@ class NoPrefixCacheCoordinator(KVCacheCoordinator):
 
 
 class HybridCoordinator(KVCacheCoordinator):
-    """Several groups that cache: each kind of attention accepts the length at hand or shortens it,
-    until all accept. It only falls, so that ends.
+    """Several groups that cache: each kind of attention accepts the current length or shortens it,
+    until all accept. The length only falls, so the search ends.
 
-    Kinds that keep every block serve each prefix of what they serve: they are asked once, first,
-    and cut to what comes out.
+    Kinds that keep every block serve each prefix of what they serve: they are searched once, first,
+    and cut to the result.
     """
 
     def __init__(
@@ -125,8 +196,8 @@ class HybridCoordinator(KVCacheCoordinator):
     def _find_all(
         kind: list[SingleTypeManager], hashes: Sequence[bytes], hits: list[BlockIds]
     ) -> int:
-        """How many of these blocks, from the first on, all groups of one kind have; those of each,
-        and maybe more, go into `hits`."""
+        """How many of these blocks, from the first on, all groups of one kind have; the blocks of
+        each group, and maybe more, go into `hits`."""
         num_found = len(hashes)
         for manager in kind:
             hits[manager.group] = found = manager.find(hashes)
@@ -143,11 +214,10 @@ class HybridCoordinator(KVCacheCoordinator):
         hits: list[BlockIds],
     ) -> int:
         """The longest prefix of at most `max_tokens` tokens that all groups of one kind can serve,
-        and still can when the last tokens are dropped; their blocks go into `hits`.
+        also after the last tokens are dropped (`use_eagle`); their blocks go into `hits`.
 
         A prefix needs the blocks from `first_needed` on, which never falls as the prefix grows. So
-        if one of them is missing, no prefix that ends behind the missing one and is shorter than
-        this one will do.
+        if one of them is missing, no shorter prefix that ends after the missing block fits either.
         """
         first, dropped = kind[0], self._num_dropped
         size = first.block_size
@@ -164,7 +234,7 @@ class HybridCoordinator(KVCacheCoordinator):
                 reach > start and first.first_needed(reach * size - dropped) == start
             ):
                 for manager in kind:
-                    hits[manager.group] = _behind_nulls(start, hits[manager.group], reach)
+                    hits[manager.group] = _after_nulls(start, hits[manager.group], reach)
                 return reach * size
             end = reach
         return 0
@@ -179,11 +249,14 @@ class UnitaryCoordinator(HybridCoordinator):
         manager = self.caching[0]
         if len(self.managers) > 1 or self._num_dropped or manager.frees_skipped:
             return super().find_longest_hit(hashes, max_tokens)
-        hits = manager.find(manager.hashes_of_blocks(hashes, 0, max_tokens // self.alignment))
+        end = max_tokens // self.alignment
+        if manager.hashes_per_block > 1:
+            hashes, end = manager.hashes_of_blocks(hashes, 0, end), len(hashes)
+        hits = manager.find(hashes[:end])
         return (hits,), len(hits) * self.alignment
 
 
-def _behind_nulls(count: int, block_ids: BlockIds, end: int) -> BlockIds:
+def _after_nulls(count: int, block_ids: BlockIds, end: int) -> BlockIds:
     """The table entries up to `end` whose first `count` are null blocks."""
     if isinstance(block_ids, list) and end <= FEW_BLOCKS:
         entries = [NULL_BLOCK] * count + block_ids
@@ -203,8 +276,8 @@ def make_coordinator(
     max_num_batched_tokens: int | None = None,
     max_steps_in_flight: int = DEFAULT_STEPS_IN_FLIGHT,
 ) -> KVCacheCoordinator:
-    """The coordinator for these groups. Raises ConfigError if nobody manages their kind of
-    attention, or if their blocks do not consist of whole links of the chain of names."""
+    """The coordinator for these groups. Raises ConfigError if a kind of attention has no manager,
+    or if a block does not consist of whole hash blocks."""
     managers = [
         manager_class(group.spec)(
             group.spec,
@@ -225,9 +298,60 @@ def make_coordinator(
     for manager in caching:
         if manager.block_size % cache.tokens_per_hash:
             raise ConfigError(
-                f"blocks of group {manager.group} hold {manager.block_size} tokens, which is no "
-                f"multiple of the {cache.tokens_per_hash} tokens of a block name. Set "
-                "hash_block_size to a number that divides the blocks of all groups."
+                f"blocks of group {manager.group} hold {manager.block_size} tokens, which is not a "
+                f"multiple of the {cache.tokens_per_hash} tokens of a block hash. Set "
+                "hash_block_size to a number that divides the block sizes of all groups."
             )
     coordinator = UnitaryCoordinator if len(caching) == 1 else HybridCoordinator
     return coordinator(managers, caching, use_eagle=cache.use_eagle)
+
+
+class FreeOrder:
+    """The order in which a request's blocks of several groups go back to the pool.
+
+    Tail first: eviction takes the block freed longest ago, and a prefix is worth more than its
+    continuation.
+
+    block_sizes:   tokens per block, by group.
+    frees_skipped: by group, whether its tables may begin with null blocks.
+    """
+
+    def __init__(self, block_sizes: Sequence[int], frees_skipped: Sequence[bool]) -> None:
+        unit = math.gcd(*block_sizes)
+        self._strides = [size // unit for size in block_sizes]
+        self._is_even = max(self._strides) == 1
+        self._frees_skipped = tuple(frees_skipped)
+
+    def tail_first(self, tables: Sequence[Int32Array]) -> Int32Array:
+        """The blocks of all groups but for null ones, whichever ends at a later token first, and of
+        those that end at the same token in order of group. `tables` are by group, from position 0.
+
+        A grid has a line per token at which a block may end, counted in the greatest common divisor
+        of all block sizes, and a column per group; it is read from the bottom up. If tables are
+        long, it begins where more than one group has blocks.
+        """
+        lengths = list(map(len, tables))
+        top, lone = 0, 0
+        if max(lengths) > FEW_BLOCKS:
+            firsts = list(map(self._first_line, range(len(tables)), tables))
+            lone, top = firsts.index(min(firsts)), sorted(firsts)[1]
+        if self._is_even and min(lengths) == max(lengths):
+            grid = np.array([table[top:] for table in tables] if top else tables).T
+        else:
+            grid = np.zeros((max(map(mul, lengths, self._strides)) - top, len(tables)), np.int32)
+            for column, stride, table in zip(grid.T, self._strides, tables, strict=True):
+                rest = table[top // stride :]
+                first = (top // stride + 1) * stride - 1 - top
+                column[first : first + stride * len(rest) : stride] = rest
+        lines = grid[::-1].ravel()
+        block_ids: Int32Array = lines[lines.nonzero()]
+        if not top:
+            return block_ids
+        above = tables[lone][: top // self._strides[lone]][::-1]
+        return np.concatenate((block_ids, above[above.nonzero()]))
+
+    def _first_line(self, group: int, table: Int32Array) -> int:
+        """Where the group's first block begins, if it has any."""
+        if not (self._frees_skipped[group] and len(table)):
+            return 0
+        return self._strides[group] * int(table.astype(np.bool_).argmax())

@@ -1,51 +1,43 @@
-"""Which blocks a row holds in one KV cache group, one class per kind of attention.
+"""The block tables of one KV cache group, one manager class per kind of attention.
 
-A class serves the specs it is registered for. A third party names its own in a `CustomSpec`, or
-registers it with `register_manager` before the scheduler is made. Here are the kinds that keep
-every block; those that forget are in `forgetting_managers`.
+Here are the base class and the kinds that keep every block while a request runs; those that free
+blocks early are in `windowed`, and `coordinator` chooses the class for a spec.
 """
 
-from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint
-from typing import Any, ClassVar, Final, TypeVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
-from longshore.protocol.errors import ConfigError
-from longshore.protocol.kv_cache_spec import (
-    DEFAULT_STEPS_IN_FLIGHT,
-    CrossAttentionSpec,
-    CustomSpec,
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SinkFullAttentionSpec,
-    of_all_ranks,
-)
-from longshore.scheduler.kv_cache.block_pool import BlockIds, BlockPool
+from longshore.protocol.kv_cache_spec import DEFAULT_STEPS_IN_FLIGHT, of_all_ranks
+from longshore.scheduler.kv_cache.block_pool import BlockPool
+from longshore.scheduler.kv_cache.blocks import BlockIds
 
 _NO_ROWS: Final[Int64Array] = np.empty(0, np.int64)
 
 
 class SingleTypeManager:
-    """Block tables of one group, for attention to everything before a token.
+    """Block tables of one group, for attention to all tokens before a token.
 
     table:      (max_num_seqs, positions) int32, block ids in order of position; the memory of
                 a row is touched only as far as it is used.
     num_blocks: (max_num_seqs,) int64, table entries in use.
-    num_cached_blocks:  (max_num_seqs,) int64, leading entries that need no name any more.
+    num_cached_blocks: (max_num_seqs,) int64, leading entries that need not be cached any more.
     block_size: tokens per block, over all ranks that share its tokens.
 
-    caches_prefixes: blocks have names and can be found.
-    forgets:         some positions need no block (any more); the null block stands there.
+    caches_prefixes: full blocks have hashes and can be found.
+    frees_skipped:   some positions need no block (any more); the null block stands there.
+    grows:           a row gets blocks while it runs.
 
-    A row's ids never change, but for blocks that are forgotten, and for the one that a fork copies
-    before its first step; its table only grows at its end, until it is cut or taken away.
-    References are the caller's: nothing here counts them.
+    A row's ids never change, except for blocks that are freed early and the one that a fork copies
+    before its first step; its table only grows at its end, until it is truncated or taken. The
+    caller owns the references: nothing here counts them.
     """
 
     caches_prefixes: ClassVar[bool] = True
     frees_skipped: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -71,7 +63,7 @@ class SingleTypeManager:
         )
         self._pool = pool
         self.table: np.ndarray[tuple[int, int], np.dtype[np.int32]] = np.zeros(
-            (max_num_seqs, self._num_positions_at_most), np.int32
+            (max_num_seqs, self._max_positions()), np.int32
         )
         self.num_blocks: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.num_cached_blocks: Int64Array = np.zeros(max_num_seqs, np.int64)
@@ -79,60 +71,53 @@ class SingleTypeManager:
         self._num_blocks_item = memoryview(self.num_blocks)
         self._num_cached_item = memoryview(self.num_cached_blocks)
 
-    @property
-    def _num_positions_at_most(self) -> int:
+    def _max_positions(self) -> int:
         """Table entries of the longest request."""
         return -(-self._max_model_len // self.block_size)
 
     # How many blocks
 
     def num_positions(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
-        """Table entries that this many tokens fill or begin, as far as a request may grow."""
+        """Table entries that this many tokens fill or begin, within `max_model_len`."""
         return -(-min(num_tokens, self._max_model_len) // self.block_size)
 
     def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
-        """Blocks that a request of so many tokens holds at once at most."""
+        """Blocks that a request of `num_tokens` tokens holds at once at most."""
         return min(self.num_positions(num_tokens, num_encoder_tokens), self._max_blocks)
 
     def first_needed(self, num_tokens: int) -> int:
-        """The first block that computing the token behind so many others reads or writes."""
+        """The first block that computing the token after `num_tokens` others reads or writes."""
         return 0
 
     def positions(self, first: int, last: int, num_computed: int) -> Sequence[int]:
-        """Which of the positions [first, last) get a block of their own, ascending, if KV of
-        `num_computed` tokens, loaded by others, is among what goes there; `last - 1` is one."""
+        """The positions among [first, last) that get a block, ascending, if KV of `num_computed`
+        tokens, loaded by a connector, goes there too; `last - 1` is one of them."""
         return range(first, last)
 
     def has_needed(self, table: Int32Array, num_tokens: int) -> bool:
-        """Whether a row with this table could go on behind `num_tokens` tokens."""
+        """Whether a row with this table could resume after `num_tokens` tokens."""
         end = self.num_positions(num_tokens)
         return len(table) >= end and bool(table[self.first_needed(num_tokens) : end].all())
 
-    def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Rows that lack entries to hold their `num_tokens` (max_num_seqs,) tokens, ascending, and
-        how many each lacks."""
+    def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array, int]:
+        """Rows that lack entries to hold their `num_tokens` (max_num_seqs,) tokens, ascending; how
+        many each lacks; and the new blocks that all of them need."""
         wanted = np.minimum(num_tokens, self._max_model_len)
         rows = np.flatnonzero(wanted > self.num_blocks * self.block_size)
+        if not len(rows):
+            return rows, rows, 0
         counts: Int64Array = -(-wanted[rows] // self.block_size) - self.num_blocks[rows]
-        return rows, counts
-
-    def num_new_blocks(self, counts: Int64Array) -> int:
-        """Blocks for rows that lack so many entries each."""
-        return int(counts.sum())
+        return rows, counts, int(counts.sum())
 
     def lay_out(self, counts: Int64Array, block_ids: BlockIds) -> Int32Array:
-        """The entries for rows that lack so many each, from as many new blocks as they need."""
+        """The entries for rows that lack `counts` each, from the new blocks that they need."""
         return int32_array(block_ids)
-
-    def num_row_lacks(self, row: int, num_tokens: int) -> int:
-        """How many entries this row lacks."""
-        return max(self.num_positions(num_tokens) - self._num_blocks_item[row], 0)
 
     # A row's life
 
     def start(self, row: int, hits: BlockIds, new_block_ids: BlockIds) -> None:
-        """A request takes an empty row: cached blocks first, then new ones; null blocks, where no
-        block is needed, among both."""
+        """A request takes an empty row: cached blocks first, then new ones, with null blocks where
+        no block is needed."""
         num_hits, count = len(hits), len(hits) + len(new_block_ids)
         if isinstance(hits, list) and isinstance(new_block_ids, list):
             self.table[row, :count] = hits + new_block_ids
@@ -144,7 +129,7 @@ class SingleTypeManager:
 
     def attach(self, row: int, block_ids: Int32Array, num_cached_blocks: int) -> None:
         """An empty row gets these blocks; the leading ones that are cached, and at least
-        `num_cached_blocks`, will not be cached again."""
+        `num_cached_blocks`, are not cached again."""
         if self.caches_prefixes:
             num_cached_blocks = max(num_cached_blocks, self._pool.num_leading_cached(block_ids))
         self.start(row, block_ids[:num_cached_blocks], block_ids[num_cached_blocks:])
@@ -164,13 +149,13 @@ class SingleTypeManager:
         return row_of_block
 
     def append_to_row(self, row: int, block_ids: BlockIds) -> None:
-        """One row gets these blocks behind its own."""
+        """One row gets these blocks at its end."""
         first = self._num_blocks_item[row]
         self.table[row, first : first + len(block_ids)] = block_ids
         self._num_blocks_item[row] = first + len(block_ids)
 
     def truncate(self, row: int, num_tokens: int) -> Int32Array:
-        """Cut the row to what `num_tokens` tokens need; returns the blocks that it lost."""
+        """Cut the row to what `num_tokens` tokens need; returns the blocks that were cut."""
         keep = self.num_positions(num_tokens)
         cut: Int32Array = self.table[row, keep : self.num_blocks[row]].copy()
         self.num_blocks[row] -= len(cut)
@@ -179,7 +164,7 @@ class SingleTypeManager:
         return cut
 
     def redirect(self, row: int, position: int, block_id: int) -> None:
-        """The row has this block there now, which it fills itself."""
+        """The row has this block there now, and fills it itself."""
         self.table[row, position] = block_id
         self._num_cached_item[row] = min(self._num_cached_item[row], position)
 
@@ -188,20 +173,21 @@ class SingleTypeManager:
         table: Int32Array = self.table[row, : self._num_blocks_item[row]]
         return table.copy()
 
-    def take(self, row: int) -> Int32Array:
-        """The row's blocks, in order of position; the row is empty then."""
-        block_ids: Int32Array = self.table[row, : self._num_blocks_item[row]].copy()
-        self._num_blocks_item[row] = 0
-        self._num_cached_item[row] = 0
-        return block_ids
+    def take(self, rows: list[int]) -> list[Int32Array]:
+        """The blocks of each row, in order of position; the rows are empty then."""
+        counts = self.num_blocks[rows].tolist()
+        tables = self.table[rows, : max(counts)]
+        self.num_blocks[rows] = 0
+        self.num_cached_blocks[rows] = 0
+        return [table[:count] for table, count in zip(tables, counts, strict=True)]
 
     def blocks_in_use(self, row: int) -> Int32Array:
-        """The row's blocks but for those forgotten, in order of position; maybe a view."""
+        """The row's blocks without those freed early, in order of position; maybe a view."""
         block_ids: Int32Array = self.table[row, : self._num_blocks_item[row]]
         return block_ids
 
     def num_blocks_of_rows(self, rows: Int64Array) -> int:
-        """Blocks in the tables of these rows, those shared counted in each."""
+        """Blocks in the tables of these rows; shared ones count in each."""
         return int(self.num_blocks[rows].sum())
 
     def held(self) -> Int32Array:
@@ -215,24 +201,27 @@ class SingleTypeManager:
         self.num_blocks[:] = 0
         self.num_cached_blocks[:] = 0
 
-    # Names
+    # The prefix cache
 
     def find(self, hashes: Sequence[bytes]) -> BlockIds:
-        """One block per name, up to the first name that none carries. Holds nothing."""
+        """One block per hash, up to the first hash without a block. Takes no reference."""
         return self._pool.find_cached_prefix(hashes, self.group)
 
     def rows_to_cache(self, num_tokens: Int64Array) -> Int64Array:
-        """Rows that hold full blocks of their first `num_tokens` (max_num_seqs,) without a name."""
+        """Rows with a full block among their first `num_tokens` (max_num_seqs,) tokens that is not
+        cached yet."""
         return np.flatnonzero(num_tokens >= (self.num_cached_blocks + 1) * self.block_size)
 
     def cache_row(self, row: int, hashes: Sequence[bytes], num_full: int) -> None:
-        """Name the row's blocks up to `num_full` that have no name yet; `hashes` is its chain. A
-        cached prefix may have lost a name in its middle, when the blocks behind kept theirs."""
+        """Cache the row's blocks up to `num_full` that are not cached yet; `hashes` is its chain.
+        Of a cached prefix, a block in the middle may have been uncached while later ones stayed."""
         first = self._num_cached_item[row]
         if num_full > first:
-            new_hashes = self.hashes_of_blocks(hashes, first, num_full)
             block_ids = self.table[row, first:num_full].tolist()
-            self._cache_blocks(block_ids, new_hashes)
+            if self.hashes_per_block > 1:
+                self._cache_blocks(block_ids, self.hashes_of_blocks(hashes, first, num_full))
+            else:
+                self._cache_blocks(block_ids, hashes[first:num_full])
             self._num_cached_item[row] = num_full
 
     def cache_rows(
@@ -256,7 +245,7 @@ class SingleTypeManager:
     def hashes_of_blocks(
         self, hashes: Sequence[bytes], first: int = 0, last: int | None = None
     ) -> Sequence[bytes]:
-        """Names of the blocks [first, last), from the chain."""
+        """Hashes of the blocks [first, last), from the chain."""
         per_block = self.hashes_per_block
         if per_block == 1:
             return hashes[first:last]
@@ -266,7 +255,7 @@ class SingleTypeManager:
     # What rows share
 
     def num_common_blocks(self, rows: Int64Array) -> int:
-        """Leading blocks that all of `rows` have in common, looked for in steps that double."""
+        """Leading blocks that all of `rows` have in common, searched in steps that double."""
         if len(rows) == 0 or self.table[rows[0], 0] != self.table[rows[-1], 0]:
             return 0
         limit = int(self.num_blocks[rows].min())
@@ -280,82 +269,33 @@ class SingleTypeManager:
         return limit
 
 
-_MANAGERS: Final[dict[type, type[SingleTypeManager]]] = {}
-_Manager = TypeVar("_Manager", bound=type[SingleTypeManager])
-
-
-def register_manager(spec_type: type) -> Callable[[_Manager], _Manager]:
-    """Class decorator: this manager serves groups of `spec_type`, whoever served them before."""
-
-    def register(manager: _Manager) -> _Manager:
-        _MANAGERS[spec_type] = manager
-        return manager
-
-    return register
-
-
-@register_manager(FullAttentionSpec)
-@register_manager(MLAAttentionSpec)
 class FullAttentionManager(SingleTypeManager):
-    """Tokens attend to everything before them."""
+    """Tokens attend to all tokens before them; multi-head latent attention too."""
 
 
-@register_manager(SinkFullAttentionSpec)
 class SinkFullAttentionManager(FullAttentionManager):
-    """The same, and to a sink, whose blocks the pool has set aside: they stand in no table."""
+    """The same, and to a sink, whose blocks the pool sets aside: they stand in no table."""
 
 
-@register_manager(CrossAttentionSpec)
 class CrossAttentionManager(SingleTypeManager):
-    """Tokens attend to the encoder's: all blocks come at the start, sized by the encoder's tokens,
-    and nothing is shared, because what they hold does not follow from the tokens before them."""
+    """Tokens attend to the encoder's tokens: all blocks are allocated at the start, sized by the
+    encoder's tokens, and nothing is shared, because what they hold does not follow from the tokens
+    before them."""
 
     caches_prefixes = False
+    grows = False
 
-    @property
-    def _num_positions_at_most(self) -> int:
+    def _max_positions(self) -> int:
         return self._max_blocks
 
     def num_positions(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
         return -(-num_encoder_tokens // self.block_size)
 
-    def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array]:
-        return _NO_ROWS, _NO_ROWS
-
-    def num_row_lacks(self, row: int, num_tokens: int) -> int:
-        return 0
+    def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array, int]:
+        return _NO_ROWS, _NO_ROWS, 0
 
     def truncate(self, row: int, num_tokens: int) -> Int32Array:
         return EMPTY_INT32
 
     def num_common_blocks(self, rows: Int64Array) -> int:
         return 0
-
-
-def manager_class(spec: object) -> type[SingleTypeManager]:
-    """Who serves groups of this spec. Raises ConfigError if nobody does."""
-    if isinstance(spec, CustomSpec):
-        return _load(spec)
-    try:
-        return _MANAGERS[type(spec)]
-    except KeyError:
-        raise ConfigError(
-            f"no block manager is registered for {type(spec).__name__}; known are "
-            f"{', '.join(sorted(known.__name__ for known in _MANAGERS))}"
-        ) from None
-
-
-def _load(spec: CustomSpec) -> type[SingleTypeManager]:
-    try:
-        manager = EntryPoint("manager", spec.manager, "longshore").load()
-    except Exception as error:
-        raise ConfigError(
-            f"the block manager {spec.manager!r} of a custom spec cannot be loaded: {error!r}; it "
-            "must be package.module:Class"
-        ) from error
-    if not (isinstance(manager, type) and issubclass(manager, SingleTypeManager)):
-        raise ConfigError(
-            f"the block manager {spec.manager!r} of a custom spec does not extend "
-            f"{SingleTypeManager.__module__}.{SingleTypeManager.__qualname__}"
-        )
-    return manager

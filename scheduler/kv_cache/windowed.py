@@ -1,35 +1,28 @@
-"""Groups whose layers do not look at everything before a token: blocks that nobody will read again
-are given back while the request runs, and a cached prefix need not be there from its first token.
+"""Groups whose layers do not attend to all tokens before a token: sliding windows, chunks, states.
 
-One function tells the kinds apart: how many leading tokens the token behind `num_tokens` others has
-no use for. What is given back and what a hit must consist of both follow from it. Positions without
-a block hold the null block, so that all others stay where they are.
+Blocks that no later token reads are freed while the request runs, and a cached prefix need not be
+there from its first token. One function tells the kinds apart: how many leading tokens the token
+after `num_tokens` others does not read. It decides what is freed and what a hit must consist of.
+Positions without a block hold the null block, so that all others keep their position.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
-from longshore.protocol.errors import ConfigError
-from longshore.protocol.kv_cache_spec import (
-    NULL_BLOCK,
-    ChunkedLocalAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
-from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.kv_cache.block_pool import BlockIds
-from longshore.scheduler.kv_cache.full import SingleTypeManager, register_manager
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.scheduler.kv_cache.blocks import BlockIds
+from longshore.scheduler.kv_cache.full import SingleTypeManager
 
 _Tokens = TypeVar("_Tokens", int, Int64Array)
 
 
 class WindowedManager(SingleTypeManager):
-    """What the kinds have in common. num_freed: (max_num_seqs,) int64, leading entries that
-    have been gone through for blocks to give back."""
+    """What the kinds have in common. num_freed: (max_num_seqs,) int64, leading entries that have
+    been searched for blocks to free."""
 
     frees_skipped = True
 
@@ -38,7 +31,7 @@ class WindowedManager(SingleTypeManager):
         self.num_freed: Int64Array = np.zeros_like(self.num_blocks)
 
     def num_skipped_tokens(self, num_tokens: _Tokens) -> _Tokens:
-        """Leading tokens that the token behind `num_tokens` others has no use for; below 0 means
+        """Leading tokens that the token after `num_tokens` others does not read; below 0 means
         none. Never falls as `num_tokens` rises."""
         raise NotImplementedError
 
@@ -58,19 +51,20 @@ class WindowedManager(SingleTypeManager):
         return cut
 
     def free_skipped(
-        self, num_settled: Int64Array, seniority: Int64Array, *, only_cached: bool
+        self, num_settled: Int64Array, admission_order: Int64Array, *, only_cached: bool
     ) -> Int32Array:
-        """Take from all rows the blocks that no token behind their `num_settled` (max_num_seqs,)
-        tokens needs; returns them, rows of lower `seniority` first, each row's last block first.
+        """Take from all rows the blocks that no token after their `num_settled` (max_num_seqs,)
+        tokens reads; returns them, rows of lower `admission_order` first, each row's last block
+        first.
 
-        only_cached: keep those that wait for their name.
+        only_cached: keep those that are still to be cached.
         """
         num_skipped = np.maximum(self.num_skipped_tokens(num_settled), 0) // self.block_size
         last = np.minimum(num_skipped, self.num_cached_blocks if only_cached else self.num_blocks)
         rows = np.flatnonzero(last > self.num_freed)
         if len(rows) == 0:
             return EMPTY_INT32
-        rows = rows[seniority[rows].argsort()]
+        rows = rows[admission_order[rows].argsort()]
         last = last[rows]
         counts = last - self.num_freed[rows]
         num_entries = int(counts.sum())
@@ -79,10 +73,10 @@ class WindowedManager(SingleTypeManager):
         else:
             nth_of_row = np.arange(num_entries) - np.repeat(counts.cumsum() - counts, counts)
             entries = np.repeat(rows, counts), np.repeat(last, counts) - 1 - nth_of_row
-        forgotten = self.table[entries]
+        freed = self.table[entries]
         self.table[entries] = NULL_BLOCK
         self.num_freed[rows] = last
-        block_ids: Int32Array = forgotten[forgotten != NULL_BLOCK]
+        block_ids: Int32Array = freed[freed != NULL_BLOCK]
         return block_ids
 
     def blocks_in_use(self, row: int) -> Int32Array:
@@ -94,11 +88,10 @@ class WindowedManager(SingleTypeManager):
         return sum(len(self.blocks_in_use(row)) for row in rows.tolist())
 
     def num_common_blocks(self, rows: Int64Array) -> int:
-        """None: what is at the front of a table is no use to anybody."""
+        """None: later tokens do not read the front of a table."""
         return 0
 
 
-@register_manager(SlidingWindowSpec)
 class SlidingWindowManager(WindowedManager):
     """Tokens attend to themselves and to the `sliding_window - 1` before."""
 
@@ -107,7 +100,6 @@ class SlidingWindowManager(WindowedManager):
         return num_tokens - window + 1
 
 
-@register_manager(ChunkedLocalAttentionSpec)
 class ChunkedLocalManager(WindowedManager):
     """Tokens attend to those before them in their chunk."""
 
@@ -116,7 +108,6 @@ class ChunkedLocalManager(WindowedManager):
         return num_tokens // size * size
 
 
-@register_manager(MambaSpec)
 class MambaManager(WindowedManager):
     """A state in place of KV: the last one is all that the next token needs.
 
@@ -124,8 +115,8 @@ class MambaManager(WindowedManager):
     block of its own last token; blocks in between are null. A step ends in the block in which it
     begins, or at a block border, and that is the next one if it begins within a block
     (`aligned_chunk`). So a full block that is not null holds the state at its end: a snapshot,
-    which serves whoever has the same prefix. Not in the step that computes it, in which the states
-    of all rows are read before any is written.
+    which serves every request with the same prefix. Not in the step that computes it, in which the
+    states of all rows are read before any is written.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -136,7 +127,7 @@ class MambaManager(WindowedManager):
         return num_tokens - 1
 
     def aligned_chunk(self, num_computed: int, num_new: int) -> int:
-        """How many of `num_new` tokens a step may compute behind `num_computed`."""
+        """How many of `num_new` tokens a step may compute after `num_computed`."""
         size, offset = self.block_size, num_computed % self.block_size
         if offset + num_new <= size:
             return num_new
@@ -152,8 +143,9 @@ class MambaManager(WindowedManager):
         wanted = {self.first_needed(num_computed), last - 1} if num_computed else {last - 1}
         return sorted(position for position in wanted if first <= position < last)
 
-    def num_new_blocks(self, counts: Int64Array) -> int:
-        return len(counts)
+    def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array, int]:
+        rows, counts, _ = super().rows_short(num_tokens)
+        return rows, counts, len(rows)
 
     def lay_out(self, counts: Int64Array, block_ids: BlockIds) -> Int32Array:
         entries = np.zeros(counts.sum(), np.int32)
@@ -161,7 +153,7 @@ class MambaManager(WindowedManager):
         return entries
 
     def step_begins(self) -> None:
-        """States named so far are written before any that the coming step reads."""
+        """States cached so far are written before any that the coming step reads."""
         self._cached_in_step.clear()
 
     def find(self, hashes: Sequence[bytes]) -> BlockIds:
@@ -175,18 +167,36 @@ class MambaManager(WindowedManager):
         self._cached_in_step.update(block_ids)
 
 
-def check_states(
-    config: SchedulerConfig, specs: Iterable[KVCacheSpec], *, has_connector: bool
-) -> None:
-    """Raise ConfigError for settings that a model with states cannot be run with."""
-    if not any(isinstance(spec, MambaSpec) for spec in specs):
-        return
-    why = None
-    if config.num_speculative_tokens or config.num_lookahead_tokens:
-        why = "num_speculative_tokens: a state cannot be taken back behind a rejected draft"
-    elif not config.enable_chunked_prefill:
-        why = "enable_chunked_prefill=false: a prompt is cut so that states fall on block borders"
-    elif has_connector:
-        why = "kv_connector: connectors move KV of tokens, not states"
-    if why is not None:
-        raise ConfigError(f"this model keeps states (Mamba layers) and cannot run with {why}")
+class SettledCounts:
+    """How many tokens of each running row no rewind can take back.
+
+    Settled is what was computed before the oldest unanswered plan, as far as it is verified: a
+    rejected draft or a failed step rewinds the row no further than that, or to its start.
+    """
+
+    def __init__(self) -> None:
+        self._before: deque[tuple[int, Int64Array, Int64Array]] = deque()
+
+    def before_plan(
+        self,
+        num_computed: Int64Array,
+        num_verified: Int64Array,
+        generation: Int64Array,
+        *,
+        step: int,
+        answered_step: int,
+    ) -> Int64Array:
+        """(max_num_seqs,) settled tokens of each row, when plan `step` is about to be made and all
+        plans up to `answered_step` are answered. The columns are the rows' at this moment."""
+        before = self._before
+        before.append((step, num_computed.copy(), generation.copy()))
+        while len(before) > 1 and before[1][0] <= answered_step + 1:
+            before.popleft()
+        _, then_computed, then_generation = before[0]
+        settled = np.minimum(np.minimum(num_computed, num_verified), then_computed)
+        settled[generation != then_generation] = 0
+        return settled
+
+    def clear(self) -> None:
+        """A new epoch counts its plans from the first."""
+        self._before.clear()

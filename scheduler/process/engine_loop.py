@@ -215,7 +215,7 @@ class Engine:
         index, malformed = self._index_of_peer.get(peer), read_malformed(header)
         if index is None or malformed is None:
             return False
-        self._scheduler.reject_message(malformed, str(error), client=index)
+        self._scheduler.reject_message(malformed, str(error), client=index, now=time.monotonic())
         return True
 
     def _accept_client(self, peer: bytes, hello: ClientHello) -> None:

@@ -1,4 +1,4 @@
-"""Requests that do not run: those that may be admitted, and those set aside for now."""
+"""Requests that do not run, in the order in which they are tried."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class WaitingRequests:
-    """Two queues in the policy's order. A request that cannot be admitted in a step is set aside
-    until the step's admissions are over, so no request is looked at twice in one step.
+    """Two queues in the policy's order: those that may be admitted, and those set aside.
 
-    A request that waits for an event is parked: nobody looks at it before the event comes, so
-    thousands of them cost a step nothing. It keeps its place among those set aside, which under
-    FCFS is a number that it gets when it is set aside first.
+    A request that cannot be admitted in a step is set aside until the step's admissions are over,
+    so no request is tried twice in one step. A request that waits for an event is parked: it is not
+    tried before the event, so thousands of them cost a step nothing. It keeps its position among
+    those set aside, which under FCFS is a number that it gets when it is first set aside.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -33,7 +33,8 @@ class WaitingRequests:
         )
         self._set_aside: list[Request] = []
         self._parked: dict[str, Request] = {}
-        self._first_place = self._last_place = 0
+        self._first_position = self._last_position = 0
+        self._head: RequestQueue[Request] = self._waiting  # of which `peek` showed the head
         self._has_warned = False
 
     def __len__(self) -> int:
@@ -41,8 +42,8 @@ class WaitingRequests:
         return len(self._waiting) + len(self._skipped) + tried
 
     def __iter__(self) -> Iterator[Request]:
-        """All of them, in the order in which they are served: what this step has tried first, what
-        is parked last."""
+        """All of them, in the order in which they are tried: first those that this step has tried,
+        last those that are parked."""
         yield from self._set_aside
         queues = {True: iter(self._skipped), False: iter(self._waiting)}
         heads = {key: next(queue, None) for key, queue in queues.items()}
@@ -57,37 +58,37 @@ class WaitingRequests:
         yield from self._parked.values()
 
     def add(self, request: Request) -> None:
-        """A new request, at its place."""
-        self.announce(request)
+        """A new request, at its position."""
+        self._announce(request)
         self._waiting.add(request)
 
     def add_blocked(self, request: Request) -> None:
-        """A new request that cannot be admitted yet: at its place among those set aside."""
-        self.announce(request)
-        self._give_place(request)
+        """A new request that cannot be admitted yet: at its position among those set aside."""
+        self._announce(request)
+        self._give_position(request)
         self._skipped.add(request)
 
     def add_parked(self, request: Request) -> None:
         """A new request that waits for an event."""
-        self.announce(request)
+        self._announce(request)
         self.park(request)
 
     def park(self, request: Request) -> None:
-        """A request that is in no queue waits for an event; `unpark` tells it."""
-        self._give_place(request)
+        """A request that is in no queue waits for an event, which calls `unpark`."""
+        self._give_position(request)
         self._parked[request.request_id] = request
 
     def unpark(self, request: Request) -> None:
-        """What the request waits for has come: it may be tried again, at its place."""
+        """The event of the request has come: it may be tried again, at its position."""
         self._skipped.add(self._parked.pop(request.request_id))
 
-    def _give_place(self, request: Request) -> None:
-        if request.position is None:
-            self._last_place += 1
-            request.position = self._last_place
+    def _give_position(self, request: Request) -> None:
+        if request.queue_position is None:
+            self._last_position += 1
+            request.queue_position = self._last_position
 
-    def announce(self, request: Request) -> None:
-        """A new request; `add` and the other two see to it themselves."""
+    def _announce(self, request: Request) -> None:
+        """Tell the policy of a new request."""
         self._policy.arrived(request)
         if request.priority and self._policy.ignores_priority and not self._has_warned:
             self._has_warned = True
@@ -103,40 +104,45 @@ class WaitingRequests:
         """A preempted request, before its equals: also before those set aside, or a stream of
         requests that arrive blocked and are ready later would overtake it for ever."""
         if len(self._skipped) or self._parked:
-            self._first_place -= 1
-            request.position = self._first_place
+            self._first_position -= 1
+            request.queue_position = self._first_position
             self._skipped.prepend(request)
         else:
             self._waiting.prepend(request)
 
     def peek(self) -> Request | None:
         """The request to try next, left where it is; None when all have been tried."""
-        queue = self._next_queue()
-        return None if queue is None else queue.peek()
+        num_waiting, num_skipped = len(self._waiting), len(self._skipped)
+        if not num_skipped:
+            if not num_waiting:
+                return None
+            self._head = self._waiting
+        elif not num_waiting or self._policy.prefers_skipped(
+            self._waiting.peek(), self._skipped.peek()
+        ):
+            self._head = self._skipped
+        else:
+            self._head = self._waiting
+        return self._head.peek()
 
     def pop(self) -> Request:
-        """Take out the request that `peek` shows, because it is admitted."""
-        request = self._take()
-        request.position = None
+        """Take out the request that `peek` showed, because it is admitted."""
+        request = self._head.pop()
+        request.queue_position = None
         return request
 
     def set_aside(self) -> None:
-        """Take the request that `peek` shows out of the way for this step."""
-        request = self._take()
-        self._give_place(request)
+        """The request that `peek` showed is not tried again in this step."""
+        request = self._head.pop()
+        self._give_position(request)
         self._set_aside.append(request)
 
     def park_head(self) -> None:
-        """Park the request that `peek` shows."""
-        self.park(self._take())
-
-    def _take(self) -> Request:
-        queue = self._next_queue()
-        assert queue is not None
-        return queue.pop()
+        """Park the request that `peek` showed."""
+        self.park(self._head.pop())
 
     def end_step(self) -> None:
-        """What was set aside may be tried again, first."""
+        """What was set aside is tried first in the next step."""
         for request in self._set_aside:
             self._skipped.add(request)
         self._set_aside = []
@@ -158,7 +164,7 @@ class WaitingRequests:
 
     def update_pinned_state(self, job_ids: Collection[str]) -> None:
         """Jobs whose KV is kept for their next turn; not while requests are set aside. O(n log n)
-        if the policy's order follows them and the set has changed, O(jobs) otherwise."""
+        if the policy's order depends on them and the set has changed, else O(jobs)."""
         if self._policy.update_pinned_state(job_ids):
             self._waiting = self._ordered_anew(self._waiting)
             if not self._is_fcfs:
@@ -170,15 +176,7 @@ class WaitingRequests:
             queue.add(request)
         return queue
 
-    def _next_queue(self) -> RequestQueue[Request] | None:
-        if not len(self._skipped):
-            return self._waiting if len(self._waiting) else None
-        if not len(self._waiting):
-            return self._skipped
-        prefers_skipped = self._policy.prefers_skipped(self._waiting.peek(), self._skipped.peek())
-        return self._skipped if prefers_skipped else self._waiting
-
 
 def _position(request: Request) -> int:
-    assert request.position is not None
-    return request.position
+    assert request.queue_position is not None
+    return request.queue_position

@@ -1,366 +1,427 @@
 """From the waiting queue onto rows: who is next, what may keep it out, and what it starts with.
 
 A request that cannot be admitted for a reason of its own (its grammar, its adapter, a load) is set
-aside and the next is tried; want of tokens, rows or blocks ends the step's admissions, because a
-smaller request that slips past would starve a bigger one.
+aside and the next is tried; a shortage of tokens, rows or blocks ends the step's admissions,
+because a smaller request that slipped past would starve a bigger one.
 """
 
 import enum
+from dataclasses import dataclass, field
 from typing import Final
+
+import numpy as np
 
 from longshore.connectors.base import AskLater, Match, Matched
 from longshore.protocol.arrays import Int64Array
 from longshore.protocol.outputs import FinishReason, RequestEvent
-from longshore.scheduler.features.grammar import GrammarError, StructuredOutputs
-from longshore.scheduler.features.transfers import num_blocks_of
-from longshore.scheduler.kv_cache.manager import (
-    BlockDemand,
-    ComputedBlocks,
-    HeldBlocks,
+from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.features.encoder import EncoderCache
+from longshore.scheduler.features.forks import Forks
+from longshore.scheduler.features.grammar import GrammarError, Grammars
+from longshore.scheduler.features.lora import LoRASlots
+from longshore.scheduler.features.transfers import Transfers
+from longshore.scheduler.kv_cache.blocks import BlockDemand, ComputedBlocks
+from longshore.scheduler.kv_cache.holds import Holds
+from longshore.scheduler.kv_cache.manager import KVCacheManager
+from longshore.scheduler.lifecycle import Lifecycle
+from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.request import (
+    NOT_SCHEDULED,
+    Hold,
+    HoldKind,
+    Outcome,
+    Request,
+    RequestChange,
+    RequestStatus,
 )
-from longshore.scheduler.lifecycle import Lifecycle, view_of
-from longshore.scheduler.parts import Parts
-from longshore.scheduler.request import NOT_SCHEDULED, Request, RequestStatus
-from longshore.scheduler.step.budget import StepBudget
+from longshore.scheduler.step.in_flight import StepsInFlight
 from longshore.scheduler.step.plan_builder import PlanBuilder
+from longshore.scheduler.step.running import RunningTable
 
 
-class Outcome(enum.Enum):
-    """What trying the head of the queue came to."""
+class StepBudget:
+    """The tokens that one step may compute: `num_total`, of which `num_left` are not granted yet.
+    Running and waiting requests draw on it alike."""
+
+    def __init__(self, num_total: int) -> None:
+        self.num_total = num_total
+        self.num_left = num_total
+
+    def grant(self, wanted: Int64Array, running: RunningTable) -> Int64Array:
+        """What the tokens left allow of `wanted` (max_num_seqs,), in admission order. Takes none
+        yet."""
+        if int(wanted.sum()) <= self.num_left:
+            return wanted
+        order = running.order
+        before = np.cumsum(wanted[order]) - wanted[order]
+        granted = np.zeros_like(wanted)
+        granted[order] = np.clip(self.num_left - before, 0, wanted[order])
+        return granted
+
+
+class AdmissionGates:
+    """Blocks that an admission must leave free: running requests may use every block, but a request
+    admitted into a full pool is soon preempted and computed twice.
+
+    Memory pressure closes the gates above `preempt_threshold` and opens them below
+    `admit_threshold`, which are shares of held blocks; in between they stay as they are. While no
+    request runs the gates are off: the head of the queue would wait for ever.
+    """
+
+    def __init__(self, cache: CacheConfig, num_blocks: int) -> None:
+        self.watermark_blocks = int(num_blocks * cache.watermark)
+        self._preempt_threshold = cache.preempt_threshold
+        self._admit_threshold = cache.admit_threshold
+        self.is_closed = False
+
+    def has_room(self, num_needed: int, *, num_free: int, usage: float, nothing_runs: bool) -> bool:
+        """Whether a request that takes `num_needed` of `num_free` blocks may be admitted."""
+        if usage > self._preempt_threshold:
+            self.is_closed = True
+        elif usage < self._admit_threshold:
+            self.is_closed = False
+        if nothing_runs:
+            return num_needed <= num_free
+        return not self.is_closed and num_free - num_needed >= self.watermark_blocks
+
+
+class Attempt(enum.Enum):
+    """The result of trying the head of the queue."""
 
     ADMITTED = enum.auto()
     SET_ASIDE = enum.auto()
     PARKED = enum.auto()
     ENDED = enum.auto()
     NO_TOKENS = enum.auto()
-    NO_ROOM = enum.auto()
+    NO_BLOCKS = enum.auto()
 
 
 _NOTHING: Final = Matched(0)
 
 
+@dataclass(slots=True, kw_only=True)
 class Admission:
-    """One step's admissions after the other."""
+    """Admits waiting requests, step after step.
 
-    def __init__(
-        self,
-        parts: Parts,
-        plan: PlanBuilder,
-        lifecycle: Lifecycle,
-        structured: StructuredOutputs,
-    ) -> None:
-        self._config = config = parts.config
-        self._running = parts.running
-        self._waiting = parts.waiting
-        self._forks = parts.forks
-        self._kv_cache = kv_cache = parts.kv_cache
-        self._in_flight = parts.in_flight
-        self._gates = parts.gates
-        self._loras = parts.loras
-        self._encoder = parts.encoder
-        self._transfers = parts.transfers
-        self._connector = parts.connector
-        self._plan = plan
-        self._lifecycle = lifecycle
-        self._structured = structured
-        self._max_loading_blocks = config.max_loading_blocks or kv_cache.num_blocks // 2
-        self._loads_are_full = False
-        self._asked: tuple[Request, int, Match] | None = None
-        self._num_loads = 0
-        self.num_external_queried_tokens = 0
-        self.num_external_hit_tokens = 0
+    max_loading_blocks: held at most by requests that load or have loaded and wait.
+    transfers, encoder, loras, grammars: None unless configured.
+    """
+
+    config: SchedulerConfig
+    running: RunningTable
+    waiting: WaitingRequests
+    forks: Forks
+    holds: Holds
+    kv_cache: KVCacheManager
+    in_flight: StepsInFlight
+    gates: AdmissionGates
+    plan: PlanBuilder
+    lifecycle: Lifecycle
+    max_loading_blocks: int
+    transfers: Transfers | None
+    encoder: EncoderCache | None
+    loras: LoRASlots | None
+    grammars: Grammars | None
+    num_external_queried_tokens: int = 0
+    num_external_hit_tokens: int = 0
+    _now: float = 0.0
+    _budget: StepBudget = field(init=False)
+    _num_scheduled: Int64Array = field(init=False)
+    _loads_are_full: bool = False
+    _asked: tuple[Request, int, Match] | None = None
 
     def admit_waiting(self, budget: StepBudget, num_scheduled: Int64Array, now: float) -> None:
-        """Admit from the head of the queue while rows, tokens and blocks last."""
+        """Admit from the head of the queue while rows, tokens and blocks last. Writes the tokens of
+        admitted rows to `num_scheduled` (max_num_seqs,)."""
         self._budget, self._num_scheduled, self._now = budget, num_scheduled, now
         self._loads_are_full = False
         self._asked = None
-        while budget.num_left > 0 and not self._running.is_full:
-            request = self._waiting.peek()
-            if request is None or not self._plan.can_add(request):
+        while budget.num_left > 0 and not self.running.is_full:
+            request = self.waiting.peek()
+            if request is None or not self.plan.can_add(request):
                 break
-            outcome = self._try(request)
-            if outcome is Outcome.SET_ASIDE:
-                self._waiting.set_aside()
-            elif outcome is Outcome.PARKED:
-                self._waiting.park_head()
-            is_over = outcome is Outcome.NO_TOKENS
-            if outcome is Outcome.NO_ROOM:
-                is_over = not self._reclaim_blocks(request)
-            if is_over:
+            attempt = self._try(request)
+            if attempt is Attempt.SET_ASIDE:
+                self.waiting.set_aside()
+            elif attempt is Attempt.PARKED:
+                self.waiting.park_head()
+            elif attempt is Attempt.NO_TOKENS or (
+                attempt is Attempt.NO_BLOCKS and not self._release_holds(request)
+            ):
                 break
-        self._waiting.end_step()
+        self.waiting.end_step()
 
-    def _try(self, request: Request) -> Outcome:
+    def _try(self, request: Request) -> Attempt:
+        """Gates first, then the lookup, then blocks and a row."""
+        if (attempt := self._gate(request)) is not None:
+            return attempt
+        if request.hold is not None:
+            return self._start(request, request.hold)
+        prefix = self.kv_cache.get_computed_blocks(request)
+        if request in self.forks.waiting and (hold := self.forks.take(request)) is not None:
+            if hold.num_computed_tokens > prefix.num_tokens:
+                attempt = self._start(request, hold)
+            if attempt is not Attempt.ADMITTED:
+                self.holds.release(request)
+            if attempt is not None:
+                return attempt
+        if self.transfers is None:
+            return self._start(request, prefix)
+        return self._try_external(self.transfers, request, prefix)
+
+    def _gate(self, request: Request) -> Attempt | None:
+        """Why the request cannot be started in this step, for a reason of its own; None if it can.
+        A grammar that has been compiled is taken."""
         request.waits_for = None
-        if request.resume_after_step > self._in_flight.last_answered_step:
-            return Outcome.SET_ASIDE
-        try:
-            if self._is_blocked(request):
-                return Outcome.SET_ASIDE
-        except GrammarError as error:
-            self._lifecycle.end(request, FinishReason.ERROR, message=str(error))
-            return Outcome.ENDED
-        if request.lora is not None and not self._loras.has_slot(request.lora.name):
-            return Outcome.SET_ASIDE
-        if request.held is not None:
-            if self._forks.holds(request):
-                return self._start_holder(request, request.held)
-            return self._start_loaded(request, request.held)
-        if request in self._forks and self._forks.must_wait(request):
-            return Outcome.PARKED
-        local = self._kv_cache.get_computed_blocks(request)
-        if request in self._forks:
-            outcome = self._start_fork(request, local.num_tokens)
-            if outcome is not None:
-                return outcome
-        if self._connector is None:
-            return self._start(request, local, 0)
-        match = self._ask_connector(request, local.num_tokens)
-        if isinstance(match, AskLater):
-            request.waits_for = "its connector, which does not know yet what it can bring"
-            return Outcome.SET_ASIDE
-        num_external = min(match.num_tokens, request.num_tokens - local.num_tokens)
-        if match.is_async and num_external > 0:
-            num_slots = min(local.num_tokens + num_external + 1, request.num_tokens)
-            if self._kv_cache.num_blocks_for(num_slots) <= self._max_loading_blocks:
-                outcome = self._begin_load(request, local, num_external)
-                while outcome is Outcome.NO_ROOM and self._reclaim_blocks(request):
-                    outcome = self._begin_load(request, local, num_external)
-                if outcome is not Outcome.NO_ROOM or not self._is_idle:
-                    return outcome
-            num_external = 0  # this load can never begin, or not before another that may not end
-        return self._start(request, local, num_external)
+        if request.resume_after_step > self.in_flight.last_answered_step:
+            return Attempt.SET_ASIDE
+        if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            assert self.grammars is not None
+            try:
+                if not self.grammars.try_promote(request):
+                    return Attempt.SET_ASIDE
+            except GrammarError as error:
+                self.lifecycle.end(request, Outcome(FinishReason.ERROR, str(error)), self._now)
+                return Attempt.ENDED
+        if self.loras is not None and not self.loras.has_slot(request.lora_name):
+            return Attempt.SET_ASIDE
+        if request.hold is None and request in self.forks.waiting and self.forks.must_wait(request):
+            return Attempt.PARKED
+        return None
 
-    def _is_blocked(self, request: Request) -> bool:
-        """Whether what the request waits for has not come. Raises GrammarError."""
-        waits_for_grammar = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        return request.status is waits_for_grammar and not self._structured.try_promote(request)
+    # Blocks and a row
 
-    def _ask_connector(self, request: Request, num_local: int) -> Matched | AskLater:
-        is_busy = self._transfers.has(request.request_id)  # a load that nobody waits for any more
-        may_ask = request.asks_connector and not request.must_compute_prompt and not is_busy
-        if self._connector is None or not may_ask:
-            return _NOTHING
-        if self._asked is not None and self._asked[:2] == (request, num_local):
-            return self._asked[2]  # tried again, because others gave up blocks
-        match = self._connector.get_num_new_matched_tokens(view_of(request), num_local)
-        self._asked = (request, num_local, match)
-        if isinstance(match, Matched) and match.num_tokens < 0:
-            raise ValueError(f"the connector matched {match.num_tokens} tokens")
-        return match
+    def _start(
+        self, request: Request, source: ComputedBlocks | Hold, num_external: int = 0
+    ) -> Attempt:
+        """The head of the queue takes the next row with what `source` has computed, with
+        `num_external` tokens that are loaded within the step, and computes its first chunk."""
+        if isinstance(source, Hold):
+            num_computed = source.num_computed_tokens
+        else:
+            num_computed = min(source.num_tokens + num_external, len(request.token_ids) - 1)
+        need = self._num_tokens_now(request, num_computed)
+        if need == 0:
+            return Attempt.NO_TOKENS
+        num_slots = num_computed + need + self.config.num_lookahead_tokens
+        num_slots = min(num_slots, self.config.max_model_len)
+        if isinstance(source, Hold):
+            has_blocks = self._resume(request, source, num_slots)
+        else:
+            has_blocks = self._allocate(request, source, num_slots, num_computed, num_external)
+        if not has_blocks:
+            return Attempt.NO_BLOCKS
+        self._enter(request, num_computed, need)
+        if num_external:
+            row = request.row
+            self.plan.loads.append((row, int(self.running.generation[row])))
+        return Attempt.ADMITTED
+
+    def _num_tokens_now(self, request: Request, num_computed: int) -> int:
+        """Tokens that the request computes in this step after `num_computed`; 0 if it does not fit
+        the step."""
+        num_tokens = len(request.token_ids) - num_computed
+        if self.config.long_prefill_token_threshold:
+            num_tokens = min(num_tokens, self.config.long_prefill_token_threshold)
+        if num_tokens > self._budget.num_left:
+            num_tokens = self._budget.num_left if self.config.enable_chunked_prefill else 0
+        if num_tokens and self.encoder is not None and request.multimodal:
+            num_tokens = self.encoder.would_limit(request, num_computed, num_tokens)
+        if num_tokens and self.kv_cache.has_states:
+            num_tokens = self.kv_cache.aligned_chunk(num_computed, num_tokens)
+        return num_tokens
+
+    def _allocate(
+        self,
+        request: Request,
+        prefix: ComputedBlocks,
+        num_slots: int,
+        num_computed: int,
+        num_external: int,
+    ) -> bool:
+        """Give the next row the cached prefix and new blocks, of which a connector fills those of
+        the external tokens. False, and nothing has changed, if blocks are short."""
+        kv_cache, row = self.kv_cache, self.running.next_row
+        num_encoder_tokens = request.num_encoder_tokens
+        num_loaded = num_computed if num_external else 0
+        demand = kv_cache.demand(
+            prefix, num_slots, num_loaded=num_loaded, num_encoder_tokens=num_encoder_tokens
+        )
+        if not self._has_room(request, kv_cache.num_blocks_needed(demand), num_slots):
+            return False
+        if num_external:
+            assert self.transfers is not None
+            blocks = kv_cache.reserve(demand, answered_step=self.in_flight.last_answered_step)
+            if blocks is None:
+                return False
+            kv_cache.attach(row, blocks, prefix.num_tokens)
+            self.transfers.allocated(request, kv_cache.block_ids(row), num_external)
+        elif not kv_cache.start(row, demand):
+            return False
+        self._count_hits(request, prefix.num_tokens, num_external)
+        return True
+
+    def _resume(self, request: Request, hold: Hold, num_slots: int) -> bool:
+        """Give the next row the blocks that the request holds, and new ones. False, and nothing has
+        changed, if blocks are short. The gates do not stop a loaded request: it has its blocks."""
+        kv_cache, answered_step = self.kv_cache, self.in_flight.last_answered_step
+        blocks, num_computed = hold.blocks, hold.num_computed_tokens
+        is_loaded = hold.kind is HoldKind.LOADED
+        if not is_loaded:
+            num_new = kv_cache.num_blocks_to_resume(blocks, num_computed, num_slots, answered_step)
+            if not self._has_room(request, num_new, num_slots):
+                return False
+        row, step = self.running.next_row, self.plan.step + 1
+        copies = kv_cache.resume(
+            row, blocks, num_computed, num_slots, step=step, answered_step=answered_step
+        )
+        if copies is None:
+            return False
+        self.holds.take(request)
+        self.plan.copies += copies
+        self.plan.zero_block_ids += hold.unwritten_block_ids
+        if not is_loaded:  # those of a load were counted when it began
+            request.num_hit_tokens, request.num_external_tokens = num_computed, 0
+            kv_cache.count_lookup(request, num_computed)
+        return True
+
+    def _has_room(self, request: Request, num_needed: int, num_slots: int) -> bool:
+        """Whether the gates let a request take `num_needed` free blocks, which needs `num_slots`
+        slots now."""
+        kv_cache = self.kv_cache
+        if self.config.scheduler_reserve_full_isl and self.running.num_rows:
+            num_tokens = max(num_slots, len(request.token_ids))
+            num_needed += kv_cache.num_blocks_for(num_tokens) - kv_cache.num_blocks_for(num_slots)
+        return self.gates.has_room(
+            num_needed,
+            num_free=kv_cache.num_free_blocks,
+            usage=kv_cache.usage,
+            nothing_runs=self.running.num_rows == 0,
+        )
 
     def _count_hits(self, request: Request, num_local: int, num_external: int) -> None:
         request.num_hit_tokens = num_local
-        self._kv_cache.count_lookup(request, num_local)
-        if self._connector is not None:
-            self.num_external_queried_tokens += request.num_tokens - num_local
+        self.kv_cache.count_lookup(request, num_local)
+        if self.transfers is not None:
+            self.num_external_queried_tokens += len(request.token_ids) - num_local
             self.num_external_hit_tokens += num_external
             request.num_external_tokens = num_external
 
-    def _need(self, request: Request, num_wanted: int, num_computed: int) -> int:
-        """Tokens of this step for a request that wants so many behind those computed; 0 if it does
-        not fit the step."""
-        budget = self._budget
-        need = budget.cap_one(num_wanted)
-        if need > budget.num_left:
-            if not self._config.enable_chunked_prefill:
-                return 0
-            need = budget.num_left
-        if request.multimodal:
-            need = self._encoder.would_limit(request, num_computed, need)
-        return self._kv_cache.aligned_chunk(num_computed, need)
-
-    @property
-    def _is_idle(self) -> bool:
-        """Nothing runs, and no answer is due that could change anything."""
-        return self._running.num_rows == 0 and len(self._in_flight) == 0
-
-    def _reclaim_blocks(self, request: Request) -> bool:
-        """Whether somebody made room: who only holds blocks; if nothing else can run, whose load is
-        over, or in the end the request itself, which may need more with a hold than without."""
-        if self._forks.release_youngest(besides=request):
-            return True
-        if not self._is_idle:
-            return False
-        if self._lifecycle.release_youngest_load(besides=request):
-            return True
-        return self._forks.release_youngest()
-
-    def _has_room(self, num_needed: int) -> bool:
-        return self._gates.has_room(
-            num_needed,
-            num_free=self._kv_cache.num_free_blocks,
-            usage=self._kv_cache.usage,
-            nothing_runs=self._running.num_rows == 0,
-        )
-
-    def _demand(
-        self, request: Request, local: ComputedBlocks, num_slots: int, num_loaded: int
-    ) -> BlockDemand:
-        """What the request needs for so many tokens, `num_loaded` of them loaded or found."""
-        return self._kv_cache.demand(
-            local,
-            num_slots,
-            num_loaded=num_loaded,
-            num_encoder_tokens=request.num_encoder_tokens,
-        )
-
-    def _has_room_for(self, request: Request, demand: BlockDemand, num_slots: int) -> bool:
-        """Whether there is room for what the request, which needs so many slots now, demands."""
-        num_later = 0
-        if self._config.scheduler_reserve_full_isl and self._running.num_rows:
-            kv_cache, num_tokens = self._kv_cache, max(num_slots, request.num_tokens)
-            num_later = kv_cache.num_blocks_for(num_tokens) - kv_cache.num_blocks_for(num_slots)
-        return self._has_room(demand.num_blocks + num_later) or (
-            demand.computed.num_tokens > 0
-            and self._has_room(self._kv_cache.num_blocks_needed(demand) + num_later)
-        )
-
-    def _num_slots(self, num_tokens: int) -> int:
-        """Tokens to have slots for, so that a drafter can write behind `num_tokens`."""
-        return min(num_tokens + self._config.num_lookahead_tokens, self._config.max_model_len)
-
-    def _start(self, request: Request, local: ComputedBlocks, num_external: int) -> Outcome:
-        """A request with no KV of its own takes a row: cached prefix, external tokens that are
-        loaded within the step, and its first chunk."""
-        num_tokens = request.num_tokens
-        num_computed = min(local.num_tokens + num_external, num_tokens - 1)
-        need = self._need(request, num_tokens - num_computed, num_computed)
-        if need == 0:
-            return Outcome.NO_TOKENS
-        num_slots = self._num_slots(num_computed + need)
-        row = self._running.next_row
-        demand = self._demand(request, local, num_slots, num_computed if num_external else 0)
-        is_room = self._has_room_for(request, demand, num_slots)
-        if is_room and num_external:
-            held = self._kv_cache.reserve(demand, answered_step=self._in_flight.last_answered_step)
-            is_room = held is not None
-            if held is not None:
-                self._kv_cache.attach(row, held, local.num_tokens)
-        elif is_room:
-            is_room = self._kv_cache.start(row, demand)
-        if not is_room:
-            return Outcome.NO_ROOM
-        if num_external:
-            assert self._connector is not None
-            block_ids = self._kv_cache.block_ids(row)
-            self._connector.update_state_after_alloc(view_of(request), block_ids, num_external)
-        self._count_hits(request, local.num_tokens, num_external)
-        self._enter(request, num_computed, need)
-        if num_external:
-            self._plan.loads.append(int(self._running.generation[row]))
-        return Outcome.ADMITTED
-
-    def _start_loaded(self, request: Request, held: HeldBlocks) -> Outcome:
-        """A request whose load has ended takes a row with the blocks that it holds."""
-        num_computed = request.num_computed_tokens
-        need = self._need(request, request.num_tokens - num_computed, num_computed)
-        if need == 0:
-            return Outcome.NO_TOKENS
-        row = self._running.next_row
-        self._kv_cache.attach(row, held, 0)
-        if self._kv_cache.grow_row(row, self._num_slots(num_computed + need)) is None:
-            request.held = self._kv_cache.detach(row)
-            return Outcome.NO_ROOM
-        request.held = None
-        self._transfers.num_loading_blocks -= num_blocks_of(held)
-        self._plan.zero_block_ids += request.unwritten_block_ids
-        self._enter(request, num_computed, need)
-        return Outcome.ADMITTED
-
-    def _start_fork(self, request: Request, num_local: int) -> Outcome | None:
-        """A fork takes a row with its parent's KV, or lets go of it again. None if the prefix cache
-        has as many tokens for it, or the parent has nothing."""
-        held = self._forks.take(request)
-        if held is None:
-            return None
-        outcome = None
-        if request.num_computed_tokens > num_local:
-            outcome = self._start_holder(request, held)
-        if outcome is not Outcome.ADMITTED:
-            self._forks.give_up(request)
-        return outcome
-
-    def _start_holder(self, request: Request, held: HeldBlocks) -> Outcome:
-        """A fork, or a session that kept its blocks, takes a row with what it holds."""
-        num_computed = request.num_computed_tokens
-        need = self._need(request, request.num_tokens - num_computed, num_computed)
-        if need == 0:
-            return Outcome.NO_TOKENS
-        row, num_slots = self._running.next_row, self._num_slots(num_computed + need)
-        kv_cache, answered_step = self._kv_cache, self._in_flight.last_answered_step
-        num_new = kv_cache.num_blocks_to_resume(held, num_computed, num_slots, answered_step)
-        if self._config.scheduler_reserve_full_isl and self._running.num_rows:
-            num_tokens = max(num_slots, request.num_tokens)
-            num_new += kv_cache.num_blocks_for(num_tokens) - kv_cache.num_blocks_for(num_slots)
-        if not self._has_room(num_new):
-            return Outcome.NO_ROOM
-        step = self._plan.step + 1
-        copies = kv_cache.resume(
-            row, held, num_computed, num_slots, step=step, answered_step=answered_step
-        )
-        assert copies is not None, "there is room"
-        self._plan.copies += copies
-        self._forks.take_over(request)
-        request.num_hit_tokens, request.num_external_tokens = num_computed, 0
-        self._kv_cache.count_lookup(request, num_computed)
-        self._enter(request, num_computed, need)
-        return Outcome.ADMITTED
-
     def _enter(self, request: Request, num_computed: int, need: int) -> None:
-        """The head of the queue takes the next row, with its blocks in place."""
-        self._waiting.pop()
-        self._forks.drop(request)
-        row = self._running.next_row
+        """The head of the queue takes the next row, whose blocks are in place."""
+        self.waiting.pop()
+        if request in self.forks.waiting:
+            self.forks.drop(request)
+        row, step = self.running.next_row, self.plan.step + 1
         if request.num_cached_tokens == NOT_SCHEDULED:
             request.num_cached_tokens = min(num_computed, request.num_prompt_tokens)
-        start = self._running.admit(request, num_computed, self._kv_cache.block_ids(row))
-        request.num_computed_tokens = 0
-        self._forks.parent_begins(request)
+        start = self.running.admit(request, num_computed, self.kv_cache.block_ids(row))
+        if request in self.forks.parents:
+            self.forks.parent_begins(request)
         request.events.append((RequestEvent.SCHEDULED, self._now))
-        self._plan.add(request, start)
-        if request.lora is not None:
-            self._loras.enter(request.lora.name)
-        if request.multimodal:
-            self._encoder.admit(request, num_computed, need)
-        self._kv_cache.full_blocks.cache_row(
-            row, request, request.token_ids, num_computed + need, step=self._plan.step + 1
+        self.plan.add(request, start)
+        if self.loras is not None:
+            self.loras.enter(request.lora_name)
+        if self.encoder is not None and request.multimodal:
+            self.encoder.admit(request, num_computed, need)
+        self.kv_cache.full_blocks.cache_row(
+            row, request, request.token_ids, num_computed + need, step=step
         )
         self._num_scheduled[row] = need
-        self._budget.spend(need)
-        self._lifecycle.log.admitted(
-            request, step=self._plan.step + 1, num_computed=num_computed, now=self._now
-        )
+        self._budget.num_left -= need
+        self.lifecycle.log.admitted(request, step=step, num_computed=num_computed, now=self._now)
 
-    def _begin_load(self, request: Request, local: ComputedBlocks, num_external: int) -> Outcome:
+    # KV from a connector
+
+    def _try_external(
+        self, transfers: Transfers, request: Request, prefix: ComputedBlocks
+    ) -> Attempt:
+        """Start the request with what a connector can load after the cached prefix, within the step
+        or in the background."""
+        match = self._ask_connector(transfers, request, prefix.num_tokens)
+        if isinstance(match, AskLater):
+            request.waits_for = "its connector, which does not know yet what it can load"
+            return Attempt.SET_ASIDE
+        num_external = min(match.num_tokens, len(request.token_ids) - prefix.num_tokens)
+        if match.is_async and num_external > 0:
+            num_slots = min(prefix.num_tokens + num_external + 1, len(request.token_ids))
+            if self.kv_cache.num_blocks_for(num_slots) <= self.max_loading_blocks:
+                attempt = self._begin_load(transfers, request, prefix, num_external)
+                while attempt is Attempt.NO_BLOCKS and self._release_holds(request):
+                    attempt = self._begin_load(transfers, request, prefix, num_external)
+                if attempt is not Attempt.NO_BLOCKS or not self._is_idle:
+                    return attempt
+            num_external = 0  # this load can never begin, or only after another that may never end
+        return self._start(request, prefix, num_external)
+
+    def _ask_connector(
+        self, transfers: Transfers, request: Request, num_local: int
+    ) -> Matched | AskLater:
+        is_loading = transfers.has(request.request_id)  # an abandoned load
+        if not request.asks_connector or request.must_compute_prompt or is_loading:
+            return _NOTHING
+        if self._asked is not None and self._asked[:2] == (request, num_local):
+            return self._asked[2]  # tried again, because holds were released
+        match = transfers.match(request, num_local)
+        self._asked = (request, num_local, match)
+        return match
+
+    def _begin_load(
+        self, transfers: Transfers, request: Request, prefix: ComputedBlocks, num_external: int
+    ) -> Attempt:
         """Reserve blocks and let the connector fill them while the request waits. One token more
-        than is loaded has a slot, so that a loaded request can run without another block."""
-        assert self._connector is not None
-        num_loaded = local.num_tokens + num_external
-        num_slots = min(num_loaded + 1, request.num_tokens)
-        num_loading = self._transfers.num_loading_blocks + self._kv_cache.num_blocks_for(num_slots)
-        if self._loads_are_full or num_loading > self._max_loading_blocks:
+        than is loaded gets a slot, so that the loaded request can run without another block."""
+        num_loaded = prefix.num_tokens + num_external
+        num_slots = min(num_loaded + 1, len(request.token_ids))
+        num_loading = transfers.num_loading_blocks + self.holds.num_loaded_blocks
+        num_loading += self.kv_cache.num_blocks_for(num_slots)
+        if self._loads_are_full or num_loading > self.max_loading_blocks:
             self._loads_are_full = True  # a smaller one must not slip past
             request.waits_for = (
                 f"other loads to end: together they may hold max_loading_blocks="
-                f"{self._max_loading_blocks} blocks"
+                f"{self.max_loading_blocks} blocks"
             )
-            return Outcome.SET_ASIDE
-        demand = self._demand(request, local, num_slots, min(num_loaded, request.num_tokens - 1))
-        if not self._has_room_for(request, demand, num_slots):
-            return Outcome.NO_ROOM
-        held = self._kv_cache.reserve(demand, answered_step=self._in_flight.last_answered_step)
-        if held is None:
-            return Outcome.NO_ROOM
-        self._connector.update_state_after_alloc(view_of(request), held.block_ids, num_external)
-        self._count_hits(request, local.num_tokens, num_external)
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-        request.asks_connector = False
-        self._num_loads += 1
-        request.load_number = self._num_loads
-        self._transfers.begin_load(
-            request, held, num_tokens=num_loaded, deadline=self._now + self._config.load_timeout_s
+            return Attempt.SET_ASIDE
+        num_computed = min(num_loaded, len(request.token_ids) - 1)
+        demand: BlockDemand = self.kv_cache.demand(
+            prefix,
+            num_slots,
+            num_loaded=num_computed,
+            num_encoder_tokens=request.num_encoder_tokens,
         )
-        self._plan.has_new_loads = True
-        return Outcome.PARKED
+        if not self._has_room(request, self.kv_cache.num_blocks_needed(demand), num_slots):
+            return Attempt.NO_BLOCKS
+        blocks = self.kv_cache.reserve(demand, answered_step=self.in_flight.last_answered_step)
+        if blocks is None:
+            return Attempt.NO_BLOCKS
+        transfers.allocated(request, blocks.block_ids, num_external)
+        self._count_hits(request, prefix.num_tokens, num_external)
+        request.change(RequestChange.LOAD_BEGUN)
+        request.asks_connector = False
+        transfers.begin_load(
+            request,
+            blocks,
+            num_tokens=num_loaded,
+            deadline=self._now + self.config.load_timeout_s,
+            order=self.holds.next_order(),
+        )
+        self.plan.has_new_loads = True
+        return Attempt.PARKED
+
+    # Room
+
+    @property
+    def _is_idle(self) -> bool:
+        """Nothing runs, and no output is expected that could change anything."""
+        return self.running.num_rows == 0 and len(self.in_flight) == 0
+
+    def _release_holds(self, request: Request) -> bool:
+        """Whether a hold was released: of forks and sessions; if nothing else can run, of a loaded
+        request, or in the end that of the request itself, which may need fewer blocks without."""
+        if self.holds.release_youngest(loaded=False, besides=request):
+            return True
+        if not self._is_idle:
+            return False
+        return self.holds.release_youngest(
+            loaded=True, besides=request
+        ) or self.holds.release_youngest(loaded=False)

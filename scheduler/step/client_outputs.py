@@ -20,7 +20,7 @@ from longshore.protocol.outputs import (
     FinishReason,
     TokenLogprobs,
 )
-from longshore.scheduler.request import FINISHED_STATUS, Request
+from longshore.scheduler.request import Request
 
 
 @dataclass(slots=True)
@@ -33,8 +33,8 @@ class _Bucket:
     finished: list[FinishedRequest] = field(default_factory=list)
 
 
-class OutputBuckets:
-    """Collects per client what happens until the process sends it."""
+class ClientOutputs:
+    """Collects the news of each client until the process sends it."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
@@ -67,11 +67,9 @@ class OutputBuckets:
         kv_transfer_params: dict[str, Any] | None = None,
         session_continues: bool = False,
     ) -> None:
-        """The request, which is on no row any more, has ended; or only its output, if its session
+        """The request, which has no row any more, has ended; or only its output, if its session
         continues."""
         queued = request.events[0][1]
-        if not session_continues:
-            request.status = FINISHED_STATUS[reason]
         self._bucket(request.client_index).finished.append(
             FinishedRequest(
                 handle=request.handle,
@@ -95,13 +93,13 @@ class OutputBuckets:
     def add_rejection(
         self, client: int, handle: int, reason: FinishReason, message: str, num_output_tokens: int
     ) -> None:
-        """A request that never became one is answered too."""
+        """A request that was not queued is answered too."""
         self._bucket(client).finished.append(
             FinishedRequest(handle, reason, num_output_tokens, message=message)
         )
 
     def take(self) -> list[tuple[int, EngineOutputs]]:
-        """(client, message) for every client that has something new."""
+        """(client, message) for every client with news."""
         if not self._buckets:
             return []
         taken = [

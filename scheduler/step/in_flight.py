@@ -1,32 +1,83 @@
-"""Plans that have not been answered: who is to sample in each, and what a late token means.
+"""Plans that have not been answered: who samples in each, and what a late token means.
 
-A plan remembers the (row, generation) pairs that sample in it. When the answer comes, a pair that
-still matches gets its token. One that does not match belongs to a request that left its row: if it
-was preempted its token is delivered all the same, if it has ended the token is dropped.
+A plan remembers the (row, generation) pairs that sample in it. When its output comes, a pair that
+still matches gets its token. One that does not match belongs to a past occupant of the row: if that
+request was preempted its token is delivered all the same, if it has ended the token is dropped.
 """
 
 from collections import deque
+from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from longshore.protocol.arrays import BoolArray, Int32Array, Int64Array
+from longshore.scheduler.features.logprobs import ScoredRows
 from longshore.scheduler.request import Request
-from longshore.scheduler.step.sampling_rows import SamplingRows
+from longshore.scheduler.step.running import Occupant, RunningTable
 
-if TYPE_CHECKING:  # it knows plans in flight
-    from longshore.scheduler.features.logprobs import ScoredRows
+
+class SamplingRows:
+    """Rows of a plan that sample, and what delivering their tokens needs, as the plan was built.
+
+    In a steady decode the same rows sample in every step, so one object serves many plans.
+
+    rows:        (n,) ascending; `index` selects the same ones, as a slice where they are the first.
+    generations: (n,) of their occupants.
+    version:     the table's. While it has this one, the occupants are the same, and so is the rest.
+    is_plain:    each row gets one token and nothing else: no row `is_special`.
+    clients, handles: (n,) where their tokens go; `client` is the one client of all, if it is one.
+    """
+
+    def __init__(self, running: RunningTable, rows: Int64Array) -> None:
+        num_rows = len(rows)
+        self.rows = rows
+        self.index: Int64Array | slice = rows
+        if num_rows and rows[-1] == num_rows - 1:
+            self.index = slice(0, num_rows)
+        self.generations: Int64Array = running.generation[rows]
+        self.version = running.version
+        self.is_plain = not np.count_nonzero(running.is_special[rows])
+        self.handles: Int32Array = running.handle[rows].astype(np.int32)
+        self.clients: Int64Array = running.client[rows]
+        is_one_client = num_rows and np.count_nonzero(self.clients == self.clients[0]) == num_rows
+        self.client = int(self.clients[0]) if is_one_client else None
+        self._stop_ids = None
+        if running.has_stop_ids:  # a line per column compares faster
+            self._stop_ids = np.ascontiguousarray(running.stop_ids[rows].T)
+
+    def serves(self, running: RunningTable, rows: Int64Array) -> bool:
+        """Whether this was made for these rows, and nothing has changed since."""
+        if self.version != running.version or len(self.rows) != len(rows):
+            return False
+        return not np.count_nonzero(self.rows != rows)
+
+    def part(self, is_in: BoolArray) -> "SamplingRows":
+        """The rows where `is_in` (n,), whose occupants are still the same."""
+        part = copy(self)
+        part.rows = part.index = self.rows[is_in]
+        part.generations = self.generations[is_in]
+        part.handles, part.clients = self.handles[is_in], self.clients[is_in]
+        if self._stop_ids is not None:
+            part._stop_ids = self._stop_ids[:, is_in]
+        return part
+
+    def has_stop_id(self, token_ids: Int32Array) -> bool:
+        """Whether any of the tokens, one per row, is a stop id of its row."""
+        stop_ids = self._stop_ids
+        return stop_ids is not None and bool(np.count_nonzero(stop_ids == token_ids))
 
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A plan on its way; nothing of it is ever changed.
+    """A plan that is not answered; nothing of it ever changes.
 
-    sampling:   rows that sample in it, and who held them then.
+    sampling:   rows that sample in it, and their occupants.
     num_drafts: drafts verified per row; None if there are none.
     drafts:     their ids, one row after the other; -1 for those that only the worker knows.
     is_masked:  rows whose token a grammar restricts; None if there are none.
-    loads:      generations that began with tokens loaded within this step.
-    scored:     rows that are to be scored; None if nobody that runs asks for log probabilities.
+    loads:      (row, generation) pairs that began with tokens loaded within this step.
+    scored:     rows with log probabilities; None if no running request wants any.
     """
 
     step: int
@@ -34,8 +85,8 @@ class PlannedStep:
     num_drafts: Int64Array | None = None
     drafts: Int32Array | None = None
     is_masked: BoolArray | None = None
-    loads: tuple[int, ...] = ()
-    scored: "ScoredRows | None" = None
+    loads: tuple[tuple[int, int], ...] = ()
+    scored: ScoredRows | None = None
 
     @property
     def rows(self) -> Int64Array:
@@ -57,27 +108,25 @@ class PlannedStep:
 
 
 @dataclass(slots=True)
-class PastOccupant:
-    """A request that left its row while plans that may compute on it were unanswered.
+class PastOccupant(Occupant):
+    """A request whose row was emptied while plans that may compute on it were unanswered.
 
     last_step: the newest of them.
-    tables, num_hit_tokens: what it held, and how much of that others had computed.
-    void_through: tokens of plans up to this one mean nothing.
+    tables, num_hit_tokens: the blocks that it held, and how many of its tokens others had computed.
     """
 
-    request: Request
     last_step: int
     tables: tuple[Int32Array, ...]
     num_hit_tokens: int
-    void_through: int
 
 
 class StepsInFlight:
-    """The unanswered plans, oldest first, and the requests that left their rows under them."""
+    """The unanswered plans, oldest first, and past occupants of the rows under them."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: RunningTable) -> None:
+        self._running = running
         self._steps: deque[PlannedStep] = deque()
-        self._past_occupants: dict[int, PastOccupant] = {}
+        self._past: dict[int, PastOccupant] = {}
         self.last_answered_step = 0
 
     def __len__(self) -> int:
@@ -93,16 +142,26 @@ class StepsInFlight:
         self._steps.append(planned)
 
     def oldest(self) -> PlannedStep | None:
-        """The plan whose answer must come next."""
+        """The plan whose output must come next."""
         return self._steps[0] if self._steps else None
 
     def answered(self) -> None:
-        """The oldest plan's answer has been applied."""
+        """The output of the oldest plan has been applied."""
         self.last_answered_step = self._steps.popleft().step
-        if self._past_occupants:
-            for generation, departure in list(self._past_occupants.items()):
-                if departure.last_step <= self.last_answered_step:
-                    del self._past_occupants[generation]
+        if self._past:
+            for generation, occupant in list(self._past.items()):
+                if occupant.last_step <= self.last_answered_step:
+                    del self._past[generation]
+
+    def occupant(self, row: int, generation: int) -> Occupant:
+        """Who held the row under this generation when an unanswered plan was built."""
+        if self._running.generation[row] == generation:
+            return self._running.occupant(row)
+        return self._past[generation]
+
+    def past_occupants(self) -> list[tuple[int, PastOccupant]]:
+        """(generation, occupant) for all rows that were emptied under unanswered plans."""
+        return list(self._past.items())
 
     def note_vacated(
         self,
@@ -113,32 +172,23 @@ class StepsInFlight:
         expects_tokens: bool,
         void_through: int,
     ) -> None:
-        """A request leaves its row. If tokens are still to come that mean something, it is not
-        admitted again before they have."""
-        if not self._steps:
-            return
-        if expects_tokens and void_through < self.newest_step:
-            request.resume_after_step = self.newest_step
-        self._past_occupants[generation] = PastOccupant(
-            request, self.newest_step, tables, request.num_hit_tokens, void_through
+        """The row of a request is about to be emptied. If it still expects tokens that are not
+        void, the request is not admitted again before they have come."""
+        newest_step = self._steps[-1].step
+        if expects_tokens and void_through < newest_step:
+            request.resume_after_step = newest_step
+        self._past[generation] = PastOccupant(
+            request, void_through, newest_step, tables, request.num_hit_tokens
         )
 
-    def past_occupant(self, generation: int) -> PastOccupant:
-        """Who held a row under this generation when an unanswered plan was made."""
-        return self._past_occupants[generation]
-
-    def past_occupants(self) -> list[tuple[int, PastOccupant]]:
-        """(generation, who left) for all that left their rows under unanswered plans."""
-        return list(self._past_occupants.items())
-
     def void_past_occupants(self, request: Request | None = None) -> None:
-        """Tokens still to come for requests that left their rows (or for this one) mean nothing."""
-        for left in self._past_occupants.values():
-            if request is None or left.request is request:
-                left.void_through = left.last_step
+        """Tokens still expected by past occupants (or by this one) are void."""
+        for occupant in self._past.values():
+            if request is None or occupant.request is request:
+                occupant.void_through = occupant.last_step
 
     def reset(self) -> None:
-        """The workers are gone; no answer will come."""
+        """The workers are gone; no output will come."""
         self._steps.clear()
-        self._past_occupants.clear()
+        self._past.clear()
         self.last_answered_step = 0

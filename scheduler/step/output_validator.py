@@ -1,4 +1,6 @@
-"""Whether a worker's answer fits the plan that it answers. Looks, and changes nothing."""
+"""Whether a worker's output fits the plan that it answers. Reads only."""
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -6,25 +8,25 @@ from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.outputs import ModelRunnerOutput
 from longshore.scheduler.features.logprobs import lengths_agree
-from longshore.scheduler.parts import Parts
-from longshore.scheduler.step.in_flight import PlannedStep
+from longshore.scheduler.step.in_flight import PlannedStep, StepsInFlight
+from longshore.scheduler.step.running import RunningTable
 
 
 class InvalidOutput(LongshoreError):
-    """A worker's answer fits no plan that it was sent; the epoch cannot go on."""
+    """A worker's output fits no plan that it was sent; the epoch cannot continue."""
 
 
+@dataclass(frozen=True, slots=True)
 class OutputValidator:
     """What an output must be, for the plan that is due. `plan_of` raises InvalidOutput else."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._running = parts.running
-        self._in_flight = parts.in_flight
-        self._vocab_size = parts.vocab_size
+    running: RunningTable
+    in_flight: StepsInFlight
+    vocab_size: int
 
     def plan_of(self, output: ModelRunnerOutput) -> PlannedStep:
         """The plan that `output` answers."""
-        planned = self._in_flight.oldest()
+        planned = self.in_flight.oldest()
         if planned is None or planned.step != output.step:
             expected = "none" if planned is None else f"step {planned.step}"
             raise InvalidOutput(f"a worker answered step {output.step}; {expected} was due")
@@ -47,10 +49,10 @@ class OutputValidator:
         if len(tokens) != num_tokens:
             return f"{num_rows} rows sample {num_tokens} tokens, {len(tokens)} tokens came"
         if self._is_outside(tokens):
-            return f"a token id outside 0..{self._vocab_size - 1} was sampled"
+            return f"a token id outside 0..{self.vocab_size - 1} was sampled"
         drafts = output.draft_tokens
         if len(drafts) != len(output.draft_rows) or self._is_outside(drafts):
-            return f"drafts are token ids of 0..{self._vocab_size - 1}, one per draft row"
+            return f"drafts are token ids of 0..{self.vocab_size - 1}, one per draft row"
         if len(output.nan_rows) or len(output.num_nans):
             if not np.isin(output.nan_rows, planned.rows).all():
                 return "a row that sampled nothing is not finite"
@@ -69,20 +71,17 @@ class OutputValidator:
         if not len(token_ids):
             return False
         unsigned = token_ids.view(np.uint32)
-        return bool(unsigned[unsigned.argmax()] >= self._vocab_size)  # cheaper than max()
+        return bool(unsigned[unsigned.argmax()] >= self.vocab_size)  # cheaper than max()
 
     def _unpooled_row(self, planned: PlannedStep, output: ModelRunnerOutput) -> int | None:
-        """A pooling request of the plan that still wants its vector and has none."""
+        """A pooling request of the plan that still expects its vector and has none."""
         answered = {*output.pooled_rows.tolist(), *output.nan_rows.tolist()}
         for row, generation in zip(
             planned.rows.tolist(), planned.generations.tolist(), strict=True
         ):
             if row in answered:
                 continue
-            if self._running.generation[row] == generation:
-                request = self._running.request_on(row)
-            else:
-                request = self._in_flight.past_occupant(generation).request
+            request = self.in_flight.occupant(row, generation).request
             if request.pooling is not None and not request.is_finished:
                 return int(row)
         return None
@@ -95,11 +94,11 @@ class OutputValidator:
         if not len(entries.owners):
             return None
         if self._is_outside(entries.token_ids):
-            return f"a log probability is of a token id outside 0..{self._vocab_size - 1}"
+            return f"a log probability is of a token id outside 0..{self.vocab_size - 1}"
         flaw: str | None = "of rows that asked for none"
         if scored is not None:
-            num_sampled = np.zeros(self._running.max_num_seqs, np.int64)
+            num_sampled = np.zeros(self.running.max_num_seqs, np.int64)
             num_sampled[planned.rows] = output.num_sampled if len(output.num_sampled) else 1
-            standing = scored.standing(self._running, self._in_flight, planned.step)
-            flaw = scored.flaw(entries, num_sampled, *standing)
+            current = scored.current(self.running, self.in_flight.occupant, planned.step)
+            flaw = scored.flaw(entries, num_sampled, *current)
         return None if flaw is None else f"it has log probabilities {flaw}"

@@ -1,11 +1,9 @@
-"""From the scheduler's tables to the message of a step: only what the workers do not expect."""
+"""From the scheduler's tables to the plan of a step: only what the workers do not expect."""
 
 from typing import Any, Final
 
-import numpy as np
-
-from longshore.connectors.base import StepView
-from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
+from longshore.connectors.base import SchedulerConnector, StepView
+from longshore.protocol.arrays import Int32Array, Int64Array, int32_array
 from longshore.protocol.plan import (
     AppendedBlocks,
     Rewind,
@@ -14,9 +12,12 @@ from longshore.protocol.plan import (
     SchedulerOutput,
     digest_changes,
 )
+from longshore.scheduler.features.drafts import Drafts
+from longshore.scheduler.features.encoder import EncoderCache
 from longshore.scheduler.kv_cache.blocks import BlockCopy
-from longshore.scheduler.parts import Parts
+from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.request import Request
+from longshore.scheduler.step.running import RunningTable
 from longshore.scheduler.validation import MAX_ADDED_BYTES
 
 MAX_ADDED_ARRAYS: Final = 3 * 2048
@@ -27,12 +28,26 @@ leaves room for the tables of 8,192 rows under --verify-plan."""
 class PlanBuilder:
     """Collects the changes since the last plan, and numbers and chains the plans of an epoch."""
 
-    def __init__(self, parts: Parts, *, epoch: int, verify_plan: bool) -> None:
-        self._running = parts.running
-        self._kv_cache = parts.kv_cache
-        self._encoder = parts.encoder
-        self._connector = parts.connector
-        self._feed_back_tokens = parts.config.feed_back_tokens
+    def __init__(
+        self,
+        running: RunningTable,
+        kv_cache: KVCacheManager,
+        *,
+        epoch: int,
+        encoder: EncoderCache | None = None,
+        drafts: Drafts | None = None,
+        connector: SchedulerConnector | None = None,
+        feed_back_tokens: bool = False,
+        has_grammars: bool = False,
+        verify_plan: bool = False,
+    ) -> None:
+        self._running = running
+        self._kv_cache = kv_cache
+        self._encoder = encoder
+        self._drafts = drafts
+        self._connector = connector
+        self._feed_back_tokens = feed_back_tokens
+        self._has_grammars = has_grammars
         self._verify_plan = verify_plan
         self.begin_epoch(epoch)
 
@@ -54,15 +69,16 @@ class PlanBuilder:
         self.copies: list[BlockCopy] = []
         self.zero_block_ids: list[int] = []
         self.uncached: list[int] = []
-        self.loads: list[int] = []
-        self.num_invalid_draft_tokens = 0
+        self.loads: list[tuple[int, int]] = []  # (row, generation)
+        if self._drafts is not None:
+            self._drafts.num_invalid_in_step = 0
         self.has_new_loads = False
 
     # Changes
 
     def can_add(self, request: Request) -> bool:
-        """Whether the plan may name one more row: a message is bounded in frames and bytes. The
-        first row always fits: intake has seen to that."""
+        """Whether the plan may add one more row: a message is bounded in frames and bytes. The
+        first row always fits: `RequestValidator` has checked it."""
         num_bytes = 4 * request.num_tokens + request.num_input_bytes
         num_arrays = 3 + len(request.multimodal)
         fits = (
@@ -88,7 +104,7 @@ class PlanBuilder:
         self._rewound.pop(row, None)
 
     def add_rewind(self, rewind: Rewind) -> None:
-        """A row is sent back; a second time before the plan is the same as both at once."""
+        """A row is rewound; a second time before the plan is the same as both at once."""
         first = self._rewound.get(rewind.row)
         if first is not None:
             rewind = Rewind(
@@ -101,12 +117,12 @@ class PlanBuilder:
 
     @property
     def has_drops(self) -> bool:
-        """Rows were emptied that the workers still believe held."""
+        """Rows were emptied that the workers still hold."""
         return bool(self._finished or self._preempted)
 
     @property
     def must_be_sent(self) -> bool:
-        """The workers must hear of something although no row computes anything."""
+        """The workers need news although no row computes a token."""
         return (
             self.has_drops
             or bool(self._rewound)
@@ -118,9 +134,9 @@ class PlanBuilder:
 
     def build(
         self, num_scheduled: Int64Array, num_tokens: int, *, answered_step: int
-    ) -> tuple[SchedulerOutput, tuple[int, ...]]:
+    ) -> tuple[SchedulerOutput, tuple[tuple[int, int], ...]]:
         """The plan in which each row computes `num_scheduled` (max_num_seqs,) tokens, `num_tokens`
-        in all; the counts themselves advance afterwards. With it come the generations that load
+        in all; the counts themselves advance afterwards. Also the (row, generation) pairs that load
         within the step."""
         running = self._running
         changed = (num_scheduled != running.expected()).nonzero()[0]
@@ -138,39 +154,48 @@ class PlanBuilder:
             names = ("copy_source_ids", "copy_target_ids", "copy_num_tokens")
             changes |= zip(names, columns, strict=True)
         self._digest = digest_changes(self._digest, **changes)
-        sampled_rows, sampled_tokens = self._tokens_to_feed_back(num_scheduled)
-        draft_rows, draft_tokens = self._drafts(num_scheduled)
-        previous_step = self.step
         self.step += 1
         plan = SchedulerOutput(
             epoch=self.epoch,
             step=self.step,
-            previous_step=previous_step,
+            previous_step=self.step - 1,
             num_rows=running.num_rows,
             num_scheduled_tokens=num_tokens,
             digest=self._digest,
             answered_step=answered_step,
             **changes,
-            sampled_rows=sampled_rows,
-            sampled_tokens=sampled_tokens,
-            draft_rows=draft_rows,
-            draft_tokens=draft_tokens,
-            num_invalid_draft_tokens=self.num_invalid_draft_tokens,
-            encoder_inputs=self._encoder.take_encoder_inputs(),
-            freed_encoder_hashes=self._encoder.take_freed(),
             common_prefix_blocks=self._common_prefix(),
             zero_block_ids=int32_array(self.zero_block_ids),
-            has_structured_output=self._samples_masked(num_scheduled),
-            connector_metadata=self._connector_metadata(answered_step),
-            full_state=self._full_state(num_scheduled) if self._verify_plan else None,
+            **self._of_features(num_scheduled, answered_step),
         )
         loads = tuple(self.loads)
         self._clear_changes()
         return plan, loads
 
+    def _of_features(self, num_scheduled: Int64Array, answered_step: int) -> dict[str, Any]:
+        """Fields of the plan that only configured features fill."""
+        fields: dict[str, Any] = {}
+        if self._feed_back_tokens:
+            rows, token_ids = self._tokens_to_feed_back(num_scheduled)
+            fields |= {"sampled_rows": rows, "sampled_tokens": token_ids}
+        if self._drafts is not None:
+            rows, token_ids = self._drafts.in_plan(num_scheduled)
+            fields |= {"draft_rows": rows, "draft_tokens": token_ids}
+            fields["num_invalid_draft_tokens"] = self._drafts.num_invalid_in_step
+        if self._encoder is not None:
+            fields["encoder_inputs"] = self._encoder.take_encoder_inputs()
+            fields["freed_encoder_hashes"] = self._encoder.take_freed()
+        if self._has_grammars:
+            fields["has_structured_output"] = self._samples_masked(num_scheduled)
+        if self._connector is not None:
+            fields["connector_metadata"] = self._connector_metadata(self._connector, answered_step)
+        if self._verify_plan:
+            fields["full_state"] = self._full_state(num_scheduled)
+        return fields
+
     def build_steady(self, num_tokens: int, *, answered_step: int) -> SchedulerOutput:
-        """The plan of a standing step, in which all rows compute `num_tokens` as expected: it says
-        which blocks are appended, if any. Not for a connector, or full state."""
+        """The plan of a steady decode step, in which all rows compute `num_tokens` as expected: it
+        says which blocks are appended, if any. Not for a connector, or full state."""
         appended, self.appended = tuple(self.appended), []
         self._digest = digest_changes(self._digest, appended=appended)
         self.step += 1
@@ -183,16 +208,14 @@ class PlanBuilder:
             digest=self._digest,
             answered_step=answered_step,
             appended=appended,
-            freed_encoder_hashes=self._encoder.take_freed(),
+            freed_encoder_hashes=() if self._encoder is None else self._encoder.take_freed(),
         )
 
     def _tokens_to_feed_back(self, num_scheduled: Int64Array) -> tuple[Int32Array, Int32Array]:
-        """Ids sampled since admission that this step computes, and the last known ones of rows
-        that are sent back, which no step has computed yet: a first pipeline stage that does not
-        sample has them from nobody else."""
+        """Ids sampled since admission that this step computes, and the last known ones of rewound
+        rows, which no step has computed yet: a first pipeline stage that does not sample gets them
+        in no other way."""
         running = self._running
-        if not self._feed_back_tokens:
-            return EMPTY_INT32, EMPTY_INT32
         positions = running.num_computed.copy()
         is_fed = (num_scheduled > 0) & (positions >= running.num_known)
         rewound = list(self._rewound)
@@ -201,28 +224,15 @@ class PlanBuilder:
         rows = is_fed.nonzero()[0]
         return int32_array(rows), int32_array(running.token_ids[rows, positions[rows]])
 
-    def _drafts(self, num_scheduled: Int64Array) -> tuple[Int32Array, Int32Array]:
-        """Drafts that this step verifies, a row listed once per draft."""
-        running = self._running
-        if not running.drafts.shape[1]:
-            return EMPTY_INT32, EMPTY_INT32
-        counts = running.num_drafts_in(num_scheduled)
-        rows = np.flatnonzero(counts)
-        ids = [running.drafts[row, : counts[row]] for row in rows.tolist()]
-        if not ids:
-            return EMPTY_INT32, EMPTY_INT32
-        return int32_array(np.repeat(rows, counts[rows])), np.concatenate(ids)
-
     def _samples_masked(self, num_scheduled: Int64Array) -> bool:
         running = self._running
-        if not np.count_nonzero(running.has_grammar):
-            return False
         ends = running.num_computed + num_scheduled >= running.num_known
         return bool((running.has_grammar & (num_scheduled > 0) & ends).any())
 
     def _common_prefix(self) -> tuple[int, ...]:
-        """Leading blocks that all running rows share, if that is news. It changes only with
-        membership: what a row appends is its own."""
+        """Leading blocks that all running rows share, if that has changed. It changes only with
+        membership: what a row appends is its own. For cascade attention (FlashInfer's name for
+        attending to a shared prefix once); no backend of ours reads it yet."""
         if not (self._added or self.has_drops or self._rewound):
             return ()
         common = self._kv_cache.num_common_prefix_blocks(self._running.order)
@@ -231,10 +241,8 @@ class PlanBuilder:
         self._common_prefix_blocks = common
         return common
 
-    def _connector_metadata(self, answered_step: int) -> bytes:
-        if self._connector is None:
-            return b""
-        return self._connector.build_connector_meta(
+    def _connector_metadata(self, connector: SchedulerConnector, answered_step: int) -> bytes:
+        return connector.build_connector_meta(
             StepView(
                 step=self.step,
                 answered_step=answered_step,

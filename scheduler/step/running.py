@@ -1,83 +1,107 @@
 """The running requests, as columns indexed by row.
 
 A step reads and writes whole columns; a `Request` object is touched only when a request starts,
-is preempted or ends. The first four columns are the table the workers keep too (`RowTable`).
+is preempted or ends. The first four columns are those that the workers keep too (`RowTable`).
 """
 
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from longshore.protocol.arrays import EMPTY_INT32, BoolArray, Int32Array, Int64Array
 from longshore.protocol.plan import Rewind, RowStart
 from longshore.protocol.rows import EMPTY_ROW, RowTable
-from longshore.scheduler.request import Request, RequestStatus
+from longshore.scheduler.request import Request, RequestChange
 
 NO_STOP_ID = -1
 _NEVER: Final = 1 << 62
-# A row that nobody holds, in the order of `RunningTable._columns`: it never ends.
-_EMPTY: Final = np.array([EMPTY_ROW, *[0] * 8, _NEVER, 0, 0, 0], np.int64)
 
 
-class RunningTable(RowTable):
-    """RowTable and what only the scheduler knows; columns (max_num_seqs,) int64 unless said.
+class _Row(NamedTuple):
+    """The columns of `RunningTable`, in order, with their values in an empty row, which never ends.
 
     num_tokens:       prompt and verified output.
     num_placeholders: sampled in plans not answered yet, drafts among them.
-    num_drafts:       drafts for the next step; `drafts` (max_num_seqs, num_speculative_tokens)
-                      int32 has their ids, -1 where only the worker knows them.
-    void_through:     (step) tokens of plans up to this one mean nothing: the row was rewound.
-    has_grammar:      bool; a grammar restricts its tokens.
-    is_special:       bool; see `Request`.
+    num_drafts:       drafts for the next step.
+    void_through:     step; tokens of plans up to this one are void: the row was rewound.
     num_prompt:       prompt tokens.
     max_total:        the request ends when num_tokens reaches this.
     min_total:        stop ids do not count before num_tokens reaches this.
     client, handle:   where its tokens go.
-    stop_ids:         (max_num_seqs, width) int64, padded with NO_STOP_ID; as wide as it must be.
-    token_ids:        (max_num_seqs, max_model_len) int32; memory is used only as far as written.
-    requests:         the Request on each row, or None.
-    scored:           by row, the requests that ask for log probabilities.
+    """
 
-    version:          changes when a request comes, leaves or is sent back.
+    generation: int = EMPTY_ROW
+    num_computed: int = 0
+    num_known: int = 0
+    last_computed: int = 0
+    num_tokens: int = 0
+    num_placeholders: int = 0
+    num_drafts: int = 0
+    void_through: int = 0
+    num_prompt: int = 0
+    max_total: int = _NEVER
+    min_total: int = 0
+    client: int = 0
+    handle: int = 0
+
+
+@dataclass(slots=True)
+class Occupant:
+    """The request that holds, or held, a row under one generation.
+
+    void_through: its tokens of plans up to this one are void, because it was rewound or has ended.
+    """
+
+    request: Request
+    void_through: int
+
+    def expects_output_of(self, step: int) -> bool:
+        """Whether what plan `step` brings for it counts."""
+        return step > self.void_through and not self.request.is_finished
+
+
+_EMPTY: Final = np.array([_Row()], np.int64).T
+
+
+class RunningTable(RowTable):
+    """RowTable and what only the scheduler knows: columns (max_num_seqs,) int64, see `_Row`.
+
+    drafts:      (max_num_seqs, num_speculative_tokens) int32; -1 where only the worker knows one.
+    has_grammar: (max_num_seqs,) bool; a grammar restricts its tokens.
+    is_special:  (max_num_seqs,) bool; see `Request`.
+    stop_ids:    (max_num_seqs, width) int64, padded with NO_STOP_ID; as wide as it must be.
+    token_ids:   (max_num_seqs, max_model_len) int32; memory is used only as far as written.
+    requests:    the Request on each row, or None.
+    scored:      by row, the requests that want log probabilities.
+    version:     changes when a request is admitted, ends, is preempted or rewound.
 
     Generations grow with every admission, so they are the admission order: rows have none.
     """
-
-    num_tokens: Int64Array
-    num_placeholders: Int64Array
-    num_drafts: Int64Array
-    void_through: Int64Array
-    num_prompt: Int64Array
-    max_total: Int64Array
-    min_total: Int64Array
-    client: Int64Array
-    handle: Int64Array
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, num_speculative_tokens: int = 0
     ) -> None:
         super().__init__(max_num_seqs)
         # One array, so that a row is filled by one assignment, and several are emptied by one.
-        self._columns = np.zeros((len(_EMPTY), max_num_seqs), np.int64)
-        self._columns[:] = _EMPTY[:, None]
-        (
-            self.generation,
-            self.num_computed,
-            self.num_known,
-            self.last_computed,
-            self.num_tokens,
-            self.num_placeholders,
-            self.num_drafts,
-            self.void_through,
-            self.num_prompt,
-            self.max_total,
-            self.min_total,
-            self.client,
-            self.handle,
-        ) = self._columns
+        self._columns = np.repeat(_EMPTY, max_num_seqs, axis=1)
+        columns = iter(self._columns)  # in the order of `_Row`
+        self.generation: Int64Array = next(columns)
+        self.num_computed: Int64Array = next(columns)
+        self.num_known: Int64Array = next(columns)
+        self.last_computed: Int64Array = next(columns)
+        self.num_tokens: Int64Array = next(columns)
+        self.num_placeholders: Int64Array = next(columns)
+        self.num_drafts: Int64Array = next(columns)
+        self.void_through: Int64Array = next(columns)
+        self.num_prompt: Int64Array = next(columns)
+        self.max_total: Int64Array = next(columns)
+        self.min_total: Int64Array = next(columns)
+        self.client: Int64Array = next(columns)
+        self.handle: Int64Array = next(columns)
         self.drafts = np.zeros((max_num_seqs, num_speculative_tokens), np.int32)
         self.has_grammar: BoolArray = np.zeros(max_num_seqs, np.bool_)
         self.is_special: BoolArray = np.zeros(max_num_seqs, np.bool_)
@@ -100,12 +124,12 @@ class RunningTable(RowTable):
 
     @property
     def next_row(self) -> int:
-        """The row that the next admission gets: the lowest free one."""
+        """The row of the next admission: the lowest free one."""
         return self._free_rows[0]
 
     @property
     def order(self) -> Int64Array:
-        """Held rows in admission order. Recomputed only after membership changed."""
+        """Rows with a request, in admission order; computed anew only after membership changed."""
         if self._order is None:
             rows = self.generation.nonzero()[0]
             self._order = rows[self.generation[rows].argsort()]
@@ -114,7 +138,7 @@ class RunningTable(RowTable):
     def admit(
         self, request: Request, num_computed_tokens: int, block_ids: tuple[Int32Array, ...]
     ) -> RowStart:
-        """Put a waiting request on `next_row`; returns what the workers must be told."""
+        """Put a waiting request on `next_row`; returns what the workers need."""
         row = heapq.heappop(self._free_rows)
         self._last_generation += 1
         self.version += 1
@@ -122,20 +146,17 @@ class RunningTable(RowTable):
         sampling, token_ids = request.sampling, request.token_ids
         num_tokens, num_prompt = len(token_ids), request.num_prompt_tokens
         max_total = request.max_total_tokens
-        self._columns[:, row] = (
-            self._last_generation,
-            num_computed_tokens,
-            num_tokens,
-            max_total - 1,
-            num_tokens,
-            0,
-            0,
-            0,
-            num_prompt,
-            max_total,
-            min(num_prompt + sampling.min_tokens, max_total),
-            request.client_index,
-            request.handle,
+        self._columns[:, row] = _Row(
+            generation=self._last_generation,
+            num_computed=num_computed_tokens,
+            num_known=num_tokens,
+            last_computed=max_total - 1,
+            num_tokens=num_tokens,
+            num_prompt=num_prompt,
+            max_total=max_total,
+            min_total=min(num_prompt + sampling.min_tokens, max_total),
+            client=request.client_index,
+            handle=request.handle,
         )
         self.num_rows += 1
         self._fewest_left = min(self._fewest_left, max_total - num_tokens)
@@ -149,7 +170,7 @@ class RunningTable(RowTable):
             self._set_stop_ids(row, request.stop_ids)
         self.requests[row] = request
         request.row = row
-        request.status = RequestStatus.RUNNING
+        request.change(RequestChange.ADMITTED)
         resumed, request.is_resumed = request.is_resumed, False
         return RowStart(
             row=row,
@@ -170,7 +191,7 @@ class RunningTable(RowTable):
         )
 
     def release(self, requests: Sequence[Request]) -> None:
-        """The requests leave their rows; their tokens so far go back into them."""
+        """Empty the rows of these requests; their tokens so far go back into them."""
         rows = []
         for request in requests:
             row = request.row
@@ -185,7 +206,7 @@ class RunningTable(RowTable):
                 del self.scored[row]
             if request.stop_ids:
                 self._drop_stop_ids(row, request.stop_ids)
-        self._columns[:, rows] = _EMPTY[:, None]
+        self._columns[:, rows] = _EMPTY
         self.num_rows -= len(rows)
         self.version += 1
         self._order = None
@@ -195,11 +216,19 @@ class RunningTable(RowTable):
         ids: Int32Array = self.token_ids[row, : self.num_tokens[row] if count is None else count]
         return ids
 
+    def last_token(self, row: int) -> int:
+        """The row's newest verified token id."""
+        return int(self.token_ids[row, self.num_tokens[row] - 1])
+
     def request_on(self, row: int) -> Request:
         """The request on a held row."""
         request = self.requests[row]
         assert request is not None, f"row {row} is empty"
         return request
+
+    def occupant(self, row: int) -> Occupant:
+        """The occupant of a held row."""
+        return Occupant(self.request_on(row), int(self.void_through[row]))
 
     def requests_in_order(self) -> list[Request]:
         """All running requests in admission order."""
@@ -213,7 +242,7 @@ class RunningTable(RowTable):
 
     def num_drafts_in(self, num_scheduled: Int64Array) -> Int64Array:
         """(max_num_seqs,) drafts among the tokens that a step computes: those beyond the verified
-        tokens and the ones on their way."""
+        tokens and their placeholders."""
         beyond = self.num_computed + num_scheduled - self.num_tokens - self.num_placeholders
         num_drafts: Int64Array = np.where(num_scheduled > 0, np.maximum(beyond, 0), 0)
         return num_drafts
@@ -232,8 +261,8 @@ class RunningTable(RowTable):
         self._fewest_left -= 1
 
     def rewind_row(self, row: int, num_computed_tokens: int, newest_step: int) -> Rewind:
-        """The row computes again from `num_computed_tokens`; what it sampled in the plans up to
-        `newest_step` that are not answered is void."""
+        """The row computes again from `num_computed_tokens`; what it samples in the unanswered
+        plans up to `newest_step` is void."""
         rewind = Rewind(
             row,
             num_computed_tokens,
@@ -254,7 +283,7 @@ class RunningTable(RowTable):
 
     @property
     def has_stop_ids(self) -> bool:
-        """Whether any request that runs has some."""
+        """Whether any running request has stop ids."""
         return bool(self._num_of_width)
 
     def stopped(self, rows: Int64Array, token_ids: Int32Array | None) -> Int64Array:
@@ -280,7 +309,7 @@ class RunningTable(RowTable):
         self.stop_ids[row, :count] = stop_ids
 
     def _drop_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        """Each step compares all columns, so the widest request takes its own along."""
+        """Each step compares all columns, so the table narrows when the widest request ends."""
         count = len(stop_ids)
         self.stop_ids[row, :count] = NO_STOP_ID
         self._num_of_width[count] -= 1

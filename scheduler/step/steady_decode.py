@@ -1,8 +1,7 @@
-"""A step that is like the one before: every running row computes the one token expected of it.
+"""A steady decode step: the same rows run as in the last plan, and each computes one token.
 
-Most steps of a decode are so. While the table's membership stands, what such a step computes is
-known without looking at a row, and between two block borders it changes nothing at all: its plan is
-a number.
+Most steps are steady. While the running requests stay the same, what such a step computes is known
+without reading a row, and between two block borders it changes nothing: its plan is a number.
 """
 
 import numpy as np
@@ -13,10 +12,10 @@ from longshore.scheduler.step.running import RunningTable
 
 
 class SteadyDecode:
-    """True of the plan `planned`, which has just been built, and of the next ones while it `holds`.
+    """Describes the plan `planned`, which was just built, and the next ones while it `holds`.
 
     sampling:      all running rows.
-    scored:        those that are to be scored, if any.
+    scored:        those with log probabilities, if any.
     num_scheduled: (max_num_seqs,) int64, 1 for each of them.
     """
 
@@ -32,19 +31,19 @@ class SteadyDecode:
         self._no_block_through = planned.step
 
     def holds(self, running: RunningTable, step: int) -> bool:
-        """Whether the plan `step`, which comes next, is such a one again: the same requests run,
-        and none has reached its last token."""
+        """Whether the next plan, `step`, is steady too: the same requests run, and none has
+        reached its last token."""
         return self.sampling.version == running.version and step <= self._last_step
 
     def needs_no_block(self, step: int) -> bool:
-        """Whether no row needs a block in the plan `step`, nor completes one to be named."""
+        """Whether in plan `step` no row needs a block, and none completes one."""
         return step <= self._no_block_through
 
     def look_ahead(
         self, running: RunningTable, block_sizes: tuple[int, ...], *, num_lookahead: int, step: int
     ) -> None:
-        """The plan `step` has just been built, and needed and named no block: find for how many
-        plans that stays so. `num_lookahead`: slots that a row needs behind what it computes."""
+        """Plan `step`, which was just built, needed and completed no block: find how many of the
+        next plans neither do. num_lookahead: slots that a row needs after what it computes."""
         rows = self.sampling.rows
         num_computed = running.num_computed[rows]
         num_verified = np.minimum(running.num_tokens[rows], num_computed)
@@ -53,7 +52,7 @@ class SteadyDecode:
             int(steps.min())
             for size in block_sizes
             for steps in (
-                # A block is named once it is full and verified; what is verified lags behind.
+                # A block is cached once it is full and verified, which is after it is computed.
                 num_verified - num_verified % size + size - 1 - num_computed,
                 -num_slots % size,
             )

@@ -29,7 +29,7 @@ from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.protocol.transport.codec import Decoder, Encoder
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.planner import PauseState
 from tests.oracle.fake_grammar import FakeGrammars
 from tests.oracle.plan import (
     Admission,

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from longshore.protocol.outputs import FinishReason, TransferReport
 from longshore.protocol.requests import AddRequest, ContinueSession
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.planner import PauseState
 
 
 class Admission(NamedTuple):

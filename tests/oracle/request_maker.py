@@ -18,7 +18,7 @@ from longshore.protocol.requests import (
 )
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.planner import PauseState
 from tests.oracle.fake_grammar import grammar_for
 from tests.oracle.fake_worker import sample_token
 from tests.oracle.workloads import (

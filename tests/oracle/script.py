@@ -21,7 +21,7 @@ from longshore.protocol.requests import (
 )
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.planner import PauseState
 from tests.oracle.plan import Answer as OracleAnswer
 from tests.oracle.plan import OraclePlan, Outputs, SchedulerAdapter
 

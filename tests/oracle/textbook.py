@@ -15,7 +15,7 @@ from longshore.protocol.kv_cache_spec import CrossAttentionSpec
 from longshore.protocol.outputs import FinishReason, TransferReport
 from longshore.protocol.requests import AddRequest, ContinueSession
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.planner import PauseState
 from tests.oracle.admission import Admissions
 from tests.oracle.answers import apply_answer
 from tests.oracle.block_pool import BlockNames, TextbookBlockPool

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 from longshore.protocol.kv_cache_spec import CrossAttentionSpec
 from longshore.protocol.requests import AddRequest, ContinueSession
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.planner import PauseState
 
 ALL_FEATURES: Final = (
     "gates",

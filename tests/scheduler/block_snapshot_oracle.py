@@ -9,7 +9,7 @@ from longshore.scheduler.scheduler import Scheduler
 
 def make_block_snapshot(scheduler: Scheduler, now: float) -> BlockSnapshot:
     """One that was not made before, however soon it is asked for."""
-    scheduler._block_maps._latest = None
+    scheduler._snapshots._latest = None
     return scheduler.make_block_snapshot(now, "engine")
 
 
@@ -21,13 +21,16 @@ def expected_states(scheduler: Scheduler) -> list[BlockState]:
     for row in scheduler.running.order.tolist():
         for table in scheduler.kv_cache.block_ids(row):
             rows.update(table.tolist())
-    holders = [(BlockState.KEPT, each.held) for each in scheduler.waiting if each.held is not None]
+    holders = [
+        (BlockState.KEPT, each.hold.blocks) for each in scheduler.waiting if each.hold is not None
+    ]
     transfers = scheduler._transfers
-    for load in transfers._loads.values():
-        state = BlockState.QUARANTINED if load.request is None else BlockState.TRANSFER
-        holders.append((state, load.held))
-    holders += [(BlockState.TRANSFER, send.held) for send in transfers._sends.values()]
-    holders += [(BlockState.TRANSFER, held) for held in transfers._holds.values()]
+    if transfers is not None:
+        for load in transfers._loads.values():
+            state = BlockState.QUARANTINED if load.request is None else BlockState.TRANSFER
+            holders.append((state, load.blocks))
+        holders += [(BlockState.TRANSFER, send.blocks) for send in transfers._sends.values()]
+        holders += [(BlockState.TRANSFER, held) for held in transfers._holds.values()]
     for state, held in holders:
         for table in held.block_ids:
             for block_id in table.tolist():

@@ -400,7 +400,7 @@ class Driver:
 
     def _check_targets(self, scheduled: dict[int, int]) -> None:
         """No row writes behind tokens in a block that somebody holds who does not run."""
-        held = [each.held for each in self.scheduler.waiting if each.held is not None]
+        held = [each.hold.blocks for each in self.scheduler.waiting if each.hold is not None]
         ids = {block_id for each in held for table in each.block_ids for block_id in table.tolist()}
         for row in scheduled if ids else ():
             position = self._held[row].num_computed
@@ -565,7 +565,7 @@ class Driver:
 
     def check_blocks(self) -> None:
         """null + held + free = all, and as many references as holders."""
-        if self.scheduler._connector is not None:  # transfers hold blocks, too
+        if self.scheduler._transfers is not None:  # transfers hold blocks, too
             self.scheduler.check()
             return
         holders = Counter(
@@ -575,8 +575,8 @@ class Driver:
             for block_id in ids
         )
         for request in self.scheduler.waiting:
-            if request.held is not None:
-                holders.update(np.concatenate(request.held.block_ids).tolist())
+            if request.hold is not None:
+                holders.update(np.concatenate(request.hold.blocks.block_ids).tolist())
         pool = self.scheduler.kv_cache._pool
         assert 1 + len(holders) + pool.num_free == self.num_blocks
         for block_id in range(1, self.num_blocks):

@@ -10,7 +10,7 @@ from longshore.protocol.requests import (
     StructuredOutput,
 )
 from longshore.scheduler.request import RequestStatus
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.planner import PauseState
 from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
 from tests.scheduler.grammars import Grammars
 

@@ -7,7 +7,7 @@ import pytest
 from longshore.protocol.requests import MultimodalFeature
 from longshore.scheduler.queue.policies import OrderedPolicy
 from longshore.scheduler.queue.queues import Order, PolicyRequest
-from longshore.scheduler.request import RequestStatus
+from longshore.scheduler.request import IllegalTransition, RequestStatus
 from tests.scheduler.driver import Driver, expected_output, prompt_of
 
 
@@ -179,7 +179,7 @@ def test_only_a_running_request_can_be_preempted() -> None:
     driver.step()
     driver.add("waits", prompt_of(5, 30))
     waits = driver.requests["waits"]
-    with pytest.raises(AssertionError):
+    with pytest.raises(IllegalTransition):
         driver.scheduler._lifecycle.preempt(waits, driver.now)
     assert driver.running == ["runs"]
     assert waits.num_preemptions == 0

@@ -436,7 +436,7 @@ def test_a_malformed_add_ends_the_live_request_of_its_handle() -> None:
     driver = Driver()
     client, handle = driver.add("r", prompt_of(5), max_tokens=30)
     driver.plan()
-    driver.scheduler.reject_message(MalformedAdd(handle), "no such field", client=client)
+    driver.scheduler.reject_message(MalformedAdd(handle), "no such field", client=client, now=0.0)
     driver.answer()
     driver.run()
     assert driver.finished[client, handle].reason is FinishReason.ERROR

@@ -18,7 +18,7 @@ from longshore.deploy.cli.doctor import (
     tables,
 )
 from longshore.protocol.statistics import EngineReport, WaitingReport
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.planner import PauseState
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway, start_gateway
 from tests.deploy.gateway.fake_engine import REPORT
 

@@ -45,7 +45,7 @@ from longshore.protocol.transport.channel import (
     SocketWatcher,
     open_socket,
 )
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.planner import PauseState
 from tests.scheduler.worker_reports import report
 
 IDENTITY = EngineIdentity(

@@ -3,7 +3,7 @@
 from typing import Final
 
 from longshore.protocol.outputs import FinishReason
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.planner import PauseState
 from tests.oracle.script import Abort, Add, Answer, Free, NoPlan, Plan, SetPause, scenario
 
 LENGTH: Final = FinishReason.LENGTH_CAPPED

@@ -18,7 +18,7 @@ from longshore.protocol.requests import (
     PromptEmbeds,
 )
 from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.features.row_encoder import RowEncoder, check_encoder
+from longshore.scheduler.features.encoder import RowEncoder, check_encoder
 from tests.scheduler.driver import expected_output, prompt_of
 from tests.scheduler.features.test_encoder import request_of
 from tests.scheduler.hybrid_driver import HybridDriver, config_of, fingerprint, full, window
@@ -194,7 +194,7 @@ def test_settings_under_which_no_request_could_be_admitted_are_refused_at_the_st
     config = SchedulerConfig(max_model_len=64, max_num_encoder_input_tokens=12)
     check_encoder(config, config_of(20, full(), cross()), has_connector=False)
     check_encoder(config, config_of(20, full(), window(4)), has_connector=True)
-    with pytest.raises(ConfigError, match="cannot be run with kv_connector"):
+    with pytest.raises(ConfigError, match="cannot run with kv_connector"):
         check_encoder(config, config_of(20, full(), cross()), has_connector=True)
     with pytest.raises(ConfigError, match=r"num_blocks=19 are too few.* needs 20"):
         HearingDriver(num_blocks=19)

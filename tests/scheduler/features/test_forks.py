@@ -273,11 +273,11 @@ class ForkingRows(RuleBasedStateMachine):
         row = data.draw(st.sampled_from(sorted(self.rows)))
         tokens = self.tokens.pop(row)
         del self.rows[row]
-        held = self.manager.detach(row)
+        held = self.manager.detach([row])[0]
         if keeps:
             self.holders.append((held, tokens))
         else:
-            self.manager.release(held, self.step)
+            self.manager.release(held, step=self.step)
 
     @invariant()
     def all_blocks_are_accounted_for(self) -> None:
@@ -660,8 +660,8 @@ def test_random_families_of_forks_read_their_own_tokens(data: st.DataObject) -> 
     driver.run()
     assert all(key in driver.finished for key in keys)
     assert driver.num_free_blocks == driver.num_blocks - 1
-    assert not driver.scheduler._forks._forks
-    assert not list(driver.scheduler._forks)
+    assert not driver.scheduler._forks.waiting
+    assert not list(driver.scheduler._holds)
 
 
 def test_forks_come_and_go_without_a_trace() -> None:

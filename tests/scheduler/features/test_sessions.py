@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import PoolingParams
 from longshore.protocol.sampling import SamplingParams
-from longshore.scheduler.lifecycle import MAX_QUEUED_CHUNKS
+from longshore.scheduler.features.sessions import MAX_QUEUED_CHUNKS
 from longshore.scheduler.request import RequestStatus
 from tests.scheduler.driver import EOS, Driver, expected_output, prompt_of
 from tests.scheduler.fake_grammar import FakeCompiler, grammar_for
@@ -282,7 +282,7 @@ def test_more_input_for_what_is_no_session_ends_it_with_the_reason() -> None:
     driver.step()
     driver.continue_session(key, [70])
     assert driver.reason(key) is FinishReason.ERROR
-    assert "no session" in str(driver.finished[key].message)
+    assert "not a session" in str(driver.finished[key].message)
 
 
 def test_a_session_whose_client_thinks_is_no_stall() -> None:

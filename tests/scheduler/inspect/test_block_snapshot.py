@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from longshore.protocol import block_map
+from longshore.protocol import statistics
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.handshake import ToClient
 from longshore.protocol.kv_cache_spec import SinkFullAttentionSpec
@@ -105,8 +105,8 @@ def test_blocks_that_sinks_have_set_aside_are_reserved() -> None:
 def test_who_asks_too_often_gets_the_same_picture() -> None:
     scheduler = Driver().scheduler
     first = scheduler.make_block_snapshot(10.0, "engine")
-    assert scheduler.make_block_snapshot(10.0 + 0.9 * block_map.MIN_INTERVAL_S, "engine") is first
-    assert scheduler.make_block_snapshot(10.0 + block_map.MIN_INTERVAL_S, "engine") is not first
+    assert scheduler.make_block_snapshot(10.0 + 0.9 * statistics.MIN_INTERVAL_S, "engine") is first
+    assert scheduler.make_block_snapshot(10.0 + statistics.MIN_INTERVAL_S, "engine") is not first
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +158,6 @@ def test_a_big_picture_travels_with_its_states_as_a_frame_of_their_own(crowd: Sc
     header, *frames = Encoder[ToClient]().encode(picture)
     assert [len(frame) for frame in frames] == [100_000, 4 * len(picture.block_ids)]
     received = Decoder[ToClient](ToClient).decode([header, *frames])
-    assert isinstance(received, block_map.BlockSnapshot)
+    assert isinstance(received, statistics.BlockSnapshot)
     np.testing.assert_array_equal(received.states, picture.states)
     assert received.holders == picture.holders

@@ -24,7 +24,6 @@ from longshore.scheduler.kv_cache.block_hash import (
     BlockHasher,
     ExtraKeys,
     block_key,
-    extra_keys_of,
 )
 from longshore.scheduler.request import Request
 
@@ -295,7 +294,7 @@ def test_extra_keys_are_made_once_per_request_and_only_where_there_are_any() -> 
         message = AddRequest("r", 0, np.arange(8, dtype=np.int32), SamplingParams(), **fields)
         return Request(message, client_index=0, now=0.0, max_model_len=64, eos_token_ids=())
 
-    assert extra_keys_of(request_of()) is None
+    assert request_of().extra_keys is None
     for fields in (
         {"cache_salt": ""},
         {"lora": LoRARequest("a")},
@@ -303,7 +302,6 @@ def test_extra_keys_are_made_once_per_request_and_only_where_there_are_any() -> 
         {"prompt_embeds": PromptEmbeds(np.zeros(64, np.uint8), 2, "float32")},
     ):
         request = request_of(**fields)
-        keys = extra_keys_of(request)
+        keys = request.extra_keys
         assert keys is not None
-        assert extra_keys_of(request) is keys
         assert keys.frame(0, 4) != b""

@@ -140,7 +140,9 @@ def test_several_groups_find_what_all_of_them_have_in_whole_blocks_of_all(
 
 @pytest.mark.req("HSH-08")
 def test_blocks_that_are_no_whole_number_of_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match="group 1 hold 6 tokens, which is no multiple of the 4"):
+    with pytest.raises(
+        ConfigError, match="group 1 hold 6 tokens, which is not a multiple of the 4"
+    ):
         make(full(), full(6))
     make(full(), full(6), hash_block_size=2)
 

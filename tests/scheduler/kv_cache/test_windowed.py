@@ -10,13 +10,13 @@ from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.kv_cache.block_pool import BlockPool
-from longshore.scheduler.kv_cache.full import manager_class
+from longshore.scheduler.kv_cache.coordinator import manager_class
+from longshore.scheduler.kv_cache.manager import check_states
 from longshore.scheduler.kv_cache.windowed import (
     ChunkedLocalManager,
     MambaManager,
     SlidingWindowManager,
     WindowedManager,
-    check_states,
 )
 from tests.scheduler.hybrid_driver import chunked, first_seen, full, state, window
 
@@ -128,7 +128,7 @@ def test_a_row_that_is_cut_and_used_again_forgets_anew() -> None:
     assert manager.truncate(0, 0).tolist() == [0, 0, 0, 4]
     manager.append_to_row(0, [5, 6, 7])
     assert free_skipped(manager, 12).tolist() == [6, 5]
-    manager.take(0)
+    manager.take([0])[0]
     manager.start(0, [8, 9], [10])
     assert free_skipped(manager, 12).tolist() == [9, 8]
 
@@ -146,9 +146,9 @@ def test_a_state_takes_one_block_per_step_however_long_the_step_is() -> None:
     manager, pool = make(state())
     assert list(manager.positions(0, 5, 0)) == [4]
     manager.start(0, [], [0, 0, 0, 0, *pool.get_new_blocks(1)])
-    rows, counts = manager.rows_short(np.array([32, 0, 3, 0]))
+    rows, counts, num_new = manager.rows_short(np.array([32, 0, 3, 0]))
     assert (rows.tolist(), counts.tolist()) == ([0, 2], [3, 1])
-    assert manager.num_new_blocks(counts) == 2
+    assert num_new == 2
     entries = manager.lay_out(counts, pool.get_new_blocks(2))
     assert entries.tolist() == [0, 0, 2, 3]
     manager.append(rows, counts, entries)

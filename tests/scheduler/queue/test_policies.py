@@ -66,7 +66,7 @@ def test_both_queues_serve_in_the_order_of_the_policy(name: str, served: str) ->
         waiting = WaitingRequests(POLICIES[name]())
         for request_id, priority, now in (("a", 2, 2.0), ("b", 0, 3.0), ("c", 1, 1.0)):
             enter(waiting, turn(request_id, priority=priority, now=now))
-        assert [waiting.pop().request_id for _ in range(3)] == list(served)
+        assert [waiting.pop().request_id for _ in range(3) if waiting.peek()] == list(served)
 
 
 # The victim
@@ -217,6 +217,7 @@ class ContinuumAgainstAList(RuleBasedStateMachine):
     @precondition(lambda self: self.queued)
     @rule()
     def set_aside(self) -> None:
+        assert self.waiting.peek() is not None
         self.waiting.set_aside()
         self.waiting.end_step()
 

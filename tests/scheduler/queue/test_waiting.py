@@ -11,13 +11,26 @@ from longshore.scheduler.queue.policies import (
 )
 from longshore.scheduler.queue.queues import PolicyRequest
 from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.request import Request
 from tests.scheduler.test_request import make_request
+
+
+def take(waiting: WaitingRequests) -> Request:
+    """As admission does: look at the head, then take it."""
+    assert waiting.peek() is not None
+    return waiting.pop()
+
+
+def set_aside(waiting: WaitingRequests) -> None:
+    """As admission does: look at the head, then set it aside."""
+    assert waiting.peek() is not None
+    waiting.set_aside()
 
 
 def drain(waiting: WaitingRequests) -> list[str]:
     popped = []
     while waiting.peek() is not None:
-        popped.append(waiting.pop().request_id)
+        popped.append(take(waiting).request_id)
     return popped
 
 
@@ -31,7 +44,7 @@ def test_the_head_stays_until_it_is_popped() -> None:
     assert waiting.peek() is first
     assert waiting.peek() is first
     assert len(waiting) == 2
-    assert waiting.pop() is first
+    assert take(waiting) is first
 
 
 @pytest.mark.req("SCH-11")
@@ -39,10 +52,10 @@ def test_what_is_set_aside_is_not_seen_again_before_the_step_has_ended() -> None
     waiting = WaitingRequests(FCFSPolicy())
     for name in ("a", "b", "c"):
         waiting.add(make_request(name))
-    waiting.set_aside()
-    waiting.set_aside()
+    set_aside(waiting)
+    set_aside(waiting)
     assert len(waiting) == 3
-    assert waiting.pop().request_id == "c"
+    assert take(waiting).request_id == "c"
     assert waiting.peek() is None
     waiting.end_step()
     waiting.add(make_request("d"))
@@ -54,10 +67,10 @@ def test_set_aside_requests_go_before_those_set_aside_longer_ago() -> None:
     waiting = WaitingRequests(FCFSPolicy())
     for name in ("a", "b"):
         waiting.add(make_request(name))
-    waiting.set_aside()
+    set_aside(waiting)
     waiting.end_step()
-    waiting.set_aside()  # a, from the skipped queue
-    waiting.set_aside()  # b
+    set_aside(waiting)  # a, from the skipped queue
+    set_aside(waiting)  # b
     waiting.end_step()
     assert drain(waiting) == ["a", "b"]
 
@@ -89,7 +102,7 @@ def test_a_preempted_request_keeps_its_place_among_its_equals(name: str) -> None
     requests = [make_request(f"r{index}", now=float(index)) for index in range(8)]
     for request in requests:
         waiting.add(request)
-    running = [waiting.pop() for _ in range(4)]
+    running = [take(waiting) for _ in range(4)]
     while running:
         waiting.put_back(running.pop(policy.pick_victim(running)))
     waiting.add(make_request("r8", now=8.0))
@@ -105,7 +118,7 @@ def test_a_blocked_request_is_tried_each_step_and_holds_nobody_up() -> None:
     assert len(waiting) == 2
     for _ in range(2):
         assert waiting.peek() is blocked
-        waiting.set_aside()
+        set_aside(waiting)
         head = waiting.peek()
         assert head is not None
         assert head.request_id == "free"
@@ -130,8 +143,8 @@ def test_what_a_step_has_tried_is_listed_first_and_can_end() -> None:
     requests = [make_request(name) for name in ("a", "b", "c")]
     for request in requests:
         waiting.add(request)
-    waiting.set_aside()
-    waiting.set_aside()
+    set_aside(waiting)
+    set_aside(waiting)
     assert list(waiting) == requests
     waiting.remove(requests[0])
     waiting.end_step()
@@ -157,7 +170,7 @@ def test_a_request_can_be_removed_from_either_queue_and_only_once() -> None:
     requests = [make_request(name) for name in ("a", "b", "c")]
     for request in requests:
         waiting.add(request)
-    waiting.set_aside()
+    set_aside(waiting)
     waiting.end_step()
     waiting.remove(requests[0])
     waiting.remove(requests[2])
@@ -175,7 +188,7 @@ def test_a_parked_request_is_not_looked_at_before_its_event_and_keeps_its_place(
     for request in requests:
         waiting.add(request)
     waiting.park_head()  # r0 waits for an event
-    waiting.set_aside()  # r1 is tried again in the next step
+    set_aside(waiting)  # r1 is tried again in the next step
     waiting.end_step()
     assert waiting.peek() is requests[1]
     assert (len(waiting), list(waiting)[-1]) == (4, requests[0])
@@ -212,6 +225,6 @@ def test_parked_requests_cost_a_step_nothing() -> None:
     for index in range(1000):
         waiting.park(make_request(f"parked-{index}"))
     waiting.add(make_request("runs"))
-    assert waiting.pop().request_id == "runs"
+    assert take(waiting).request_id == "runs"
     assert waiting.peek() is None
     assert policy.num_questions == 0

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.scheduler.step.budget import StepBudget
+from longshore.scheduler.step.admission import StepBudget
 from longshore.scheduler.step.running import RunningTable
 
 
@@ -18,9 +18,9 @@ def table_with_order(order: list[int]) -> RunningTable:
 
 
 def test_tokens_are_cut_in_admission_order_whatever_the_rows_are() -> None:
-    budget = StepBudget(10, threshold=0)
+    budget = StepBudget(10)
     running = table_with_order([2, 0, 3, 1])
-    granted = budget.cut(np.array([4, 5, 4, 5]), running)
+    granted = budget.grant(np.array([4, 5, 4, 5]), running)
     np.testing.assert_array_equal(granted, [4, 0, 4, 2])
     assert budget.num_left == 10
 
@@ -39,27 +39,7 @@ def test_a_cut_is_what_one_request_after_the_other_would_take(
     for row in order:
         expected[row] = min(wanted[row], left)
         left -= expected[row]
-    budget = StepBudget(num_total, threshold=0)
-    granted = budget.cut(np.array(wanted), table_with_order(order))
+    budget = StepBudget(num_total)
+    granted = budget.grant(np.array(wanted), table_with_order(order))
     assert granted.tolist() == expected
-    budget.spend(int(granted.sum()))
-    assert budget.num_left == left >= 0
-
-
-@pytest.mark.parametrize(("threshold", "expected"), [(0, [1, 9]), (4, [1, 4])])
-def test_the_threshold_caps_one_request_and_columns_alike(
-    threshold: int, expected: list[int]
-) -> None:
-    budget = StepBudget(100, threshold)
-    assert budget.cap(np.array([1, 9])).tolist() == expected
-    assert [budget.cap_one(1), budget.cap_one(9)] == expected
-
-
-def test_more_than_is_left_cannot_be_spent_and_what_is_given_back_can() -> None:
-    budget = StepBudget(5, threshold=0)
-    budget.spend(5)
-    with pytest.raises(AssertionError):
-        budget.spend(1)
-    budget.refund(2)
-    budget.spend(2)
-    assert budget.num_left == 0
+    assert budget.num_left - int(granted.sum()) == left >= 0

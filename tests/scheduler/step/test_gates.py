@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from longshore.scheduler.config import CacheConfig
-from longshore.scheduler.step.gates import AdmissionGates, MemoryPressure
+from longshore.scheduler.step.admission import AdmissionGates
 from tests.scheduler.driver import Driver, expected_output, prompt_of
 from tests.scheduler.loading_connector import LoadingConnector
 
@@ -105,10 +105,12 @@ def test_a_cached_prefix_counts_as_needed_while_nobody_holds_it(
 
 @pytest.mark.req("WMK-03")
 def test_pressure_closes_above_one_threshold_opens_below_the_other_and_stays_between() -> None:
-    pressure = MemoryPressure(preempt_threshold=0.95, admit_threshold=0.80)
+    cache = CacheConfig(watermark=0.0, preempt_threshold=0.95, admit_threshold=0.80)
+    gates = AdmissionGates(cache, 1000)
     usages = [0.0, 0.80, 0.949, 0.95, 0.951, 0.95, 0.81, 0.80, 0.799, 0.80, 0.95, 1.0, 0.0]
     closed = [False, False, False, False, True, True, True, True, False, False, False, True, False]
-    assert [pressure.update(usage) for usage in usages] == closed
+    room = {"num_free": 100, "nothing_runs": False}
+    assert [not gates.has_room(1, usage=usage, **room) for usage in usages] == closed
 
 
 @pytest.mark.req("WMK-03")

@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 
-from longshore.scheduler.step.in_flight import PlannedStep, StepsInFlight
+from longshore.scheduler.step.in_flight import (
+    PastOccupant,
+    PlannedStep,
+    SamplingRows,
+    StepsInFlight,
+)
 from longshore.scheduler.step.running import RunningTable
-from longshore.scheduler.step.sampling_rows import SamplingRows
 from tests.scheduler.test_request import make_request
 
 
@@ -14,7 +18,8 @@ def planned(step: int) -> PlannedStep:
 
 
 def test_answers_come_in_the_order_of_the_plans() -> None:
-    steps = StepsInFlight()
+    running = RunningTable(3, 8)
+    steps = StepsInFlight(running)
     assert (len(steps), steps.oldest(), steps.newest_step) == (0, None, 0)
     first, second = planned(1), planned(2)
     steps.add(first)
@@ -27,7 +32,8 @@ def test_answers_come_in_the_order_of_the_plans() -> None:
 
 
 def test_a_departed_request_is_known_until_the_last_plan_made_before_is_answered() -> None:
-    steps = StepsInFlight()
+    running = RunningTable(3, 8)
+    steps = StepsInFlight(running)
     steps.add(planned(1))
     steps.add(planned(2))
     request = make_request()
@@ -36,18 +42,20 @@ def test_a_departed_request_is_known_until_the_last_plan_made_before_is_answered
     assert request.resume_after_step == 2
     steps.add(planned(3))
     steps.answered()
-    left = steps.past_occupant(4)
+    left = steps.occupant(0, 4)
+    assert isinstance(left, PastOccupant)
     assert (left.request, left.tables, left.void_through) == (request, tables, 1)
     assert steps.past_occupants() == [(4, left)]
     steps.void_past_occupants()
-    assert steps.past_occupant(4).void_through == 2
+    assert steps.occupant(0, 4).void_through == 2
     steps.answered()
     with pytest.raises(KeyError):
-        steps.past_occupant(4)
+        steps.occupant(0, 4)
 
 
 def test_a_request_without_valid_tokens_on_their_way_may_come_back_at_once() -> None:
-    steps = StepsInFlight()
+    running = RunningTable(3, 8)
+    steps = StepsInFlight(running)
     steps.add(planned(1))
     for expects_tokens, void_through in ((False, 0), (True, 1)):
         request = make_request()

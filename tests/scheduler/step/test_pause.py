@@ -2,7 +2,7 @@
 
 import pytest
 
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.planner import PauseState
 from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
 
 

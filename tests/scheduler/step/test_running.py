@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 
 from longshore.protocol.arrays import int32_array
-from longshore.scheduler.request import Request, RequestStatus
+from longshore.scheduler.request import Request, RequestChange, RequestStatus
 from longshore.scheduler.step.running import NO_STOP_ID, RunningTable
 from tests.scheduler.test_request import make_request
 
 
 def admit(running: RunningTable, request: Request, num_computed: int = 0) -> int:
+    if request.status is RequestStatus.RUNNING:  # it was preempted since
+        request.change(RequestChange.PREEMPTED)
     return running.admit(request, num_computed, (int32_array([1, 2]),)).row
 
 

@@ -13,10 +13,9 @@ from longshore.protocol.handshake import ToWorker
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.transport.codec import Encoder
-from longshore.scheduler.step.in_flight import PlannedStep
-from longshore.scheduler.step.pause import PauseState
+from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows
+from longshore.scheduler.step.planner import PauseState
 from longshore.scheduler.step.running import RunningTable
-from longshore.scheduler.step.sampling_rows import SamplingRows
 from longshore.scheduler.step.steady_decode import SteadyDecode
 from tests.scheduler.driver import EOS, Driver, prompt_of, steady_token
 from tests.scheduler.features.test_encoder import items_of

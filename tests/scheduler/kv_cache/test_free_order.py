@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.protocol.arrays import int32_array
-from longshore.scheduler.kv_cache.release_order import ReleaseOrder
+from longshore.scheduler.kv_cache.coordinator import FreeOrder
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -38,5 +38,5 @@ def test_whatever_ends_at_a_later_token_goes_first_and_null_blocks_do_not_go(
         for index, block_id in enumerate(table.tolist())
         if block_id
     )
-    order = ReleaseOrder(sizes, frees_skipped).tail_first(tables)
+    order = FreeOrder(sizes, frees_skipped).tail_first(tables)
     assert order.tolist() == [block_id for _, _, block_id in wanted]

@@ -1,0 +1,97 @@
+"""Speculative decoding, as far as the scheduler is concerned: drafts that a plan verifies.
+
+A drafter proposes tokens for the next step of a row; the step computes them and verifies as many as
+match. Drafts count as placeholders until the output says how many were accepted. With two steps in
+flight only the workers know the next drafts, and the scheduler plans with their number.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
+from longshore.scheduler.features.grammar import Grammars
+from longshore.scheduler.request import Request
+from longshore.scheduler.step.in_flight import PlannedStep
+from longshore.scheduler.step.running import RunningTable
+
+
+@dataclass(slots=True)
+class Drafts:
+    """Of all running rows.
+
+    is_async: more than one step in flight.
+    num_invalid_in_step: refused by a grammar since the last plan; the others since the start.
+    """
+
+    running: RunningTable
+    grammars: Grammars | None
+    is_async: bool
+    num_invalid_in_step: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_invalid_draft_tokens: int = 0
+
+    def in_plan(self, num_scheduled: Int64Array) -> tuple[Int32Array, Int32Array]:
+        """(rows, token ids) that a plan verifies, a row listed once per draft."""
+        running = self.running
+        counts = running.num_drafts_in(num_scheduled)
+        rows = np.flatnonzero(counts)
+        ids = [running.drafts[row, : counts[row]] for row in rows.tolist()]
+        if not ids:
+            return EMPTY_INT32, EMPTY_INT32
+        return int32_array(np.repeat(rows, counts[rows])), np.concatenate(ids)
+
+    def consume(self, num_scheduled: Int64Array, rows: Int64Array, num_drafts: Int64Array) -> None:
+        """A plan verifies `num_drafts` (max_num_seqs,) drafts; `rows` sample in it."""
+        running = self.running
+        running.num_placeholders += num_drafts
+        running.num_drafts[num_scheduled > 0] = 0
+        if self.is_async:
+            rows = rows[~running.has_grammar[rows]]
+            running.num_drafts[rows] = running.drafts.shape[1]
+            running.drafts[rows] = -1
+
+    def settle(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Of the drafts of a running request, so many were accepted; the others count neither as
+        computed nor as placeholders."""
+        row, num_rejected = np.array([request.row]), num_drafts - num_accepted
+        self.running.reject(row, np.array([num_rejected]))
+        self.running.num_placeholders[row] -= num_rejected
+        request.num_draft_tokens += num_drafts
+        request.num_accepted_tokens += num_accepted
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+
+    def receive(
+        self, rows: Int32Array, token_ids: Int32Array, planned: PlannedStep | None = None
+    ) -> None:
+        """Drafts for the next step of rows that decode; those that a grammar refuses are dropped.
+
+        planned: the plan whose output brought them; rows with another occupant since are skipped.
+        """
+        if len(rows) == 0 or self.is_async:
+            return
+        running = self.running
+        for row in np.unique(rows).tolist():
+            if not 0 <= row < running.max_num_seqs or running.requests[row] is None:
+                continue
+            if planned is not None and not self._sampled_in(planned, row):
+                continue
+            request = running.request_on(row)
+            if request.pooling is not None or running.num_computed[row] < running.num_known[row]:
+                continue
+            ids = token_ids[rows == row].tolist()
+            if self.grammars is not None:
+                num_valid = self.grammars.num_valid(request, ids)
+                num_invalid = len(ids) - num_valid
+                request.num_invalid_draft_tokens += num_invalid
+                self.num_invalid_draft_tokens += num_invalid
+                self.num_invalid_in_step += num_invalid
+                ids = ids[:num_valid]
+            running.set_drafts(row, ids)
+
+    def _sampled_in(self, planned: PlannedStep, row: int) -> bool:
+        index = int(np.searchsorted(planned.rows, row))
+        is_there = index < len(planned.rows) and planned.rows[index] == row
+        return bool(is_there and planned.generations[index] == self.running.generation[row])

@@ -1,0 +1,120 @@
+"""Resumable requests: when an output ends, the request waits for its client's next input.
+
+Between two inputs it holds its KV if it `keeps_blocks`, and its KV may be in the prefix cache in
+any case. The tokens of all inputs and outputs before are the prompt of the next output.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from longshore.protocol.outputs import FinishReason
+from longshore.protocol.requests import ContinueSession
+from longshore.scheduler.config import SchedulerConfig
+from longshore.scheduler.kv_cache.blocks import HeldBlocks
+from longshore.scheduler.kv_cache.holds import Holds
+from longshore.scheduler.kv_cache.manager import KVCacheManager
+from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.request import (
+    NOT_SCHEDULED,
+    HoldKind,
+    Outcome,
+    Request,
+    RequestChange,
+    RequestStatus,
+)
+from longshore.scheduler.step.client_outputs import ClientOutputs
+from longshore.scheduler.step.in_flight import StepsInFlight
+from longshore.scheduler.validation import RequestValidator
+
+MAX_QUEUED_CHUNKS: Final = 1024
+"""Inputs of one session that may wait for their turn."""
+
+
+@dataclass(slots=True)
+class Sessions:
+    """end: ends a request for good, see `Lifecycle.end`."""
+
+    config: SchedulerConfig
+    waiting: WaitingRequests
+    holds: Holds
+    kv_cache: KVCacheManager
+    in_flight: StepsInFlight
+    outputs: ClientOutputs
+    validator: RequestValidator
+    eos_token_ids: tuple[int, ...]
+    end: Callable[[Request, Outcome, float], None]
+
+    def receive(self, request: Request, chunk: ContinueSession, now: float) -> None:
+        """More input for a request; it waits while the session is not ready for it."""
+        problem = None
+        if not request.resumable:
+            problem = "it takes no more input: it is not a session, or its last input has come"
+        elif len(request.next_chunks) >= MAX_QUEUED_CHUNKS:
+            problem = f"more than {MAX_QUEUED_CHUNKS} chunks wait in this session"
+        if problem is not None:
+            self.end(request, Outcome(FinishReason.ERROR, problem), now)
+            return
+        request.next_chunks.append(chunk)
+        if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+            self._begin_next_chunk(request, now)
+
+    def continues(self, request: Request) -> bool:
+        """Whether the request goes on after the output that it has now."""
+        if not request.resumable or request.num_tokens >= self.config.max_model_len:
+            return False
+        return not (request.next_chunks and closes_session(request.next_chunks[0]))
+
+    def pause(
+        self,
+        request: Request,
+        reason: FinishReason,
+        blocks: HeldBlocks | None,
+        now: float,
+        *,
+        is_computed: bool,
+    ) -> None:
+        """The output has ended, and the request has neither row nor place in a queue.
+
+        is_computed: `blocks` are the KV of at least all its tokens but the last.
+        """
+        if blocks is not None:
+            if is_computed and request.keeps_blocks and self.kv_cache.can_fork:
+                num_computed = request.num_tokens - 1
+                kept, blocks = self.kv_cache.cut(blocks, num_computed)
+                self.holds.add(request, HoldKind.SESSION, kept, num_computed)
+            self.kv_cache.release(blocks)
+        self.outputs.add_finish(request, reason, session_continues=True)
+        request.change(RequestChange.OUTPUT_ENDED)
+        request.num_prompt_tokens = request.num_tokens
+        request.num_cached_tokens = NOT_SCHEDULED
+        request.is_resumed = False
+        request.resume_after_step = 0
+        self.in_flight.void_past_occupants(request)  # those belong to the output that has ended
+        self.waiting.park(request)
+        if request.next_chunks:
+            self._begin_next_chunk(request, now)
+
+    def _begin_next_chunk(self, request: Request, now: float) -> None:
+        chunk = request.next_chunks.pop(0)
+        if closes_session(chunk):
+            self.end(request, Outcome(FinishReason.STOPPED), now)
+            return
+        rejection = self.validator.chunk_rejection(chunk, num_tokens=request.num_tokens)
+        if rejection is not None:
+            self.end(request, Outcome(*rejection), now)
+            return
+        request.begin_chunk(
+            chunk,
+            now=now,
+            max_model_len=self.config.max_model_len,
+            eos_token_ids=self.eos_token_ids,
+        )
+        if request.skip_reading_prefix_cache and request.hold is not None:
+            self.holds.release(request)
+        self.waiting.unpark(request)
+
+
+def closes_session(chunk: ContinueSession) -> bool:
+    """The chunk brings no token and is the last one."""
+    return not len(chunk.prompt_token_ids) and not chunk.resumable

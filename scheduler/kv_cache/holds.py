@@ -1,0 +1,94 @@
+"""Waiting requests that hold blocks: loaded requests, forks, and sessions between two inputs.
+
+A hold is useful and never necessary: when blocks are short it is released, the youngest first, and
+its request computes everything when its turn comes.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from longshore.scheduler.kv_cache.blocks import HeldBlocks
+from longshore.scheduler.kv_cache.manager import KVCacheManager
+from longshore.scheduler.request import Hold, HoldKind, Request
+
+
+class Holds:
+    """All of them. num_loaded_blocks: of those that a load has filled."""
+
+    def __init__(self, kv_cache: KVCacheManager) -> None:
+        self._kv_cache = kv_cache
+        self._holders: dict[Request, None] = {}
+        self._last_order = 0
+        self.num_loaded_blocks = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        """The holding requests, the oldest hold first."""
+        return iter(self._holders)
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def next_order(self) -> int:
+        """A number for a hold, higher than those before."""
+        self._last_order += 1
+        return self._last_order
+
+    def add(
+        self,
+        request: Request,
+        kind: HoldKind,
+        blocks: HeldBlocks,
+        num_computed_tokens: int,
+        *,
+        order: int | None = None,
+        unwritten_block_ids: Sequence[int] = (),
+    ) -> Hold:
+        """The request, which has no row, owns these references from now on: the KV of its first
+        `num_computed_tokens` tokens. order: see `Hold`; None makes it the youngest."""
+        order = self.next_order() if order is None else order
+        hold = Hold(kind, blocks, num_computed_tokens, order, unwritten_block_ids)
+        request.hold = hold
+        self._holders[request] = None
+        if kind is HoldKind.LOADED:
+            self.num_loaded_blocks += blocks.num_blocks
+        return hold
+
+    def take(self, request: Request) -> HeldBlocks:
+        """The hold is over; its references belong to the caller."""
+        hold = request.hold
+        assert hold is not None
+        del self._holders[request]
+        request.hold = None
+        if hold.kind is HoldKind.LOADED:
+            self.num_loaded_blocks -= hold.blocks.num_blocks
+        return hold.blocks
+
+    def release(self, request: Request) -> None:
+        """The hold is over and its references are dropped. A loaded request may load again."""
+        assert request.hold is not None
+        if request.hold.kind is HoldKind.LOADED:
+            request.asks_connector = True
+        self._kv_cache.release(self.take(request))
+
+    def release_youngest(self, *, loaded: bool, besides: Request | None = None) -> bool:
+        """Blocks are short: release the youngest hold of loaded requests, or else of the others.
+        False if none but that of `besides` is there."""
+        if loaded and not self.num_loaded_blocks:
+            return False
+        found = [
+            (request.hold.order, request)
+            for request in self._holders
+            if request is not besides
+            and request.hold is not None
+            and (request.hold.kind is HoldKind.LOADED) is loaded
+        ]
+        if not found:
+            return False
+        self.release(max(found, key=lambda pair: pair[0])[1])
+        return True
+
+    def begin_epoch(self) -> None:
+        """All KV is gone; no reference is dropped, because the pool starts anew."""
+        for request in self._holders:
+            request.hold = None
+        self._holders.clear()
+        self.num_loaded_blocks = 0
