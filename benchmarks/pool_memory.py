@@ -1,9 +1,9 @@
-"""How long a pool takes to build and what it weighs, empty and with every block cached.
+"""Time to build a block pool, and its memory: empty, and with all blocks cached.
 
     python benchmarks/pool_memory.py [--blocks 10000 100000 1000000] [--json F]
 
-Each size in a fresh interpreter; `rss_mb` is all that this process has resident, imports included
-(`base_mb`). The names of cached blocks are counted in, though requests share them while they run.
+Each size runs in a fresh interpreter. `rss_mb` is the resident memory of that process, including
+imports (`base_mb`). It includes the block hashes, which running requests share.
 """
 
 import json
