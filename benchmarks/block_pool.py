@@ -37,15 +37,15 @@ def measure(at_a_time: int, *, evicting: bool) -> dict[str, float]:
     pool = BlockPool(NUM_BLOCKS)
     num_cached_blocks = 0
 
-    def name(block_ids: BlockIds) -> None:
+    def cache(block_ids: BlockIds) -> None:
         nonlocal num_cached_blocks
         if evicting:
             first, num_cached_blocks = num_cached_blocks, num_cached_blocks + len(block_ids)
-            names = [number.to_bytes(32, "big") for number in range(first, num_cached_blocks)]
-            pool.cache_blocks([int(block_id) for block_id in block_ids], names)
+            hashes = [number.to_bytes(32, "big") for number in range(first, num_cached_blocks)]
+            pool.cache_blocks([int(block_id) for block_id in block_ids], hashes)
 
     block_ids = pool.get_new_blocks(NUM_BLOCKS - 1)
-    name(block_ids)
+    cache(block_ids)
     pool.free_blocks(block_ids)
     repeats = max(200, min(20_000, 300_000 // at_a_time))
     allocate_ns, free_ns = [], []
@@ -55,7 +55,7 @@ def measure(at_a_time: int, *, evicting: bool) -> dict[str, float]:
         started = time.perf_counter_ns()
         block_ids = pool.get_new_blocks(at_a_time)
         allocate_ns.append(time.perf_counter_ns() - started)
-        name(block_ids)
+        cache(block_ids)
         started = time.perf_counter_ns()
         pool.free_blocks(block_ids)
         free_ns.append(time.perf_counter_ns() - started)

@@ -38,8 +38,8 @@ GEMMA3, MIXTRAL = BASE / "gemma3-tiny-rand", BASE / "mixtral-tiny-rand"
 FIRST_ID, VOCAB_SIZE = 3, 4096  # ids that all models have
 MAX_MODEL_LEN = 4096
 SETTLE_S = 0.5
-"""Between two turns: the threads of an OpenMP runtime spin for 0.2 s behind their last work, on
-cores that the next system needs."""
+"""Pause between two turns: OpenMP threads spin for 0.2 s after their last work, on cores that the
+next system needs."""
 
 PRELOAD = (
     BASE / "cpu/lib/libiomp5.so",

@@ -40,7 +40,7 @@ IDENTITY: Final = EngineIdentity(
     hash_seed_digest="none",
 )
 STRIDE: Final = 37
-"""Stream i begins so many tokens behind stream i - 1 in the list that all of them repeat."""
+"""Offset between the first tokens of streams i and i - 1 in the list that all of them repeat."""
 NUM_LISTED: Final = 3
 CHUNK_BYTES: Final = 1 << 16
 

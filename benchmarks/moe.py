@@ -35,7 +35,7 @@ SHAPES: Final = {  # experts, of which per token, hidden size, width of an exper
 }
 TOKENS: Final = (1, 4, 16, 64, 512)
 MAX_SECONDS: Final = 2.0
-"""What the turns of a row may take together."""
+"""Time limit for all turns of a row."""
 
 
 class Case:
@@ -57,7 +57,7 @@ class Case:
         self.theirs.to(dtype)
         self.exact = MixtralSparseMoeBlock(config).requires_grad_(False).double()
         self.exact.load_state_dict(self.theirs.state_dict())
-        config._experts_implementation = "eager"  # read at every call; reset for ours below
+        config._experts_implementation = "eager"  # read at every call; see `grouped`, `answer`
         self._config = config
         self.ours = self._our_layer(width, dtype)
 

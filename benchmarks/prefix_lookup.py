@@ -68,13 +68,13 @@ def bare_chain(token_ids: Int32Array, algorithm: Algorithm) -> None:
     packed, width = token_ids.tobytes(), 4 * BLOCK_SIZE
     starts = range(0, len(packed) // width * width, width)
     if algorithm == "sha256":
-        name = bytes(32)
+        block_hash = bytes(32)
         for start in starts:
-            name = hashlib.sha256(name + packed[start : start + width]).digest()
+            block_hash = hashlib.sha256(block_hash + packed[start : start + width]).digest()
     else:
-        name = bytes(16)
+        block_hash = bytes(16)
         for start in starts:
-            name = xxhash.xxh3_128_digest(name + packed[start : start + width])
+            block_hash = xxhash.xxh3_128_digest(block_hash + packed[start : start + width])
 
 
 class Cache:
@@ -181,7 +181,7 @@ def measure_peer(
     return {jobs[job]: row for job, row in json.loads(printed.splitlines()[-1]).items()}
 
 
-def beside(ours: dict[str, Any], peer: dict[str, float], algorithm: Algorithm) -> dict[str, Any]:
+def compare(ours: dict[str, Any], peer: dict[str, float], algorithm: Algorithm) -> dict[str, Any]:
     """The peer's figures, and their ratios to ours."""
     theirs = {
         "hash_us": peer[PEER_HASH[algorithm]],
@@ -213,7 +213,7 @@ def main() -> None:
         for ours in measure(num_tokens, algorithm, options.repeats, groups, kinds):
             compared = {"peer": None}
             if peers is not None:
-                compared = beside(ours, peers[num_tokens, ours["groups"]], algorithm)
+                compared = compare(ours, peers[num_tokens, ours["groups"]], algorithm)
             about = {"tokens": num_tokens, "algorithm": algorithm, "kinds": kinds}
             rows.append({**about, **ours, **compared})
     report.write(options.json, rows)
