@@ -330,8 +330,8 @@ def check_holds_one_request(
     cause, remedy = "", ""
     if with_little_in_flight < needed:
         cause = (
-            f", because windows and states also hold the tokens in flight (here "
-            f"{max_num_batched_tokens} in {num_steps} steps)"
+            f", because windows and states also hold what is in flight (here "
+            f"{max_num_batched_tokens} tokens in {num_steps} steps)"
         )
         remedy = " or max_num_batched_tokens"
     raise KVCacheTooSmall(
