@@ -1,13 +1,13 @@
-"""Attention of one step on the CPU: the compiled kernel beside torch over gathered blocks, and
-beside the time that reading the keys and values from memory takes. `limited` are layers
-with windows, chunks, soft caps and sinks: what a window costs depends on no token before it.
+"""Attention of one step on the CPU: the compiled kernel compared with torch over gathered blocks,
+and with the time to read the keys and values from memory. `limited` are layers with windows,
+chunks, soft caps and sinks; the cost of a window does not depend on the tokens before it.
 
     python benchmarks/attention.py [--json F] [--repeats N] [--threads N] [--only KIND]
 
-Both sides get the same cache, queries and block table, and take turns; the least time of a step's
-attention, over all layers and divided by them, counts. `bound` is the bytes of keys and values over
-the measured read bandwidth; where they fit a cache, less than 1 of it is possible. `errors` is the
-largest difference between the two sides.
+Both sides get the same cache, queries and block table, and take turns. Times are minima per layer:
+the attention of all layers of a step, divided by their number. `bound` is the size of keys and
+values divided by the measured read bandwidth; a ratio below 1 is possible if they fit in a CPU
+cache. `errors` is the largest difference between the two sides.
 """
 
 import random
@@ -61,7 +61,7 @@ PREFILLS = [  # sequences, tokens before, new tokens
 ]
 
 
-LIMITED = [  # sequences, tokens before, new tokens, what is not plain about the layer
+LIMITED = [  # sequences, tokens before, new tokens, special settings of the layer
     *[(1, context - 1, 1, {"window": 1024}) for context in (1024, 2048, 16384, 65536)],
     *[(8, context - 1, 1, {"window": 1024}) for context in (1024, 2048, 16384, 65536)],
     *[(1, context - 512, 512, {"window": 1024}) for context in (2048, 16384, 65536)],
@@ -73,9 +73,9 @@ LIMITED = [  # sequences, tokens before, new tokens, what is not plain about the
 
 
 class Case:
-    """Sequences of `earlier` computed tokens each that compute `new` more.
+    """Sequences with `earlier` computed tokens each, which compute `new` more.
 
-    The cache holds what the new tokens attend to, which is all that a group of limited reach keeps.
+    The cache holds only what the new tokens attend to, as in a group that frees skipped blocks.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="%(default)s")
     parser.add_argument("--threads", type=int, help="default: torch's")
     parser.add_argument(
-        "--only", choices=["decode", "prefill", "limited"], help="measure these alone"
+        "--only", choices=["decode", "prefill", "limited"], help="measure only these"
     )
     arguments = parser.parse_args()
     if arguments.threads:
@@ -210,7 +210,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second of a sum over memory that no cache holds."""
+    """Bytes per second of a sum over memory that fits in no cache."""
     memory = torch.ones(1 << 27, dtype=torch.float32)
     return memory.nbytes / min(seconds(memory.sum) for _ in range(7))
 

@@ -1,9 +1,9 @@
-"""What handing a block out and taking it back costs, by how many go at a time, and in vLLM.
+"""Cost of allocating and freeing a block, by number of blocks at a time, compared with vLLM.
 
     python benchmarks/block_pool.py [--at-a-time 1 16 256 1024 8192] [--json F]
 
-Every block handed out is a cached one that is evicted (`evicting`), or none is (`plain`); naming
-the blocks in between is not timed. Medians in µs per block.
+Each allocation evicts a cached block (`evicting`) or none does (`plain`). Caching the blocks in
+between is not timed. Medians in µs per block.
 """
 
 import gc
@@ -33,19 +33,19 @@ print(json.dumps(result["c"]))
 
 
 def measure(at_a_time: int, *, evicting: bool) -> dict[str, float]:
-    """Our medians for so many blocks at a time."""
+    """Our medians for this many blocks at a time."""
     pool = BlockPool(NUM_BLOCKS)
     num_cached_blocks = 0
 
-    def name(block_ids: BlockIds) -> None:
+    def cache(block_ids: BlockIds) -> None:
         nonlocal num_cached_blocks
         if evicting:
             first, num_cached_blocks = num_cached_blocks, num_cached_blocks + len(block_ids)
-            names = [number.to_bytes(32, "big") for number in range(first, num_cached_blocks)]
-            pool.cache_blocks([int(block_id) for block_id in block_ids], names)
+            hashes = [number.to_bytes(32, "big") for number in range(first, num_cached_blocks)]
+            pool.cache_blocks([int(block_id) for block_id in block_ids], hashes)
 
     block_ids = pool.get_new_blocks(NUM_BLOCKS - 1)
-    name(block_ids)
+    cache(block_ids)
     pool.free_blocks(block_ids)
     repeats = max(200, min(20_000, 300_000 // at_a_time))
     allocate_ns, free_ns = [], []
@@ -55,7 +55,7 @@ def measure(at_a_time: int, *, evicting: bool) -> dict[str, float]:
         started = time.perf_counter_ns()
         block_ids = pool.get_new_blocks(at_a_time)
         allocate_ns.append(time.perf_counter_ns() - started)
-        name(block_ids)
+        cache(block_ids)
         started = time.perf_counter_ns()
         pool.free_blocks(block_ids)
         free_ns.append(time.perf_counter_ns() - started)
@@ -67,7 +67,7 @@ def measure(at_a_time: int, *, evicting: bool) -> dict[str, float]:
 
 
 def measure_peer(python: Path) -> dict[int, dict[str, float]] | None:
-    """vLLM's medians by blocks at a time; None, said loudly, where it is not installed."""
+    """vLLM's medians by blocks at a time; None, with a warning, if vLLM is not installed."""
     if not python.exists():
         print(f"*** NO PEER: {python} does not exist; install it with benchmarks/peers/setup.sh")
         return None

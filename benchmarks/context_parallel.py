@@ -1,16 +1,15 @@
-"""Two shards that hold copies of one KV head: each with all tokens, or sharing them out.
+"""Two shards with copies of one KV head: each keeps all tokens, or they share the tokens.
 
     python benchmarks/context_parallel.py MODEL [--contexts 256 2048] [--prompts 4] [--rounds 3]
         [--json F]
 
-MODEL is a model folder with one KV head, or with latents (`mqa-tiny-rand` of
-peers/make_models.py). All engines have the same number of blocks, so the same memory per rank, and
-are loaded before the clock starts. Each round answers new prompts of `context` tokens with one
-token, which is timed as the prefill, and again with 33: their blocks are cached by then, so what
-that takes is 33 decodes. Layouts take turns; times are the least of the rounds. `ratio` is to two
-shards that keep all tokens, `plain` to the same without the compiled kernels, as attention to
-shared tokens is plain torch. `same` is the share of answers that are equal to theirs. Bytes are of
-one rank.
+MODEL is a model folder with one KV head or with latents (`mqa-tiny-rand` of peers/make_models.py).
+All engines have the same number of blocks, hence the same memory per rank, and are loaded before
+timing starts. Each round answers new prompts of `context` tokens with one token, which is timed as
+prefill, and again with 33 tokens; the prompts are cached by then, so that time is 33 decode steps.
+Layouts take turns; times are the minima of all rounds. `ratio` compares with two shards that keep
+all tokens, `plain` with the same without compiled kernels, because attention to shared tokens uses
+plain torch. `same` is the share of answers equal to theirs. Bytes are those of one rank.
 """
 
 from contextlib import ExitStack
@@ -39,7 +38,7 @@ BASELINE, PLAIN = "2 shards", "2 shards, plain torch"
 
 
 def memory(model: Path, num_sharing: int) -> dict[str, float]:
-    """Of one rank: bytes per token of the cache, and the tokens that NUM_BLOCKS blocks hold."""
+    """For one rank: KV cache bytes per token, and the tokens that NUM_BLOCKS blocks hold."""
     cache = plan(
         CachePlanOptions(
             plan=str(model),

@@ -1,4 +1,4 @@
-"""Output tokens per second on a CPU, beside vLLM's CPU build and transformers' `generate`.
+"""Output tokens per second on a CPU, compared with vLLM's CPU build and transformers' `generate`.
 
     python benchmarks/end_to_end.py [--cases i ii iii ragged gemma3 mixtral] [--curves]
                                     [--rounds 3] [--json F]
@@ -8,13 +8,13 @@ Cases: `i` 64 prompts of 256 tokens, 128 out, tiny model; `ii` 8 x 512, 64 out, 
 of 16 to 512 tokens, 16 to 256 out, tiny; `gemma3` and `mixtral` the same load, on tiny models of
 these families (six layers, five of them with a window of 128 tokens; eight experts, two per token).
 Random weights, bf16, greedy, end ids ignored, two threads; all sides with the same allocator and
-OpenMP runtime (`--preload`). Every system is loaded before the clock starts, gets the same prompts,
-new ones in each round, and takes turns with the others. A system that cannot load a case's model is
-left out of the case, which is said loudly. `ratios` are output tokens/s to those of transformers
-and of vLLM in the same kind of process, round by round.
+OpenMP runtime (`--preload`). All systems are loaded before timing starts and take turns. In each
+round all get the same new prompts. A system that cannot load the model of a case is skipped, with a
+warning. `ratios` are output tokens/s divided by those of transformers, and of vLLM in the same kind
+of process, round by round.
 
-`--curves`: tokens/s from 1 to 256 requests, the time of a decode step over the length of the
-context, and the time to a first token, cold and when the prompt's prefix is cached.
+`--curves`: tokens/s for 1 to 256 requests, the time of a decode step by context length, and the
+time to the first token without and with a cached prefix.
 """
 
 import argparse
@@ -38,8 +38,8 @@ GEMMA3, MIXTRAL = BASE / "gemma3-tiny-rand", BASE / "mixtral-tiny-rand"
 FIRST_ID, VOCAB_SIZE = 3, 4096  # ids that all models have
 MAX_MODEL_LEN = 4096
 SETTLE_S = 0.5
-"""Between two turns: the threads of an OpenMP runtime spin for 0.2 s behind their last work, on
-cores that the next system needs."""
+"""Pause between two turns: OpenMP threads spin for 0.2 s after their last work, on cores that the
+next system needs."""
 
 PRELOAD = (
     BASE / "cpu/lib/libiomp5.so",
@@ -49,7 +49,7 @@ PRELOAD = (
 
 @dataclass(frozen=True)
 class Case:
-    """Prompts of one model. Lengths are (least, greatest)."""
+    """Prompts for one model. Lengths are (minimum, maximum)."""
 
     model: Path
     num_prompts: int
@@ -77,7 +77,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class System:
-    """One side of a comparison; `compared_to` names others of SYSTEMS."""
+    """One side of a comparison; `compared_to` lists other keys of SYSTEMS."""
 
     python: Path
     script: str
@@ -102,7 +102,7 @@ SYSTEMS = {
 
 
 class Systems:
-    """All systems that are installed and can load one model."""
+    """All installed systems that can load one model."""
 
     def __init__(self, model: Path, names: Sequence[str], preload: str, stack: ExitStack) -> None:
         self.peers: dict[str, report.Peer] = {}
@@ -147,7 +147,7 @@ def measure_case(name: str, options: argparse.Namespace) -> list[dict[str, Any]]
     case = CASES[name]
     with ExitStack() as stack:
         systems = Systems(case.model, options.systems, options.preload, stack)
-        # The same jobs for all, different ones in each round.
+        # The same jobs for all systems, new ones in each round.
         jobs = [case.job(np.random.default_rng(turn)) for turn in range(options.rounds + 1)]
         walls = systems.measure(lambda turn: jobs[turn], options.rounds)
         about = {system: peer.about for system, peer in systems.peers.items()}
@@ -172,7 +172,7 @@ def measure_case(name: str, options: argparse.Namespace) -> list[dict[str, Any]]
 
 
 def _ratios(rates: dict[str, list[float]], system: str) -> dict[str, float]:
-    """By other system; round by round, since both sides of a round saw the same machine."""
+    """By other system; round by round, because conditions on the machine change between rounds."""
     return {
         other: float(np.median(np.array(rates[system]) / np.array(rates[other])))
         for other in SYSTEMS[system].compared_to
@@ -198,8 +198,8 @@ def measure_curves(options: argparse.Namespace) -> list[dict[str, Any]]:
                 | {name: 64 * num_prompts / float(np.median(w)) for name, w in walls.items()}
             )
         for length in (128, 512, 2048, 3968):
-            # Eight requests; the prompts are cached after the first job, so the second difference
-            # of two answers' lengths is decoding alone.
+            # Eight requests. The warm-up caches their prompts, so that the difference between the
+            # two times is decoding only.
             prompts = [random_ids(generator, length) for _ in range(8)]
             step: dict[str, float] = {}
             times = {}
@@ -234,7 +234,7 @@ def main() -> None:
     arguments.add_argument(
         "--preload",
         default=":".join(str(path) for path in PRELOAD if path.exists()),
-        help="LD_PRELOAD of every side: %(default)s",
+        help="LD_PRELOAD for all sides: %(default)s",
     )
     options = arguments.parse_args()
     rows = [row for name in options.cases for row in measure_case(name, options)]

@@ -1,19 +1,18 @@
-"""Which engine takes the next prompt: `EngineChoice` beside other rules, on simulated engines.
+"""Which engine gets the next prompt: `EngineChoice` compared with other rules, in a simulation.
 
     python benchmarks/engine_choice.py [--requests 2000] [--repeats 2] [--json F]
 
-Time is simulated, so nothing but the rule matters. An engine computes steps of at most 2,048
-tokens, one for each request that has begun and chunks of the prompts of those that have not, oldest
-first; a step takes 6 ms and 0.03 ms per token (a slow engine: 2.5 times that). Requests come at
-random times, to gateways at random. Prompts are log-normal with 245 tokens in the median and a
-sigma of 1.3 (alike: 0.3), answers exponential with a mean of 150 tokens. Engines report once a
-second. The rules differ in one thing each:
+Time is simulated, so only the rule matters. An engine computes steps of at most 2,048 tokens: one
+for each decoding request, then prompt chunks of the others, oldest first. A step takes 6 ms plus
+0.03 ms per token (a slow engine: 2.5 times that). Requests arrive at random times at random
+gateways. Prompt lengths are log-normal with a median of 245 tokens and a sigma of 1.3 (alike: 0.3),
+answer lengths exponential with a mean of 150 tokens. Engines report once a second. Rules:
 
-`choice`   as it is.           `requests` prompts weigh nothing.
-`own`      without reports.    `whole`    what others have counts whole.
-`turn`     in turn.            `random`   at random.
+`choice`   EngineChoice.                  `requests` the same, without prompt lengths.
+`own`      the same, without reports.     `whole`    the same, with reports at full weight.
+`turn`     round robin.                   `random`   random.
 
-`spread` is the difference between the most and the fewest requests at an engine, in the mean.
+`spread` is the mean difference between the most and the fewest requests at an engine.
 """
 
 import heapq
@@ -49,7 +48,7 @@ CASES: Final = (
 
 @dataclass(eq=False)
 class Request:
-    """What an engine has of it."""
+    """A request, as far as an engine knows it."""
 
     live: LiveRequest
     gateway: int
@@ -66,7 +65,7 @@ class Engine:
     is_busy: bool = False
 
     def step(self) -> tuple[float, list[Request]]:
-        """How long the next one takes, and who gets a token by it."""
+        """Duration of the next step, and the requests that get a token."""
         num_tokens, sampling = 0, []
         for request in self.requests[:MAX_ROWS]:
             count = min(max(request.num_prompt_left, 1), BUDGET - num_tokens)
@@ -78,7 +77,7 @@ class Engine:
 
 
 class Gateway:
-    """Asks its rule, and counts."""
+    """Applies its rule, and counts its requests."""
 
     def __init__(self, rule: str, number: int, num_gateways: int, num_engines: int) -> None:
         self.num_own = [0] * num_engines
@@ -114,7 +113,7 @@ class Simulation:
         self, rule: str, seed: int, gateways: int, engines: int, sigma: float, is_slow: bool
     ) -> None:
         self._rng, self._sigma = random.Random(seed), sigma
-        self._draws = random.Random(seed)  # of the rule, so that all have the same requests
+        self._draws = random.Random(seed)  # for the rule only, so that all get the same requests
         self._gateways = [Gateway(rule, n, gateways, engines) for n in range(gateways)]
         self._engines = [Engine() for _ in range(engines)]
         if is_slow:
@@ -211,7 +210,7 @@ def main() -> None:
         measure(case, rule, options)
         for case in CASES
         for rule in RULES
-        if case[1] > 1 or rule not in ("own", "whole")  # there are no others
+        if case[1] > 1 or rule not in ("own", "whole")  # which differ with several gateways only
     ]
     report.write(options.json, rows, tokens_per_request=engine_choice.TOKENS_PER_REQUEST)
 

@@ -1,16 +1,16 @@
-"""From a worker's answer to the next plan, through the real scheduler process, beside a bare ZMQ
-ping-pong of the same frames between two processes.
+"""Time from a worker's answer to the next plan, through the real scheduler process, compared with a
+bare ZMQ ping-pong of the same frames between two processes.
 
     python benchmarks/engine_round_trip.py [--round-trips 2000] [--repeats 5] [--json F]
 
-One request runs, so a step is as empty as one can be. The worker is this program; what it answers
-is encoded before its clock starts, and the plan decoded after it stops. The other ends of the
-ping-pong: `echo` blocks in recv; `watcher` is our `SocketWatcher` on a uvloop, which is how the
-scheduler process waits. Each repeat measures all of them in turn. `ratio` is to `echo`,
-`watcher_ratio` to `watcher`. `sync` keeps one plan unanswered; `async` two, so its round trip is
-hidden behind the other step.
+Only one request runs, so that steps are as small as possible. This program is the worker; it
+encodes an answer before timing starts, and decodes the plan after timing stops. The other end of
+the ping-pong either blocks in recv (`echo`) or uses our `SocketWatcher` on a uvloop, as the
+scheduler process does (`watcher`). Each repeat measures all of them in turn. `ratio` compares with
+`echo`, `watcher_ratio` with `watcher`. `sync` keeps one plan unanswered, `async` two, so that its
+round trip overlaps the other step.
 
-`parts` says what the scheduler process does in a step, measured in a run of its own.
+`parts` lists what the scheduler process does in a step, measured in a separate run.
 """
 
 import asyncio
@@ -80,12 +80,12 @@ class Engine:
         return frames
 
     def check(self, frames: list[bytes]) -> None:
-        """The scheduler's message is a plan."""
+        """Raise unless the scheduler's message is a plan."""
         assert isinstance(self._decoder.decode(frames), SchedulerOutput)
         self.plan_bytes, self.num_frames = sum(map(len, frames)), len(frames)
 
     def drain_client(self) -> None:
-        """Read what the client got, so that it does not pile up."""
+        """Read the client's messages, so that they do not accumulate."""
         for _ in self._client.drain():
             continue
 
@@ -96,7 +96,7 @@ def round_trips(
     ask: Callable[[], Frames],
     check: Callable[[list[bytes]], None] = lambda frames: None,
 ) -> list[float]:
-    """Microseconds from each message of `ask` to the answer; zmq.Again if none comes."""
+    """Microseconds from each message of `ask` to its answer. Raises zmq.Again without one."""
     socket.setsockopt(zmq.RCVTIMEO, int(TIMEOUT_S * 1000))
     samples = []
     for _ in range(count):
@@ -110,7 +110,7 @@ def round_trips(
 
 
 def echo(kind: str, address: str, frames: Frames) -> None:
-    """The other end of a ping-pong, in its own process, until told to stop."""
+    """The other end of a ping-pong, in a process of its own, until it gets the message to stop."""
     context: zmq.Context[Socket] = zmq.Context()
     socket = open_socket(context, zmq.DEALER, Endpoint(address), bind=True)
     if kind == "echo":
@@ -194,7 +194,7 @@ def measure(mode: str, *, count: int, repeats: int) -> dict[str, Any]:
 
 
 def parts(mode: str, *, count: int) -> dict[str, Any]:
-    """Median microseconds of what the scheduler process does per step, under a stopwatch."""
+    """Median microseconds of the parts of a step in the scheduler process, with a stopwatch."""
     with Engine(mode, count + 200, "stopwatch") as engine:
         samples = round_trips(engine.socket, count, engine.answer, engine.check)
     assert engine.live.findings is not None

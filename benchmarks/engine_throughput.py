@@ -1,12 +1,12 @@
-"""Steps per second through real processes: the scheduler, a worker that answers at once, a client
-that reads the outputs; and what the scheduler process does meanwhile.
+"""Steps per second through real processes: the scheduler, a worker that answers at once, and a
+client that reads the outputs; with a profile of the scheduler process.
 
     python benchmarks/engine_throughput.py [--running 256] [--steps 5000] [--json F]
 
-Prompts of 512 to 543 tokens, past which every request decodes. `cpu` is the share of a core that
-the scheduler process uses (ZMQ's thread among it), `tokens_per_s` what the client got. The profile
-(`profile` in the JSON: calls, own and total microseconds per step of each function) is from a run
-of its own under cProfile, which makes Python functions seem dearer than they are.
+All requests decode; their prompts have 512 to 543 tokens. `cpu` is the share of a core that the
+scheduler process uses, including ZMQ's thread; `tokens_per_s` is what the client received. The
+profile (`profile` in the JSON: calls, own and total microseconds per step of each function) is from
+a separate run under cProfile, which overestimates the cost of Python functions.
 """
 
 import multiprocessing
@@ -31,8 +31,9 @@ WARM_UP = 200
 def answer_plans(
     endpoint: Endpoint, identity: EngineIdentity, num_steps: int, result: Connection
 ) -> None:
-    """A worker, in its own process: answers every plan at once. Sends when the first measured plan
-    came and when the last did, answers no more then, and stays until it is told to go."""
+    """A worker in a process of its own, which answers every plan at once. Sends the arrival times
+    of the first and the last measured plan, then answers no more and waits for the message to stop.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     worker = connect_worker(context, endpoint, identity)
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, identity.max_num_seqs, np.int32)
@@ -55,7 +56,7 @@ def answer_plans(
 def measure(
     running: int, mode: str, *, steps: int, instrument: str | None = None
 ) -> tuple[dict[str, Any], Any]:
-    """One row, and what the instrument found."""
+    """One row, and the findings of the instrument."""
     max_model_len = 544 + WARM_UP + steps + 200
     live = LiveEngine(
         num_rows=running, max_model_len=max_model_len, mode=mode, instrument=instrument
@@ -94,7 +95,7 @@ def measure(
 
 
 def profile(running: int, mode: str, *, steps: int, num_functions: int) -> list[dict[str, Any]]:
-    """The functions of the scheduler process that take most time of their own, per step."""
+    """The functions of the scheduler process with the most own time per step."""
     _, table = measure(running, mode, steps=steps, instrument="cprofile")
     num_steps = steps + WARM_UP
     return [
@@ -114,7 +115,7 @@ def main() -> None:
     arguments.add_argument("--running", type=int, nargs="+", default=[256])
     arguments.add_argument("--steps", type=int, default=5000)
     arguments.add_argument("--repeats", type=int, default=3)
-    arguments.add_argument("--functions", type=int, default=25, help="that the profile lists")
+    arguments.add_argument("--functions", type=int, default=25, help="in the profile: %(default)s")
     options = arguments.parse_args()
     rows, profiles = [], []
     for running in options.running:

@@ -1,10 +1,10 @@
-"""Keys and values in fp8 beside bfloat16: the bytes of a token over all layers, and what attention
-to them costs on the CPU.
+"""Keys and values in fp8 compared with bfloat16: bytes per token over all layers, and the cost of
+attention on the CPU.
 
     python benchmarks/fp8_cache.py [--json F] [--shapes S ...] [--repeats N] [--threads N]
 
-Both sides attend with the compiled kernel to a cache of the same random numbers, and take turns;
-the least time of a step's attention, over all layers and divided by them, counts.
+Both sides use the compiled kernel on a cache with the same random numbers, and take turns. Times
+are minima per layer: the attention of all layers of a step, divided by their number.
 """
 
 from typing import Any, Final
@@ -70,7 +70,7 @@ def main() -> None:
 def compare(sides: dict[str, tuple[Case, NativeAttention]], repeats: int) -> dict[str, float]:
     """Microseconds per layer, by side."""
     least = dict.fromkeys(sides, float("inf"))
-    for _ in range(repeats + 1):  # the first fills caches
+    for _ in range(repeats + 1):  # the first one warms up
         for name, (case, backend) in sides.items():
             taken = seconds(lambda c=case, b=backend: c.attend(b))
             least[name] = min(least[name], taken)

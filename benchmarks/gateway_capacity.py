@@ -1,12 +1,12 @@
-"""What a streamed token costs the gateway, and how much later it comes for having passed through.
+"""CPU time of the gateway per streamed token, and the delay that the gateway adds to a token.
 
     python benchmarks/gateway_capacity.py [--baseline CHECKOUT] [--streams 1 256] [--json F]
 
-A gateway process as `longshore serve` starts it, before an engine that computes nothing: one
-message per step with a token for every stream. The clients read raw streams in a process of their
-own. CPU time is the gateway's, user and system, all of its threads, from /proc, between two points
-at which all that was sent has arrived. With `--baseline` the gateway of another checkout takes
-turns with this one, case by case.
+The gateway process is that of `longshore serve`. Its engine computes nothing: it sends one message
+per step with a token for every stream. The clients read raw streams in a separate process. CPU time
+is the gateway's user and system time over all threads, from /proc, between two points at which all
+sent tokens have arrived. With `--baseline`, the gateway of another checkout takes turns with this
+one, case by case.
 """
 
 import contextlib
@@ -62,14 +62,14 @@ class Case(NamedTuple):
 
 
 class Cpu(NamedTuple):
-    """Time that a process has used, in microseconds."""
+    """CPU time of a process, in microseconds."""
 
     user_us: float
     system_us: float
 
 
 def cpu_of(pid: int) -> Cpu:
-    """Exact in sum, which the scheduler counts in nanoseconds; split by the ticks of the clock."""
+    """The sum is exact, as the kernel counts it in nanoseconds; the split is by clock ticks."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     user, system = int(fields[11]), int(fields[12])
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
@@ -78,7 +78,7 @@ def cpu_of(pid: int) -> Cpu:
 
 
 class GatewayUnderTest:
-    """A gateway of one checkout and the engine behind it."""
+    """The gateway of one checkout, with its engine."""
 
     def __init__(self, checkout: Path, token_ids: list[int], text_ends: list[int]) -> None:
         self._text_ends = text_ends
@@ -93,7 +93,7 @@ class GatewayUnderTest:
         jobs.close()
         with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
             self.port = listener.getsockname()[1]
-            config = {  # what the gateways of both checkouts know
+            config = {  # settings that the gateways of both checkouts have
                 **engine_setting(checkout, endpoint),
                 "model": str(DEMO_MODEL_DIR),
                 "served_model_name": "demo",
@@ -119,7 +119,7 @@ class GatewayUnderTest:
         path, body = KINDS[case.kind]
         more = {"stream": True, "max_tokens": 1 << 18}
         bodies = [{**body, **more, "seed": seed} for seed in range(case.num_streams)]
-        # Unpaced steps must end at some time, and so must the queue behind them.
+        # The number of unpaced steps is limited, so that their queue can drain.
         num_steps = round(seconds * (case.steps_per_s or 20_000 / case.num_streams))
         before = cpu_of(self._process.pid)
         streams = Streams(self.port, path, bodies, NUM_PROBES)
@@ -159,7 +159,7 @@ class GatewayUnderTest:
         return sent_s
 
     def _read(self, streams: Streams, num_steps: int) -> None:
-        """Until that many tokens have come to the probes, and nothing more comes to anybody."""
+        """Read until this many tokens have arrived at each probe, and no stream has more data."""
         deadline_s = time.perf_counter() + TIMEOUT_S
         while not all(
             arrivals and arrivals[-1][1] >= self._num_characters(seed, num_steps)
@@ -167,12 +167,12 @@ class GatewayUnderTest:
         ):
             streams.read(0.1)
             if time.perf_counter() > deadline_s:
-                raise RuntimeError("tokens were lost, or came too slowly")
+                raise RuntimeError("tokens were lost or arrived too slowly")
         while streams.read(0.05):
             pass
 
     def _num_characters(self, seed: int, num_steps: int) -> int:
-        """Of a stream's first tokens. Its first word may lack its space."""
+        """Length of the text of a stream's first tokens; the first word can lack its space."""
         first = seed * STRIDE
         rounds, left = divmod(first + num_steps, NUM_TOKENS)
         before = 0 if first == 0 else self._text_ends[first % NUM_TOKENS - 1]
@@ -200,7 +200,7 @@ class GatewayUnderTest:
 
 
 def engine_setting(checkout: Path, endpoint: Endpoint) -> dict[str, Any]:
-    """As the checkout's gateway has it: before one could use several engines it was `engine`."""
+    """The setting for the engine: `engine` in checkouts from before several were supported."""
     config = (checkout / "deploy/gateway/config.py").read_text()
     return {"engines": (endpoint,)} if "    engines:" in config else {"engine": endpoint}
 
@@ -218,7 +218,7 @@ def wait_until_ready(port: int, path: str = "/ready", timeout_s: float = TIMEOUT
 
 
 def tokens_of_the_demo_model() -> tuple[list[int], list[int]]:
-    """Tokens at random, all of whole characters, and the length of their text up to each."""
+    """Random tokens, each of whole characters, and the length of the text up to each."""
     tokenizer = load_tokenizer(DEMO_MODEL_DIR)
     assert tokenizer is not None
     texts = {i: tokenizer.decode([i, i])[len(tokenizer.decode([i])) :] for i in range(VOCAB_SIZE)}
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--seconds", type=float, default=3.0, help="per case and side")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--baseline", type=Path, help="checkout whose gateway takes turns")
+    parser.add_argument("--baseline", type=Path, help="checkout whose gateway is measured in turn")
     args = parser.parse_args()
     cases = [
         Case(kind, num_streams, rate or None)

@@ -1,5 +1,5 @@
-"""What stands on both sides of a gateway that is measured: an engine that computes nothing, and
-clients that read streams as cheaply as one can."""
+"""Both sides of a gateway under test: an engine that computes nothing, and clients that read
+streams at minimal cost."""
 
 import json
 import select
@@ -40,15 +40,15 @@ IDENTITY: Final = EngineIdentity(
     hash_seed_digest="none",
 )
 STRIDE: Final = 37
-"""Stream i begins so many tokens behind stream i - 1 in the list that all of them repeat."""
+"""Offset between the first tokens of streams i and i - 1 in the list that all of them repeat."""
 NUM_LISTED: Final = 3
 CHUNK_BYTES: Final = 1 << 16
 
 
 class Job(msgspec.Struct, frozen=True):
-    """So many steps, one message each; then, if asked, the ends of all requests.
+    """A number of steps, one message each; then, with `ends`, the end of all requests.
 
-    steps_per_s: None: as fast as they can be sent.
+    steps_per_s: pace of the steps; None: as fast as they can be sent.
     """
 
     num_streams: int
@@ -58,8 +58,8 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def run_engine(endpoint: Endpoint, token_ids: Sequence[int], jobs: Connection) -> None:
-    """Carry out a `Job` at a time, and answer with the times at which its steps were sent, on the
-    clock of `perf_counter`. Ends with the connection. Requests tell with their seed which they are.
+    """Carry out one `Job` at a time, and send back the times at which its steps were sent, on the
+    clock of `perf_counter`. Returns when the connection closes. A request's seed is its number.
     """
     engine = _Engine(endpoint, np.array(token_ids, np.int32))
     while True:
@@ -135,11 +135,11 @@ class _Engine:
 
 
 class Streams:
-    """Streamed answers, each on a connection of its own. Their bytes are counted, not looked at; of
-    the first `num_probes` what each chunk says, and when it came.
+    """Streamed answers, each on a connection of its own. Only the chunks of the first `num_probes`
+    streams are decoded and timed; of the others, events are counted.
 
-    arrivals: by probe, (time on the clock of `perf_counter`, characters of text so far).
-    num_events: of all streams.
+    arrivals:   per probe, (time on the clock of `perf_counter`, characters of text so far).
+    num_events: number of events of all streams.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Streams:
         return len(self._sockets)
 
     def read(self, timeout_s: float) -> bool:
-        """What has come; False if nothing did. Raises RuntimeError if a probe is refused."""
+        """Read available data; False if there is none. Raises RuntimeError on a rejected probe."""
         ready = self._epoll.poll(timeout_s)
         now_s = time.perf_counter()
         for descriptor, _ in ready:

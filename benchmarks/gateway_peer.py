@@ -1,11 +1,11 @@
-"""What a streamed token costs the API servers of whole systems: ours and vLLM's.
+"""CPU time of API servers per streamed token: ours and vLLM's, as parts of whole systems.
 
     python benchmarks/gateway_peer.py [--streams 64 256] [--json F]
 
-Both serve the demo model on the CPU, each with its engine in processes of its own, and are asked in
-turns for the same streams. CPU time is that of the process that speaks HTTP alone, from before the
-first request until after the last answer, over all tokens. What the engines take does not count,
-but paces the tokens: the faster one leaves its API server more to put together in one event.
+Both serve the demo model on the CPU, each with its engine in separate processes, and serve the same
+streams in turn. Only the CPU time of the HTTP process counts, from before the first request until
+after the last answer, divided by the number of tokens. The engines' CPU time does not count, but
+their speed matters: with a faster engine, an API server combines more tokens into one event.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ PATHS: Final = {"chat": ("/v1/chat/completions", CHAT), "completions": ("/v1/com
 
 
 class Server(NamedTuple):
-    """pid: of the process that speaks HTTP."""
+    """pid: the HTTP process."""
 
     port: int
     pid: int
@@ -58,7 +58,7 @@ class Server(NamedTuple):
 def serving(
     command: list[str], path: str, environment: dict[str, str], find: Callable[[int], int]
 ) -> Iterator[Server]:
-    """find: the process that speaks HTTP, given the one that was started."""
+    """find: returns the HTTP process, given the process that was started."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryFile() as log:
@@ -87,7 +87,7 @@ def gateway_of(supervisor: int) -> int:
 def main() -> None:
     parser = report.parser(__doc__, peer="cpu")
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=256, help="per answer")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     model = str(DEMO_MODEL_DIR)

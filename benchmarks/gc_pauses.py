@@ -1,11 +1,11 @@
-"""Python's garbage collector in a scheduler under a mixed load: how often, and how long.
+"""Python's garbage collector in a scheduler under a mixed load: number and length of collections.
 
     python benchmarks/gc_pauses.py [--running 64] [--steps 100000] [--json F]
 
-In each step a tenth of the requests ends and as many come (the `churn` of `peers/workload.py`). As
-in the process, messages are decoded from frames, and what exists before the first step is frozen. A
-full collection (generation 2) visits everything that is alive, so there should be none; if there
-was one, `alive` in the JSON counts the types of what the first of them had to visit.
+In each step a tenth of the requests ends and as many arrive (`churn` of `peers/workload.py`). As in
+the scheduler process, messages are decoded from frames, and all objects that exist before the first
+step are frozen. A full collection (generation 2) visits all live objects, so there should be none.
+If there was one, `alive` in the JSON counts the types of objects that the first one visited.
 """
 
 import gc
@@ -25,11 +25,11 @@ from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.transport.codec import Decoder, Encoder
 
-NUM_DIFFERENT = 20_000  # requests, used again and again under the same ids
+NUM_DIFFERENT = 20_000  # requests, reused under the same ids
 
 
 class DecodingLoad(Load):
-    """A load whose messages come out of frames, as in the process."""
+    """A load whose messages are decoded from frames, as in the scheduler process."""
 
     def __init__(self, work: workload.Workload, *, mode: str) -> None:
         self._answers: tuple[Encoder[FromWorker], Decoder[FromWorker]]
@@ -50,7 +50,7 @@ class DecodingLoad(Load):
 
 
 class Watch:
-    """A callback of the collector that counts and times what it does, by generation."""
+    """A callback of the collector that counts and times collections, by generation."""
 
     def __init__(self) -> None:
         self.counts = [0, 0, 0]

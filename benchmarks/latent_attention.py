@@ -1,11 +1,11 @@
-"""Latent attention of one step: absorbed projections beside expanded keys and values.
+"""Latent attention of one step: absorbed projections compared with expanded keys and values.
 
     python benchmarks/latent_attention.py [--json F] [--repeats N] [--threads N] [--shape S]
                                           [--dtype D]
 
-Both sides get the same cache, queries and block table, and take turns; the least time of a layer
-counts. `chosen/best` is the time of the side that LatentAttentionKind.expands chooses over that of
-the faster one. A decode is always absorbed; what expanding would cost there is shown all the same.
+Both sides get the same cache, queries and block table, and take turns. Times are minima per layer.
+`chosen/best` is the time of the side that LatentAttentionKind.expands chooses, divided by that of
+the faster side. A decode is always absorbed; the time with expansion is shown for comparison.
 `errors` is the largest difference between the two sides.
 """
 
@@ -38,7 +38,7 @@ SHAPES = {
     "tiny": LatentAttentionKind(
         num_heads=8, latent_dim=64, rope_dim=16, nope_dim=32, value_dim=32, scale=48**-0.5
     ),
-    # Of DeepSeek-V2-Lite, and of one of eight shards of V3.
+    # Shapes of DeepSeek-V2-Lite, and of one of eight shards of DeepSeek-V3.
     "v2-lite": LatentAttentionKind(
         num_heads=16, latent_dim=512, rope_dim=64, nope_dim=128, value_dim=128, scale=192**-0.5
     ),
@@ -61,7 +61,7 @@ class Expanding(LatentAttentionKind):
 
 
 class Case:
-    """Sequences of `earlier` computed tokens each that compute `new` more."""
+    """Sequences with `earlier` computed tokens each, which compute `new` more."""
 
     def __init__(
         self, kind: LatentAttentionKind, batch: int, earlier: int, new: int, dtype: torch.dtype
@@ -117,7 +117,7 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=7, help="%(default)s")
     parser.add_argument("--threads", type=int, help="default: torch's")
-    parser.add_argument("--shape", choices=SHAPES, help="measure this alone")
+    parser.add_argument("--shape", choices=SHAPES, help="measure only this")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     arguments = parser.parse_args()
     if arguments.threads:

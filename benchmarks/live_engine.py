@@ -1,11 +1,11 @@
-"""A real scheduler process for benchmarks, which are its worker and its client; and that process
-with instruments in it.
+"""A real scheduler process for benchmarks that act as its worker and its client, optionally with
+instruments in the process.
 
     python benchmarks/live_engine.py cprofile|stopwatch OUT.json CONFIG.json
 
-does what `python -m longshore.scheduler CONFIG.json` does, and writes at its end what it has
-measured: `cprofile` calls and times of every function, `stopwatch` the time spent in the few calls
-that a step consists of, which disturbs little.
+does what `python -m longshore.scheduler CONFIG.json` does, and writes its measurements at the end:
+`cprofile` the calls and times of every function, `stopwatch` the time of the few calls that make up
+a step, with little overhead.
 """
 
 import cProfile
@@ -67,10 +67,10 @@ EPOCH = 1
 
 
 class LiveEngine:
-    """The process, between `with` and its end; `num_rows` requests of `max_model_len` tokens fit.
+    """The process during a `with` block; `num_rows` requests of `max_model_len` tokens fit.
 
-    The worker is whoever calls `connect_worker`, in this process or another. `instrument` is one of
-    `cprofile` and `stopwatch`; what it found is in `findings` after the end.
+    The caller of `connect_worker`, in this process or another, is the worker. `instrument` is
+    `cprofile` or `stopwatch`; its result is in `findings` after the block.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LiveEngine:
             block_size=BLOCK_SIZE,
             max_model_len=max_model_len,
             max_num_seqs=num_rows,
-            max_num_batched_tokens=num_rows * 1024,  # no prompt is computed in parts
+            max_num_batched_tokens=num_rows * 1024,  # so that no prompt is chunked
             hash_seed_digest="benchmark",
         )
         self._lifeline, child_end = socket.socketpair()
@@ -147,14 +147,14 @@ class LiveEngine:
         return self._config.workers[0], self._identity
 
     def wait_until_ready(self) -> None:
-        """Until the process, which has its worker, takes clients."""
+        """Wait until the process, whose worker is connected, accepts clients."""
         with self._lifeline.makefile("rb") as lines:
             while isinstance(reported := decode_report(lines.readline()), Progress):
                 continue
         assert isinstance(reported, Ready), reported
 
     def connect_client(self) -> Channel[ToEngine, ToClient]:
-        """A gateway's channel, welcomed."""
+        """A gateway's channel, accepted."""
         client: Channel[ToEngine, ToClient] = Channel(
             open_socket(self.context, zmq.DEALER, self._config.clients, bind=False), ToClient
         )
@@ -172,7 +172,7 @@ class LiveEngine:
 def connect_worker(
     context: "zmq.Context[zmq.Socket[bytes]]", endpoint: Endpoint, identity: EngineIdentity
 ) -> Channel[FromWorker, ToWorker]:
-    """A worker's channel, welcomed and ready for plans; its blocks hold all rows at full length."""
+    """A worker's channel, accepted and ready for plans; its blocks hold all rows at full length."""
     worker: Channel[FromWorker, ToWorker] = Channel(
         open_socket(context, zmq.DEALER, endpoint, bind=False), ToWorker
     )
@@ -187,14 +187,14 @@ def connect_worker(
 
 
 def long_request(handle: int, prompt_len: int) -> AddRequest:
-    """A request that decodes up to the engine's longest length."""
+    """A request that decodes up to the maximum length."""
     prompt = np.random.default_rng(handle).integers(0, VOCAB_SIZE, prompt_len, np.int32)
     sampling = SamplingParams(max_tokens=None, ignore_eos=True)
     return AddRequest(f"request-{handle}", handle, prompt, sampling)
 
 
 def _run_under_cprofile() -> list[dict[str, Any]]:
-    """Each function's calls and times, the costliest first. Importing is over by now."""
+    """Calls and times of each function, the most expensive first. Imports are not included."""
     profile = cProfile.Profile()
     profile.runcall(scheduler_main.main)
     stats: Any = pstats.Stats(profile)

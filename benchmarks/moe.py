@@ -1,13 +1,13 @@
-"""One mixture of experts on the CPU, beside other ways to compute it.
+"""One mixture of experts on the CPU, compared with other ways to compute it.
 
     python benchmarks/moe.py [--json F] [--repeats N] [--threads N] [--only SHAPE]
 
-All get the same weights, tokens and choice of experts, router included, and take turns; the least
-time of each counts. `transformers` is its module as it comes (torch's grouped product). The others
-differ from ours in the product alone: `loop` goes through the experts that have tokens, `padded` is
-one batched product in which all experts have as many rows as the busiest. `bound` is the bytes of
-the experts that are used over the measured read bandwidth; what fits a cache can be below it.
-`error` is the largest difference to float64, over the largest value, of ours and of transformers'.
+All get the same weights, tokens and router, and take turns; times are minima. `transformers` is its
+unmodified module (torch's grouped product). The others differ from ours only in the product: `loop`
+iterates over the experts with tokens, `padded` is one batched product in which every expert has as
+many rows as the busiest one. `bound` is the size of the used experts divided by the measured read
+bandwidth; times can be below it if they fit in a CPU cache. `error` is the largest difference from
+float64, divided by the largest value, for ours and for transformers.
 """
 
 import time
@@ -35,11 +35,11 @@ SHAPES: Final = {  # experts, of which per token, hidden size, width of an exper
 }
 TOKENS: Final = (1, 4, 16, 64, 512)
 MAX_SECONDS: Final = 2.0
-"""What the turns of a row may take together."""
+"""Time limit for all turns of a row."""
 
 
 class Case:
-    """The same mixture in every way; each takes (n, hidden) and answers the same."""
+    """The same mixture in all variants; each maps (n, hidden) to (n, hidden)."""
 
     def __init__(self, shape: str, dtype: torch.dtype) -> None:
         self.num_experts, self.top_k, self.size, width = SHAPES[shape]
@@ -57,7 +57,7 @@ class Case:
         self.theirs.to(dtype)
         self.exact = MixtralSparseMoeBlock(config).requires_grad_(False).double()
         self.exact.load_state_dict(self.theirs.state_dict())
-        config._experts_implementation = "eager"  # read at every call; ours is set back below
+        config._experts_implementation = "eager"  # read at every call; see `grouped`, `answer`
         self._config = config
         self.ours = self._our_layer(width, dtype)
 
@@ -86,7 +86,7 @@ class Case:
         return block(x.unsqueeze(0)).squeeze(0)
 
     def answer(self, x: Tensor) -> Tensor:
-        """In float64, which torch has no grouped product for."""
+        """The result in float64, for which torch has no grouped product."""
         self._config._experts_implementation = "eager"
         return self.exact(x.double().unsqueeze(0)).squeeze(0)
 
@@ -120,20 +120,20 @@ def _padded(x: Tensor, experts: Tensor, matrices: Tensor) -> Tensor:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second of a sum over memory that no cache holds."""
+    """Bytes per second of a sum over memory that fits in no cache."""
     memory = torch.ones(1 << 26)
     return memory.nbytes / least({"sum": memory.sum}, 8)["sum"]
 
 
 def least(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Seconds, each way's least of at most `repeats` turns and one to warm up."""
+    """Minimum seconds per variant, over at most `repeats` turns and one to warm up."""
     times = dict.fromkeys(ways, float("inf"))
     end = time.perf_counter() + MAX_SECONDS
     for turn in range(repeats + 1):
         if turn > 2 and time.perf_counter() > end:
             break
         for name, compute in ways.items():
-            compute()  # its matrices are in the cache as far as they fit, whoever's turn was before
+            compute()  # so that the CPU cache does not depend on the previous turn
             start = time.perf_counter()
             compute()
             times[name] = min(times[name], time.perf_counter() - start)
@@ -148,7 +148,7 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--only", choices=SHAPES, help="this shape alone")
+    parser.add_argument("--only", choices=SHAPES, help="measure only this shape")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)

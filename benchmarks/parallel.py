@@ -3,15 +3,15 @@
     python benchmarks/parallel.py MODEL [--workloads decode prefill] [--prompts 16] [--rounds 3]
         [--json F]
 
-MODEL is a model folder. Every layout answers the same prompts, new ones in each round, and takes
-turns with the others; all are loaded before the clock starts. `decode` is prompts of 16 tokens
-with 64 out, `prefill` prompts of 512 tokens with one out. Times are the least of the rounds;
-`ratio` is output (decode) or prompt (prefill) tokens per second to those of one process with two
-threads. Greedy tokens are compared: `same` is the share of answers that are equal to its.
+MODEL is a model folder. All layouts are loaded before timing starts and take turns; in each round
+they answer the same new prompts. `decode` has prompts of 16 tokens with 64 out, `prefill` prompts
+of 512 tokens with one out. Times are minima of all rounds. `ratio` is output (decode) or prompt
+(prefill) tokens per second divided by those of one process with two threads. `same` is the share of
+greedy answers equal to its answers.
 
-Two ranks have the same cores and memory as two threads. What is measured is what the layouts cost;
-what they are for is a model that one device does not hold. Sums over shards round otherwise, so in
-bfloat16 some answers differ.
+Two ranks have the same cores and memory as two threads, so this measures the overhead of the
+layouts; their purpose is a model that does not fit in one device. Sums over shards are rounded
+differently, so in bfloat16 some answers differ.
 """
 
 import time
@@ -35,7 +35,7 @@ WORKLOADS = {"decode": (16, 64), "prefill": (512, 1)}
 
 
 def answer(llm: LLM, prompts: list[list[int]], num_out: int) -> tuple[float, list[list[int]]]:
-    """Seconds, and the tokens."""
+    """The seconds it took, and the tokens."""
     params = SamplingParams(temperature=0, max_tokens=num_out, ignore_eos=True)
     started = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, progress=False)

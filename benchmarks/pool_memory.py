@@ -1,9 +1,9 @@
-"""How long a pool takes to build and what it weighs, empty and with every block cached.
+"""Time to build a block pool, and its memory: empty, and with all blocks cached.
 
     python benchmarks/pool_memory.py [--blocks 10000 100000 1000000] [--json F]
 
-Each size in a fresh interpreter; `rss_mb` is all that this process has resident, imports included
-(`base_mb`). The names of cached blocks are counted in, though requests share them while they run.
+Each size runs in a fresh interpreter. `rss_mb` is the resident memory of that process, including
+imports (`base_mb`). It includes the block hashes, which running requests share.
 """
 
 import json
@@ -14,7 +14,7 @@ import report
 
 PROGRAM = """
 import gc, hashlib, json, sys, time
-from longshore.scheduler.block_pool import BlockPool
+from longshore.scheduler.kv_cache.block_pool import BlockPool
 
 def rss_mb():
     with open("/proc/self/statm") as statm:
@@ -28,12 +28,12 @@ row["empty_rss_mb"] = rss_mb()
 held = []
 while pool.num_free:
     block_ids = pool.get_new_blocks(min(pool.num_free, 2048))
-    names = [hashlib.sha256(block_id.to_bytes(8)).digest() for block_id in map(int, block_ids)]
-    pool.cache_blocks([int(block_id) for block_id in block_ids], names)
+    hashes = [hashlib.sha256(block_id.to_bytes(8)).digest() for block_id in map(int, block_ids)]
+    pool.cache_blocks([int(block_id) for block_id in block_ids], hashes)
     held.append(block_ids)
 while held:
     pool.free_blocks(held.pop())
-del names, block_ids
+del hashes, block_ids
 gc.collect()
 row["cached_rss_mb"] = rss_mb()
 print(json.dumps(row))

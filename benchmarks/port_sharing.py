@@ -1,12 +1,12 @@
-"""How connections to one port spread over processes that accept them: from a socket of each one's
-own (`own`, as `deploy/supervisor/listeners.py` makes them), or from one that all inherit
+"""How connections to one port are distributed over processes that accept them: on a socket per
+process (`own`, as `deploy/supervisor/listeners.py` makes them), or on one inherited socket
 (`shared`).
 
     python benchmarks/port_sharing.py [--repeats 3] [--json F]
 
-The processes run uvloop servers, as gateways do, that answer a byte after `busy_ms` of computing.
-`least` and `most` are the connections of the processes with the fewest and with the most, in the
-mean over the repeats.
+Like gateways, the processes run uvloop servers; they answer a byte after `busy_ms` of computing.
+`least` and `most` are the numbers of connections of the processes with the fewest and the most,
+averaged over the repeats.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ HOST: Final = "127.0.0.1"
 
 
 class Answering(asyncio.Protocol):
-    """Says which process this is."""
+    """Answers with the number of its process."""
 
     def __init__(self, number: int, busy_s: float) -> None:
         self._number, self._busy_s = number, busy_s
@@ -54,7 +54,7 @@ def serve(listener: socket.socket, number: int, busy_s: float, started: Barrier)
 
 
 async def connect(port: int, num_connections: int) -> Counter[int]:
-    """All at once; each is kept until all have been answered."""
+    """Open all connections at once, and keep each until all have been answered."""
 
     async def one() -> tuple[int, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(HOST, port)

@@ -1,14 +1,14 @@
-"""What a prompt that is cached whole costs before anything runs, and what it costs in vLLM.
+"""Cost of admitting a prompt that is fully cached, by part, compared with vLLM.
 
     python benchmarks/prefix_lookup.py [--tokens 512 4096 32768] [--groups 1 2 4]
                                        [--kinds windows] [--json F]
 
-Apart: `hash` (the request is made and its blocks are named), `lookup`, `allocate` (after the hit,
-with one new block) and `free`. `chain` is the bare hash chain over the same bytes, the least that
-`hash` can be. The peer's `hash` is the same thing, with its sha256 and its xxhash over pickled
-tuples; its other figures are measured with sha256, which they do not depend on. Medians in µs.
-Groups of the KV cache as in `scheduler_step.py`; `growth` is of all four parts together and of each
-but `hash`, which is the same for any groups. The numbers of groups take turns, request by request.
+Parts: `hash` (create the request and hash its blocks), `lookup`, `allocate` (after the hit, with
+one new block) and `free`. `chain` is the bare hash chain over the same bytes, a lower bound for
+`hash`. The peer's `hash` is the same part, with its sha256 and its xxhash over pickled tuples; its
+other parts are measured with sha256, on which they do not depend. Medians in µs. KV cache groups as
+in `scheduler_step.py`; `growth` is for all four parts together and for each except `hash`, which
+does not depend on the groups. The numbers of groups take turns, request by request.
 """
 
 import gc
@@ -64,22 +64,21 @@ def request_of(token_ids: Int32Array) -> Request:
 
 
 def bare_chain(token_ids: Int32Array, algorithm: Algorithm) -> None:
-    """A hash per block of the one before it and of the block's bytes, and nothing else."""
+    """The bare hash chain: each block's hash of the previous hash and the block's bytes."""
     packed, width = token_ids.tobytes(), 4 * BLOCK_SIZE
     starts = range(0, len(packed) // width * width, width)
     if algorithm == "sha256":
-        name = bytes(32)
+        block_hash = bytes(32)
         for start in starts:
-            name = hashlib.sha256(name + packed[start : start + width]).digest()
+            block_hash = hashlib.sha256(block_hash + packed[start : start + width]).digest()
     else:
-        name = bytes(16)
+        block_hash = bytes(16)
         for start in starts:
-            name = xxhash.xxh3_128_digest(name + packed[start : start + width])
+            block_hash = xxhash.xxh3_128_digest(block_hash + packed[start : start + width])
 
 
 class Cache:
-    """A KV cache of so many groups in which a prompt is cached, and what looking it up has cost:
-    `samples_us` by part."""
+    """A KV cache with a number of groups and one cached prompt; `samples_us` has times by part."""
 
     def __init__(
         self, token_ids: Int32Array, algorithm: Algorithm, groups: int, kinds: str
@@ -98,18 +97,18 @@ class Cache:
         self.samples_us: dict[str, list[float]] = {part: [] for part in PARTS}
         request, num_cached = request_of(token_ids), self.num_tokens - 1
         computed = self._manager.get_computed_blocks(request)
-        # Up to the border first: a state is kept where a step ends.
+        # Up to the block boundary first, because a state is kept where a step ends.
         assert self._manager.start(0, self._manager.demand(computed, num_cached))
-        self._manager.naming.name_blocks(0, request, token_ids, num_cached)
+        self._manager.full_blocks.cache_row(0, request, token_ids, num_cached)
         assert self._manager.grow_row(0, self.num_tokens) is not None
         self._manager.free(0)
 
     def look_up(self) -> None:
-        """One request with this prompt comes and goes."""
+        """Admit and free one request with this prompt."""
         manager = self._manager
         nothing_new = np.zeros(MAX_NUM_SEQS, np.int64)
-        manager.forget(*3 * [nothing_new], step=self._step, answered_step=self._step - 1)
-        request = self._timed("hash", self._named_request)
+        manager.free_skipped(*3 * [nothing_new], step=self._step, answered_step=self._step - 1)
+        request = self._timed("hash", self._hashed_request)
         computed = self._timed("lookup", lambda: manager.get_computed_blocks(request))
         assert computed.num_tokens == self.num_tokens - 1
         assert self._timed(
@@ -122,7 +121,7 @@ class Cache:
         """Raise LongshoreError unless all blocks are accounted for."""
         self._manager.check()
 
-    def _named_request(self) -> Request:
+    def _hashed_request(self) -> Request:
         request = request_of(self._prompt)
         self._hasher.extend(request.block_hashes, request.token_ids)
         return request
@@ -134,7 +133,7 @@ class Cache:
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """The result and the microseconds that it took."""
+    """The result, and the time in microseconds."""
     started = time.perf_counter_ns()
     result = call()
     return result, (time.perf_counter_ns() - started) / 1e3
@@ -172,7 +171,7 @@ def measure(
 def measure_peer(
     python: Path, sizes: Iterable[tuple[int, int]]
 ) -> dict[tuple[int, int], dict[str, float]] | None:
-    """vLLM's medians by numbers of tokens and groups; None, said loudly, if it is not installed."""
+    """vLLM's medians by number of tokens and groups; None, with a warning, if not installed."""
     if not python.exists():
         print(f"*** NO PEER: {python} does not exist; install it with benchmarks/peers/setup.sh")
         return None
@@ -182,8 +181,8 @@ def measure_peer(
     return {jobs[job]: row for job, row in json.loads(printed.splitlines()[-1]).items()}
 
 
-def beside(ours: dict[str, Any], peer: dict[str, float], algorithm: Algorithm) -> dict[str, Any]:
-    """The peer's figures and how many times ours they are."""
+def compare(ours: dict[str, Any], peer: dict[str, float], algorithm: Algorithm) -> dict[str, Any]:
+    """The peer's figures, and their ratios to ours."""
     theirs = {
         "hash_us": peer[PEER_HASH[algorithm]],
         "lookup_us": peer["get_computed_blocks_hit_us"],
@@ -214,7 +213,7 @@ def main() -> None:
         for ours in measure(num_tokens, algorithm, options.repeats, groups, kinds):
             compared = {"peer": None}
             if peers is not None:
-                compared = beside(ours, peers[num_tokens, ours["groups"]], algorithm)
+                compared = compare(ours, peers[num_tokens, ours["groups"]], algorithm)
             about = {"tokens": num_tokens, "algorithm": algorithm, "kinds": kinds}
             rows.append({**about, **ours, **compared})
     report.write(options.json, rows)

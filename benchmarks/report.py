@@ -1,5 +1,5 @@
-"""What every benchmark here writes: its rows, and what they were measured on and with; and the peer
-it is measured beside, in an interpreter of the peer's own."""
+"""Shared by all benchmarks: writing rows with the conditions of the measurement, and running a peer
+to compare with, in the peer's own interpreter."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ PEERS = Path(__file__).resolve().parent / "peers"
 
 
 def parser(description: str | None, *, peer: str | None = None) -> argparse.ArgumentParser:
-    """An argument parser that knows `--json F`; with the name of a peer's environment (`core`) also
+    """An argument parser with `--json F`; with the name of a peer's environment (`core`), also with
     `--peer-python P`."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -43,8 +43,8 @@ def parser(description: str | None, *, peer: str | None = None) -> argparse.Argu
 
 
 def write(path: Path | None, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Print the rows as a table, and write them with their conditions, and `more` beside them, if a
-    path was given. A dict in a row is printed as columns of its own, a list is not printed."""
+    """Print the rows as a table. With a path, also write them as JSON, with the conditions and
+    `more`. A dict in a row is printed as several columns; a list is not printed."""
     flat = [_flat(row) for row in rows]
     columns = list(dict.fromkeys(name for row in flat for name in row))
     widths = {name: max(10, len(name)) for name in columns}
@@ -66,8 +66,8 @@ def times(samples_us: Sequence[float], name: str = "step") -> dict[str, float]:
 
 
 class Peer:
-    """A program of `benchmarks/peers` that takes jobs and gives answers, a line of JSON each. It is
-    idle between jobs, so the two sides can take turns. `about` is what it says of itself."""
+    """A program of `benchmarks/peers` that reads jobs and writes answers, one line of JSON each. It
+    is idle between jobs, so that the two sides can take turns. `about` is its own description."""
 
     def __init__(
         self,
@@ -114,11 +114,11 @@ def peer(
     *arguments: str,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Peer | None]:
-    """The peer for the time of a block; None, said loudly, where it is not installed."""
+    """The peer during a `with` block; None, with a warning, if it is not installed."""
     if not python.exists():
         print(
-            f"*** NO PEER: {python} does not exist, so nothing here is a comparison.\n"
-            f"*** Install it with {PEERS / 'setup.sh'}, or name it with --peer-python.",
+            f"*** NO PEER: {python} does not exist, so there is no comparison.\n"
+            f"*** Install it with {PEERS / 'setup.sh'}, or set --peer-python.",
             file=sys.stderr,
         )
         yield None

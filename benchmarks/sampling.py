@@ -1,11 +1,11 @@
-"""From logits to tokens: a decode step of rows that all use one setting, beside what transformers'
-logits processors and `multinomial` take for the same logits.
+"""Sampling: a decode step of rows with one setting, compared with transformers' logits processors
+and `multinomial` on the same logits.
 
     python benchmarks/sampling.py [--json F] [--repeats N] [--threads N]
 
-Ours is a whole step of the worker's runner around a model that only copies its logits: rows, draws,
-copies, and the answer. Theirs is what `generate` does with logits. Both take turns, and the least
-time counts, in microseconds per row. `over_greedy` is ours beside a greedy step of ours.
+Ours is a whole step of the worker's runner with a model that only copies given logits: rows, draws,
+copies, and the answer. Theirs is what `generate` does with logits. Both take turns; times are
+minima, in microseconds per row. `over_greedy` compares ours with our greedy step.
 """
 
 import time
@@ -57,7 +57,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[Any]]] = {
 
 
 class GivenLogits:
-    """A model that has its logits already: (rows, vocab_size)."""
+    """A model that returns given logits: (rows, vocab_size)."""
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
@@ -76,7 +76,7 @@ class NoAttention:
 
 
 def given_logits(vocab_size: int, num_rows: int) -> Tensor:
-    """As peaked as a language model's: probabilities fall with the rank's power of 1.5."""
+    """Peaked like a language model's: probabilities decrease with the rank's power of 1.5."""
     generator = torch.Generator().manual_seed(0)
     falling = -1.5 * torch.arange(1, vocab_size + 1).log()
     orders = [torch.randperm(vocab_size, generator=generator) for _ in range(num_rows)]
@@ -84,7 +84,7 @@ def given_logits(vocab_size: int, num_rows: int) -> Tensor:
 
 
 class Ours:
-    """Rows that decode for ever, one step per call."""
+    """Rows that decode without end, one step per call."""
 
     def __init__(self, logits: Tensor, sampling: SamplingParams, prompt: list[int]) -> None:
         num_rows = len(logits)
@@ -187,7 +187,7 @@ def main() -> None:
             other = partial(
                 theirs,
                 logits,
-                deepcopy(processors),  # some keep what fits one vocabulary alone
+                deepcopy(processors),  # some keep data for one vocabulary size
                 token_ids,
                 draws=sampling.temperature > 0,
                 num_best=sampling.logprobs,

@@ -1,8 +1,8 @@
-"""The scheduler process: time until it can take a worker's plans, and memory, by pool size.
+"""The scheduler process: startup time and memory, by pool size.
 
     python benchmarks/scheduler_process.py [--num-blocks 100000 1000000] [--json F]
 
-The worker is this program; it says hello at once, so what is timed is the process alone: from its
+This program is the worker. It sends its hello at once, so that only the process is timed: from its
 start to its report that it is ready.
 """
 

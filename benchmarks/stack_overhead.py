@@ -1,10 +1,10 @@
-"""What gateway and scheduler add to the forward passes, seen by one HTTP client with one stream.
+"""What gateway and scheduler add to the time of forward passes, for one HTTP client and stream.
 
     python benchmarks/stack_overhead.py [--model DIR] [--requests 30] [--json F]
 
-Bare: the same model runner in this process, carrying out plans that were made beforehand, so that a
-token costs its forward pass and sampling alone. Stack: `longshore serve` in processes of its own,
-asked over HTTP with streaming. The two take turns, request by request, with the same prompts.
+Bare: the same model runner in this process executes plans that were made beforehand, so that a
+token costs only its forward pass and sampling. Stack: `longshore serve` in separate processes, over
+HTTP with streaming. The two take turns, request by request, with the same prompts.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ TIMEOUT_S = 120.0
 def plans_for(
     prompts: list[list[int]], *, output_len: int, worker: Worker
 ) -> list[list[SchedulerOutput]]:
-    """The plans of each prompt, one request after the other. Their tokens do not matter to them."""
+    """The plans of each prompt, one request after the other. They do not depend on the tokens."""
     scheduler = Scheduler(
         SchedulerConfig(max_model_len=worker.max_model_len, max_steps_in_flight=1),
         CacheConfig(enable_prefix_caching=False),
@@ -80,7 +80,7 @@ def run_bare(runner: Any, plans: list[SchedulerOutput]) -> tuple[float, float]:
 async def run_stack(
     endpoint: HttpEndpoint, model: str, prompt: list[int], output_len: int
 ) -> tuple[float, float]:
-    """The same as a client sees it. Tokens that arrive together count one by one."""
+    """The same as a client sees it. Tokens that arrive together are counted separately."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -88,7 +88,7 @@ async def run_stack(
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        "return_token_ids": True,  # an event per token, also for a model without a tokenizer
+        "return_token_ids": True,  # an event per token, even for a model without a tokenizer
     }
     answer = await endpoint.request(
         "POST", "/v1/completions", json.dumps(body).encode(), timeout_s=TIMEOUT_S
@@ -101,7 +101,7 @@ async def run_stack(
 
 @contextlib.contextmanager
 def serving(model: Path, *, threads: int) -> Iterator[str]:
-    """A server on a free port; its address."""
+    """Run a server on a free port; yields its address."""
     command = [sys.executable, "-m", "longshore.deploy", "serve", str(model), "--port", "0"]
     command += ["--device", "cpu", "--threads", str(threads), "--num-blocks", str(NUM_BLOCKS)]
     command += ["--no-enable-prefix-caching"]

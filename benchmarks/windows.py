@@ -1,12 +1,12 @@
-"""One long request on the CPU, by a model whose layers have a window and by the same model without:
-what a step costs and what the request holds, by how many tokens were computed before.
+"""One long request on the CPU, in a model with sliding windows and in the same model without: time
+per step and blocks held, by the number of tokens computed before.
 
     python benchmarks/windows.py [--tokens N] [--window N] [--step N] [--json F] [--svg F]
 
-Both models take turns, step by step, and share nothing; a step computes `--step` tokens of the
-prompt. `step_ms` is the least processor time of the steps that end in the stretch up to `tokens`,
-from plan to applied answer; `blocks` the most that the request held there, of 16 tokens each. The
-last row is of single tokens behind the prompt. `--svg` draws the others.
+Both models take turns, step by step; a step computes `--step` tokens of the prompt. `step_ms` is
+the minimum CPU time of the steps that end in the interval up to `tokens`, from plan to applied
+answer; `blocks` is the maximum number of blocks, of 16 tokens each, that the request held there.
+The last row is for single tokens after the prompt. `--svg` draws the other rows.
 """
 
 import argparse
@@ -81,7 +81,7 @@ class LongRequest:
         )
 
     def step(self) -> tuple[float, int]:
-        """Milliseconds of the processor, and the blocks that were held meanwhile."""
+        """CPU time in milliseconds, and the number of blocks held meanwhile."""
         reports: list[WorkerReport] = []
         start = time.process_time()
         plan = self._scheduler.schedule(0.0)
@@ -124,7 +124,7 @@ def _row(samples: Sequence[dict[str, tuple[float, int]]]) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> str:
-    """Step time and blocks held of both models over the tokens of the prompt, as SVG."""
+    """An SVG of both models' step times and held blocks, by number of prompt tokens."""
     rows = [row for row in rows if row["phase"] == "prefill"]
     width, height, left = 360, 200, 60
     parts = []
@@ -161,11 +161,11 @@ def draw(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=65_536, help="of the prompt")
+    parser.add_argument("--tokens", type=int, default=65_536, help="in the prompt")
     parser.add_argument("--window", type=int, default=1024)
-    parser.add_argument("--step", type=int, default=512, help="tokens of a step")
+    parser.add_argument("--step", type=int, default=512, help="tokens per step")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--svg", type=Path, metavar="F", help="draw them here")
+    parser.add_argument("--svg", type=Path, metavar="F", help="write the plot here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = measure(options)

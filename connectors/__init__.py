@@ -1,1 +1,1 @@
-"""Where KV blocks live beyond the GPU, and how they move."""
+"""KV connectors: where KV blocks are kept beyond the GPU, and how they are moved."""

@@ -1,6 +1,7 @@
-"""Connectors in the style of one class with a role: constructed once per process with the role it
-plays there, answering in tuples. `OneClassAdapter` makes the scheduler's side of one a
-`SchedulerConnector`, so the scheduler knows a single contract.
+"""Adapter for connectors of one class with a role argument, as in vLLM.
+
+Such a class is constructed once per process, with the role it has there, and returns tuples.
+`OneClassAdapter` wraps its scheduler half as a `SchedulerConnector`.
 """
 
 import enum
@@ -13,7 +14,7 @@ import msgspec
 
 from longshore.connectors.base import (
     AskLater,
-    BlockHolder,
+    BlockHolds,
     ConnectorConfig,
     ConnectorOutput,
     FinishAction,
@@ -27,7 +28,7 @@ from longshore.protocol.arrays import Int32Array
 
 
 class ConnectorRole(enum.Enum):
-    """In which process an instance lives; it builds only that half of itself."""
+    """The process that an instance runs in; it sets up only that half."""
 
     SCHEDULER = 0
     WORKER = 1
@@ -35,7 +36,7 @@ class ConnectorRole(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AllocatedBlocks:
-    """The blocks of one request, per group, in order of position."""
+    """The block table of one request per KV cache group."""
 
     block_ids: tuple[list[int], ...]
 
@@ -44,8 +45,8 @@ class AllocatedBlocks:
 
 
 class OneClassConnector:
-    """Scheduler's hooks of a connector with a role. When each is called, and who owns the blocks
-    before and after, is said at `SchedulerConnector`'s hook of the same name."""
+    """Scheduler hooks of a connector of one class. See the hook of the same name of
+    `SchedulerConnector` for when each is called, and who owns the blocks before and after."""
 
     def __init__(self, config: ConnectorConfig, role: ConnectorRole) -> None:
         self.config = config
@@ -54,8 +55,8 @@ class OneClassConnector:
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """(tokens beyond `num_computed_tokens`, whether they load in the background). None instead
-        of a number: ask again later."""
+        """(number of tokens after `num_computed_tokens`, whether they load in the background). None
+        instead of a number: ask again later."""
         return 0, False
 
     def update_state_after_alloc(
@@ -64,49 +65,49 @@ class OneClassConnector:
         """The request got blocks."""
 
     def build_connector_meta(self, step: StepView) -> bytes | msgspec.Struct:
-        """For the worker half; a Struct travels as msgpack."""
+        """Instructions for the worker half; a Struct is sent as msgpack."""
         return b""
 
-    def bind_blocks(self, holder: BlockHolder) -> None:
-        """Called once, before everything else."""
+    def bind_blocks(self, holds: BlockHolds) -> None:
+        """Called once, before any other hook."""
 
     def on_new_request(self, request: RequestView) -> None:
         """A request was queued."""
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
-        """What the workers reported."""
+        """The workers' report of an answered plan or of ended transfers."""
 
     def request_finished(
         self, request: RequestView, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """(keep the blocks until the send is reported, parameters for the client)."""
+        """(whether to free the blocks only after `finished_sending`, parameters for the client)."""
         return False, None
 
     def load_abandoned(self, request_id: str) -> None:
-        """Nobody waits for this request's load any more."""
+        """The request no longer waits for its load."""
 
     @property
     def has_pending_work(self) -> bool:
-        """An idle engine must make one more plan."""
+        """Whether an idle engine must send another plan."""
         return False
 
     def take_events(self) -> list[Any]:
-        """Events of its tiers since the last call."""
+        """Events of the connector's tiers since the last call."""
         return []
 
     def reset_cache(self) -> bool:
-        """Forget everything stored; False if it cannot now."""
+        """Evict everything stored. Returns False if that is not possible now."""
         return True
 
     def on_new_epoch(self, epoch: int) -> None:
-        """All workers are new."""
+        """All workers were replaced."""
 
     def shutdown(self) -> None:
         """The engine stops."""
 
 
 class SupportsHMA(ABC):
-    """Mixin of a connector that serves models with several KV cache groups."""
+    """Mixin for a connector that supports several KV cache groups."""
 
     @abstractmethod
     def request_finished_all_groups(
@@ -116,10 +117,10 @@ class SupportsHMA(ABC):
 
 
 class OneClassAdapter(SchedulerConnector):
-    """The scheduler's side of a `OneClassConnector`: translates the hooks that answer in tuples or
-    take lists; the others are the connector's own."""
+    """Wraps a `OneClassConnector` as a `SchedulerConnector`: converts the hooks with tuples or
+    lists, and passes the others through."""
 
-    PASSED_ON: Final = (
+    PASSED_THROUGH: Final = (
         "bind_blocks",
         "on_new_request",
         "update_connector_output",
@@ -134,7 +135,7 @@ class OneClassAdapter(SchedulerConnector):
         super().__init__(config)
         self.connector = connector
         self.supports_hma = isinstance(connector, SupportsHMA)
-        for hook in self.PASSED_ON:
+        for hook in self.PASSED_THROUGH:
             setattr(self, hook, getattr(connector, hook))
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:

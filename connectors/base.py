@@ -1,13 +1,13 @@
-"""The contract of a KV connector, scheduler half: where KV may come from, and where it goes.
+"""The scheduler half of the KV connector contract: loads KV from, and stores it to, other memory.
 
-A connector is two small classes: `SchedulerConnector` plans here, without torch and without I/O;
-its worker half moves the bytes. Hooks see views, never the scheduler's own objects, and are called
-from the scheduler's one thread; none may block. The names are those of vLLM's connectors, so what
-people know carries over; answers with several shapes are closed types.
+A connector is two small classes: `SchedulerConnector` plans, without torch and without I/O; its
+worker half moves the bytes. All hooks run in the scheduler's only thread and must not block. They
+get views, never the scheduler's own objects. Hooks have the names of vLLM's connectors; results
+with several forms are closed types.
 
-In a step the order is: `get_num_new_matched_tokens` and `update_state_after_alloc` per request that
-is admitted, `request_finished` per request that ends, `build_connector_meta` once per plan,
-`update_connector_output` once per answer and per transfer report, after what follows from it.
+Order in a step: `get_num_new_matched_tokens` and `update_state_after_alloc` per admitted request,
+`request_finished` per request that ends, `build_connector_meta` once per plan, and
+`update_connector_output` after each answer and each transfer report has been applied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """What a connector is built with.
+    """Configuration of a connector.
 
     options:    from `--kv-connector-config`; the connector defines their keys.
     block_size: tokens per block of each KV cache group.
-    num_ranks:  workers that must report a transfer before it has ended.
+    num_ranks:  number of workers; a transfer has ended when all of them have reported it.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -36,11 +36,11 @@ class ConnectorConfig:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """One request as a connector may see it.
+    """A connector's view of one request.
 
-    token_ids:   (num_tokens,) prompt and output so far; read-only.
-    block_hashes: names of its full blocks as far as known, one per `hash_block_size` tokens; not to
-                 be kept, it grows.
+    token_ids:    (num_tokens,) prompt and output so far; read-only.
+    block_hashes: hashes of its full blocks known so far, one per `hash_block_size` tokens. Do not
+                  keep it: it grows.
     """
 
     request_id: str
@@ -59,8 +59,8 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """So many tokens beyond the local ones can be loaded: into the step's blocks before the step
-    computes, or in the background while the request waits (`is_async`)."""
+    """`num_tokens` tokens after the local ones can be loaded: within the step, before it computes,
+    or in the background while the request waits (`is_async`)."""
 
     num_tokens: int
     is_async: bool = False
@@ -68,7 +68,8 @@ class Matched:
 
 @dataclass(frozen=True, slots=True)
 class AskLater:
-    """Not known yet: the request is set aside, and asked about again in the next step."""
+    """Not known yet: the request is skipped in this step, and the connector asked again in the next
+    one."""
 
 
 Match: TypeAlias = Matched | AskLater
@@ -76,10 +77,11 @@ Match: TypeAlias = Matched | AskLater
 
 @dataclass(frozen=True, slots=True)
 class FinishAction:
-    """What becomes of the blocks of a request that ends.
+    """What to do with the blocks of a request that ends.
 
-    delay_free: they stay until the workers report the request in `finished_sending`.
-    params:     for the client, who hands them to whoever goes on with the request.
+    delay_free: free them only when the workers report the request in `finished_sending`.
+    params:     `kv_transfer_params` for the client, which passes them to the engine that continues
+                the request.
     """
 
     delay_free: bool = False
@@ -88,8 +90,9 @@ class FinishAction:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlocks:
-    """Full blocks of one request and KV cache group that got their names with this plan: what a
-    connector may store once the plan is answered. `names[i]` belongs to `block_ids[i]`."""
+    """Full blocks of one request and KV cache group that this plan adds to the prefix cache. A
+    connector may store them once the plan is answered. `block_hashes[i]` is the hash of
+    `block_ids[i]`."""
 
     request_id: str
     group: int
@@ -99,15 +102,15 @@ class CachedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """One plan as a connector may see it; the cost of reading it follows what changed.
+    """A connector's view of one plan: only what changed since the previous one.
 
-    admitted:  requests that took a row, in order.
-    unnamed:   block ids that lost a name that an earlier plan listed, because what they hold proved
-               wrong (a failed load, logits that are not finite). Comes before `cached`.
-    named:     see `CachedBlocks`; in the order in which they were named. Provisional: not to be
-               stored before `step` is answered, nor if a later plan lists the block as unnamed.
-    preempted, finished: request ids that left their rows since the plan before.
-    answered_step: the newest answer that had been applied.
+    answered_step: the latest answer that has been applied.
+    admitted:  requests that got a row, in order.
+    uncached:  block ids of earlier plans' `cached` that were uncached because their content is
+               invalid (failed load, logits not finite). Applies before `cached`.
+    cached:    see `CachedBlocks`; in the order in which they were cached. Provisional: do not store
+               a block before `step` is answered, or if a later plan lists it in `uncached`.
+    preempted, finished: requests that lost their row since the previous plan.
     """
 
     step: int
@@ -121,9 +124,9 @@ class StepView:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOutput:
-    """What the workers reported: with the answer to plan `step`, or unasked (`step` 0).
+    """What the workers reported with the answer to plan `step`, or in a transfer report (`step` 0).
 
-    finished_sending, finished_receiving: request ids for which all ranks are done.
+    finished_sending, finished_receiving: request ids whose transfer has ended on all ranks.
     metadata: one opaque message per rank that sent one.
     """
 
@@ -134,92 +137,94 @@ class ConnectorOutput:
     metadata: Sequence[bytes] = ()
 
 
-class BlockHolder(Protocol):
-    """Lets a connector keep blocks that it stores from while their request may leave them."""
+class BlockHolds(Protocol):
+    """Lets a connector hold blocks while it stores them, even if their request frees them."""
 
     def hold(self, block_ids: Sequence[int]) -> int:
-        """One reference more for each block; returns a number to release them by."""
+        """Add a reference to each block; returns an id for `release`."""
 
     def release(self, hold_id: int) -> None:
-        """The transfers from these blocks have ended. Raises KeyError for an unknown number."""
+        """End a hold, after all transfers from its blocks. Raises KeyError for an unknown id."""
 
+
+BlockHolder: TypeAlias = BlockHolds  # TODO: goes when tests/scheduler imports BlockHolds
 
 _DEFAULTS: Final = ConnectorConfig()
 
 
 class SchedulerConnector:
-    """Scheduler half. Every hook has a default that does nothing, so a connector overrides only
-    what it is about.
+    """Scheduler half of a connector. The default of every hook does nothing.
 
-    supports_hma: it reads every group of the block ids it is given. One that does not is refused
-                  for a model with several KV cache groups.
+    supports_hma: the connector handles block ids of several KV cache groups. Otherwise it is
+                  rejected for a model that has several.
     """
 
     supports_hma: bool = False
 
     def __init__(self, config: ConnectorConfig = _DEFAULTS) -> None:
-        """Raises ConfigError for options it cannot serve."""
+        """Raises ConfigError for invalid options."""
         self.config = config
 
-    def bind_blocks(self, holder: BlockHolder) -> None:
-        """Called once, before everything else."""
+    def bind_blocks(self, holds: BlockHolds) -> None:
+        """Called once, before any other hook."""
 
     def on_new_request(self, request: RequestView) -> None:
-        """A request was queued. Each is reported once, and `request_finished` once."""
+        """A request was queued. Called exactly once per request, as is `request_finished`."""
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
-        """How many tokens beyond the first `num_computed_tokens` (local prefix hits) this connector
-        can bring. Reserves nothing; may be asked again in later steps for the same request. Not
-        asked while an asynchronous load of this request id is under way, nor when it ended well."""
+        """Number of tokens after the first `num_computed_tokens` (local prefix hits) that this
+        connector can load. Reserves nothing; may be called again for the same request in later
+        steps. Not called during an asynchronous load for this request id, nor after a successful
+        one."""
         return Matched(0)
 
     def update_state_after_alloc(
         self, request: RequestView, block_ids: tuple[Int32Array, ...], num_external_tokens: int
     ) -> None:
-        """The request got blocks: `block_ids[group]` from its first position on. Groups that forget
-        (windows, chunks, states) have the null block (id 0) where they need no block any more:
-        nothing is to be loaded there, and it must never be written. To be loaded are
-        the `num_external_tokens` behind the local hits that the match was asked with. The blocks
-        they lie in are the transfer's too from here on, until it is reported in
-        `finished_receiving` (asynchronous), or until the step is answered (synchronous). No plan
-        that is still unanswered names them, so a transfer need not wait for one. Not called if
-        nothing is to be loaded."""
+        """The request got blocks: `block_ids[group]` is its whole block table. Load the
+        `num_external_tokens` tokens after the `num_computed_tokens` of the match. Not called if
+        there is nothing to load.
+
+        The load owns a share of its target blocks until it is reported in `finished_receiving`
+        (asynchronous), or until the step is answered (synchronous). It can start at once, because
+        no unanswered plan uses these blocks. Groups that free skipped blocks (windows, chunks,
+        states) have the null block (id 0) in the freed places: never load into it."""
 
     def build_connector_meta(self, step: StepView) -> bytes:
-        """What the worker half must do with this plan, in an encoding of its own."""
+        """Instructions for the worker half, sent with this plan in the connector's own encoding."""
         return b""
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
-        """What the workers reported."""
+        """The workers' report of an answered plan or of ended transfers."""
 
     def request_finished(
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
     ) -> FinishAction:
-        """The request ends, for whatever reason; called exactly once. `block_ids` are empty if it
-        held none; groups that forget have the null block (id 0) where blocks were given back."""
+        """The request ends, for any reason; called exactly once. `block_ids` is empty if it held no
+        blocks. Freed places of a block table have the null block (id 0)."""
         return FinishAction()
 
     def load_abandoned(self, request_id: str) -> None:
-        """Nobody waits for this request's asynchronous load any more (abort, deadline). Its blocks
-        stay in quarantine until `finished_receiving`, which a confirmed cancel reports too."""
+        """The request no longer waits for its asynchronous load (abort, deadline). The blocks stay
+        in quarantine until `finished_receiving`, by which workers also confirm a cancelled load."""
 
     @property
     def has_pending_work(self) -> bool:
-        """An idle engine must make one more plan, because `build_connector_meta` has something to
-        tell the workers."""
+        """Whether an idle engine must send another plan, because `build_connector_meta` has
+        instructions for the workers."""
         return False
 
     def take_events(self) -> list[Any]:
-        """Events of its tiers since the last call."""
+        """Events of the connector's tiers since the last call."""
         return []
 
     def reset_cache(self) -> bool:
-        """Forget everything stored. False if it cannot now."""
+        """Evict everything stored. Returns False if that is not possible now."""
         return True
 
     def on_new_epoch(self, epoch: int) -> None:
-        """All workers are new: loads under way have failed, stores count as failed, and every hold
-        is void (its number is unknown from here on)."""
+        """All workers were replaced: loads and stores in progress have failed, and all holds are
+        void (their ids are unknown from now on)."""
 
     def shutdown(self) -> None:
-        """The engine stops; no hook is called after this one."""
+        """The engine stops. This is the last call."""

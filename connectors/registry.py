@@ -1,5 +1,5 @@
-"""Connectors by name. A connector's module is imported when it is chosen and not before, so what
-is installed beside it costs nothing and may lack its dependencies.
+"""Loads connectors by name. Only the module of the chosen connector is imported, so that other
+installed connectors cost nothing and may lack their dependencies.
 """
 
 import importlib
@@ -16,13 +16,13 @@ ENTRY_POINT_GROUP: Final = "longshore.connectors"
 
 
 def load_scheduler_connector(name: str, config: ConnectorConfig) -> SchedulerConnector:
-    """Build the scheduler's half of a connector.
+    """Build the scheduler half of a connector.
 
-    name: `package.module:Class`, or what an installed package calls it in the entry point group
-          `longshore.connectors`. The class is a `SchedulerConnector`, or a `OneClassConnector`.
+    name: `package.module:Class`, or the name of an entry point in the group `longshore.connectors`.
+          The class is a subclass of `SchedulerConnector` or `OneClassConnector`.
 
-    Raises ConfigError that names what is missing: the name, the module, the class, a dependency,
-    or the support for several KV cache groups. What the class itself raises is let through.
+    Raises ConfigError if the name, the module, the class or a dependency does not exist, or if the
+    connector does not support several KV cache groups. Other errors of the class are not caught.
     """
     entry_point = _entry_point(name)
     try:
@@ -31,16 +31,16 @@ def load_scheduler_connector(name: str, config: ConnectorConfig) -> SchedulerCon
         raise _missing_module(name, entry_point.module, error) from error
     if config.num_groups > 1 and not connector.supports_hma:
         raise ConfigError(
-            f"--kv-connector {name} reads one KV cache group, but the model has "
-            f"{config.num_groups}. Use a connector that declares `supports_hma` (of one class: "
-            "inherits SupportsHMA)."
+            f"--kv-connector {name} supports only one KV cache group, but the model has "
+            f"{config.num_groups}. Use one with `supports_hma = True` (a OneClassConnector "
+            "inherits it from SupportsHMA)."
         )
     return connector
 
 
 def check_connector(name: str) -> None:
-    """Raise ConfigError for a name that leads to no connector: see load_scheduler_connector. Its
-    module is imported, nothing is built."""
+    """Raise ConfigError if `load_scheduler_connector` could not load this name. Imports the module,
+    but constructs nothing."""
     entry_point = _entry_point(name)
     try:
         _load(name, entry_point)
@@ -49,7 +49,7 @@ def check_connector(name: str) -> None:
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """The options of `--kv-connector-config`. Raises ConfigError if they are no JSON object."""
+    """Parse the value of `--kv-connector-config`. Raises ConfigError unless it is a JSON object."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
@@ -57,15 +57,15 @@ def parse_options(text: str) -> dict[str, Any]:
 
 
 def no_worker_half(name: str) -> ConfigError:
-    """What a connector is refused with while no worker can move blocks for it."""
+    """The error for any connector, as long as workers have no connector half."""
     return ConfigError(
-        f"--kv-connector {name}: the workers have no connector half to move their blocks; this "
-        "version's workers have none. Start without --kv-connector."
+        f"--kv-connector {name}: the workers have no connector half that could move blocks; this "
+        "version does not support connectors yet. Start without --kv-connector."
     )
 
 
 def installed_connectors() -> list[str]:
-    """Names that installed packages offer, sorted; none of them is imported."""
+    """Names of all installed connectors, sorted; none of them is imported."""
     return sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})
 
 
@@ -78,14 +78,14 @@ def _entry_point(name: str) -> EntryPoint:
         return found.popitem()[1]
     if found:
         raise ConfigError(
-            f"--kv-connector {name} is offered by several packages: {', '.join(sorted(found))}. "
-            "Choose one by that name."
+            f"--kv-connector {name} is provided by several packages: {', '.join(sorted(found))}. "
+            "Use one of these package.module:Class names."
         )
-    offered = ", ".join(installed_connectors()) or "none"
+    installed = ", ".join(installed_connectors()) or "none"
     raise ConfigError(
-        f"--kv-connector {name} is unknown. Installed packages offer: {offered}. "
-        "A connector of your own is given as package.module:Class; no worker of this version can "
-        "move blocks for one yet."
+        f"--kv-connector {name} is unknown. Installed connectors: {installed}. "
+        "For a class of your own use package.module:Class. Note that the workers of this version "
+        "cannot move blocks for a connector yet."
     )
 
 
@@ -101,8 +101,8 @@ def _load(name: str, entry_point: EntryPoint) -> type[SchedulerConnector | OneCl
     if isinstance(found, type) and issubclass(found, SchedulerConnector | OneClassConnector):
         return found
     raise ConfigError(
-        f"--kv-connector {name} is neither a SchedulerConnector nor a OneClassConnector; inherit "
-        "from one of them (docs/connectors.md)"
+        f"--kv-connector {name} is neither a SchedulerConnector nor a OneClassConnector. Inherit "
+        "from one of them; see docs/connectors.md."
     )
 
 
@@ -118,7 +118,7 @@ def _missing_module(name: str, module: str, error: ModuleNotFoundError) -> Confi
     missing = error.name or str(error)
     if module == missing or module.startswith(f"{missing}."):
         return ConfigError(
-            f"--kv-connector {name}: there is no module {missing}. Install the package that has "
-            "it, or correct the name."
+            f"--kv-connector {name}: there is no module {missing}. Install its package, or correct "
+            "the name."
         )
-    return ConfigError(f"--kv-connector {name} needs the package {missing}; install it")
+    return ConfigError(f"--kv-connector {name} needs the package {missing}. Install it.")

@@ -1,1 +1,1 @@
-"""What crosses a process boundary: messages, the row predictor, KV cache specs, channels."""
+"""What crosses a process boundary: messages, the row predictor, KV cache specs, transport, logs."""

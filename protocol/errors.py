@@ -1,24 +1,24 @@
-"""Errors every package raises by name. A message says what happened, why it matters, what to do."""
+"""Errors of all packages. A message says what happened, why it matters, and what to do."""
 
 
 class LongshoreError(Exception):
-    """Root of everything Longshore raises on purpose."""
+    """Base of all errors that Longshore raises deliberately."""
 
 
 class ConfigError(LongshoreError):
-    """A setting is wrong or two settings contradict each other; found before anything is served."""
+    """A setting is invalid, or two settings contradict each other; found at startup."""
 
 
 class KVCacheTooSmall(ConfigError):
-    """The KV cache cannot hold one request of the longest length that will be admitted."""
+    """The KV cache cannot hold one request of the maximum length."""
 
 
 class HandshakeRejected(LongshoreError):
-    """Two processes do not fit together; the message names the field and both values."""
+    """Two processes are incompatible; the message has the field and both values."""
 
 
 class PlanMismatch(LongshoreError):
-    """A plan does not continue what the worker holds. Only a new epoch helps, never a guess."""
+    """A plan does not continue the worker's state. Only a new epoch recovers from it."""
 
 
 class EngineDead(LongshoreError):
@@ -26,16 +26,16 @@ class EngineDead(LongshoreError):
 
 
 class ProtocolError(LongshoreError):
-    """What arrived is not a message of this protocol. It is counted and dropped."""
+    """Received data is not a message of this protocol. It is counted and dropped."""
 
 
 class UnknownMessage(ProtocolError):
-    """The tag names no message that this direction knows."""
+    """The message's tag is unknown in this direction."""
 
 
 class MalformedMessage(ProtocolError):
-    """Truncated or wrong in type: not what the tag promises."""
+    """The message is truncated, or a field has the wrong type."""
 
 
 class MessageTooLarge(ProtocolError):
-    """More bytes or more frames than the channel accepts."""
+    """The message has more bytes or more frames than the channel accepts."""

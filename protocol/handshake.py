@@ -1,10 +1,10 @@
-"""Who may talk to whom: versions, model, KV layout and hash seed are compared before anything else.
+"""The handshake: compares versions, model, KV layout and hash seed before any other message.
 
-Worker:  WorkerHello -> Welcome | Refused; then the worker allocates its cache and says WorkerReady.
-Client:  ClientHello -> EngineReady | Refused.
+Worker: WorkerHello -> WorkerAccepted | Rejected; the worker allocates its cache, then WorkerReady.
+Client: ClientHello -> EngineReady | Rejected.
 
-Hellos and refusals take fields they do not know, unlike all other messages: a newer version must be
-told that it is too new, not be dropped.
+Hellos and `Rejected` allow unknown fields, unlike all other messages: a newer version must get an
+answer that says so. At the end of the file: the union of messages per direction.
 """
 
 import enum
@@ -24,12 +24,7 @@ from longshore.protocol.outputs import (
     WorkerFailed,
 )
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
-from longshore.protocol.requests import (
-    AbortRequests,
-    AddRequest,
-    ContinueSession,
-    StopFound,
-)
+from longshore.protocol.requests import AbortRequests, AddRequest, ContinueSession, StopFound
 from longshore.protocol.statistics import (
     BlockSnapshot,
     DescribeBlocks,
@@ -39,7 +34,7 @@ from longshore.protocol.statistics import (
 )
 
 PROTOCOL_VERSION: Final = 8
-"""Raised by every change of a message; both sides must run the same one."""
+"""Increased by every change of a message; both sides must have the same version."""
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
@@ -47,9 +42,9 @@ class EngineIdentity(msgspec.Struct, frozen=True):
 
     model_fingerprint: `model_fingerprint()` of the model folder.
     kv_cache_dtype:    "auto" is `dtype`.
-    hash_seed_digest:  digest of the block hash seed; the seed itself never travels.
-    block_size:        of one rank; decode_context_parallel_size ranks share a block, each of which
-                       keeps cp_kv_cache_interleave_size neighbouring tokens.
+    hash_seed_digest:  digest of the block hash seed; the seed itself is never sent.
+    block_size:        tokens per block on one rank. `decode_context_parallel_size` ranks share each
+                       block, in turns of `cp_kv_cache_interleave_size` consecutive tokens.
     """
 
     model_fingerprint: str
@@ -66,9 +61,10 @@ class EngineIdentity(msgspec.Struct, frozen=True):
 
 
 def check_identity(ours: EngineIdentity, theirs: EngineIdentity, *, peer: str) -> None:
-    """Raise HandshakeRejected naming the first field in which `peer` differs, and both values."""
+    """Raise HandshakeRejected with the first field in which `peer` differs, and both values."""
     fields = EngineIdentity.__struct_fields__
-    for field in ("protocol_version", *fields):  # another version may mean anything by the rest
+    # The version first: in another version the other fields may have another meaning.
+    for field in ("protocol_version", *fields):
         wanted, got = getattr(ours, field), getattr(theirs, field)
         if wanted != got:
             raise HandshakeRejected(
@@ -78,8 +74,8 @@ def check_identity(ours: EngineIdentity, theirs: EngineIdentity, *, peer: str) -
 
 
 class Feature(enum.Enum):
-    """What a worker may be able to do beyond plain text; requests for the rest are refused.
-    With POOLING_ONLY there are no logits, and requests for tokens are."""
+    """Optional abilities of a worker. Requests that need an ability it lacks are rejected.
+    A POOLING_ONLY worker has no logits: requests for tokens are rejected."""
 
     PROMPT_EMBEDS = "prompt_embeds"
     LORA = "lora"
@@ -92,7 +88,7 @@ class Feature(enum.Enum):
 
 
 class WorkerHello(msgspec.Struct, tag="worker_hello", frozen=True):
-    """A rank with its weights loaded; `kv_cache.num_blocks` is what its memory can hold."""
+    """A rank has loaded its weights; its memory can hold `kv_cache.num_blocks` blocks."""
 
     rank: int
     identity: EngineIdentity
@@ -101,7 +97,7 @@ class WorkerHello(msgspec.Struct, tag="worker_hello", frozen=True):
 
 
 class WorkerAccepted(msgspec.Struct, tag="accepted", frozen=True, forbid_unknown_fields=True):
-    """The rank belongs to this engine: plans will carry `epoch` and use `num_blocks` blocks."""
+    """The rank belongs to this engine. Plans will have this `epoch` and use `num_blocks` blocks."""
 
     epoch: int
     num_blocks: int
@@ -109,13 +105,13 @@ class WorkerAccepted(msgspec.Struct, tag="accepted", frozen=True, forbid_unknown
 
 
 class WorkerReady(msgspec.Struct, tag="worker_ready", frozen=True, forbid_unknown_fields=True):
-    """The cache is allocated and the model warmed up; plans may come."""
+    """The cache is allocated and the model is warmed up; plans can be sent."""
 
     rank: int
 
 
 class ClientHello(msgspec.Struct, tag="client_hello", frozen=True):
-    """A gateway asks to send requests."""
+    """A client, such as a gateway, wants to send requests."""
 
     name: str
     model_fingerprint: str
@@ -123,7 +119,7 @@ class ClientHello(msgspec.Struct, tag="client_hello", frozen=True):
 
 
 class EngineReady(msgspec.Struct, tag="engine_ready", frozen=True, forbid_unknown_fields=True):
-    """The engine takes this client's requests."""
+    """The engine accepts requests of this client."""
 
     engine_id: str
     identity: EngineIdentity
@@ -131,7 +127,7 @@ class EngineReady(msgspec.Struct, tag="engine_ready", frozen=True, forbid_unknow
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True):
-    """The two do not fit; `reason` names the field and both values."""
+    """The hello is not accepted, for `reason`."""
 
     reason: str
 
@@ -157,7 +153,7 @@ ToClient: TypeAlias = (
 def model_fingerprint(model_dir: Path) -> str:
     """Identifies a model folder by its config and the names and sizes of its weight files.
 
-    Cheap on purpose (no weight is read): it tells different models apart, not different values.
+    No weight is read, so it is cheap, but two sets of weights of one model have the same one.
     """
     state = hashlib.sha256((model_dir / "config.json").read_bytes())
     for path in sorted(model_dir.glob("*.safetensors")):
@@ -166,5 +162,5 @@ def model_fingerprint(model_dir: Path) -> str:
 
 
 def hash_seed_digest(seed: bytes) -> str:
-    """Compares two seeds without telling either."""
+    """A digest by which two processes compare their seeds without revealing them."""
     return hashlib.sha256(b"longshore hash seed\0" + seed).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""What a block of the KV cache is: sizes per kind of attention, and the groups of one model.
+"""KV cache specs: the size of a block per kind of attention, and the KV cache groups of a model.
 
-The worker derives the groups from the model; the scheduler plans blocks from them and never learns
-what a tensor is. Specs are immutable, and two layers with equal specs can share a group.
+The worker derives the groups from the model; the scheduler plans blocks from them without knowing
+any tensor. Specs are immutable, and layers with equal specs can share a group.
 """
 
 import math
@@ -13,36 +13,34 @@ import msgspec
 from longshore.protocol.errors import ConfigError, KVCacheTooSmall
 
 KVCacheDtype: TypeAlias = Literal["auto", "fp8_e4m3"]
-"""Of keys and values; auto is what the model computes in."""
+"""The dtype of keys and values; "auto" is the model's dtype."""
 
 FP8_E4M3: Final = "fp8_e4m3"
 
 NULL_BLOCK: Final = 0
-"""Placeholder in block tables, padding target of kernels: never holds data, never handed out."""
+"""Placeholder in block tables and padding target of kernels. Holds no data, is never allocated."""
 
 DEFAULT_STEPS_IN_FLIGHT: Final = 2
-"""Plans that may be unanswered where nobody says: one is planned ahead of the tokens."""
+"""Default for the number of unanswered plans: one step is planned ahead."""
 
 CROSS_LAYER_LAYOUT: Final = "num_blocks,num_layers,2,block_size,num_kv_heads,head_size"
 """A block's bytes are contiguous over all layers of its group, so one copy moves one block."""
 
 
 class BadSpec(ConfigError, ValueError):
-    """A spec that contradicts itself. Being a ValueError, it makes a message malformed."""
+    """A spec is invalid. As a ValueError it makes a received message malformed."""
 
 
 class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Every integer of a spec is at least 1, but for `may_be_0`. Raises BadSpec."""
-
-    may_be_0: ClassVar[tuple[str, ...]] = ()
+    """Every integer of a spec is at least 1. Raises BadSpec."""
 
     block_size: int
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, int) and value < (0 if name in self.may_be_0 else 1):
-                raise BadSpec(f"{type(self).__name__}.{name}={value} is too small")
+            if isinstance(value, int) and value < 1:
+                raise BadSpec(f"{type(self).__name__}.{name}={value} must be at least 1")
 
     def max_blocks(
         self,
@@ -50,15 +48,18 @@ class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_num_batched_tokens: int | None = None,
         num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
     ) -> int:
-        """Blocks that one request of `max_model_len` tokens can hold at most, if the `num_steps`
-        steps in flight compute at most `max_num_batched_tokens` (None: all of them) of it."""
+        """Maximum number of blocks that one request of `max_model_len` tokens holds while
+        `num_steps` steps in flight compute at most `max_num_batched_tokens` of them (None: all)."""
+        return self._max_blocks(max_model_len, max_num_batched_tokens, num_steps)
+
+    def _max_blocks(self, max_model_len: int, num_batched: int | None, num_steps: int) -> int:
         return -(-max_model_len // self.block_size)
 
 
 class _AttentionSpec(_Spec, frozen=True):
     """A key and a value vector per token and head. Sizes in tokens, heads, elements.
 
-    head_size_v: of the values; None: as the keys'.
+    head_size_v: size of a value vector; None: as `head_size`.
     """
 
     num_kv_heads: int
@@ -72,12 +73,18 @@ class _AttentionSpec(_Spec, frozen=True):
         width = self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
         return self.block_size * self.num_kv_heads * width * self.dtype_bytes
 
+    def _max_window_blocks(self, num_kept: int, max_model_len: int, num_batched: int | None) -> int:
+        """Blocks of a request that keeps `num_kept` tokens in addition to those in flight."""
+        in_flight = max_model_len if num_batched is None else num_batched
+        num_tokens = min(num_kept + in_flight, max_model_len)
+        return -(-num_tokens // self.block_size) + 1  # the first token may lie within a block
+
 
 class FullAttentionSpec(_AttentionSpec, frozen=True, tag="full"):
-    """Layers whose every token attends to all earlier ones.
+    """Layers whose tokens attend to all earlier ones.
 
-    sliding_window, attention_chunk_size: what the layers really attend to, if they stand in a full
-        group because their model is planned without groups that forget; it keeps every block.
+    sliding_window, attention_chunk_size: the actual limit of layers that are planned as full
+        attention, because no group of this model frees skipped blocks. All blocks are kept.
     """
 
     sliding_window: int | None = None
@@ -93,14 +100,14 @@ class FullAttentionSpec(_AttentionSpec, frozen=True, tag="full"):
 
 
 class SinkFullAttentionSpec(_AttentionSpec, frozen=True, tag="sink_full", kw_only=True):
-    """Full attention behind `sink_tokens` learned tokens that every request sees and none computes.
-    Their blocks, `num_sink_blocks`, are set aside for good: see `sink_block_ids`."""
+    """Full attention after `sink_tokens` learned tokens, which all requests share and none
+    computes. Their `num_sink_blocks` blocks are reserved: see `sink_block_ids`."""
 
     sink_tokens: int
 
     @property
     def num_sink_blocks(self) -> int:
-        """Blocks that the group's sink takes out of the pool."""
+        """Blocks of the pool that are reserved for the group's sink."""
         return -(-self.sink_tokens // self.block_size)
 
 
@@ -109,37 +116,23 @@ class SlidingWindowSpec(_AttentionSpec, frozen=True, tag="sliding_window", kw_on
 
     sliding_window: int
 
-    def max_blocks(
-        self,
-        max_model_len: int,
-        max_num_batched_tokens: int | None = None,
-        num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
-    ) -> int:
-        computed = max_model_len if max_num_batched_tokens is None else max_num_batched_tokens
-        num_tokens = min(self.sliding_window - 1 + computed, max_model_len)
-        return -(-num_tokens // self.block_size) + 1  # they need not begin at a block border
+    def _max_blocks(self, max_model_len: int, num_batched: int | None, num_steps: int) -> int:
+        return self._max_window_blocks(self.sliding_window - 1, max_model_len, num_batched)
 
 
 class ChunkedLocalAttentionSpec(_AttentionSpec, frozen=True, tag="chunked_local", kw_only=True):
-    """Layers whose tokens attend to those before them in the same chunk; chunks of
-    `attention_chunk_size` tokens follow each other from the first token on."""
+    """Layers whose tokens attend to earlier ones of the same chunk. Chunks of
+    `attention_chunk_size` tokens begin at the first token."""
 
     attention_chunk_size: int
 
-    def max_blocks(
-        self,
-        max_model_len: int,
-        max_num_batched_tokens: int | None = None,
-        num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
-    ) -> int:
-        computed = max_model_len if max_num_batched_tokens is None else max_num_batched_tokens
-        num_tokens = min(self.attention_chunk_size + computed, max_model_len)
-        return -(-num_tokens // self.block_size) + 1
+    def _max_blocks(self, max_model_len: int, num_batched: int | None, num_steps: int) -> int:
+        return self._max_window_blocks(self.attention_chunk_size, max_model_len, num_batched)
 
 
 class MLAAttentionSpec(_Spec, frozen=True, tag="mla"):
-    """Layers whose every token attends to all earlier ones by one latent vector per token, which
-    stands for the keys and values of all heads; `head_size` counts its rotary part."""
+    """Multi-head latent attention: tokens attend to all earlier ones by one latent vector per
+    token, shared by all heads. `head_size` includes its rotary part."""
 
     num_kv_heads: ClassVar[int] = 1
 
@@ -153,12 +146,12 @@ class MLAAttentionSpec(_Spec, frozen=True, tag="mla"):
 
 
 class MambaSpec(_Spec, frozen=True, tag="mamba"):
-    """Layers with a state in place of KV. A block holds the state behind the last token that was
-    computed in its `block_size` tokens; once the next block is begun, behind its last token.
+    """Layers with a recurrent state instead of KV. A block holds the state after the last token
+    computed so far in its `block_size` tokens.
 
-    shapes:            of a layer's state tensors.
-    dtype_bytes:       of the elements of each.
-    padded_size_bytes: bytes that a state takes of a block; None: no more than it needs.
+    shapes:            shapes of a layer's state tensors.
+    dtype_bytes:       element size of each state tensor.
+    padded_size_bytes: bytes that a state occupies in a block; None: its own size.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -169,7 +162,7 @@ class MambaSpec(_Spec, frozen=True, tag="mamba"):
         super().__post_init__()
         if len(self.shapes) != len(self.dtype_bytes):
             raise BadSpec(
-                f"{len(self.shapes)} shapes have {len(self.dtype_bytes)} element sizes; a state "
+                f"{len(self.shapes)} shapes but {len(self.dtype_bytes)} element sizes; each state "
                 "tensor has one of each"
             )
         if self.padded_size_bytes is not None and self.padded_size_bytes < self.state_size_bytes:
@@ -189,42 +182,29 @@ class MambaSpec(_Spec, frozen=True, tag="mamba"):
         """Bytes of one block of one layer."""
         return self.state_size_bytes if self.padded_size_bytes is None else self.padded_size_bytes
 
-    def max_blocks(
-        self,
-        max_model_len: int,
-        max_num_batched_tokens: int | None = None,
-        num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
-    ) -> int:
-        """The state to go on from, and the one that each step in flight computes."""
-        num_new = 1
-        if max_num_batched_tokens is not None:
-            num_new = min(-(-max_num_batched_tokens // self.block_size), num_steps)
-        return min(super().max_blocks(max_model_len), 1 + num_new)
+    def _max_blocks(self, max_model_len: int, num_batched: int | None, num_steps: int) -> int:
+        # The state to continue from, and one per step in flight.
+        num_new = 1 if num_batched is None else min(-(-num_batched // self.block_size), num_steps)
+        return min(super()._max_blocks(max_model_len, num_batched, num_steps), 1 + num_new)
 
 
 class CrossAttentionSpec(_AttentionSpec, frozen=True, tag="cross", kw_only=True):
-    """Layers whose tokens attend to the encoder's, of which a request has at most
-    `max_encoder_tokens`; their KV is computed once."""
+    """Layers whose tokens attend to the encoder's tokens, at most `max_encoder_tokens` per request.
+    Their KV is computed once."""
 
     max_encoder_tokens: int
 
-    def max_blocks(
-        self,
-        max_model_len: int,
-        max_num_batched_tokens: int | None = None,
-        num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
-    ) -> int:
-        """As many as the encoder's tokens fill, however long the request is."""
+    def _max_blocks(self, max_model_len: int, num_batched: int | None, num_steps: int) -> int:
         return -(-self.max_encoder_tokens // self.block_size)
 
 
 class CustomSpec(_Spec, frozen=True, tag="custom"):
     """A kind of attention from another package.
 
-    page_size_bytes: of one block of one layer.
-    manager:         `package.module:Class`, who plans its blocks in the scheduler; it extends
+    page_size_bytes: bytes of one block of one layer.
+    manager:         `package.module:Class` that plans its blocks in the scheduler; a subclass of
                      longshore.scheduler.kv_cache.full.SingleTypeManager.
-    settings:        whatever manager and worker agree on.
+    settings:        defined by manager and worker.
     """
 
     page_size_bytes: int
@@ -245,14 +225,14 @@ KVCacheSpec: TypeAlias = (
 
 
 def of_all_ranks(spec: KVCacheSpec, context_parallel_size: int) -> KVCacheSpec:
-    """What a block id stands for in all ranks together that share the tokens of a block."""
+    """`spec` with the `block_size` of all `context_parallel_size` ranks that share a block."""
     if context_parallel_size == 1:
         return spec
     return msgspec.structs.replace(spec, block_size=spec.block_size * context_parallel_size)
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Layers that share one block table because they have the same kind of attention."""
+    """Layers with the same kind of attention, which share one block table."""
 
     layer_names: tuple[str, ...]
     spec: KVCacheSpec
@@ -264,7 +244,7 @@ class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The KV cache of one rank: every group takes its blocks from one pool of `num_blocks`."""
+    """The KV cache of one rank: all groups share one pool of `num_blocks` blocks."""
 
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
@@ -273,7 +253,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def max_encoder_tokens(groups: tuple[KVCacheGroup, ...]) -> int | None:
-    """Encoder tokens that one request may bring at most; None: no group keeps their KV."""
+    """Maximum number of encoder tokens per request; None without a cross attention group."""
     limits = [g.spec.max_encoder_tokens for g in groups if isinstance(g.spec, CrossAttentionSpec)]
     return min(limits, default=None)
 
@@ -286,10 +266,10 @@ def max_blocks(
     *,
     context_parallel_size: int = 1,
 ) -> int:
-    """Blocks that one request can hold at most, over all groups; see KVCacheSpec.max_blocks.
+    """Maximum number of blocks that one request holds, over all groups; see KVCacheSpec.max_blocks.
 
-    context_parallel_size: ranks that share the tokens of a block, which holds so many times those
-                           of its spec.
+    context_parallel_size: number of ranks that share the tokens of a block; the block holds this
+                           many times the tokens of its spec.
     """
     longest = (max_model_len, max_num_batched_tokens, num_steps)
     return sum(of_all_ranks(g.spec, context_parallel_size).max_blocks(*longest) for g in groups)
@@ -304,15 +284,11 @@ def tokens_that_fit(
     *,
     context_parallel_size: int = 1,
 ) -> int:
-    """Of requests of `max_model_len` tokens, in a pool of `num_blocks`; see max_blocks."""
+    """Number of tokens that a pool of `num_blocks` blocks holds if all its requests have
+    `max_model_len` tokens; see `max_blocks`."""
     usable = max(0, num_blocks - num_reserved_blocks(groups))
-    needed = max_blocks(
-        groups,
-        max_model_len,
-        max_num_batched_tokens,
-        num_steps,
-        context_parallel_size=context_parallel_size,
-    )
+    longest = (max_model_len, max_num_batched_tokens, num_steps)
+    needed = max_blocks(groups, *longest, context_parallel_size=context_parallel_size)
     return usable * max_model_len // needed
 
 
@@ -324,7 +300,7 @@ def num_blocks_needed(
     *,
     context_parallel_size: int = 1,
 ) -> int:
-    """Of a pool that can hold one request of `max_model_len` tokens; see `max_blocks`."""
+    """Size of a pool that can hold one request of `max_model_len` tokens; see `max_blocks`."""
     longest = (max_model_len, max_num_batched_tokens, num_steps)
     held = max_blocks(groups, *longest, context_parallel_size=context_parallel_size)
     return held + num_reserved_blocks(groups)
@@ -341,7 +317,7 @@ def check_holds_one_request(
 ) -> None:
     """Raise KVCacheTooSmall unless an empty pool can hold one request of `max_model_len` tokens.
 
-    Otherwise such a request would be admitted and could never finish, whatever gave way to it.
+    Otherwise such a request would be admitted and could never finish, even alone.
     """
     needed, with_little_in_flight = (
         num_blocks_needed(
@@ -354,25 +330,25 @@ def check_holds_one_request(
     cause, remedy = "", ""
     if with_little_in_flight < needed:
         cause = (
-            f", as windows and states also hold what is in flight (here {max_num_batched_tokens} "
-            f"tokens in {num_steps} steps)"
+            f", because windows and states also hold what is in flight (here "
+            f"{max_num_batched_tokens} tokens in {num_steps} steps)"
         )
         remedy = " or max_num_batched_tokens"
     raise KVCacheTooSmall(
         f"num_blocks={num_blocks} are too few: a request of max_model_len={max_model_len} tokens "
-        f"needs {needed}, {num_reserved_blocks(groups)} set aside among them{cause}. Give the "
+        f"needs {needed}, including {num_reserved_blocks(groups)} reserved{cause}. Give the "
         f"cache more memory, or lower max_model_len{remedy}."
     )
 
 
 def num_reserved_blocks(groups: Sequence[KVCacheGroup]) -> int:
-    """The null block, and the sinks'."""
+    """The null block and the blocks of all sinks."""
     return 1 + sum(map(len, sink_block_ids(tuple(groups))))
 
 
 def sink_block_ids(groups: tuple[KVCacheGroup, ...]) -> tuple[range, ...]:
-    """Per group, the blocks that hold its sink: those behind the null block, in order of group.
-    Scheduler and workers both go by this."""
+    """The blocks of each group's sink: they follow the null block, in order of group. Scheduler and
+    workers both use this."""
     first, ranges = NULL_BLOCK + 1, []
     for group in groups:
         count = group.spec.num_sink_blocks if isinstance(group.spec, SinkFullAttentionSpec) else 0

@@ -1,7 +1,7 @@
-"""What a step brings: from worker to scheduler, and from scheduler to client, in columns.
+"""Results of a step, in columns: from worker to scheduler, then from scheduler to client.
 
-Tokens come back to a client by handle, one message per client and step. Every request is answered
-with a finish reason, also one that is rejected.
+A client receives one message per step, with tokens by handle. Every request is answered with a
+finish reason, including one that is rejected.
 """
 
 import enum
@@ -16,13 +16,13 @@ from longshore.protocol.statistics import SchedulerStats
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log probabilities of n tokens, those of one owner by rising position.
 
-    owners:     (n,) row (from a worker) or handle (to a client) each token belongs to.
-    positions:  (n,) of the token in its request; the prompt's first is 0. A position may come
-                again, after a preemption: the newest counts.
-    ranks:      (n,) 1 if no other token is likelier.
-    num_listed: (n,) entries in the next two: the token itself, then the most likely ones in
-                falling order (it may be among them).
-    token_ids, logprobs: (sum of num_listed,), natural logarithms.
+    owners:     (n,) row (from a worker) or handle (to a client) of each token.
+    positions:  (n,) position of the token in its request; the first prompt token is 0. A position
+                can be repeated after a preemption: the latest entry counts.
+    ranks:      (n,) rank of the token by probability; 1 is the most likely.
+    num_listed: (n,) number of entries in the next two fields: the token itself, then the most
+                likely tokens, best first (the token can be among them).
+    token_ids, logprobs: (sum of num_listed,) token ids and natural logarithms.
     """
 
     owners: Int32Array
@@ -38,19 +38,19 @@ class ModelRunnerOutput(
 ):
     """The answer to one plan.
 
-    epoch, step:  of the plan; an answer of another epoch is dropped.
-    sampled_tokens: one id per sampling row (`RowTable.samples`), in row order; of a row with drafts
-                  the accepted ones and one more. Of a pooling row a 0 that means nothing.
+    epoch, step:  those of the plan; an answer with another epoch is dropped.
+    sampled_tokens: one id per sampling row (`RowTable.samples`), in row order. A row with drafts
+                  has its accepted drafts and one more id; a pooling row has a meaningless 0.
     num_sampled:  ids per sampling row; empty if each has one.
-    draft_rows, draft_tokens: proposed for the next step, a row listed once per draft.
-    pooled_rows, pooled: rows of pooling requests that are done, and the vector of each.
-                  A vector that is not finite is not among them, but its row among the `nan_rows`.
-    logprobs:     of prompt and sampled tokens, for the rows that asked for them.
-    nan_rows, num_nans: sampling rows whose logits (or vector) were not finite, and how many
-                  elements; their token is meaningless.
-    failed_block_ids: blocks that a load was to fill and did not, before this step used them.
-    connector_metadata: of the connector's worker half, opaque here.
-    compute_s:    time the step took on the device, in seconds.
+    draft_rows, draft_tokens: drafts for the next step; a row is listed once per draft.
+    pooled_rows, pooled: rows of pooling requests that are done, and their vectors. A row whose
+                  vector is not finite is listed in `nan_rows` instead.
+    logprobs:     log probabilities of prompt and sampled tokens, for rows that asked for them.
+    nan_rows, num_nans: sampling rows whose logits (or vector) were not finite, and the number of
+                  such elements; their token is meaningless.
+    failed_block_ids: blocks that a load failed to fill before this step used them.
+    connector_metadata: data of the connector's worker half, opaque here.
+    compute_s:    time that the step took on the device, in seconds.
     """
 
     epoch: int
@@ -72,14 +72,14 @@ class ModelRunnerOutput(
 class TransferReport(
     msgspec.Struct, tag="transfers", frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Transfers that have ended since the last report; sent unasked, also by an idle worker.
+    """Transfers that ended since the last report; sent unsolicited, even by an idle worker.
 
-    Every id is reported once by every rank, and a transfer has ended when all ranks have said so.
+    Every rank reports every id once. A transfer has ended when all ranks have reported it.
 
-    finished_sending:   requests whose blocks have been read for the last time.
-    finished_receiving: requests whose asynchronous load has ended, well or not.
-    failed_block_ids:   blocks that those loads were to fill and did not.
-    connector_metadata: of the connector's worker half, opaque here.
+    finished_sending:   requests whose blocks will not be read any more.
+    finished_receiving: requests whose asynchronous load has succeeded or failed.
+    failed_block_ids:   blocks that those loads failed to fill.
+    connector_metadata: data of the connector's worker half, opaque here.
     """
 
     epoch: int
@@ -91,9 +91,9 @@ class TransferReport(
 
 
 class WorkerFailed(msgspec.Struct, tag="failed", frozen=True, forbid_unknown_fields=True):
-    """The worker cannot go on and exits after this message.
+    """The worker cannot continue and exits after this message.
 
-    is_consequence: it lost another rank, whose end explains more.
+    is_consequence: the cause is that another rank failed; that rank's message explains more.
     """
 
     epoch: int
@@ -106,7 +106,7 @@ WorkerReport: TypeAlias = ModelRunnerOutput | WorkerFailed
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended. `api_name` is the word of the OpenAI API."""
+    """Why a request ended. `api_name` is the OpenAI API's `finish_reason`."""
 
     STOPPED = 0
     LENGTH_CAPPED = 1
@@ -131,7 +131,7 @@ _API_NAMES = {
 
 
 class RequestEvent(enum.IntEnum):
-    """What happened to a request on its way."""
+    """A change in the state of a request."""
 
     QUEUED = 0
     SCHEDULED = 1
@@ -141,17 +141,17 @@ class RequestEvent(enum.IntEnum):
 class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     """The end of one request.
 
-    stop_token_id:     the stop id that ended it, if one of `stop_token_ids` did.
-    num_output_tokens: of its whole life, including those emitted before a resubmit.
-    num_cached_tokens: prompt tokens that its first admission found in the prefix cache.
-    message:           what went wrong, for IGNORED and ERROR.
-    kv_transfer_params: from the connector, for whoever goes on with the request elsewhere.
+    stop_token_id:     the one of `stop_token_ids` that ended it, if any.
+    num_output_tokens: all output tokens, including those emitted before a resubmission.
+    num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
+    message:           the error text, for IGNORED and ERROR.
+    kv_transfer_params: from the connector, for the engine that continues the request.
     pooled:            the vector of a pooling request.
-    events:            (what, seconds since the request reached the engine), in order.
-    num_draft_tokens, num_accepted_tokens, num_invalid_draft_tokens: speculated for it; how many of
-                       those were right; how many more its grammar refused.
-    num_nans_in_logits: logits that were not finite numbers, of a request that ended for them.
-    session_continues: the output so far has ended, the request has not: it waits for its next
+    events:            (event, seconds since the request reached the engine), in order.
+    num_draft_tokens, num_accepted_tokens, num_invalid_draft_tokens: drafts verified for it; how
+                       many of those were accepted; how many others its grammar rejected.
+    num_nans_in_logits: number of logits that were not finite, if the request ended because of them.
+    session_continues: only this output has ended; the session waits for its next
                        `ContinueSession`.
     """
 
@@ -175,10 +175,10 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
 class EngineOutputs(
     msgspec.Struct, tag="outputs", frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What one step brought for one client: `tokens[i]` is the next output token of `handles[i]`.
+    """One step's results for one client: `tokens[i]` is the next output token of `handles[i]`.
 
-    A handle is listed once per token. `finished` comes after the tokens of the same message.
-    logprobs: of prompt tokens, and of the tokens of the same message, where asked for.
+    A handle is listed once per token. `finished` applies after the tokens of the same message.
+    logprobs: those of prompt tokens and of the tokens of this message, where requested.
     """
 
     handles: Int32Array = EMPTY_INT32
@@ -189,6 +189,6 @@ class EngineOutputs(
 
 
 class EngineFailed(msgspec.Struct, tag="engine_failed", frozen=True, forbid_unknown_fields=True):
-    """The engine stops; every live request of this client is lost, for `reason`."""
+    """The engine stops because of `reason`; every live request of this client is lost."""
 
     reason: str

@@ -1,8 +1,8 @@
-"""Scheduler to worker: one plan per step that names only what changed since the plan before.
+"""Messages from scheduler to worker: one plan per step, with the changes since the previous plan.
 
 Scheduler and worker keep the same table of rows (`rows.RowTable`). A plan drops, rewinds and adds
 rows, appends blocks, and lists the rows whose number of tokens differs from what that table
-expects. A row is an index below `max_num_seqs`; its generation tells one occupant from the next.
+predicts. A row is an index below `max_num_seqs`; its generation identifies the occupant.
 """
 
 import zlib
@@ -23,17 +23,17 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class RowStart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A request takes a row: newly, or again after preemption. The worker keeps nothing of a row
-    that was dropped, so both carry everything.
+    """Puts a request on a row, for the first time or after preemption. The worker keeps no state of
+    dropped rows, so this message is complete in both cases.
 
     generation:         unique per admission, increasing.
-    num_computed_tokens: tokens whose KV the given blocks already hold (prefix hits).
-    prompt_token_ids, output_token_ids: apart, because limits and penalties count from the prompt.
-    block_ids:          per KV cache group, in order of position.
-    last_computed:      the row never computes beyond this many tokens (the last token is only
-                        sampled). Both sides' predictor uses it.
-    resumed:            the block table replaces what any earlier life of the request had.
-    has_structured_output: its tokens are masked: a `SampleMask` precedes each of them.
+    num_computed_tokens: tokens whose KV is already in the given blocks (prefix hits).
+    prompt_token_ids, output_token_ids: separate, as limits and penalties count from the prompt.
+    block_ids:          block table per KV cache group, in order of position.
+    last_computed:      maximum number of computed tokens (the last token is only sampled). The
+                        predictor of both sides uses it.
+    resumed:            the request was preempted; this block table replaces its former one.
+    has_structured_output: a `SampleMask` precedes each sampled token.
     """
 
     row: int
@@ -54,12 +54,12 @@ class RowStart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens whose ids are known at admission; the first step past them samples."""
+        """Tokens whose ids are known at admission. The step that computes the last one samples."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
 class AppendedBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks appended to the tables of one group: `block_ids[i]` goes to the end of row `rows[i]`.
+    """Blocks appended to block tables of one group: `block_ids[i]` to the table of row `rows[i]`.
 
     A row that gets several blocks is listed several times, in order of position.
     """
@@ -70,9 +70,9 @@ class AppendedBlocks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rewind(msgspec.Struct, frozen=True, array_like=True):
-    """Row `row` falls back to `num_computed_tokens`; the last `num_discarded_tokens` sampled ids
-    of it are void, `num_known_tokens` stay known. Tokens and rejections of plans made before count
-    no more. Its block table is cut to what the computed tokens need."""
+    """Resets row `row` to `num_computed_tokens`. Its last `num_discarded_tokens` sampled ids are
+    void, `num_known_tokens` stay known, and its block table is cut to what the computed tokens
+    need. Tokens and draft rejections of earlier plans no longer apply to the row."""
 
     row: int
     num_computed_tokens: int
@@ -81,7 +81,7 @@ class Rewind(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowState(msgspec.Struct, frozen=True, array_like=True):
-    """All of one row, for `--verify-plan`: after this plan's changes, before its step."""
+    """The full state of one row after this plan's changes and before its step (`--verify-plan`)."""
 
     row: int
     generation: int
@@ -96,35 +96,35 @@ class SchedulerOutput(
     """One step. Changes apply in the order of the fields: finished, preempted, rewound, added,
     appended, scheduled.
 
-    epoch, step, previous_step: the worker's incarnation; plans count up from 1. A repeat of the
-                    last plan is ignored, a gap is a PlanMismatch.
-    num_rows, num_scheduled_tokens: totals after the changes, to check the delta against.
-    digest:         CRC-32 of this plan's changes chained on the digest of the plan before.
-    finished_rows, preempted_rows: rows to drop, and why.
-    scheduled_rows, scheduled_tokens: rows that compute another number of tokens than expected.
-    sampled_rows, sampled_tokens: ids for a first pipeline stage that does not sample itself, by
-                    row: of those that compute a token sampled since they were added, that token; of
-                    rewound ones, the last known. Only with pipeline parallelism and without
+    epoch:          the worker's incarnation.
+    step, previous_step: plans count up from 1. A repeat of the last plan is ignored; a gap is a
+                    PlanMismatch.
+    num_rows, num_scheduled_tokens: totals after the changes, to verify them.
+    digest:         CRC-32 of this plan's changes, chained on the digest of the previous plan.
+    finished_rows, preempted_rows: rows to drop.
+    scheduled_rows, scheduled_tokens: rows whose number of tokens differs from the prediction.
+    sampled_rows, sampled_tokens: token ids for a first pipeline stage that does not sample: the
+                    token to compute, for rows that compute one sampled since they were added; the
+                    last known token, for rewound rows. Only with pipeline parallelism and without
                     asynchronous scheduling.
-    answered_step:  the newest answer that had been applied. Drafts rejected in it and before are
-                    taken back from the rows' computed counts before this plan's changes.
-    draft_rows, draft_tokens: drafts to verify, a row listed once per draft; token -1 is the draft
-                    that the worker itself proposed last, which it alone knows yet.
-    num_invalid_draft_tokens: drafts that the grammar refused, for the statistics.
-    freed_encoder_hashes: encoder outputs whose place is needed; one may be encoded anew right away.
-    encoder_inputs: (row, index of the multimodal item) to encode in this step; of a model with
-                    cross attention, one item of every row in `added` and of no other.
+    answered_step:  the latest answer that the scheduler had applied. Drafts rejected up to that
+                    step are subtracted from computed counts before this plan's changes.
+    draft_rows, draft_tokens: drafts to verify; a row is listed once per draft. Token -1 stands for
+                    the worker's own latest draft, which only the worker knows so far.
+    num_invalid_draft_tokens: drafts that the grammar rejected, for statistics.
+    freed_encoder_hashes: encoder outputs to evict. One of them can be encoded again in this step.
+    encoder_inputs: (row, index of the multimodal item) to encode in this step. With cross
+                    attention: one item of each row in `added`, and no other.
     common_prefix_blocks: per group, leading blocks that all running rows share, for cascade
-                    attention; empty if they are as in the plan before.
-    copy_source_ids, copy_target_ids, copy_num_tokens: blocks to copy, pair by pair, all layers,
-                    before anything of the step is written or cleared: a shared block whose next
-                    token one request writes alone. The target holds the source's first
-                    `copy_num_tokens` tokens, and zeros behind them. No block is copied to twice;
-                    all sources are read before a target is written, which may be one of them.
+                    attention; empty if unchanged since the previous plan.
+    copy_source_ids, copy_target_ids, copy_num_tokens: blocks to copy in all layers (copy-on-write),
+                    before the step writes or clears any block. The target gets the source's first
+                    `copy_num_tokens` tokens and zeros after them. Targets are distinct. All sources
+                    are read before any target is written, as a block can be both.
     zero_block_ids: blocks to clear before use.
-    has_structured_output: a SampleMask for this step follows; sampling waits for it.
-    connector_metadata: the connector's own encoding, opaque here.
-    full_state:     every live row, with --verify-plan.
+    has_structured_output: a `SampleMask` for this step follows; sampling waits for it.
+    connector_metadata: data for the connector's worker half, opaque here.
+    full_state:     all rows in use, with `--verify-plan`.
     """
 
     epoch: int
@@ -159,10 +159,10 @@ class SchedulerOutput(
 
 
 class SampleMask(msgspec.Struct, tag="mask", frozen=True, forbid_unknown_fields=True):
-    """Which tokens the rows of step `step` may sample: a grammar's mask exists only after the
-    token before it. Reserved: workers refuse it by name until structured output arrives.
+    """Tokens that rows may sample in step `step`. Separate from the plan, because a grammar needs
+    the preceding token first. Reserved: workers reject it until they support structured output.
 
-    bits: one packed row of the vocabulary after the other, in the order of `rows`.
+    bits: per row of `rows`, in order, the vocabulary as packed bits.
     """
 
     epoch: int
@@ -172,7 +172,7 @@ class SampleMask(msgspec.Struct, tag="mask", frozen=True, forbid_unknown_fields=
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True, forbid_unknown_fields=True):
-    """Finish the plans already received, then exit with status 0."""
+    """Finish the plans received so far, then exit with status 0."""
 
     reason: str
 
@@ -191,9 +191,9 @@ def digest_changes(
     copy_target_ids: Int32Array = EMPTY_INT32,
     copy_num_tokens: Int32Array = EMPTY_INT32,
 ) -> int:
-    """CRC-32 of everything that changes row state or copies blocks, chained on the digest of the
-    plan before."""
-    # Lengths first, so that nothing can move from one part to the next unseen.
+    """CRC-32 of all changes of rows and all block copies, chained on the digest of the previous
+    plan."""
+    # Lengths first: else an element that moves from one part to the next keeps the digest.
     lengths = (len(finished_rows), len(preempted_rows), len(rewound), len(added), len(appended))
     crc = zlib.crc32(_encoder.encode((*lengths, len(scheduled_rows))), previous_digest)
     for rows in (finished_rows, preempted_rows, scheduled_rows, scheduled_tokens):
@@ -201,7 +201,7 @@ def digest_changes(
     for rewind in rewound:
         crc = zlib.crc32(repr(rewind).encode(), crc)
     if added:
-        crc = zlib.crc32(_encoder.encode([_everything(start) for start in added]), crc)
+        crc = zlib.crc32(_encoder.encode([_fields(start) for start in added]), crc)
     for blocks in appended:
         crc = zlib.crc32(_encoder.encode((blocks.group, len(blocks.rows))), crc)
         crc = zlib.crc32(blocks.rows, zlib.crc32(blocks.block_ids, crc))
@@ -212,7 +212,7 @@ def digest_changes(
     return crc
 
 
-def _everything(start: RowStart) -> tuple[object, ...]:
+def _fields(start: RowStart) -> tuple[object, ...]:
     return (
         start.row,
         start.generation,
@@ -232,11 +232,11 @@ def _everything(start: RowStart) -> tuple[object, ...]:
 
 
 def plan_digest(previous_digest: int, plan: SchedulerOutput) -> int:
-    """`digest_changes` of a plan that has been received."""
+    """`digest_changes` of a received plan."""
     return digest_changes(previous_digest, **{name: getattr(plan, name) for name in _CHANGES})
 
 
-# What `digest_changes` takes: fields of a plan by their names.
+# The keyword arguments of `digest_changes`, which are fields of a plan.
 _CHANGES: Final = (
     "finished_rows",
     "preempted_rows",

@@ -1,7 +1,7 @@
-"""Client to scheduler: a request, with what it brings beside its token ids, and what may follow it.
+"""Messages from a client to the scheduler: requests, their inputs, and what may follow a request.
 
-A client numbers its requests with handles of its own. The scheduler plans with names, offsets and
-sizes of adapters, multimodal items, embeddings and grammars; their data only passes through it.
+A client numbers its requests with handles of its own. The scheduler plans with the names, offsets
+and sizes of adapters, multimodal items, embeddings and grammars; it only passes their data on.
 """
 
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -12,27 +12,31 @@ from longshore.protocol.arrays import EMPTY_INT32, EMPTY_UINT8, Int32Array, UInt
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import DescribeEngine
 
-MAX_DIMENSIONS: Final = 2**31 - 1
+MAX_NAME_CHARACTERS: Final = 1024
+"""Limit for a request id, a job id and a cache salt; longer ones are rejected."""
 
+MAX_DIMENSIONS: Final = 2**31 - 1
 
 PoolingKind: TypeAlias = Literal["last", "mean", "cls"]
 
+Handle: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
 
 class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An adapter: its name tells it from others, its path tells the workers where it is."""
+    """A LoRA adapter. `name` identifies it; workers load it from `path`."""
 
     name: str
     path: str = ""
 
 
 class MultimodalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One image, sound or the like: prompt positions [offset, offset + num_tokens) stand for it. To
-    a model with cross attention a request brings one, for which no position stands: offset is 0.
+    """One multimodal item (image, audio, ...). Prompt positions [offset, offset + num_tokens) are
+    its placeholders. For cross attention there are no placeholders: one item, offset 0.
 
-    hash:       of its content; equal items are encoded once, but for cross attention.
-    num_tokens: that the encoder makes of it.
-    data:       what the workers' processor takes, opaque here; of modality "audio" for cross
-                attention: mono samples at the model's rate, little-endian float32.
+    hash:       content hash; equal items are encoded once, except for cross attention.
+    num_tokens: number of encoder output tokens.
+    data:       input of the workers' processor, opaque here. For cross attention (modality
+                "audio"): mono samples at the model's rate, little-endian float32.
     """
 
     hash: str
@@ -43,9 +47,9 @@ class MultimodalFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class PromptEmbeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt given as embeddings: row i belongs to prompt token i, whose id means nothing.
+    """A prompt given as embeddings: row i belongs to prompt token i, whose id is ignored.
 
-    data: the rows' bytes, (num_prompt_tokens, hidden_size) of `dtype`, little-endian.
+    data: bytes of (num_prompt_tokens, hidden_size) elements of `dtype`, little-endian.
     """
 
     data: UInt8Array
@@ -64,12 +68,13 @@ class PromptEmbeds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request for one vector instead of tokens, made of the hidden states behind the last norm.
+    """Asks for one vector instead of tokens, pooled from the hidden states after the final norm.
 
-    kind:       the state of the last token, that of the first, or the mean of all.
-    normalize:  to length 1, behind the cut.
-    dimensions: leading elements to keep; None, or more than there are: all.
-    Raises ValueError for dimensions that are not within 1..MAX_DIMENSIONS.
+    kind:       the hidden state of the last token ("last") or first token ("cls"), or the mean of
+                all tokens ("mean").
+    normalize:  scale the vector to length 1, after it is cut to `dimensions`.
+    dimensions: number of leading elements to keep; all if None or larger than the vector.
+    Raises ValueError if dimensions is outside 1..MAX_DIMENSIONS.
     """
 
     kind: PoolingKind = "last"
@@ -82,46 +87,44 @@ class PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def needs_all_states(self) -> bool:
-        """It cannot begin behind a prefix that is cached: of that, only KV is kept."""
+        """Cannot use a cached prefix, because only its KV is cached, not its hidden states."""
         return self.kind != "last"
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the output must match; a grammar is compiled from it before the request may run."""
+    """Constraint on the output. It is compiled to a grammar before the request can run."""
 
     kind: Literal["json_schema", "regex", "choice", "grammar"]
     text: str
 
 
-MAX_NAME_CHARACTERS: Final = 1024
-"""Of a request id, a job id and a cache salt; longer ones are refused."""
-
-
 class AddRequest(
     msgspec.Struct, tag="add", frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Queue one request: a new one, or one that goes on elsewhere with tokens already emitted.
+    """Queue one request: a new one, or one resumed on this engine with tokens already emitted.
 
     handle:            the client's number for it, at least 0, unique among its live requests.
-    output_token_ids:  already emitted; limits, positions of random draws and usage count from them.
-    priority:          lower is more urgent; only the priority policy looks at it.
-    age_s:             seconds since the request first arrived anywhere; a duration, because clocks
-                       of two hosts do not agree.
-    cache_salt:        prefix blocks are shared only among requests of the same salt.
-    skip_reading_prefix_cache: compute everything, although a prefix may be cached.
+    output_token_ids:  tokens already emitted. Limits, positions of random draws and usage include
+                       them.
+    priority:          lower is more urgent; only the priority policy reads it.
+    age_s:             seconds since the request first arrived anywhere; a duration, because the
+                       clocks of two hosts differ.
+    cache_salt:        only requests with the same salt share prefix blocks.
+    skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
     kv_transfer_params: for the connector; the one loose dict, its keys are defined outside.
-    multimodal:        items in order of their offsets, which do not overlap; exactly one if the
-                       model has cross attention.
-    prompt_embeds:     stands for the prompt; its token ids are placeholders then.
-    pooling:           asks for a vector; `sampling` means nothing then.
-    job_id, is_last_step: the agent's job this request is a turn of, and whether another follows.
-    resumable:         a session: when its output ends it waits for a `ContinueSession`.
-    keeps_blocks:      of a session: while it waits it holds its KV, for others to fork and for its
-                       own next input, as long as nobody else needs the room.
-    fork_of:           handle of a live request of the same client: this one begins with its KV, as
-                       far as their tokens agree, once that is computed. If it has ended by then,
-                       or never was, or the model has cross attention, this is a request like any
-                       other.
+    multimodal:        items in order of their offsets, not overlapping; exactly one if the model
+                       has cross attention.
+    prompt_embeds:     replaces the prompt; its token ids are placeholders then.
+    pooling:           asks for a vector; `sampling` is ignored then.
+    job_id, is_last_step: the agent job that this request is a turn of, and whether it is the
+                       job's last turn.
+    resumable:         opens a session: when the output ends, it waits for a `ContinueSession`.
+    keeps_blocks:      a waiting session keeps its KV, for forks and for its own next input, until
+                       another request needs the blocks.
+    fork_of:           handle of a live request of the same client. This request starts from the KV
+                       of their common prefix, once that is computed. It is treated as an ordinary
+                       request if the other one is unknown or has ended by then, or if the model
+                       has cross attention.
     """
 
     request_id: str
@@ -147,22 +150,13 @@ class AddRequest(
     fork_of: int | None = None
 
 
-Handle: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class MalformedAdd(msgspec.Struct, tag="add", frozen=True):
-    """What can be read of an `AddRequest` that is none: its client need not wait for ever."""
-
-    handle: Handle
-
-
 class ContinueSession(
     msgspec.Struct, tag="continue", frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """The next input of a resumable request: it goes on behind what it has computed so far.
+    """The next input of a resumable request, appended to its tokens so far.
 
-    `resumable` False makes this the last one. Chunks that come while the session still runs wait
-    their turn. Limits of `sampling` count from the end of this chunk.
+    `resumable` False makes this input the last. Inputs that arrive while the session runs are
+    queued. Limits of `sampling` count from the end of this input.
     """
 
     handle: int
@@ -172,42 +166,50 @@ class ContinueSession(
 
 
 class AbortRequests(msgspec.Struct, tag="abort", frozen=True, forbid_unknown_fields=True):
-    """The client lost interest. Unknown handles are ignored: they may just have finished."""
+    """Abort requests. Unknown handles are ignored, as those requests may just have finished."""
 
     handles: Int32Array
 
 
 class StopFound(msgspec.Struct, tag="stop_found", frozen=True, forbid_unknown_fields=True):
-    """The gateway saw a stop string end in output token `num_tokens` (1-based): the request ends
-    STOPPED, its output and usage cut to that many tokens."""
+    """The gateway found a stop string that ends in output token `num_tokens` (1-based). The request
+    ends STOPPED; its output and usage are cut to that many tokens."""
 
     handle: int
     num_tokens: int
 
 
+ClientRequest: TypeAlias = AddRequest | ContinueSession | AbortRequests | StopFound | DescribeEngine
+
+
+class MalformedAdd(msgspec.Struct, tag="add", frozen=True):
+    """The readable part of an invalid `AddRequest`, so that its client gets an error."""
+
+    handle: Handle
+
+
 class MalformedContinue(msgspec.Struct, tag="continue", frozen=True):
-    """As `MalformedAdd`, of a `ContinueSession`."""
+    """The readable part of an invalid `ContinueSession`."""
 
     handle: Handle
 
 
 class MalformedStop(msgspec.Struct, tag="stop_found", frozen=True):
-    """As `MalformedAdd`, of a `StopFound`."""
+    """The readable part of an invalid `StopFound`."""
 
     handle: Handle
 
 
-ClientRequest: TypeAlias = AddRequest | ContinueSession | AbortRequests | StopFound | DescribeEngine
-
 Malformed: TypeAlias = MalformedAdd | MalformedContinue | MalformedStop
-
 
 _malformed: Final[msgspec.msgpack.Decoder[Malformed]] = msgspec.msgpack.Decoder(Malformed)
 
 
 def read_malformed(header: bytes) -> Malformed | None:
-    """header: of a message that could not be decoded; None unless somebody waits for what comes of
-    it, and its handle says who."""
+    """The request that an undecodable message is about; None if it has no readable handle.
+
+    header: the first frame of the message.
+    """
     try:
         return _malformed.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,8 +1,8 @@
-"""The table of rows that scheduler and worker both keep, and what each expects of the other.
+"""The table of rows that scheduler and worker both keep, with a shared predictor.
 
-One predictor for both sides: a row that still has known tokens to compute (a prefill) is expected
-to compute none until told, a row that has caught up computes one token per step until its last.
-A plan lists only the rows for which that is not what happens.
+The predictor says how many tokens each row computes in the next step: none while it still has known
+tokens to compute (prefill), then one per step until its last (decode). A plan lists only the rows
+that deviate from this.
 """
 
 from collections import deque
@@ -15,17 +15,17 @@ from longshore.protocol.errors import PlanMismatch
 from longshore.protocol.plan import Rewind, RowStart, SchedulerOutput, plan_digest
 
 EMPTY_ROW: Final = 0
-"""Generation of a row that nobody holds."""
+"""Generation of a row that is not in use."""
 
 
 class RowTable:
     """Columns indexed by row, each (max_num_seqs,) int64.
 
-    generation:    EMPTY_ROW or the occupant's.
-    num_computed:  tokens whose KV exists once the plans so far have run.
-    num_known:     token ids present at admission: below it the row is prefilling and samples
+    generation:    EMPTY_ROW, or the generation of the occupant.
+    num_computed:  tokens whose KV exists after all plans so far.
+    num_known:     token ids known at admission. Below this count the row is prefilling and samples
                    nothing.
-    last_computed: the row never computes beyond it.
+    last_computed: maximum of num_computed.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -46,7 +46,7 @@ class RowTable:
         self.num_rows += 1
 
     def drop(self, row: int) -> None:
-        """Empty a held row. An empty row has caught up with nothing, so it expects no tokens."""
+        """Empty a row in use. The predictor gives an empty row no tokens, as all counts are 0."""
         self.generation[row] = EMPTY_ROW
         self.num_computed[row] = 0
         self.num_known[row] = 0
@@ -54,33 +54,33 @@ class RowTable:
         self.num_rows -= 1
 
     def rewind(self, rewind: Rewind) -> None:
-        """The computed count falls, and what is known is a prompt to compute."""
+        """Lower the computed count; the row prefills again up to its known tokens."""
         self.num_known[rewind.row] = rewind.num_known_tokens
         self.num_computed[rewind.row] = rewind.num_computed_tokens
 
     def reject(self, rows: Int64Array, num_rejected: Int64Array) -> None:
-        """Drafts that `rows`, all different, had computed proved wrong."""
+        """Subtract rejected drafts from the computed counts of `rows`, which are distinct."""
         self.num_computed[rows] -= num_rejected
 
     def expected(self) -> Int64Array:
-        """(max_num_seqs,) tokens each row computes in the next step unless a plan says else."""
+        """(max_num_seqs,) tokens that each row computes next, unless the plan says otherwise."""
         one_more = self.num_computed < self.last_computed
         return (one_more & (self.num_computed >= self.num_known)).astype(np.int64)
 
     def advance(self, num_scheduled: Int64Array) -> None:
-        """A step with these counts has been planned."""
+        """Add the tokens of a planned step to the computed counts."""
         self.num_computed += num_scheduled
 
     def samples(self, num_scheduled: Int64Array) -> BoolArray:
-        """(max_num_seqs,) rows that sample in the step just advanced by `num_scheduled`: those
-        that computed something and have no known token left. They are answered in row order."""
+        """(max_num_seqs,) rows that sample in the step just added by `advance`: those that compute
+        tokens in it and have no known tokens left. Answers list them in row order."""
         return (num_scheduled > 0) & (self.num_computed >= self.num_known)
 
 
 class PlanFollower:
-    """The worker's side of delta integrity: applies plans to a RowTable, or refuses them.
+    """The worker's side of delta integrity: verifies plans and applies them to a RowTable.
 
-    A refused plan may have been applied in part: the caller must give up its epoch.
+    A plan that raises PlanMismatch may be applied in part: the caller must end its epoch.
     """
 
     def __init__(self, rows: RowTable, *, epoch: int) -> None:
@@ -88,7 +88,7 @@ class PlanFollower:
         self._epoch = epoch
         self._last_step = 0
         self._digest = 0
-        # By row: rejections in steps up to this one are void, because the row was rewound.
+        # By row: rejections in steps up to this one are void, as the row was rewound after it.
         self._void_through: Int64Array = np.zeros(rows.max_num_seqs, np.int64)
         # (step, rows, generations, rejected drafts), oldest first
         self._rejected: deque[tuple[int, Int64Array, Int64Array, Int64Array]] = deque()
@@ -96,13 +96,13 @@ class PlanFollower:
     def note_rejected(
         self, step: int, rows: Int64Array, generations: Int64Array, num_rejected: Int64Array
     ) -> None:
-        """Step `step` rejected drafts of `rows`, which were held under `generations` when it was
-        planned. The scheduler learns it from the answer, and its plans say in `answered_step` from
-        when on they count with it."""
+        """Record drafts that step `step` rejected on `rows`, whose generations were `generations`
+        when it was planned. They are subtracted when a plan's `answered_step` shows that the
+        scheduler has subtracted them too."""
         self._rejected.append((step, rows, generations, num_rejected))
 
     def is_repeat(self, plan: SchedulerOutput) -> bool:
-        """The plan is the one applied last, sent again: nothing must happen."""
+        """Whether this is the last applied plan again, which must not be applied twice."""
         return (
             plan.epoch == self._epoch
             and plan.step == self._last_step
@@ -112,8 +112,8 @@ class PlanFollower:
     def apply(self, plan: SchedulerOutput) -> Int64Array:
         """Apply the plan's row changes; return the (max_num_seqs,) tokens each row computes.
 
-        Raises PlanMismatch when the plan is of another epoch, leaves a gap, names a row that
-        cannot be, or does not add up to its own totals and digest.
+        Raises PlanMismatch if the plan is of another epoch, leaves a gap, refers to an impossible
+        row, or does not match its own totals and digest.
         """
         self._check_sequence(plan)
         self._settle_rejected(plan.answered_step)
@@ -127,17 +127,25 @@ class PlanFollower:
             self._void_through[rewind.row] = plan.previous_step
         for start in plan.added:
             if not 0 <= start.row < rows.max_num_seqs or rows.generation[start.row] != EMPTY_ROW:
-                raise PlanMismatch(f"step {plan.step} adds row {start.row}, which is not free")
+                raise PlanMismatch(
+                    f"step {plan.step} adds row {start.row}, which is in use or out of range"
+                )
             rows.start(start)
         for blocks in plan.appended:
             self._check_all_held(blocks.rows.astype(np.int64), "extended")
             if len(blocks.rows) != len(blocks.block_ids):
-                raise PlanMismatch(f"step {plan.step} appends {len(blocks.rows)} rows by halves")
+                raise PlanMismatch(
+                    f"step {plan.step} appends {len(blocks.block_ids)} blocks to "
+                    f"{len(blocks.rows)} rows"
+                )
         num_scheduled = rows.expected()
         changed = plan.scheduled_rows.astype(np.int64)
         self._check_all_held(changed, "scheduled")
         if len(changed) != len(plan.scheduled_tokens):
-            raise PlanMismatch(f"step {plan.step} schedules {len(changed)} rows by halves")
+            raise PlanMismatch(
+                f"step {plan.step} has {len(plan.scheduled_tokens)} token counts for "
+                f"{len(changed)} rows"
+            )
         num_scheduled[changed] = plan.scheduled_tokens
         rows.advance(num_scheduled)
         self._check_totals(plan, num_scheduled)
@@ -154,18 +162,20 @@ class PlanFollower:
 
     def _check_sequence(self, plan: SchedulerOutput) -> None:
         if plan.epoch != self._epoch:
-            raise PlanMismatch(f"a plan of epoch {plan.epoch} reached epoch {self._epoch}")
+            raise PlanMismatch(
+                f"the plan is of epoch {plan.epoch}, but the worker is in epoch {self._epoch}"
+            )
         if plan.previous_step != self._last_step or plan.step <= plan.previous_step:
             raise PlanMismatch(
                 f"step {plan.step} follows step {plan.previous_step}, "
                 f"but the last one here was {self._last_step}"
             )
         if plan_digest(self._digest, plan) != plan.digest:
-            raise PlanMismatch(f"step {plan.step} does not have the digest it was sent with")
+            raise PlanMismatch(f"the digest of step {plan.step} does not match its content")
 
     def _check_held(self, row: int, verb: str) -> None:
         if not 0 <= row < self.rows.max_num_seqs or self.rows.generation[row] == EMPTY_ROW:
-            raise PlanMismatch(f"row {row} is {verb}, but nobody holds it")
+            raise PlanMismatch(f"row {row} is {verb}, but it is not in use")
 
     def _check_all_held(self, rows: Int64Array, verb: str) -> None:
         if len(rows) == 0:
@@ -173,18 +183,19 @@ class PlanFollower:
         if rows.min() < 0 or rows.max() >= self.rows.max_num_seqs:
             raise PlanMismatch(f"a row outside 0..{self.rows.max_num_seqs - 1} is {verb}")
         if not self.rows.generation[rows].all():
-            raise PlanMismatch(f"a row that nobody holds is {verb}")
+            raise PlanMismatch(f"a row that is not in use is {verb}")
 
     def _check_totals(self, plan: SchedulerOutput, num_scheduled: Int64Array) -> None:
         rows = self.rows
         if plan.num_rows != rows.num_rows:
             raise PlanMismatch(
-                f"step {plan.step} counts {plan.num_rows} rows, here are {rows.num_rows}"
+                f"step {plan.step} has {plan.num_rows} rows, but the worker has {rows.num_rows}"
             )
         total = int(num_scheduled.sum())
         if plan.num_scheduled_tokens != total:
             raise PlanMismatch(
-                f"step {plan.step} counts {plan.num_scheduled_tokens} tokens, here are {total}"
+                f"step {plan.step} has {plan.num_scheduled_tokens} tokens, but the worker counts "
+                f"{total}"
             )
         if (rows.num_computed > rows.last_computed).any() or num_scheduled.min(initial=0) < 0:
             raise PlanMismatch(f"step {plan.step} computes a row beyond its last token")

@@ -1,4 +1,4 @@
-"""How the next token is chosen: the parameters a request carries from the API to the sampler."""
+"""Sampling parameters of a request, from the API to the sampler."""
 
 import math
 from typing import Final
@@ -6,18 +6,12 @@ from typing import Final
 import msgspec
 from msgspec.structs import force_setattr
 
-MAX_STOP_TOKEN_IDS: Final = 128
 MAX_PATTERN_SIZE: Final = 256
-MAX_LOGPROBS: Final = 20
-MAX_LOGIT_BIASES: Final = 1024
-MAX_BAD_WORDS: Final = 256
-MAX_REPETITION_PENALTY: Final = 100.0
-MAX_BAD_WORD_TOKENS: Final = 32
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Ends a request whose output goes round in circles: its last tokens are one pattern of
-    `min_pattern_size` to `max_pattern_size` tokens, `min_count` times in a row. Raises ValueError.
+    """Ends a request whose output repeats itself: it ends in a pattern of `min_pattern_size` to
+    `max_pattern_size` tokens, `min_count` times in a row. Raises ValueError.
     """
 
     max_pattern_size: int
@@ -27,39 +21,48 @@ class RepetitionDetection(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         if not 1 <= self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN_SIZE:
             raise ValueError(
-                f"patterns of {self.min_pattern_size} to {self.max_pattern_size} tokens; sizes "
-                f"must rise within 1..{MAX_PATTERN_SIZE}"
+                f"min_pattern_size={self.min_pattern_size} and max_pattern_size="
+                f"{self.max_pattern_size} must be in this order within 1..{MAX_PATTERN_SIZE}"
             )
         if not 2 <= self.min_count <= MAX_PATTERN_SIZE:
             raise ValueError(f"min_count={self.min_count} must lie within 2..{MAX_PATTERN_SIZE}")
 
 
+MAX_STOP_TOKEN_IDS: Final = 128
+MAX_REPETITION_PENALTY: Final = 100.0
+MAX_LOGIT_BIASES: Final = 1024
+MAX_BAD_WORDS: Final = 256
+MAX_BAD_WORD_TOKENS: Final = 32
+MAX_LOGPROBS: Final = 20
+
+
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Sampling settings of one request. Raises ValueError naming the setting that is out of range.
+    """Sampling settings of one request. Raises ValueError with the setting that is out of range.
 
     temperature:    0 is greedy; otherwise logits are divided by it.
     top_k:          keep the k most likely tokens; 0 keeps all.
     top_p:          keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1].
     min_p:          keep tokens at least min_p times as likely as the most likely one, in [0, 1].
-    seed:           the draw at an output position is a function of (seed, position) alone. None
-                    lets the gateway choose one, so an unseeded request is still repeatable inside
-                    the system (after preemption or a restart).
-    max_tokens:     output tokens at most; None is as many as the model's length allows.
-    min_tokens:     end-of-sequence and stop ids are not looked at before this many output tokens.
+    seed:           the draw at an output position depends only on (seed, position). With None the
+                    gateway chooses a seed, so that a request is repeatable inside the system
+                    (after preemption or a restart).
+    max_tokens:     maximum number of output tokens; None: as many as the model's length allows.
+    min_tokens:     end-of-sequence and stop ids cannot end the request before this many output
+                    tokens.
     stop_token_ids: the request ends when one of them is sampled; it is part of the output ids.
-    ignore_eos:     the model's own end-of-sequence ids do not stop the request.
-    repetition:     ends the request when its output repeats itself; None never does.
+    ignore_eos:     the model's own end-of-sequence ids do not end the request.
+    repetition:     when repeated output ends the request; None: never.
     repetition_penalty: 0.01 to 100; logits of tokens of prompt and output are divided by it if
                     positive, else multiplied (Keskar et al., 2019). 1 changes nothing.
-    presence_penalty, frequency_penalty: -2 to 2; taken from the logits of output tokens, once and
-                    per occurrence, as in the OpenAI API.
+    presence_penalty, frequency_penalty: -2 to 2; subtracted from the logits of output tokens, once
+                    and per occurrence, as in the OpenAI API.
     logit_bias:     added to the logit of each token id, -100 to 100.
     bad_words_token_ids: sequences of ids that must not appear in the output.
-    logprobs:       report each output token's log probability and those of so many most likely
-                    ones, taken from the model's own logits before any setting; None reports none.
-    prompt_logprobs: the same for every prompt token but the first.
+    logprobs:       report the log probability of each output token and of this many most likely
+                    tokens, from the model's logits before any setting applies; None: report none.
+    prompt_logprobs: the same for each prompt token except the first.
     """
 
     temperature: float = 1.0
@@ -84,7 +87,7 @@ class SamplingParams(
         force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
         force_setattr(self, "bad_words_token_ids", tuple(map(tuple, self.bad_words_token_ids)))
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature={self.temperature} must be a number of at least 0")
+            raise ValueError(f"temperature={self.temperature} must be a finite number, at least 0")
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k={self.top_k} must be 0 (keep every token) to {2**31 - 1}")
         if not 0 < self.top_p <= 1:
@@ -97,7 +100,7 @@ class SamplingParams(
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
                 raise ValueError(f"{name}={value} must lie within 0..{MAX_LOGPROBS}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise ValueError(f"seed={self.seed} does not fit 64 bits")
+            raise ValueError(f"seed={self.seed} does not fit in 64 bits")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
         if self.min_tokens < 0:
@@ -108,33 +111,36 @@ class SamplingParams(
             )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(
-                f"stop_token_ids holds {len(self.stop_token_ids)} ids; {MAX_STOP_TOKEN_IDS} are "
-                "allowed, because each is compared with every sampled token"
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} "
+                "are allowed, because each is compared with every sampled token"
             )
         if any(token_id < 0 for token_id in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids={self.stop_token_ids} holds a negative id")
+            raise ValueError(f"stop_token_ids={self.stop_token_ids} contains a negative id")
 
     def _check_penalties(self) -> None:
         penalty = self.repetition_penalty
-        most = MAX_REPETITION_PENALTY
-        if not 1 / most <= penalty <= most:
-            raise ValueError(f"repetition_penalty={penalty} must lie within {1 / most:g}..{most:g}")
+        low, high = 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        if not low <= penalty <= high:
+            raise ValueError(f"repetition_penalty={penalty} must lie within {low:g}..{high:g}")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise ValueError(f"{name}={getattr(self, name)} must lie within -2..2")
         biases = self.logit_bias or {}
         if len(biases) > MAX_LOGIT_BIASES:
-            raise ValueError(f"logit_bias has {len(biases)} ids; {MAX_LOGIT_BIASES} are allowed")
+            raise ValueError(
+                f"logit_bias has {len(biases)} ids; at most {MAX_LOGIT_BIASES} are allowed"
+            )
         for token_id, bias in biases.items():
             if token_id < 0 or not -100 <= bias <= 100:
                 raise ValueError(
-                    f"logit_bias={{{token_id}: {bias}}}: ids are at least 0, biases -100..100"
+                    f"logit_bias={{{token_id}: {bias}}}: ids must be at least 0, biases within "
+                    "-100..100"
                 )
         words = self.bad_words_token_ids
         if len(words) > MAX_BAD_WORDS:
-            raise ValueError(f"{len(words)} bad words; {MAX_BAD_WORDS} are allowed")
+            raise ValueError(f"{len(words)} bad words; at most {MAX_BAD_WORDS} are allowed")
         for word in words:
             if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS or min(word) < 0:
                 raise ValueError(
-                    f"bad word {word}: 1..{MAX_BAD_WORD_TOKENS} token ids, none negative"
+                    f"bad word {word} must have 1..{MAX_BAD_WORD_TOKENS} token ids, none negative"
                 )

@@ -1,7 +1,7 @@
-"""What operators look at: counters, why requests wait, and what blocks are used for.
+"""What operators see: counters of ranks and engines, why requests wait, and the use of each block.
 
-Counters only grow, so a report that is lost loses nothing but its longest step. Reports and
-snapshots are made only when a client asks for them.
+Counters only grow, so that a lost report costs nothing but its `longest_step_s`. `EngineReport` and
+`BlockSnapshot` are built only when a client asks for them.
 """
 
 import enum
@@ -15,27 +15,19 @@ from longshore.protocol.arrays import EMPTY_INT32, Int32Array, UInt8Array
 STEP_SECONDS_BOUNDS: Final = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
-"""Upper bounds of the buckets that steps are counted in by their time; one more is for the rest."""
-
+"""Upper bounds of the histogram of steps by duration. One more bucket counts the longer ones."""
 
 STEP_TOKENS_BOUNDS: Final = (
     1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384,
 )  # fmt: skip
-"""Likewise by their tokens."""
-
+"""The same for the histogram of steps by number of tokens."""
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-
-
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
-
-
 StepsBySeconds: TypeAlias = Annotated[
     tuple[Count, ...],
     msgspec.Meta(min_length=len(STEP_SECONDS_BOUNDS) + 1, max_length=len(STEP_SECONDS_BOUNDS) + 1),
 ]
-
-
 StepsByTokens: TypeAlias = Annotated[
     tuple[Count, ...],
     msgspec.Meta(min_length=len(STEP_TOKENS_BOUNDS) + 1, max_length=len(STEP_TOKENS_BOUNDS) + 1),
@@ -44,16 +36,16 @@ StepsByTokens: TypeAlias = Annotated[
 
 class WorkerStats(msgspec.Struct, tag="stats", frozen=True, forbid_unknown_fields=True):
     """One rank since the start of its epoch; sent about once a second while it steps, and once
-    after that.
+    after its last step.
 
-    steps_by_seconds, steps_by_tokens: steps by what they took and by the tokens they computed: of
-                    at most as much as the bound of their bucket, and more than the one before.
-    compute_s:      seconds on the device, all steps together; waiting for other ranks is part of
-                    it where a step waits.
-    longest_step_s: of the steps since the last report, so that who sees one report of several sees
-                    one second of several; the longest of all shows in `steps_by_seconds`.
-    resident_bytes: of the process, in the host's memory.
-    device_bytes:   that it holds of a GPU; 0 on a CPU.
+    steps_by_seconds, steps_by_tokens: histograms of steps by duration and by tokens computed. A
+                    bucket counts steps above the previous bound and up to its own.
+    compute_s:      seconds on the device, over all steps. Includes waiting for other ranks within
+                    a step.
+    longest_step_s: longest step since the last report. The longest ever shows in
+                    `steps_by_seconds`.
+    resident_bytes: host memory of the process.
+    device_bytes:   GPU memory of the process; 0 on a CPU.
     """
 
     epoch: int
@@ -72,26 +64,26 @@ class WorkerStats(msgspec.Struct, tag="stats", frozen=True, forbid_unknown_field
 
 
 def cumulative(counts: Sequence[int]) -> list[int]:
-    """Of each bucket: what is in it and in those below, as Prometheus counts."""
+    """Running totals of a histogram's buckets, as Prometheus expects them."""
     total = 0
     return [total := total + count for count in counts]
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The state of one engine; the `num_*` that count what happened only grow, from
-    the engine's start; `num_steps` from that of its epoch.
+    """The state of one engine. The `num_*` fields that count events only grow from the start of
+    the engine; `num_steps` from the start of its epoch.
 
-    steps_in_flight: plans not yet answered, averaged over the steps planned since the last report
-                     (the one just planned included): 2.0 in a steady asynchronous decode.
-    kv_usage:        1 - free / usable blocks; cached blocks that nobody holds count as free.
-    num_stale_tokens: sampled for an occupant that had left its row, and dropped.
-    num_external_*:  tokens the connector was asked for, and said it has.
-    num_draft_tokens, num_accepted_tokens, num_invalid_draft_tokens: speculated, right, refused by
-                     a grammar.
-    encoder_cache_usage: share of the encoder cache that holds outputs.
-    num_quarantined_blocks: targets of loads that nobody waits for any more, not confirmed ended.
-    num_rewinds:     requests sent back because KV they had computed on proved wrong.
-    workers:         the latest report of every rank that has sent one, by rising rank.
+    steps_in_flight: unanswered plans, averaged over the steps planned since the last report (each
+                     counts itself): 2.0 in a steady asynchronous decode.
+    kv_usage:        1 - free / usable blocks; cached blocks without a holder count as free.
+    num_stale_tokens: tokens sampled for an earlier occupant of a row, and dropped.
+    num_external_*:  tokens looked up in the connector, and tokens it had.
+    num_draft_tokens, num_accepted_tokens, num_invalid_draft_tokens: drafts verified, drafts
+                     accepted, and drafts rejected by a grammar.
+    encoder_cache_usage: used share of the encoder cache.
+    num_quarantined_blocks: targets of abandoned loads that may still write to them.
+    num_rewinds:     requests rewound because KV that they depended on was wrong.
+    workers:         the latest report of each rank that has sent one, by rising rank.
     """
 
     num_running: int
@@ -120,11 +112,15 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DescribeEngine(msgspec.Struct, tag="describe", frozen=True, forbid_unknown_fields=True):
-    """Ask what every waiting request waits for; answered with an `EngineReport`."""
+    """Ask what each waiting request waits for; answered with an `EngineReport`."""
+
+
+MAX_REPORTED: Final = 200
+"""Maximum number of waiting requests in an `EngineReport`."""
 
 
 class WaitingReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request that does not run. `waits_for` is a sentence for an operator."""
+    """One request that is not running. `waits_for` is a sentence for an operator."""
 
     request_id: str
     status: str
@@ -137,11 +133,11 @@ class WaitingReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EngineReport(
     msgspec.Struct, tag="report", frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """The state of an engine as an operator wants to read it.
+    """The state of an engine, for an operator.
 
-    waiting:        at most MAX_REPORTED of them, the head of the queue first.
-    idle_s:         seconds since some request last advanced.
-    pause:          value of the `PauseState`.
+    waiting: at most MAX_REPORTED waiting requests, the head of the queue first.
+    idle_s:  seconds since any request last made progress.
+    pause:   value of the `PauseState`.
     """
 
     engine_id: str
@@ -156,29 +152,35 @@ class EngineReport(
     waiting: tuple[WaitingReport, ...] = ()
 
 
-MAX_REPORTED: Final = 200
-"""Waiting requests that an `EngineReport` lists."""
-
+MIN_INTERVAL_S: Final = 0.25
+"""Minimum time between two new `BlockSnapshot`s."""
 
 MAX_LISTED_HOLDERS: Final = 256
-"""Holders that a `BlockSnapshot` lists."""
-
+"""Maximum number of holders in a `BlockSnapshot`."""
 
 MAX_LISTED_BLOCKS: Final = 65_536
-"""Block ids that it lists, of all holders together."""
+"""Maximum number of block ids in a `BlockSnapshot`, over all holders."""
+
+
+class DescribeBlocks(
+    msgspec.Struct, tag="describe_blocks", frozen=True, forbid_unknown_fields=True
+):
+    """Ask what each block is used for; answered with a `BlockSnapshot`. Queries within
+    MIN_INTERVAL_S of each other may get the same snapshot."""
 
 
 class BlockState(enum.IntEnum):
-    """What a block is used for; of those that fit it, the last.
+    """What a block is used for. If several states apply, the one with the highest value counts.
 
-    RESERVED:    the null block, and blocks set aside for good.
-    FREE:        nobody holds it, nobody can find it.
-    CACHED:      nobody holds it, but a prefix is found in it until it is handed out again.
-    HELD:        one running request holds it, and nobody else.
-    SHARED:      a running request holds it, and somebody else too.
-    KEPT:        requests that do not run hold it: sessions between inputs, forks, loaded requests.
-    TRANSFER:    it is loaded into or sent from, or a connector holds it.
-    QUARANTINED: a load that nobody waits for any more may still write to it.
+    RESERVED:    the null block, or a block set aside permanently.
+    FREE:        not held and not cached.
+    CACHED:      not held, but in the prefix cache until it is allocated again.
+    HELD:        held by one running request only.
+    SHARED:      held by a running request and by at least one other holder.
+    KEPT:        held by requests that are not running: sessions between inputs, forks, loaded
+                 requests.
+    TRANSFER:    target of a load, source of a send, or held by a connector.
+    QUARANTINED: target of an abandoned load that may still write to it.
     """
 
     RESERVED = 0
@@ -192,12 +194,13 @@ class BlockState(enum.IntEnum):
 
 
 class BlockHolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who holds blocks. state: HELD, KEPT, TRANSFER or QUARANTINED, by what it does.
+    """A request or transfer that holds blocks.
 
-    row, num_computed_tokens: -1 without a row, and 0 for a transfer.
-    num_blocks: by KV cache group; forgotten ones do not count.
-    num_listed: by group, how many of them `BlockSnapshot.block_ids` names: those at the end.
-    age_s:      seconds since the request arrived anywhere.
+    state:      HELD, KEPT, TRANSFER or QUARANTINED.
+    num_blocks: blocks held, per KV cache group, without null blocks.
+    num_listed: per group, how many of them `BlockSnapshot.block_ids` lists: the last ones.
+    row:        -1 without a row. For a transfer this and all later fields have their defaults.
+    age_s:      seconds since the request first arrived anywhere.
     """
 
     request_id: str
@@ -214,8 +217,11 @@ class BlockHolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GroupUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One KV cache group. num_blocks: in the tables of running requests, those shared counted
-    in each; num_layers, block_bytes: of one worker."""
+    """One KV cache group.
+
+    num_layers, block_bytes: those of one worker.
+    num_blocks: entries in the block tables of running requests; a shared block counts in each.
+    """
 
     kind: str
     block_size: int
@@ -228,8 +234,8 @@ class BlockSnapshot(msgspec.Struct, tag="block_snapshot", frozen=True, forbid_un
     """The answer to `DescribeBlocks`.
 
     states:    a `BlockState` for each block.
-    holders:   at most MAX_LISTED_HOLDERS, those that run first, in admission order.
-    block_ids: of the holders in turn, of each group by group.
+    holders:   at most MAX_LISTED_HOLDERS: running requests first, in admission order.
+    block_ids: those of each holder in turn, group by group.
     num_*:     as in `SchedulerStats`.
     """
 
@@ -242,14 +248,3 @@ class BlockSnapshot(msgspec.Struct, tag="block_snapshot", frozen=True, forbid_un
     num_prefix_hit_tokens: int
     holders: tuple[BlockHolder, ...] = ()
     block_ids: Int32Array = EMPTY_INT32
-
-
-class DescribeBlocks(
-    msgspec.Struct, tag="describe_blocks", frozen=True, forbid_unknown_fields=True
-):
-    """Ask what every block is used for. Who asks again within MIN_INTERVAL_S may get the same
-    answer again."""
-
-
-MIN_INTERVAL_S: Final = 0.25
-"""No new `BlockSnapshot` is made sooner."""

@@ -1,1 +1,1 @@
-"""Log records between processes, and limits on how many a client can cause."""
+"""Log records sent between processes, and rate limits for warnings that clients can cause."""

@@ -1,4 +1,4 @@
-"""Warnings that strangers can cause: so many a second, so that a flood of them fills no disk."""
+"""Rate limit for warnings that clients can cause, so that a flood of them cannot fill the disk."""
 
 import asyncio
 import logging
@@ -12,8 +12,8 @@ MAX_PER_SECOND: Final = 10
 
 
 class LogLimit:
-    """Passes on the first `max_per_second` warnings of a second and counts the others. The count is
-    told when the second is over, by the event loop if one runs, else before the next warning."""
+    """Logs the first `max_per_second` warnings of a second and counts the others. The count is
+    logged when the second is over, by the event loop if one runs, else before the next warning."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class LogLimit:
         self._max_per_second = max_per_second
         self._clock = clock
         self._second_ends_s = -1.0
-        self._num_told = 0
-        self._num_left_out = 0
+        self._num_logged = 0
+        self._num_suppressed = 0
 
     def warning(
         self,
@@ -39,26 +39,26 @@ class LogLimit:
         """As `logger.warning(message, *values, exc_info=exc_info, extra=fields(**about))`."""
         now_s = self._clock()
         if now_s >= self._second_ends_s:
-            self.tell()
-            self._second_ends_s, self._num_told = now_s + 1.0, 0
-        if self._num_told < self._max_per_second:
-            self._num_told += 1
+            self.log_suppressed()
+            self._second_ends_s, self._num_logged = now_s + 1.0, 0
+        if self._num_logged < self._max_per_second:
+            self._num_logged += 1
             self._logger.warning(message, *values, exc_info=exc_info, extra=fields(**about))
             return
-        self._num_left_out += 1
-        if self._num_left_out == 1:
+        self._num_suppressed += 1
+        if self._num_suppressed == 1:
             try:
                 loop = asyncio.get_running_loop()
             except RuntimeError:
                 return
-            loop.call_later(self._second_ends_s - now_s, self.tell)
+            loop.call_later(self._second_ends_s - now_s, self.log_suppressed)
 
-    def tell(self) -> None:
-        """Say now how many were left out, if any were."""
-        if self._num_left_out:
-            number, self._num_left_out = self._num_left_out, 0
+    def log_suppressed(self) -> None:
+        """Log the number of suppressed warnings now, if there are any."""
+        if self._num_suppressed:
+            number, self._num_suppressed = self._num_suppressed, 0
             self._logger.warning(
-                "%d more warnings like those before were left out: at most %d a second are written",
+                "suppressed %d similar warnings; the limit is %d per second",
                 number,
                 self._max_per_second,
             )

@@ -1,8 +1,8 @@
-"""Log records between processes: a line each, whose fields stay fields until somebody shows them.
+"""Structured log records, sent between processes as one line each.
 
-A process that is watched over writes each record of its loggers as one line of JSON behind a mark.
-Whoever relays its output makes a line for people of it, or one for programs, and can tell it from
-what no logger wrote. A logging call names its fields once: `extra=fields(request_id=...)`.
+A supervised process writes each log record as a line of JSON that begins with RECORD_MARK. The
+supervisor, which relays the output, turns it into text or JSON and can distinguish it from output
+that no logger wrote. A logging call passes its fields as `extra=fields(request_id=...)`.
 """
 
 import contextlib
@@ -29,8 +29,12 @@ _ATTRIBUTE: Final = "fields"
 
 
 class Record(msgspec.Struct, frozen=True):
-    """time_s: since the epoch. context: of the process, the same in all its records. traceback: of
-    the exception that is told of, many lines."""
+    """One log record.
+
+    time_s:    seconds since 1970.
+    context:   fields of the process, the same in all its records.
+    traceback: traceback of the logged exception, in several lines.
+    """
 
     time_s: float
     level: str
@@ -42,15 +46,15 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def fields(**values: Field) -> dict[str, dict[str, Field]]:
-    """The `extra` of a logging call. Names end in their unit; None is left out.
+    """The `extra` argument of a logging call. Names end in their unit; None values are omitted.
 
-    `request_id` for what concerns a request, `step_id` for what concerns a step.
+    Use `request_id` for what concerns a request, and `step_id` for what concerns a step.
     """
     return {_ATTRIBUTE: {name: value for name, value in values.items() if value is not None}}
 
 
 def record_of(record: logging.LogRecord, context: Mapping[str, Field] = {}) -> Record:
-    """What a logger made, as any decoder can read it: overlong texts are cut."""
+    """Converts the record of a logger: overlong texts are cut, and undecodable ones escaped."""
     exception = record.exc_info
     return Record(
         record.created,
@@ -74,12 +78,12 @@ def _cut(text: str, max_characters: int) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Surrogates, which no UTF-8 has, are escaped."""
+    """Escapes surrogates, which UTF-8 cannot represent."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def read_record(line: str) -> Record | None:
-    """A line as a process wrote it; None if no logger did."""
+    """Decodes a line of a process's output; None if it is not a log record."""
     if line.startswith(RECORD_MARK):
         with contextlib.suppress(msgspec.MsgspecError):
             return msgspec.json.decode(line[len(RECORD_MARK) :], type=Record)
@@ -87,7 +91,7 @@ def read_record(line: str) -> Record | None:
 
 
 def show_record(record: Record) -> str:
-    """For people: one line, and one more per line of a traceback, marked as such."""
+    """Text for a terminal: one line, and one marked line per line of the traceback."""
     shown = [f"{name}={_show(value)}" for name, value in record.fields.items()]
     head = f"{record.level} {record.logger}: {printable(record.message)}"
     lines = [f"{head} [{' '.join(shown)}]" if shown else head]
@@ -103,7 +107,7 @@ def _show(value: Field) -> str:
 
 
 def printable(text: str) -> str:
-    """Nothing in it begins a line or commands a terminal: whatever cannot be seen is escaped."""
+    """Escapes non-printable characters, so that text cannot start a line or control a terminal."""
     if text.isprintable():
         return text
     return "".join(
@@ -115,7 +119,7 @@ def printable(text: str) -> str:
 
 
 class FramedFormatter(logging.Formatter):
-    """For a process that relays."""
+    """Formats records as lines for a process that relays them."""
 
     def __init__(self, context: Mapping[str, Field] = {}) -> None:
         super().__init__()
@@ -126,18 +130,17 @@ class FramedFormatter(logging.Formatter):
         return RECORD_MARK + json.dumps(content)  # ASCII, and therefore one line
 
 
-class _Shown(logging.Formatter):
-    """For a terminal."""
+class _TextFormatter(logging.Formatter):
+    """Formats records as text for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return show_record(record_of(record))
 
 
 def send_records(level: str, *, is_relayed: bool, **context: Field) -> None:
-    """Send records of `level` and above to standard error: framed if another process relays them,
-    else for people. An exception that nobody catches becomes a record, too. context: goes along
-    with each, for programs."""
-    write_records(level, FramedFormatter(context) if is_relayed else _Shown())
+    """Write records of `level` and above to standard error: framed if another process relays them,
+    else as text. Uncaught exceptions are logged, too. `context` is added to each framed record."""
+    write_records(level, FramedFormatter(context) if is_relayed else _TextFormatter())
     sys.excepthook = _log_uncaught
     threading.excepthook = lambda args: _log_uncaught(
         args.exc_type, args.exc_value, args.exc_traceback
@@ -149,11 +152,11 @@ def _log_uncaught(
 ) -> None:
     if issubclass(kind, Exception) and error is not None:
         about = (kind, error, traceback)
-        logger.error("nobody has caught %s", kind.__name__, exc_info=about)
+        logger.error("uncaught exception: %s", kind.__name__, exc_info=about)
 
 
 def write_records(level: str, formatter: logging.Formatter) -> None:
-    """Send records of `level` and above to standard error, as `formatter` writes them."""
+    """Write records of `level` and above to standard error, in the format of `formatter`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

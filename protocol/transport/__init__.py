@@ -1,1 +1,1 @@
-"""How messages travel: frames over private ZMQ sockets, and the tie to the supervisor."""
+"""Transport of messages: frames, private ZMQ sockets, and the socket to the supervisor."""

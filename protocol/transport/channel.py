@@ -1,8 +1,8 @@
-"""Typed channels over ZMQ: one type of message each way, bounded, never blocking the sender.
+"""Typed channels over ZMQ: one union of messages per direction, bounded; sending never blocks.
 
-A channel is one DEALER socket, or one ROUTER for many clients. What arrives malformed is counted
-by name, logged, and skipped; it never stops the process. Sockets are private: `ipc://` in a 0700
-directory, or `tcp://` with CURVE keys, and nothing else.
+A channel is one DEALER socket, or one ROUTER socket for many clients. Invalid messages are counted
+by error, logged and skipped; they never stop the process. Only private sockets are allowed:
+`ipc://` in a 0700 directory, or `tcp://` with CURVE keys.
 """
 
 import asyncio
@@ -16,30 +16,28 @@ import msgspec
 import zmq
 
 from longshore.protocol.errors import ConfigError, EngineDead, MalformedMessage, ProtocolError
-from longshore.protocol.transport.codec import (
-    MAX_MESSAGE_BYTES,
-    Decoder,
-    Encoder,
-    Frame,
-)
+from longshore.protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, Encoder, Frame
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
 logger = logging.getLogger(__name__)
 
-_POLLIN: Final = int(zmq.POLLIN)  # an IntFlag's arithmetic costs as much as asking the socket
+_POLLIN: Final = int(zmq.POLLIN)  # arithmetic on an IntFlag costs as much as asking the socket
 
 Out = TypeVar("Out")
 In = TypeVar("In")
 
 AnswerBad: TypeAlias = Callable[[bytes, bytes, ProtocolError], bool]
-"""Of a peer, and the header of what it sent."""
+"""Called with the peer, the header of its invalid message, and the error. True: it was answered."""
 
 
 class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Z85 keys of one end (`zmq.curve_keypair()`). A connecting end also names the server's public
-    key; a binding end has None there and accepts only `allowed_clients`."""
+    """Z85 keys of one end (`zmq.curve_keypair()`).
+
+    server:          public key of the server, for an end that connects.
+    allowed_clients: public keys of the only clients that an end that binds accepts.
+    """
 
     public: str
     secret: str
@@ -48,7 +46,7 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a channel meets its peer. `tcp://` needs keys."""
+    """Address of a channel. `tcp://` needs keys."""
 
     address: str
     curve: CurveKeys | None = None
@@ -57,12 +55,12 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def open_socket(
     context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: Endpoint, *, bind: bool
 ) -> "zmq.Socket[bytes]":
-    """A bound or connected socket. Raises ConfigError for an address that is not private."""
+    """Returns a bound or connected socket. Raises ConfigError if the address is not private."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 1000)
     socket.setsockopt(zmq.SNDHWM, 100_000)
     socket.setsockopt(zmq.RCVHWM, 100_000)
-    # A last line of defence, per frame; the decoder's limit is the one that is reported.
+    # A last line of defence, per frame and silent; the decoder's limit is lower and is reported.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -89,12 +87,12 @@ def _secure(
     if endpoint.address.startswith("ipc://"):
         return
     if not endpoint.address.startswith("tcp://"):
-        raise ConfigError(f"endpoint {endpoint.address!r} is neither ipc:// nor tcp://")
+        raise ConfigError(f"endpoint {endpoint.address!r} must begin with ipc:// or tcp://")
     keys = endpoint.curve
     if keys is None:
         raise ConfigError(
-            f"endpoint {endpoint.address!r} has no CURVE keys; anybody on the network could send "
-            "requests and read answers. Use ipc:// on one host, or give keys."
+            f"endpoint {endpoint.address!r} has no CURVE keys; anyone on the network could send "
+            "requests and read responses. Use ipc:// on one host, or configure keys."
         )
     socket.curve_publickey = keys.public.encode()
     socket.curve_secretkey = keys.secret.encode()
@@ -104,8 +102,10 @@ def _secure(
         socket.curve_serverkey = keys.server.encode()
         return
     if not keys.allowed_clients:
-        raise ConfigError(f"endpoint {endpoint.address!r} names no client keys; nobody could talk")
-    # The address is the ZAP domain: each endpoint has an allow list of its own.
+        raise ConfigError(
+            f"endpoint {endpoint.address!r} allows no client keys; no client could connect"
+        )
+    # The address is the ZAP domain, so that each endpoint has its own allow list.
     allowed = _AllowList({key.encode() for key in keys.allowed_clients})
     _authenticator(context).configure_curve_callback(
         domain=endpoint.address, credentials_provider=allowed
@@ -115,7 +115,7 @@ def _secure(
 
 
 class _AllowList:
-    """ZAP credentials provider: exactly the (Z85) keys the configuration names."""
+    """ZAP credentials provider: accepts only the configured (Z85) keys."""
 
     def __init__(self, keys: set[bytes]) -> None:
         self._keys = keys
@@ -124,7 +124,7 @@ class _AllowList:
         return key in self._keys
 
 
-# ZMQ has one authenticator per context; it owns a socket, so it must stop before the context ends.
+# ZMQ has one authenticator per context. It owns a socket, so it must stop before the context ends.
 _authenticators: WeakKeyDictionary["zmq.Context[zmq.Socket[bytes]]", "ThreadAuthenticator"] = (
     WeakKeyDictionary()
 )
@@ -141,7 +141,7 @@ def _authenticator(context: "zmq.Context[zmq.Socket[bytes]]") -> "ThreadAuthenti
 
 
 def close_context(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-    """End a context whose sockets are closed; waits for what lingers."""
+    """Terminate a context whose sockets are closed; waits until queued messages are sent."""
     authenticator = _authenticators.pop(context, None)
     if authenticator is not None:
         authenticator.stop()
@@ -149,7 +149,7 @@ def close_context(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
 
 
 class Channel(Generic[Out, In]):
-    """One peer. Not thread-safe. `num_bad` counts what was dropped, by the error's name."""
+    """Channel to one peer. Not thread-safe. `num_bad` counts dropped messages by error name."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", receives: Any) -> None:
         self.socket = socket
@@ -158,8 +158,8 @@ class Channel(Generic[Out, In]):
         self._decoder: Decoder[In] = Decoder(receives)
 
     def send(self, message: Out) -> None:
-        """Hand the message to ZMQ; never blocks. Raises EngineDead if nobody is connected to a
-        bound socket, or the peer stopped reading so long ago that its queue is full."""
+        """Pass the message to ZMQ without blocking. Raises EngineDead if no peer is connected to a
+        bound socket, or if the queue is full because the peer has stopped reading."""
         frames = self._encoder.encode(message)
         try:
             if len(frames) == 1:
@@ -167,10 +167,10 @@ class Channel(Generic[Out, In]):
             else:
                 self.socket.send_multipart(frames, zmq.DONTWAIT)
         except zmq.Again:
-            raise EngineDead("the peer is gone or has not read its messages for too long") from None
+            raise EngineDead("the peer is gone, or has stopped reading its messages") from None
 
     def receive(self, timeout_s: float | None = 0.0) -> In | None:
-        """The next good message, or None when none came in time. None waits for ever."""
+        """The next valid message, or None after `timeout_s`; `timeout_s=None` waits forever."""
         timeout_ms = -1 if timeout_s is None else int(timeout_s * 1000)
         while True:
             frames = receive_frames(self.socket, timeout_ms)
@@ -182,7 +182,7 @@ class Channel(Generic[Out, In]):
                 count_bad(self.num_bad, error)
 
     def drain(self) -> Iterator[In]:
-        """Everything that has arrived; to be asked when something has."""
+        """All messages that have arrived. Call it when the socket is readable."""
         message = self.receive()
         while message is not None:
             yield message
@@ -193,7 +193,7 @@ class Channel(Generic[Out, In]):
 
 
 class ServerChannel(Generic[Out, In]):
-    """Many peers on one ROUTER socket, told apart by the identity ZMQ gives each connection."""
+    """Channel to many peers on one ROUTER socket; ZMQ's identity of a connection is the peer."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", receives: Any) -> None:
         self.socket = socket
@@ -202,7 +202,7 @@ class ServerChannel(Generic[Out, In]):
         self._decoder: Decoder[In] = Decoder(receives)
 
     def send(self, peer: bytes, message: Out) -> bool:
-        """False if the peer has gone or stopped reading; the message is dropped then."""
+        """Returns False, and drops the message, if the peer is gone or has stopped reading."""
         try:
             self.socket.send_multipart([peer, *self._encoder.encode(message)], zmq.DONTWAIT)
         except (zmq.Again, zmq.ZMQError):
@@ -210,15 +210,15 @@ class ServerChannel(Generic[Out, In]):
         return True
 
     def receive(self, answer_bad: AnswerBad | None = None) -> tuple[bytes, In] | None:
-        """The next good message and who sent it; None when nothing is waiting.
+        """The sender and the next valid message; None if no message is waiting.
 
-        answer_bad: is asked, with the peer, whether it has answered a bad one, which then counts as
-                    bad but needs no line in the log.
+        answer_bad: called for each invalid message. It returns whether it has answered the message,
+                    which is then counted but not logged.
         """
         while (frames := receive_frames(self.socket, 0)) is not None:
             try:
                 if len(frames) < 2:
-                    raise MalformedMessage("a message has no frames; it needs its header")
+                    raise MalformedMessage("a message has no frames; it needs at least its header")
                 return bytes(frames[0]), self._decoder.decode(frames[1:])
             except ProtocolError as error:
                 header = bytes(frames[1]) if len(frames) > 1 else b""
@@ -229,7 +229,7 @@ class ServerChannel(Generic[Out, In]):
         return None
 
     def drain(self, answer_bad: AnswerBad | None = None) -> Iterator[tuple[bytes, In]]:
-        """Everything that has arrived; to be asked when something has. answer_bad: see receive."""
+        """All messages that have arrived. Call it when the socket is readable. See `receive`."""
         message = self.receive(answer_bad)
         while message is not None:
             yield message
@@ -240,12 +240,12 @@ class ServerChannel(Generic[Out, In]):
 
 
 def has_input(socket: "zmq.Socket[bytes]") -> bool:
-    """Whether a message is waiting: a third of the cost of a receive that finds none."""
+    """Whether a message is waiting. A receive that finds no message costs three times as much."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def receive_frames(socket: "zmq.Socket[bytes]", timeout_ms: int) -> list[Frame] | None:
-    """All frames of one message: the first copied (headers are small), the others mapped."""
+    """All frames of one message: the small header copied, the others mapped; None on timeout."""
     try:
         if timeout_ms == 0:
             header = socket.recv(zmq.DONTWAIT)
@@ -262,7 +262,7 @@ def receive_frames(socket: "zmq.Socket[bytes]", timeout_ms: int) -> list[Frame] 
 
 
 def count_bad(counter: "Counter[str]", error: ProtocolError) -> None:
-    """Count a dropped message by its error's name, and log the first and then every 1,000th."""
+    """Count a dropped message by error name; log the first one and then every 1,000th."""
     name = type(error).__name__
     counter[name] += 1
     if counter[name] % 1000 == 1:
@@ -272,8 +272,8 @@ def count_bad(counter: "Counter[str]", error: ProtocolError) -> None:
 class SocketWatcher:
     """Calls `on_ready()` from an asyncio loop whenever a socket may have messages.
 
-    ZMQ's descriptor is edge-triggered, and a send can swallow the edge: so after each call the
-    socket is asked once more, and `check()` is to be called after sending on it.
+    ZMQ's file descriptor is edge-triggered, and a send can consume the edge. So the socket is
+    checked again after each `on_ready()`, and `check()` must be called after sending on it.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", on_ready: Callable[[], None]) -> None:
@@ -287,7 +287,7 @@ class SocketWatcher:
         self.check()
 
     def _wake(self) -> None:
-        """The descriptor's edge: answered at once, not in the loop's next turn."""
+        """Handle the descriptor's edge at once, not in the loop's next iteration."""
         if not self._scheduled and has_input(self._socket):
             self._fire()
 

@@ -1,8 +1,8 @@
-"""Messages to frames and back: a msgpack header, then one raw frame per big array.
+"""Encodes messages as frames: a msgpack header, then one raw frame per large array.
 
-A small array travels inside the header, a big one as a frame of its own, little-endian, that the
-receiver maps without a copy. Nothing is pickled, and nothing is decoded that is not a field of a
-known message: an unknown tag, a truncated frame or a wrong element type is a named ProtocolError.
+A small array is sent inside the header, a large one as a separate little-endian frame that the
+receiver maps without a copy. Nothing is pickled, and only fields of known messages are decoded: an
+unknown tag, a truncated frame or a wrong element type raises a ProtocolError.
 """
 
 import sys
@@ -18,7 +18,7 @@ from longshore.protocol.errors import MalformedMessage, MessageTooLarge, Unknown
 Frame: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
 
-# Up to this many bytes a copy into the header is cheaper than one more ZMQ frame.
+# Up to this size a copy into the header is cheaper than another ZMQ frame.
 INLINE_BYTES: Final = 64 << 10
 MAX_MESSAGE_BYTES: Final = 256 << 20
 MAX_FRAMES: Final = 16_384
@@ -32,9 +32,9 @@ _WIRE_TYPES: Final = {
 
 
 class Encoder(Generic[T]):
-    """Turns messages of one direction into frames. Not thread-safe.
+    """Encodes messages of one direction as frames. Not thread-safe.
 
-    inline_bytes: arrays of up to so many travel inside the header.
+    inline_bytes: maximum size of an array inside the header.
     """
 
     def __init__(self, *, inline_bytes: int = INLINE_BYTES) -> None:
@@ -43,18 +43,18 @@ class Encoder(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_array)
 
     def encode(self, message: T) -> list[Frame]:
-        """[header, array frame, ...]. Array frames alias the message's arrays: do not write to
-        those until the frames have been sent or copied."""
+        """Returns [header, array frame, ...]. Array frames alias the message's arrays: do not write
+        to those until the frames have been sent or copied."""
         self._frames = [b""]
         self._frames[0] = self._encoder.encode(message)
         return self._frames
 
     def _encode_array(self, value: Any) -> tuple[str, bytes | int]:
         if not isinstance(value, np.ndarray) or value.ndim != 1:
-            raise TypeError(f"{type(value).__name__} cannot cross a process boundary")
+            raise TypeError(f"{type(value).__name__} is not a type that messages can contain")
         wire_type = _WIRE_TYPES.get(value.dtype)
         if wire_type is None:
-            raise TypeError(f"an array of {value.dtype} cannot cross a process boundary")
+            raise TypeError(f"an array of {value.dtype} is not a type that messages can contain")
         if not _IS_LITTLE_ENDIAN:
             value = value.astype(wire_type)
         if value.nbytes <= self._inline_bytes:
@@ -65,9 +65,9 @@ class Encoder(Generic[T]):
 
 
 class Decoder(Generic[T]):
-    """Turns frames into one of the message types of `union`. Not thread-safe.
+    """Decodes frames as one of the message types of `union`. Not thread-safe.
 
-    Raises UnknownMessage, MalformedMessage or MessageTooLarge; holds no state between messages.
+    Raises UnknownMessage, MalformedMessage or MessageTooLarge; keeps no state between messages.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class Decoder(Generic[T]):
             raise MalformedMessage("a message has no frames; it needs at least its header")
         if len(frames) > self._max_frames:
             raise MessageTooLarge(
-                f"a message of {len(frames)} frames; this channel takes {self._max_frames}"
+                f"a message has {len(frames)} frames; the limit is {self._max_frames}"
             )
         size_bytes = sum(map(len, frames))
         if size_bytes > self._max_message_bytes:
             raise MessageTooLarge(
-                f"a message of {size_bytes} bytes; this channel takes {self._max_message_bytes}"
+                f"a message has {size_bytes} bytes; the limit is {self._max_message_bytes}"
             )
         self._frames = frames
         try:
@@ -117,30 +117,30 @@ class Decoder(Generic[T]):
             return MalformedMessage(f"the header is not a tagged message: {error}")
         if tag not in self._tags:
             known = ", ".join(sorted(self._tags))
-            return UnknownMessage(f"no message is called {tag!r} here; known: {known}")
+            return UnknownMessage(f"unknown message {tag!r}; known messages: {known}")
         return MalformedMessage(f"message {tag!r}: {error}")
 
     def _decode_array(self, wanted: Any, value: Any) -> Any:
         if not (isinstance(value, list) and len(value) == 2):
-            raise ValueError("an array is a pair of element type and data")
+            raise ValueError("an array must be a pair of element type and data")
         wire_type, data = value
         dtype = _element_type(wanted)
         if wire_type != _WIRE_TYPES[dtype]:
-            raise ValueError(f"an array of {wire_type!r}, expected {dtype.name}")
+            raise ValueError(f"an array has element type {wire_type!r}, expected {dtype.name}")
         if isinstance(data, int):
             if not 1 <= data < len(self._frames):
-                raise ValueError(f"array frame {data} of a message of {len(self._frames)} frames")
+                raise ValueError(f"there is no array frame {data} among {len(self._frames)} frames")
             data = self._frames[data]
         elif not isinstance(data, bytes):
             raise ValueError("array data is neither bytes nor a frame number")
         if len(data) % dtype.itemsize:
-            raise ValueError(f"{len(data)} bytes are no whole number of {wire_type!r} elements")
+            raise ValueError(f"{len(data)} bytes are not a multiple of the size of {wire_type!r}")
         return np.frombuffer(data, wire_type)
 
 
 @cache
 def _element_type(array_type: Any) -> np.dtype[Any]:
-    """Of one of the array types in `protocol.arrays`."""
+    """The element type of an array type of `protocol.arrays`."""
     dtype: np.dtype[Any] = np.dtype(get_args(get_args(array_type)[1])[0])
     return dtype
 

@@ -1,9 +1,9 @@
-"""The tie between a process and its supervisor: one inherited socket, one report each way.
+"""The lifeline between a process and its supervisor: one inherited socket.
 
-The child reports when it is ready or why it cannot be; the supervisor says nothing, and asks for an
-orderly end with a signal of its own. When the
-supervisor's end closes, for whatever reason, the child removes the runtime directory and exits at
-once: no orphan, no socket file. When the child's end closes, the supervisor knows that it died.
+The child reports that it is ready, or why it failed. The supervisor sends nothing; it asks for an
+orderly shutdown with STOP_SIGNAL. When the supervisor's end closes, for any reason, the child
+removes the runtime directory and exits at once, so that no orphan and no socket file remains. When
+the child's end closes, the supervisor knows that it died.
 """
 
 import os
@@ -19,13 +19,13 @@ import msgspec
 EXIT_SUPERVISOR_GONE: Final = 75
 
 STOP_SIGNAL: Final = signal.SIGUSR1
-"""Asks a supervised process for an orderly end."""
+"""Asks a supervised process for an orderly shutdown."""
 
 
 def stop_signals(lifeline_fd: int | None) -> tuple[signal.Signals, ...]:
-    """The signals that end this process. A supervised one ignores SIGTERM and SIGINT from here on:
+    """The signals that stop this process. A supervised one ignores SIGTERM and SIGINT from now on:
     an init system sends them to all processes of a service at once, and only the supervisor knows
-    in which order they can stop. For the main thread."""
+    in which order they can stop. Call it in the main thread."""
     if lifeline_fd is None:
         return signal.SIGTERM, signal.SIGINT
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -34,15 +34,15 @@ def stop_signals(lifeline_fd: int | None) -> tuple[signal.Signals, ...]:
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True, forbid_unknown_fields=True):
-    """The process serves; `details` are lines for the operator, such as `num_blocks: 4096`."""
+    """The process is ready; `details` are lines for the operator, such as `num_blocks: 4096`."""
 
     details: dict[str, str] = {}
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True, forbid_unknown_fields=True):
-    """The process gives up; `reason` says what, why and what to do, without a traceback.
+    """The process failed; `reason` says what happened, why and what to do, without a traceback.
 
-    is_consequence: another process failed first, and its reason explains more.
+    is_consequence: another process failed first; its reason explains more.
     """
 
     reason: str
@@ -50,7 +50,7 @@ class Failed(msgspec.Struct, tag="failed", frozen=True, forbid_unknown_fields=Tr
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True, forbid_unknown_fields=True):
-    """Starting takes long for a reason: what is being done now."""
+    """What a process that takes long to start is doing now."""
 
     doing: str
 
@@ -62,13 +62,13 @@ _decoder: msgspec.json.Decoder[LifelineReport] = msgspec.json.Decoder(LifelineRe
 
 
 def decode_report(line: bytes) -> LifelineReport:
-    """One line that a child wrote. Raises msgspec.MsgspecError if it is none of ours."""
+    """Decode one line of a child. Raises msgspec.MsgspecError if it is not a report."""
     return _decoder.decode(line)
 
 
 class Lifeline:
-    """The child's end. With `fd=None` (a process started by hand) reports go nowhere and nothing
-    is watched."""
+    """The child's end. With `fd=None` (a process without a supervisor) reports are discarded and
+    nothing is watched."""
 
     def __init__(self, fd: int | None, runtime_dir: Path | None = None) -> None:
         self._socket = None if fd is None else socket.socket(fileno=fd)
@@ -78,7 +78,7 @@ class Lifeline:
             threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def report(self, report: LifelineReport) -> None:
-        """Tell the supervisor; a supervisor that has just gone is no error here."""
+        """Send `report` to the supervisor; ignored if the supervisor has just exited."""
         if self._socket is None:
             return
         try:

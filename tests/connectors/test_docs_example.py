@@ -1,4 +1,4 @@
-"""The example of docs/connectors.md, as it stands on the page, at work in a scheduler."""
+"""The example connector of docs/connectors.md, taken from the page, in a scheduler."""
 
 import random
 import re
@@ -42,7 +42,7 @@ def build(module: ModuleType, **options: Any) -> SchedulerConnector:
 
 
 class HostCacheDriver(TransferDriver):
-    """Does what the page says of its worker half; `host` is the memory, by slot."""
+    """Plays the worker half, as the page describes it; `host` is the host memory, by slot."""
 
     def __init__(self, module: ModuleType, *, capacity_blocks: int = 64, **settings: Any) -> None:
         self.host: dict[int, list[int]] = {}
@@ -64,19 +64,19 @@ class HostCacheDriver(TransferDriver):
         return Commands(loads=loads)
 
     def end_stores(self) -> None:
-        """The workers have copied what they were told to, and say so."""
+        """The workers carry out all stores and report them."""
         (memory,) = self.workers.memory
         for store in self.to_store:
             for block_id, slot in zip(store.block_ids, store.slots, strict=True):
                 self.host[slot] = [memory[block_id, offset] for offset in range(BLOCK_SIZE)]
-                assert min(self.host[slot]) >= 0, "stored what a failed load spoiled"
-        numbers = [store.number for store in self.to_store]
+                assert min(self.host[slot]) >= 0, "stored a block that a failed load left invalid"
+        hold_ids = [store.hold_id for store in self.to_store]
         self.to_store = []
-        self.report(0, metadata=msgspec.msgpack.encode(numbers))
+        self.report(0, metadata=msgspec.msgpack.encode(hold_ids))
 
 
 def settle(driver: HostCacheDriver) -> None:
-    """All requests end, and everything to be stored is."""
+    """Run until all requests have ended and all stores are done."""
     driver.run()
     while driver.to_store:
         driver.end_stores()
@@ -85,14 +85,14 @@ def settle(driver: HostCacheDriver) -> None:
 
 
 @pytest.mark.req("CON-16")
-def test_a_prompt_comes_back_from_host_memory_when_the_device_has_forgotten_it(
+def test_a_prompt_evicted_from_the_device_is_loaded_from_host_memory(
     module: ModuleType,
 ) -> None:
     driver = HostCacheDriver(module, num_blocks=17)
     keys = [driver.add("first", prompt_of(33))]
     settle(driver)
     keys.append(driver.add("other", prompt_of(58, 45)))
-    settle(driver)  # has taken every block there is
+    settle(driver)  # it has used every block
     assert driver.num_loaded_blocks == 0
     keys.append(driver.add("again", prompt_of(33)))
     settle(driver)
@@ -102,7 +102,7 @@ def test_a_prompt_comes_back_from_host_memory_when_the_device_has_forgotten_it(
     driver.check_complete(*keys)
 
 
-def test_a_block_that_cannot_be_loaded_is_a_miss_from_then_on(module: ModuleType) -> None:
+def test_a_block_that_failed_to_load_is_a_miss_afterwards(module: ModuleType) -> None:
     driver = HostCacheDriver(module, num_blocks=17, fail_sync=lambda load: load.block_ids[0][3:4])
     keys = [driver.add("first", prompt_of(33))]
     settle(driver)
@@ -114,7 +114,7 @@ def test_a_block_that_cannot_be_loaded_is_a_miss_from_then_on(module: ModuleType
     driver.check_complete(*keys)
 
 
-def test_host_memory_is_bounded_and_can_be_forgotten(module: ModuleType) -> None:
+def test_host_memory_is_bounded_and_can_be_reset(module: ModuleType) -> None:
     for capacity_blocks, is_reset in ((3, False), (64, True)):
         driver = HostCacheDriver(module, capacity_blocks=capacity_blocks, num_blocks=17)
         keys = [driver.add("first", prompt_of(33))]
@@ -126,17 +126,17 @@ def test_host_memory_is_bounded_and_can_be_forgotten(module: ModuleType) -> None
             assert driver.scheduler.reset_connector_cache()
         keys.append(driver.add("again", prompt_of(33)))
         settle(driver)
-        assert driver.num_loaded_blocks == 0  # the beginning of the prompt is what is gone first
+        assert driver.num_loaded_blocks == 0  # the start of the prompt was evicted first
         driver.check_complete(*keys)
 
 
-def test_an_option_that_makes_no_sense_is_refused(module: ModuleType) -> None:
+def test_an_invalid_option_is_rejected(module: ModuleType) -> None:
     with pytest.raises(ConfigError, match="capacity_blocks=0 must be at least 1"):
         build(module, capacity_blocks=0)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_requests_get_their_tokens_and_leave_nothing_behind(
+def test_random_requests_get_their_tokens_and_leave_no_block_held(
     module: ModuleType, seed: int
 ) -> None:
     chance = random.Random(seed)

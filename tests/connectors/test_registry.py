@@ -1,4 +1,4 @@
-"""Connectors by name, and what is said about those that cannot be had."""
+"""Connectors by name, and the errors for those that cannot be loaded."""
 
 import subprocess
 import sys
@@ -84,25 +84,30 @@ def test_an_installed_package_gives_its_connector_a_name(package: Callable[..., 
 
 @pytest.mark.req("CRG-14")
 def test_only_the_chosen_connector_is_imported(package: Callable[..., None]) -> None:
-    needy = "import a_transport_nobody_has"
+    needy = "import a_missing_transport"
     package({"mine": "theirs:Mine", "needy": "needy:Needy"}, theirs=TWO_CLASSES, needy=needy)
     load_scheduler_connector("mine", ConnectorConfig())
     assert "needy" not in sys.modules
-    with pytest.raises(ConfigError, match="needs the package a_transport_nobody_has; install it"):
+    with pytest.raises(ConfigError, match="needs the package a_missing_transport"):
         load_scheduler_connector("needy", ConnectorConfig())
 
 
-def test_a_dependency_missing_at_construction_is_named_too(package: Callable[..., None]) -> None:
-    source = TWO_CLASSES + "    def __init__(self, config):\n        import nowhere_to_be_found\n"
+def test_a_dependency_missing_at_construction_is_reported_by_name(
+    package: Callable[..., None],
+) -> None:
+    source = TWO_CLASSES + "    def __init__(self, config):\n        import a_missing_package\n"
     package(theirs=source)
-    with pytest.raises(ConfigError, match="needs the package nowhere_to_be_found"):
+    with pytest.raises(ConfigError, match="needs the package a_missing_package"):
         load_scheduler_connector("theirs:Wide", ConnectorConfig())
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
-        ("unheard-of", "unheard-of is unknown. .* offer: .*mine.* no worker .* yet"),
+        (
+            "unheard-of",
+            "unheard-of is unknown. Installed connectors: .*mine.* cannot move blocks .* yet",
+        ),
         ("theirs:", "theirs: is unknown"),
         (":Mine", ":Mine is unknown"),
         ("theirs", "theirs is unknown"),
@@ -114,17 +119,17 @@ def test_a_dependency_missing_at_construction_is_named_too(package: Callable[...
         ("theirs:Plain", "neither a SchedulerConnector nor a OneClassConnector"),
     ],
 )
-def test_what_cannot_be_chosen_is_refused_by_name(
-    package: Callable[..., None], name: str, says: str
+def test_a_name_that_leads_to_no_connector_is_rejected(
+    package: Callable[..., None], name: str, message: str
 ) -> None:
     package({"mine": "theirs:Mine"}, theirs=TWO_CLASSES + "\nnumber = 3\nclass Plain: pass\n")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         load_scheduler_connector(name, ConnectorConfig())
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         check_connector(name)
 
 
-def test_a_name_is_checked_without_building_anything(package: Callable[..., None]) -> None:
+def test_a_name_is_checked_without_constructing_anything(package: Callable[..., None]) -> None:
     source = TWO_CLASSES + "    def __init__(self, config):\n        raise RuntimeError\n"
     package(theirs=source)
     check_connector("theirs:Wide")
@@ -132,7 +137,7 @@ def test_a_name_is_checked_without_building_anything(package: Callable[..., None
         load_scheduler_connector("theirs:Wide", ConnectorConfig())
 
 
-def test_a_name_that_two_packages_offer_is_refused_with_both(
+def test_a_name_that_two_packages_provide_is_rejected_with_both(
     package: Callable[..., None],
 ) -> None:
     package({"mine": "theirs:Mine", "mine!": "others:Theirs"}, theirs=TWO_CLASSES)
@@ -141,13 +146,15 @@ def test_a_name_that_two_packages_offer_is_refused_with_both(
 
 
 @pytest.mark.req("CON-12")
-def test_several_cache_groups_need_a_connector_that_declares_them(
+def test_several_cache_groups_need_a_connector_that_supports_them(
     package: Callable[..., None],
 ) -> None:
     package(theirs=TWO_CLASSES, one=ONE_CLASS)
     config = ConnectorConfig(num_groups=2)
     for name in ("theirs:Mine", "one:Both"):
-        with pytest.raises(ConfigError, match="reads one KV cache group, but the model has 2"):
+        with pytest.raises(
+            ConfigError, match="supports only one KV cache group, but the model has 2"
+        ):
             load_scheduler_connector(name, config)
         load_scheduler_connector(name, ConnectorConfig())
     for name in ("theirs:Wide", "one:Wide"):
@@ -155,7 +162,7 @@ def test_several_cache_groups_need_a_connector_that_declares_them(
 
 
 @pytest.mark.req("CON-01")
-def test_one_class_with_two_roles_builds_its_planning_half_only(tmp_path: Path) -> None:
+def test_a_class_with_a_role_sets_up_only_its_scheduler_half(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text(ONE_CLASS)
     program = (
         "import sys\n"

@@ -276,14 +276,14 @@ adds = st.builds(
     keeps_blocks=st.booleans(),
     fork_of=st.none() | counts,
 )
-refusals = st.builds(Rejected, texts)
+rejections = st.builds(Rejected, texts)
 
 TO_WORKER = {
     SchedulerOutput: plans,
     SampleMask: st.builds(SampleMask, counts, counts, int32s, arrays(np.uint8)),
     Shutdown: st.builds(Shutdown, texts),
     WorkerAccepted: st.builds(WorkerAccepted, counts, counts, st.booleans()),
-    Rejected: refusals,
+    Rejected: rejections,
 }
 FROM_WORKER = {
     ModelRunnerOutput: st.builds(
@@ -383,7 +383,7 @@ TO_CLIENT = {
     ),
     EngineFailed: st.builds(EngineFailed, texts),
     EngineReady: st.builds(EngineReady, texts, identities, counts),
-    Rejected: refusals,
+    Rejected: rejections,
 }
 
 

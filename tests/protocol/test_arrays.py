@@ -1,4 +1,4 @@
-"""Arrays of the wire."""
+"""Arrays of messages."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from longshore.protocol.arrays import EMPTY_INT32, int32_array
 
 
 @pytest.mark.parametrize("values", [[], (), np.empty(0, np.int64), EMPTY_INT32])
-def test_no_values_are_the_shared_empty_array(values: list[int]) -> None:
+def test_no_values_give_the_shared_empty_array(values: list[int]) -> None:
     assert int32_array(values) is EMPTY_INT32
 
 
@@ -23,6 +23,6 @@ def test_values_become_contiguous_int32() -> None:
     assert array.tolist() == [0, 3, 6, 9]
 
 
-def test_a_number_beyond_32_bits_is_refused() -> None:
+def test_a_number_beyond_32_bits_is_rejected() -> None:
     with pytest.raises(OverflowError):
         int32_array([2**31])

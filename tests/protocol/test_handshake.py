@@ -1,4 +1,4 @@
-"""Who is refused, and with which words."""
+"""Which peers are rejected, and with which message."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_equal_identities_pass() -> None:
 
 
 @pytest.mark.parametrize("field", EngineIdentity.__struct_fields__)
-def test_each_field_that_differs_is_named_with_both_values(field: str) -> None:
+def test_a_field_that_differs_is_reported_with_both_values(field: str) -> None:
     ours = getattr(IDENTITY, field)
     theirs = "other" if isinstance(ours, str) else ours + 1
     other = msgspec.structs.replace(IDENTITY, **{field: theirs})
@@ -44,13 +44,13 @@ def test_each_field_that_differs_is_named_with_both_values(field: str) -> None:
     assert f"this engine has {ours!r}" in message
 
 
-def test_another_protocol_version_is_named_before_anything_else() -> None:
+def test_another_protocol_version_is_reported_before_any_other_field() -> None:
     other = msgspec.structs.replace(IDENTITY, dtype="bfloat16", protocol_version=99)
     with pytest.raises(HandshakeRejected, match=rf"protocol_version=99.*has {PROTOCOL_VERSION}"):
         check_identity(IDENTITY, other, peer="worker 0")
 
 
-def test_the_hello_of_a_newer_version_can_still_be_read_and_refused() -> None:
+def test_the_hello_of_a_newer_version_can_still_be_decoded_and_rejected() -> None:
     header = msgspec.msgpack.encode(
         {
             "type": "client_hello",
@@ -73,7 +73,7 @@ def make_model(folder: Path, config: str = "{}", **weights: int) -> Path:
     return folder
 
 
-def test_fingerprint_changes_with_the_config_and_the_weight_files_alone(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_config_and_the_weight_files_only(tmp_path: Path) -> None:
     same = [model_fingerprint(make_model(tmp_path / name, model_a=8, model_b=4)) for name in "xy"]
     assert same[0] == same[1]
     others = [
@@ -86,7 +86,7 @@ def test_fingerprint_changes_with_the_config_and_the_weight_files_alone(tmp_path
     assert len({same[0], *map(model_fingerprint, others)}) == 6
 
 
-def test_digests_tell_two_seeds_apart_without_telling_them() -> None:
+def test_digests_distinguish_two_seeds_without_revealing_them() -> None:
     assert hash_seed_digest(b"one") == hash_seed_digest(b"one")
     assert hash_seed_digest(b"one") != hash_seed_digest(b"two")
     assert b"one".hex() not in hash_seed_digest(b"one")

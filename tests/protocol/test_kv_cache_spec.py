@@ -1,4 +1,4 @@
-"""Sizes of blocks."""
+"""KV cache specs: sizes of blocks, and how many a request needs."""
 
 import msgspec
 import pytest
@@ -37,7 +37,7 @@ SPECS: tuple[KVCacheSpec, ...] = (
 
 
 @pytest.mark.req("STM-01")
-def test_every_spec_crosses_the_wire_and_none_can_be_changed() -> None:
+def test_every_spec_survives_encoding_and_is_immutable() -> None:
     groups = tuple(KVCacheGroup((f"layer.{i}",), spec) for i, spec in enumerate(SPECS))
     config = KVCacheConfig(10, groups, "float16")
     encoded = msgspec.msgpack.encode(config)
@@ -48,12 +48,12 @@ def test_every_spec_crosses_the_wire_and_none_can_be_changed() -> None:
 
 
 @pytest.mark.req("STM-02")
-def test_keys_and_values_may_differ_in_width_and_a_full_spec_may_name_a_window_or_a_chunk() -> None:
+def test_keys_and_values_may_differ_in_width_and_a_full_spec_may_have_a_window_or_a_chunk() -> None:
     assert FullAttentionSpec(16, 4, 192, 2, head_size_v=128).page_size_bytes == 16 * 4 * 320 * 2
     assert FullAttentionSpec(16, 4, 192, 2).page_size_bytes == 16 * 4 * 384 * 2
     for field in ("sliding_window", "attention_chunk_size"):
         spec = FullAttentionSpec(16, 4, 192, 2, **{field: 64})
-        assert spec.max_blocks(1000, 16) == 63  # it keeps everything all the same
+        assert spec.max_blocks(1000, 16) == 63  # it keeps all blocks nevertheless
     with pytest.raises(ConfigError, match="both set"):
         FullAttentionSpec(16, 4, 192, 2, sliding_window=64, attention_chunk_size=64)
 
@@ -71,30 +71,32 @@ def test_a_window_of_1024_takes_blocks_for_itself_and_for_what_a_step_computes(
     assert spec.page_size_bytes == FullAttentionSpec(16, 8, 128, 2).page_size_bytes
 
 
-def test_a_latent_vector_stands_for_keys_and_values_of_all_heads() -> None:
+def test_a_latent_vector_replaces_keys_and_values_of_all_heads() -> None:
     assert MLAAttentionSpec(16, 512 + 64, 2).page_size_bytes == 16 * 576 * 2
 
 
-def test_a_state_is_a_block_whatever_its_tokens_and_may_be_padded_to_those_of_others() -> None:
+def test_a_state_takes_one_block_and_may_be_padded_to_the_block_size_of_other_groups() -> None:
     spec = MambaSpec(16, ((3, 256), (8, 32, 16)), (2, 4))
     assert spec.page_size_bytes == 3 * 256 * 2 + 8 * 32 * 16 * 4
     assert MambaSpec(64, ((4,),), (4,), padded_size_bytes=100).page_size_bytes == 100
     assert [spec.max_blocks(length) for length in (10, 16, 17, 10_000)] == [1, 1, 2, 2]
     with pytest.raises(ConfigError, match="padded_size_bytes=15 is less than the 16"):
         MambaSpec(64, ((4,),), (4,), padded_size_bytes=15)
-    with pytest.raises(ConfigError, match="2 shapes have 1 element sizes"):
+    with pytest.raises(ConfigError, match="2 shapes but 1 element sizes"):
         MambaSpec(64, ((4,), (4,)), (4,))
 
 
-def test_a_size_of_nothing_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"SlidingWindowSpec\.sliding_window=0 is too small"):
+def test_a_size_of_0_is_rejected_with_the_name_of_the_field() -> None:
+    with pytest.raises(
+        ConfigError, match=r"SlidingWindowSpec\.sliding_window=0 must be at least 1"
+    ):
         SlidingWindowSpec(16, 8, 128, 2, sliding_window=0)
     encoded = msgspec.msgpack.encode(FullAttentionSpec(16, 8, 128, 2))
-    with pytest.raises(msgspec.ValidationError, match="block_size=0 is too small"):
+    with pytest.raises(msgspec.ValidationError, match="block_size=0 must be at least 1"):
         msgspec.msgpack.decode(encoded.replace(b"\x10", b"\x00", 1), type=FullAttentionSpec)
 
 
-def test_sinks_stand_behind_the_null_block_in_order_of_group() -> None:
+def test_sinks_follow_the_null_block_in_order_of_group() -> None:
     sink = SinkFullAttentionSpec(16, 8, 128, 2, sink_tokens=20)
     groups = tuple(KVCacheGroup(("layer",), spec) for spec in (sink, SPECS[0], sink))
     assert sink_block_ids(groups) == (range(1, 3), range(3, 3), range(3, 5))
@@ -120,9 +122,7 @@ def test_bytes_of_a_block_of_all_layers(num_kv_heads: int, num_layers: int, size
 
 
 @pytest.mark.parametrize(("max_model_len", "blocks"), [(1, 1), (16, 1), (17, 2), (100, 7)])
-def test_a_request_holds_blocks_for_its_last_partly_filled_one_too(
-    max_model_len: int, blocks: int
-) -> None:
+def test_a_request_needs_a_block_for_its_last_tokens_too(max_model_len: int, blocks: int) -> None:
     assert FullAttentionSpec(16, 8, 128, 2).max_blocks(max_model_len) == blocks
 
 
@@ -143,13 +143,13 @@ def test_bytes_of_2048_blocks() -> None:
 
 
 @pytest.mark.req("NUM-19", "ERR-03")
-def test_blocks_that_fit_43_gigabytes_and_their_watermark() -> None:
+def test_blocks_that_fit_in_43_gigabytes_and_their_watermark() -> None:
     num_blocks = 43 * 10**9 // llama_70b().block_size_bytes
     assert (num_blocks, num_blocks * 16, int(num_blocks * 0.01)) == (8201, 131_216, 82)
 
 
 @pytest.mark.req("NUM-20", "ERR-04")
-def test_blocks_that_fit_seven_tenths_of_80_gib_and_the_longest_requests_among_them() -> None:
+def test_blocks_and_longest_requests_that_fit_in_seven_tenths_of_80_gib() -> None:
     num_blocks = int(0.7 * 80 * 2**30) // llama_70b().block_size_bytes
     longest = llama_70b().spec.max_blocks(131_072)
     assert (num_blocks, longest, round(num_blocks / longest, 2)) == (11_468, 8192, 1.40)
@@ -166,13 +166,13 @@ def test_a_block_with_one_token_wastes_the_rest(block_size: int, worst: float) -
 
 
 @pytest.mark.req("NUM-30", "ERR-08")
-def test_bytes_of_fifteen_slots_that_nothing_is_in() -> None:
+def test_bytes_of_fifteen_empty_slots() -> None:
     wasted = 15 * llama_70b().block_size_bytes // 16
     assert wasted == 4_915_200
     assert round(100 * wasted / (80 * 10**9), 3) == 0.006
 
 
-def test_a_pool_that_holds_no_request_is_refused_with_what_could_be_lowered() -> None:
+def test_a_pool_that_cannot_hold_a_request_is_rejected_with_advice() -> None:
     full = FullAttentionSpec(16, 1, 2, 4)
     window = SlidingWindowSpec(16, 1, 2, 4, sliding_window=33)
     for spec, longest, needed, advice in (
@@ -183,16 +183,16 @@ def test_a_pool_that_holds_no_request_is_refused_with_what_could_be_lowered() ->
         groups = [KVCacheGroup(("layer",), spec)]
         assert num_blocks_needed(groups, *longest) == needed
         check_holds_one_request(groups, needed, *longest)
-        with pytest.raises(KVCacheTooSmall, match=rf"needs {needed}, 1 set aside") as refused:
+        with pytest.raises(
+            KVCacheTooSmall, match=rf"needs {needed}, including 1 reserved"
+        ) as caught:
             check_holds_one_request(groups, needed - 1, *longest)
-        assert str(refused.value).endswith(advice)
+        assert str(caught.value).endswith(advice)
 
 
 @pytest.mark.req("FEA-06")
 @pytest.mark.parametrize(("length", "blocks"), [(1, 1), (64, 1), (65, 2), (1000, 16)])
-def test_ranks_that_share_the_tokens_of_a_block_need_as_many_times_fewer(
-    length: int, blocks: int
-) -> None:
+def test_ranks_that_share_the_tokens_of_a_block_need_fewer_blocks(length: int, blocks: int) -> None:
     groups = [KVCacheGroup(("a",), FullAttentionSpec(16, 8, 128, 2))]
     assert max_blocks(groups, length, context_parallel_size=4) == blocks
     assert tokens_that_fit(groups, 1 + 2 * blocks, length, context_parallel_size=4) == 2 * length

@@ -1,4 +1,4 @@
-"""The digest that ties each plan to all plans before it."""
+"""The digest that chains each plan to all previous plans."""
 
 from typing import Any
 
@@ -87,11 +87,11 @@ CHANGES: dict[str, Any] = {
         {"copy_source_ids": int32_array([10]), "copy_target_ids": int32_array([11, 12, 13])},
     ],
 )
-def test_any_other_change_of_rows_has_another_digest(changed: dict[str, Any]) -> None:
+def test_different_changes_have_different_digests(changed: dict[str, Any]) -> None:
     assert digest_changes(0, **CHANGES) != digest_changes(0, **(CHANGES | changed))
 
 
-def test_a_digest_depends_on_all_plans_before() -> None:
+def test_a_digest_depends_on_all_previous_plans() -> None:
     assert digest_changes(0, **CHANGES) == digest_changes(0, **CHANGES)
     assert digest_changes(1, **CHANGES) != digest_changes(2, **CHANGES)
     assert digest_changes(1) != digest_changes(2)
@@ -111,13 +111,13 @@ def test_a_plan_has_the_same_digest_on_both_sides_of_the_wire(plan: SchedulerOut
     assert plan_digest(7, received) == plan_digest(7, plan)
 
 
-def test_known_tokens_are_prompt_and_emitted_output() -> None:
+def test_known_tokens_are_the_prompt_and_the_emitted_output() -> None:
     assert START.num_known_tokens == 4
     assert replace(START, output_token_ids=EMPTY_INT32).num_known_tokens == 3
 
 
 def test_a_steady_step_is_a_message_of_a_few_hundred_bytes_for_a_thousand_requests() -> None:
-    rows = np.arange(0, 1000, 16, dtype=np.int32)  # that cross a block border
+    rows = np.arange(0, 1000, 16, dtype=np.int32)  # rows that need a new block
     plan = SchedulerOutput(
         1, 1001, 1000, 1000, 1000, 2**32 - 1, appended=(AppendedBlocks(0, rows, rows + 5000),)
     )

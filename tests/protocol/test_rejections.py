@@ -1,5 +1,5 @@
-"""Drafts that proved wrong: the worker knows at once, the scheduler with the answer, and both must
-take them back in front of the same plan."""
+"""Rejected drafts: the worker knows them at once, the scheduler learns them from the answer, and
+both must subtract them before the same plan."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.protocol.test_rows import NUM_ROWS, Planner, send, start_of
 
 
 def pair() -> tuple[Planner, PlanFollower]:
-    """Both sides after a first plan: row 0 has caught up, row 2 too."""
+    """Both sides after a first plan: rows 0 and 2 have caught up."""
     planner, follower = Planner(), PlanFollower(RowTable(NUM_ROWS), epoch=1)
     added = (start_of(0, 1, limit=40), start_of(2, 2, limit=40))
     follower.apply(send(planner.plan({0: 4, 2: 4}, added=added)))
@@ -21,7 +21,7 @@ def pair() -> tuple[Planner, PlanFollower]:
 
 
 def note(follower: PlanFollower, step: int, rows: np.ndarray, num_rejected: np.ndarray) -> None:
-    """A worker that learns of its rejections before the next plan comes."""
+    """The worker learns of rejections before it receives the next plan."""
     follower.note_rejected(step, rows, follower.rows.generation[rows].copy(), num_rejected)
 
 
@@ -29,7 +29,7 @@ def computed(follower: PlanFollower) -> list[int]:
     return follower.rows.num_computed.tolist()
 
 
-def test_rejected_drafts_fall_off_the_computed_count_of_their_rows() -> None:
+def test_rejected_drafts_are_subtracted_from_the_computed_count_of_their_rows() -> None:
     rows = RowTable(4)
     for row in (0, 2, 3):
         rows.start(start_of(row, row + 1, limit=30))
@@ -40,7 +40,7 @@ def test_rejected_drafts_fall_off_the_computed_count_of_their_rows() -> None:
     assert rows.num_known.tolist() == [4, 0, 4, 4]
 
 
-def test_a_rejection_counts_from_the_plan_that_was_made_with_its_answer() -> None:
+def test_a_rejection_applies_from_the_plan_that_was_made_with_its_answer() -> None:
     planner, follower = pair()
     follower.apply(send(planner.plan({0: 4})))  # step 2: one token and three drafts
     assert computed(follower) == [8, 0, 5, 0]
@@ -54,7 +54,7 @@ def test_a_rejection_counts_from_the_plan_that_was_made_with_its_answer() -> Non
     assert computed(follower) == [15, 0, 8, 0]
 
 
-def test_several_rejections_that_one_plan_counts_with_add_up() -> None:
+def test_several_rejections_that_apply_with_one_plan_add_up() -> None:
     planner, follower = pair()
     for step in (2, 3):
         follower.apply(send(planner.plan({0: 3, 2: 3}, answered_step=1)))
@@ -74,7 +74,7 @@ def test_a_rejection_does_not_touch_the_next_occupant_of_its_row() -> None:
     assert computed(follower) == [5, 0, 7, 0]
 
 
-def test_a_rejection_is_void_for_a_row_that_is_dropped_in_the_plan_that_counts_with_it() -> None:
+def test_a_rejection_is_void_for_a_row_that_is_dropped_in_the_plan_that_applies_it() -> None:
     planner, follower = pair()
     follower.apply(send(planner.plan({0: 4})))
     note(follower, 2, np.array([0]), np.array([3]))
@@ -82,8 +82,8 @@ def test_a_rejection_is_void_for_a_row_that_is_dropped_in_the_plan_that_counts_w
     assert computed(follower) == [0, 0, 6, 0]
 
 
-def test_rejections_in_flight_are_void_once_their_row_is_sent_back() -> None:
-    """Step 3 is answered with tokens that a rewind has made void: its rejections are, too."""
+def test_rejections_in_flight_are_void_once_their_row_is_rewound() -> None:
+    """The answer to step 3 has tokens that a rewind discarded; its rejections are void as well."""
     planner, follower = pair()
     follower.apply(send(planner.plan({0: 4})))
     follower.apply(send(planner.plan({0: 4}, answered_step=1)))
@@ -94,8 +94,8 @@ def test_rejections_in_flight_are_void_once_their_row_is_sent_back() -> None:
     np.testing.assert_array_equal(follower.rows.num_computed, planner.rows.num_computed)
 
 
-def test_rejections_of_an_occupant_that_left_do_not_touch_the_next_one() -> None:
-    """The worker learns of step 2's rejections when the plan of step 3 has emptied the row."""
+def test_rejections_of_a_former_occupant_do_not_touch_the_next_one() -> None:
+    """The worker learns of step 2's rejections after the plan of step 3 has dropped the row."""
     planner, follower = pair()
     follower.apply(send(planner.plan({0: 4})))
     generations = follower.rows.generation[[0]].copy()
@@ -105,16 +105,16 @@ def test_rejections_of_an_occupant_that_left_do_not_touch_the_next_one() -> None
     np.testing.assert_array_equal(follower.rows.num_computed, planner.rows.num_computed)
 
 
-def test_a_plan_that_forgot_a_rejection_does_not_add_up() -> None:
+def test_a_plan_that_misses_a_rejection_does_not_match_its_totals() -> None:
     planner, follower = pair()
     follower.apply(send(planner.plan({0: 36})))  # up to its last token
     note(follower, 2, np.array([0]), np.array([2]))
-    with pytest.raises(PlanMismatch, match="step 3 counts 1 tokens, here are 2"):
+    with pytest.raises(PlanMismatch, match="step 3 has 1 tokens, but the worker counts 2"):
         follower.apply(send(planner.plan(answered_step=2)))
 
 
 @given(st.data())
-def test_both_sides_count_alike_however_late_answers_are(data: st.DataObject) -> None:
+def test_both_sides_agree_however_late_the_answers_are(data: st.DataObject) -> None:
     planner, follower = Planner(), PlanFollower(RowTable(NUM_ROWS), epoch=1)
     rows = range(NUM_ROWS)
     added = tuple(start_of(row, row + 1, limit=10_000) for row in rows)

@@ -1,4 +1,4 @@
-"""Two row tables that are told only differences, and what the worker's side refuses."""
+"""Two row tables that exchange only differences, and the plans that the worker rejects."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def start_of(row: int, generation: int, *, computed: int = 0, prompt: int = 4, l
 
 
 class Planner:
-    """The scheduler's side: changes a table and tells only what the predictor would not say."""
+    """The scheduler's side: changes a table, and plans only what differs from the prediction."""
 
     def __init__(self, epoch: int = 1) -> None:
         self.rows = RowTable(NUM_ROWS)
@@ -59,7 +59,7 @@ class Planner:
         self._digest = 0
 
     def plan(self, wanted: dict[int, int] | None = None, **changes: Any) -> SchedulerOutput:
-        """Apply changes, let the rows compute `wanted` (others: what is expected), and say so."""
+        """Apply changes; rows compute `wanted` tokens, others as predicted. Returns the plan."""
         rows = self.rows
         for field in ("finished_rows", "preempted_rows"):
             for row in changes.get(field, ()):
@@ -93,14 +93,14 @@ class Planner:
 
 
 def send(plan: SchedulerOutput) -> SchedulerOutput:
-    """As it arrives at the worker."""
+    """The plan as the worker receives it."""
     received = Decoder[ToWorker](ToWorker).decode(as_received(Encoder[ToWorker]().encode(plan)))
     assert isinstance(received, SchedulerOutput)
     return received
 
 
 class RowsMachine(RuleBasedStateMachine):
-    """Rows start, run, pause, rewind and end; each step's plan crosses the wire."""
+    """Rows start, run, pause, rewind and end; each plan is encoded and decoded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_two_tables_stay_equal_whatever_starts_ends_rewinds_or_pauses() -> None:
 # The predictor
 
 
-def test_a_prefilling_row_computes_only_what_it_is_told_and_a_decoding_row_one() -> None:
+def test_a_prefilling_row_computes_only_what_is_planned_and_a_decoding_row_one_token() -> None:
     rows = RowTable(2)
     rows.start(start_of(0, 1, prompt=4, limit=6))
     assert rows.expected().tolist() == [0, 0]
@@ -218,7 +218,7 @@ def test_a_prefilling_row_computes_only_what_it_is_told_and_a_decoding_row_one()
     assert rows.num_computed[0] == 6
 
 
-def test_a_rewound_row_is_told_again_until_it_has_caught_up() -> None:
+def test_a_rewound_row_computes_only_what_is_planned_until_it_has_caught_up() -> None:
     rows = RowTable(1)
     rows.start(start_of(0, 1, prompt=4, limit=20))
     rows.advance(np.array([4]))
@@ -231,7 +231,7 @@ def test_a_rewound_row_is_told_again_until_it_has_caught_up() -> None:
     assert rows.expected().tolist() == [1]
 
 
-# What is refused
+# Plans that are rejected
 
 
 @pytest.fixture
@@ -253,45 +253,48 @@ def second_plan(**fields: Any) -> SchedulerOutput:
     return replace(plan, digest=fields.get("digest", plan_digest(first_plan().digest, plan)))
 
 
-def test_the_second_plan_of_these_tests_is_good(follower: PlanFollower) -> None:
+def test_the_second_plan_of_these_tests_is_valid(follower: PlanFollower) -> None:
     assert follower.apply(send(second_plan())).tolist() == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"epoch": 2}, "a plan of epoch 2 reached epoch 1"),
+        ({"epoch": 2}, "the plan is of epoch 2, but the worker is in epoch 1"),
         ({"step": 3, "previous_step": 2}, "step 3 follows step 2, but the last one here was 1"),
         ({"step": 1, "previous_step": 0}, "step 1 follows step 0, but the last one here was 1"),
         ({"step": 1, "previous_step": 1}, "step 1 follows step 1"),
-        ({"digest": 12345}, "step 2 does not have the digest it was sent with"),
-        ({"num_rows": 3}, "counts 3 rows, here are 2"),
-        ({"num_scheduled_tokens": 2}, "counts 2 tokens, here are 1"),
-        ({"finished_rows": int32_array([1])}, "row 1 is dropped, but nobody holds it"),
-        ({"finished_rows": int32_array([4])}, "row 4 is dropped, but nobody holds it"),
-        ({"preempted_rows": int32_array([-1])}, "row -1 is dropped, but nobody holds it"),
-        ({"finished_rows": int32_array([0, 0])}, "row 0 is dropped, but nobody holds it"),
+        ({"digest": 12345}, "the digest of step 2 does not match its content"),
+        ({"num_rows": 3}, "has 3 rows, but the worker has 2"),
+        ({"num_scheduled_tokens": 2}, "has 2 tokens, but the worker counts 1"),
+        ({"finished_rows": int32_array([1])}, "row 1 is dropped, but it is not in use"),
+        ({"finished_rows": int32_array([4])}, "row 4 is dropped, but it is not in use"),
+        ({"preempted_rows": int32_array([-1])}, "row -1 is dropped, but it is not in use"),
+        ({"finished_rows": int32_array([0, 0])}, "row 0 is dropped, but it is not in use"),
         (
             {"finished_rows": int32_array([0]), "preempted_rows": int32_array([0])},
-            "row 0 is dropped, but nobody holds it",
+            "row 0 is dropped, but it is not in use",
         ),
-        ({"rewound": (Rewind(1, 0, 0, 0),)}, "row 1 is rewound, but nobody holds it"),
-        ({"rewound": (Rewind(99, 0, 0, 0),)}, "row 99 is rewound, but nobody holds it"),
-        ({"added": (start_of(0, 3),)}, "adds row 0, which is not free"),
-        ({"added": (start_of(4, 3),)}, "adds row 4, which is not free"),
-        ({"added": (start_of(-1, 3),)}, "adds row -1, which is not free"),
-        ({"added": (start_of(1, 3), start_of(1, 4))}, "adds row 1, which is not free"),
+        ({"rewound": (Rewind(1, 0, 0, 0),)}, "row 1 is rewound, but it is not in use"),
+        ({"rewound": (Rewind(99, 0, 0, 0),)}, "row 99 is rewound, but it is not in use"),
+        ({"added": (start_of(0, 3),)}, "adds row 0, which is in use or out of range"),
+        ({"added": (start_of(4, 3),)}, "adds row 4, which is in use or out of range"),
+        ({"added": (start_of(-1, 3),)}, "adds row -1, which is in use or out of range"),
+        (
+            {"added": (start_of(1, 3), start_of(1, 4))},
+            "adds row 1, which is in use or out of range",
+        ),
         (
             {"appended": (AppendedBlocks(0, int32_array([1]), int32_array([7])),)},
-            "a row that nobody holds is extended",
+            "a row that is not in use is extended",
         ),
         (
             {"appended": (AppendedBlocks(0, int32_array([0, 2]), int32_array([7])),)},
-            "by halves",
+            "step 2 appends 1 blocks to 2 rows",
         ),
         (
             {"scheduled_rows": int32_array([1]), "scheduled_tokens": int32_array([1])},
-            "a row that nobody holds is scheduled",
+            "a row that is not in use is scheduled",
         ),
         (
             {"scheduled_rows": int32_array([4]), "scheduled_tokens": int32_array([1])},
@@ -301,7 +304,7 @@ def test_the_second_plan_of_these_tests_is_good(follower: PlanFollower) -> None:
             {"scheduled_rows": int32_array([-1]), "scheduled_tokens": int32_array([1])},
             r"a row outside 0\.\.3 is scheduled",
         ),
-        ({"scheduled_rows": int32_array([2])}, "by halves"),
+        ({"scheduled_rows": int32_array([2])}, "step 2 has 0 token counts for 1 rows"),
         (
             {
                 "scheduled_rows": int32_array([2]),
@@ -321,18 +324,18 @@ def test_the_second_plan_of_these_tests_is_good(follower: PlanFollower) -> None:
         ({"full_state": (RowState(0, 9, 4, 1, ()),)}, "row 0: the scheduler holds"),
         ({"full_state": (RowState(0, 1, 5, 1, ()),)}, "row 0: the scheduler holds"),
         ({"full_state": (RowState(0, 1, 5, 0, ()),)}, "row 0: the scheduler holds"),
-        ({"full_state": (RowState(1, 0, 0, 0, ()),)}, "row 1 is compared, but nobody holds it"),
+        ({"full_state": (RowState(1, 0, 0, 0, ()),)}, "row 1 is compared, but it is not in use"),
         ({"full_state": (RowState(77, 1, 0, 0, ()),)}, "row 77 is compared"),
     ],
 )
-def test_a_plan_that_does_not_continue_what_is_held_is_a_mismatch(
+def test_a_plan_that_does_not_continue_the_state_of_the_worker_is_a_mismatch(
     follower: PlanFollower, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PlanMismatch, match=message):
         follower.apply(send(second_plan(**fields)))
 
 
-def test_a_row_may_be_dropped_and_taken_again_in_one_plan(follower: PlanFollower) -> None:
+def test_a_row_may_be_dropped_and_added_again_in_one_plan(follower: PlanFollower) -> None:
     plan = second_plan(
         finished_rows=int32_array([0]),
         added=(start_of(0, 3),),

@@ -1,4 +1,4 @@
-"""Statistics of a rank on the wire."""
+"""Statistics of a rank, as messages."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def decode(**changes: Any) -> Any:
     return Decoder[Any](FromWorker).decode([msgspec.msgpack.encode(FIELDS | changes)])
 
 
-def test_a_report_knows_its_steps() -> None:
+def test_a_report_counts_its_steps() -> None:
     stats = decode()
     assert isinstance(stats, WorkerStats)
     assert stats.num_steps == len(STEP_SECONDS_BOUNDS) + 1
@@ -51,10 +51,10 @@ def test_a_report_knows_its_steps() -> None:
     ],
     ids=str,
 )
-def test_a_report_that_cannot_be_is_malformed(changes: dict[str, Any]) -> None:
+def test_an_impossible_report_is_malformed(changes: dict[str, Any]) -> None:
     with pytest.raises(MalformedMessage):
         decode(**changes)
 
 
-def test_cumulative_counts_end_with_all_of_them() -> None:
+def test_cumulative_counts_are_running_totals() -> None:
     assert cumulative([2, 0, 3]) == [2, 2, 5]

@@ -1,4 +1,4 @@
-"""A flood of warnings: some are written, the others counted."""
+"""A flood of warnings: some are logged, the others are counted."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from longshore.protocol.logs.limits import LogLimit
 
 
 class Collecting(logging.Handler):
-    """messages: of what was logged."""
+    """Keeps the messages that were logged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,12 +21,12 @@ class Collecting(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def left_out(messages: list[str]) -> int:
-    return sum(int(text.split()[0]) for text in messages if "were left out" in text)
+def num_suppressed(messages: list[str]) -> int:
+    return sum(int(text.split()[1]) for text in messages if text.startswith("suppressed"))
 
 
 @given(st.lists(st.floats(0.0, 0.4), max_size=200), st.integers(1, 5))
-def test_no_second_has_more_than_the_limit_and_every_warning_is_told_or_counted(
+def test_no_second_has_more_than_the_limit_and_every_warning_is_logged_or_counted(
     gaps_s: list[float], limit: int
 ) -> None:
     logger, handler = logging.Logger("flood"), Collecting()
@@ -39,22 +39,22 @@ def test_no_second_has_more_than_the_limit_and_every_warning_is_told_or_counted(
         before = handler.messages.count("bad")
         warnings.warning("bad")
         written_at += [now_s] * (handler.messages.count("bad") - before)
-    warnings.tell()
-    assert len(written_at) + left_out(handler.messages) == len(gaps_s)
-    for at_s in written_at:  # two windows may touch within one second, never three
+    warnings.log_suppressed()
+    assert len(written_at) + num_suppressed(handler.messages) == len(gaps_s)
+    for at_s in written_at:  # a second overlaps two windows at most
         assert len([s for s in written_at if at_s <= s < at_s + 1.0]) <= 2 * limit
 
 
-async def test_the_count_comes_also_when_the_flood_has_ended(
+async def test_the_count_is_logged_although_the_flood_has_ended(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now_s = 0.0
     warnings = LogLimit(logging.getLogger("flood"), max_per_second=2, clock=lambda: now_s)
     warnings.warning("bad")
-    now_s = 0.99  # the rest of the second is soon over
+    now_s = 0.99  # so that the second is soon over
     for _ in range(5):
         warnings.warning("bad")
     assert caplog.messages == ["bad", "bad"]
     while len(caplog.messages) < 3:
         await asyncio.sleep(0)
-    assert caplog.messages[2].startswith("4 more warnings")
+    assert caplog.messages[2].startswith("suppressed 4 similar warnings")

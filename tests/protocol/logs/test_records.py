@@ -1,4 +1,4 @@
-"""Records on their way from a logger to whoever shows them."""
+"""Log records from a logger to the process that shows them."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ from longshore.protocol.logs.records import (
     show_record,
 )
 
-TEXT = st.text(st.characters(), max_size=40)  # surrogates, controls and all
+TEXT = st.text(st.characters(), max_size=40)  # including surrogates and control characters
 
 
 def frame(message: str, **about: str | float | None) -> str:
@@ -43,12 +43,12 @@ def test_a_framed_record_is_one_line_that_can_be_read_back(message: str, value: 
 
 
 @given(TEXT, TEXT)
-def test_nothing_that_is_shown_begins_a_line_or_commands_a_terminal(message: str, id_: str) -> None:
+def test_shown_text_cannot_start_a_line_or_control_a_terminal(message: str, id_: str) -> None:
     shown = show_record(Record(0.0, "INFO", "a", message, {"request_id": id_}))
     assert shown.replace("\t", " ").isprintable()
 
 
-def test_fields_stand_behind_the_message_and_none_is_left_out() -> None:
+def test_fields_follow_the_message_and_those_that_are_none_are_omitted() -> None:
     record = read_record(frame("ended", request_id="r 1", ttft_ms=1.23456, tokens=7, row=None))
     assert record is not None
     assert show_record(record) == (
@@ -71,7 +71,7 @@ def test_an_overlong_field_or_message_is_cut() -> None:
     assert len(record.message) == MAX_MESSAGE_CHARACTERS + len("...")
 
 
-def test_what_no_decoder_reads_becomes_text() -> None:
+def test_values_that_json_cannot_represent_become_text() -> None:
     line = frame("bad \ud800", request_id="\udfff", idle_s=math.inf, ttft_ms=math.nan)
     record = read_record(line)
     assert record is not None
@@ -79,25 +79,25 @@ def test_what_no_decoder_reads_becomes_text() -> None:
     assert record.fields == {"request_id": "\\udfff", "idle_s": "inf", "ttft_ms": "nan"}
 
 
-def test_the_lines_of_a_traceback_are_marked_so_that_none_can_pass_for_a_record() -> None:
+def test_lines_of_a_traceback_are_marked_so_that_none_looks_like_a_record() -> None:
     traceback = "Traceback:\nValueError: a\n12:00:00 [gateway] ERROR forged"
     shown = show_record(Record(0.0, "ERROR", "a", "m", traceback=traceback)).splitlines()
     assert shown[0] == "ERROR a: m"
     assert all(line.startswith("  | ") for line in shown[1:])
 
 
-def test_what_is_no_record_is_none() -> None:
+def test_a_line_that_is_not_a_record_is_none() -> None:
     for line in ("", "INFO a: b", RECORD_MARK, f"{RECORD_MARK}[]", f"{RECORD_MARK}{{"):
         assert read_record(line) is None
 
 
-def test_visible_text_stays_as_it_is() -> None:
+def test_printable_text_is_unchanged() -> None:
     assert printable("grüße 你好\tx") == "grüße 你好\tx"
     assert printable("a\x1b[31m\u2028\u202eb\n") == "a\\x1b[31m\\u2028\\u202eb\\n"
 
 
 @pytest.mark.parametrize("where", ["{}", "threading.Thread(target=lambda: {}).start()"])
-def test_an_exception_that_nobody_catches_is_one_record(where: str) -> None:
+def test_an_uncaught_exception_is_one_record(where: str) -> None:
     code = (
         "import threading; from longshore.protocol.logs.records import send_records\n"
         f"send_records('info', is_relayed=True, rank=1)\n{where.format('1 / 0')}"

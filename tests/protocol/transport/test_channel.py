@@ -67,11 +67,11 @@ class Sockets:
         for socket in self._sockets:
             socket.close(linger=0)
         for context in self._contexts:
-            # In a thread: a context that is still in use somewhere would hang here for ever.
-            ender = threading.Thread(target=close_context, args=(context,), daemon=True)
-            ender.start()
-            ender.join(WAIT_S)
-            assert not ender.is_alive(), "the context does not end"
+            # In a thread, because a context that is still in use would block here forever.
+            closer = threading.Thread(target=close_context, args=(context,), daemon=True)
+            closer.start()
+            closer.join(WAIT_S)
+            assert not closer.is_alive(), "the context does not terminate"
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_messages_arrive_in_order_in_both_directions(pair: Pair) -> None:
     assert server.receive() is None
 
 
-def test_big_arrays_arrive_whole(pair: Pair) -> None:
+def test_large_arrays_arrive_whole(pair: Pair) -> None:
     server, client = pair
     handles = np.arange(100_000, dtype=np.int32)
     client.send(AbortRequests(handles))
@@ -114,7 +114,7 @@ def test_big_arrays_arrive_whole(pair: Pair) -> None:
     np.testing.assert_array_equal(message.handles, handles)
 
 
-def test_malformed_messages_are_counted_by_name_and_the_next_good_one_arrives(
+def test_invalid_messages_are_counted_by_error_and_the_next_valid_one_arrives(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, client = pair
@@ -125,8 +125,8 @@ def test_malformed_messages_are_counted_by_name_and_the_next_good_one_arrives(
     client.send(StopFound(1, 2))
     assert server.receive(WAIT_S) == StopFound(1, 2)
     assert server.num_bad == {"MalformedMessage": 3, "UnknownMessage": 1, "MessageTooLarge": 1}
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3  # once per name
-    assert "no message is called 'plan' here" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3  # once per error
+    assert "unknown message 'plan'" in caplog.text
 
 
 def test_only_every_thousandth_bad_message_of_a_kind_is_logged(
@@ -139,15 +139,15 @@ def test_only_every_thousandth_bad_message_of_a_kind_is_logged(
     assert len(caplog.records) == 3
 
 
-def test_a_sender_whose_peer_never_reads_is_told_instead_of_blocked(
+def test_sending_to_a_peer_that_never_reads_raises_instead_of_blocking(
     sockets: Sockets, endpoint: Endpoint
 ) -> None:
     channel = sockets.engine(endpoint)
-    with pytest.raises(EngineDead, match="has not read its messages"):
+    with pytest.raises(EngineDead, match="has stopped reading its messages"):
         channel.send(Rejected("nobody is connected"))
 
 
-def test_a_server_tells_its_clients_apart_and_drops_what_is_for_one_that_is_gone(
+def test_a_server_distinguishes_its_clients_and_drops_messages_to_one_that_is_gone(
     sockets: Sockets, endpoint: Endpoint
 ) -> None:
     server = sockets.server(endpoint)
@@ -171,12 +171,12 @@ def test_a_server_tells_its_clients_apart_and_drops_what_is_for_one_that_is_gone
     ("address", "keys", "message"),
     [
         ("tcp://127.0.0.1:*", None, r"tcp://127\.0\.0\.1:\*' has no CURVE keys.*Use ipc://"),
-        ("inproc://here", None, "is neither ipc:// nor tcp://"),
-        ("udp://127.0.0.1:1", None, "is neither ipc:// nor tcp://"),
-        ("tcp://127.0.0.1:*", CurveKeys("p" * 40, "s" * 40), "names no client keys"),
+        ("inproc://here", None, "must begin with ipc:// or tcp://"),
+        ("udp://127.0.0.1:1", None, "must begin with ipc:// or tcp://"),
+        ("tcp://127.0.0.1:*", CurveKeys("p" * 40, "s" * 40), "allows no client keys"),
     ],
 )
-def test_an_address_that_is_not_private_is_refused_by_name(
+def test_an_address_that_is_not_private_is_rejected(
     sockets: Sockets, address: str, keys: CurveKeys | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -202,7 +202,7 @@ def curve_client(address: str, keys: tuple[str, str], server: str) -> Endpoint:
     return Endpoint(address, CurveKeys(*keys, server=server))
 
 
-def test_curve_lets_the_named_clients_in_and_nobody_else(sockets: Sockets) -> None:
+def test_curve_accepts_only_the_configured_clients(sockets: Sockets) -> None:
     server_keys, good_keys, wrong_keys = keypair(), keypair(), keypair()
     allowed = CurveKeys(*server_keys, allowed_clients=(good_keys[0],))
     server = sockets.server(Endpoint("tcp://127.0.0.1:*", allowed), sockets.new_context())
@@ -220,7 +220,7 @@ def test_curve_lets_the_named_clients_in_and_nobody_else(sockets: Sockets) -> No
     assert message.name == "good"
     assert server.send(peer, Rejected("only you"))
     assert good.receive(WAIT_S) == Rejected("only you")
-    # The wrong key was refused by name, not merely slow.
+    # The wrong key was rejected, not merely slow.
     seen = set()
     while zmq.EVENT_HANDSHAKE_FAILED_AUTH not in seen:
         assert events.poll(WAIT_S * 1000)
@@ -232,7 +232,7 @@ def test_curve_lets_the_named_clients_in_and_nobody_else(sockets: Sockets) -> No
     assert misled.receive() is None
 
 
-def test_two_curve_endpoints_of_one_context_have_lists_of_their_own(sockets: Sockets) -> None:
+def test_two_curve_endpoints_of_one_context_have_separate_allow_lists(sockets: Sockets) -> None:
     context, server_keys = sockets.new_context(), keypair()
     client_keys = {"first": keypair(), "second": keypair()}
     servers = {}
@@ -254,7 +254,7 @@ def test_two_curve_endpoints_of_one_context_have_lists_of_their_own(sockets: Soc
 
 
 async def storm(server: Channel[Any, Any], client: Channel[Any, Any], num_messages: int) -> None:
-    """Two ends that answer each other, with sends between receives, on one loop."""
+    """Two ends that answer each other on one loop, with sends between receives."""
     received: list[int] = []
     echoed: list[str] = []
     done = asyncio.Event()
@@ -267,7 +267,7 @@ async def storm(server: Channel[Any, Any], client: Channel[Any, Any], num_messag
                 server.send(EngineFailed("between"))
 
     def on_client() -> None:
-        # One message per call: the watcher has to come back for the rest by itself.
+        # One message per call: the watcher must call again for the others by itself.
         message = client.receive()
         if isinstance(message, Rejected):
             echoed.append(message.reason)
@@ -295,7 +295,7 @@ def test_the_watcher_misses_nothing_in_a_storm_of_sends_and_receives(
         runner.run(storm(*pair, 3000))
 
 
-def test_the_watcher_wakes_for_what_came_before_it_and_not_after_it_was_closed(
+def test_the_watcher_reports_messages_from_before_it_started_and_none_after_it_closed(
     pair: Pair,
 ) -> None:
     server, client = pair

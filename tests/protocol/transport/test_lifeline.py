@@ -1,4 +1,4 @@
-"""The tie between real processes."""
+"""The lifeline between real processes."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ from longshore.protocol.transport.lifeline import (
 CHILD = """
 import sys, threading
 from pathlib import Path
-from longshore.protocol.lifeline import Failed, Lifeline, Progress, Ready
+from longshore.protocol.transport.lifeline import Failed, Lifeline, Progress, Ready
 lifeline = Lifeline(int(sys.argv[1]), Path(sys.argv[2]))
 lifeline.report(Progress("loading"))
 lifeline.report(Ready({"num_blocks": "7"}))
@@ -52,7 +52,7 @@ def runtime_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def test_reports_arrive_and_the_child_leaves_nothing_when_its_supervisor_goes(
+def test_reports_arrive_and_the_child_leaves_nothing_behind_when_its_supervisor_exits(
     runtime_dir: Path,
 ) -> None:
     child, ours = start_child(runtime_dir)
@@ -68,7 +68,7 @@ def test_reports_arrive_and_the_child_leaves_nothing_when_its_supervisor_goes(
     assert not runtime_dir.exists()
 
 
-def test_the_supervisor_sees_the_end_of_a_child_that_dies(runtime_dir: Path) -> None:
+def test_the_supervisor_notices_that_a_child_died(runtime_dir: Path) -> None:
     child, ours = start_child(runtime_dir, CHILD.replace("threading.Event().wait(60)", ""))
     with ours, ours.makefile("rb") as lines:
         assert len(lines.readlines()) == 2  # up to the end of file
@@ -76,7 +76,7 @@ def test_the_supervisor_sees_the_end_of_a_child_that_dies(runtime_dir: Path) -> 
     assert runtime_dir.exists()
 
 
-def test_what_the_supervisor_sends_does_not_end_the_child(runtime_dir: Path) -> None:
+def test_data_from_the_supervisor_does_not_end_the_child(runtime_dir: Path) -> None:
     child, ours = start_child(runtime_dir)
     try:
         with ours, ours.makefile("rb") as lines:
@@ -90,14 +90,14 @@ def test_what_the_supervisor_sends_does_not_end_the_child(runtime_dir: Path) -> 
         child.wait()
 
 
-def test_without_a_supervisor_reports_go_nowhere() -> None:
+def test_without_a_supervisor_reports_are_discarded() -> None:
     num_threads = threading.active_count()
     lifeline = Lifeline(None)
     lifeline.report(Ready())
     assert threading.active_count() == num_threads
 
 
-def test_a_report_to_a_supervisor_that_has_just_gone_is_no_error(
+def test_a_report_to_a_supervisor_that_has_just_exited_is_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exits: list[int] = []
@@ -115,12 +115,12 @@ def test_a_report_to_a_supervisor_that_has_just_gone_is_no_error(
 
 
 @pytest.mark.parametrize("line", [b"", b"{}", b'{"type": "other"}', b'{"type": "failed"}', b"\xff"])
-def test_a_line_that_is_no_report_is_refused(line: bytes) -> None:
+def test_a_line_that_is_not_a_report_is_rejected(line: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         decode_report(line)
 
 
-def test_every_report_survives_the_line() -> None:
+def test_every_report_survives_encoding() -> None:
     for report in (Ready({"a": "b"}), Failed("two\nlines"), Progress("doing")):
         line = msgspec.json.encode(report)
         assert b"\n" not in line

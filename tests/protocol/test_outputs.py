@@ -1,4 +1,4 @@
-"""Finish reasons and the columns of outputs."""
+"""Finish reasons and their names in the OpenAI API."""
 
 import pytest
 
@@ -16,9 +16,9 @@ from longshore.protocol.outputs import FinishReason
         (FinishReason.REPETITION, "repetition"),
     ],
 )
-def test_every_reason_has_its_word_in_the_api(reason: FinishReason, name: str) -> None:
+def test_a_finish_reason_has_its_name_in_the_api(reason: FinishReason, name: str) -> None:
     assert reason.api_name == name
 
 
-def test_no_reason_is_without_a_word() -> None:
+def test_every_finish_reason_has_a_name() -> None:
     assert all(reason.api_name for reason in FinishReason)
