@@ -85,14 +85,11 @@ class Engine:
         tokens = np.full(plan.num_rows, 7, np.int32)
         return ModelRunnerOutput(epoch=1, step=plan.step, sampled_tokens=tokens)
 
-    def apply(self, plan: SchedulerOutput) -> Callable[[], Any]:
+    def apply(self, plan: SchedulerOutput) -> Callable[[], None]:
+        """Applies the output of the plan. What clients get is collected by then, and taken later
+        (`take_outputs`), once for all that happened."""
         output = self.output(plan)
-
-        def apply() -> Any:
-            self.scheduler.update_from_output(output, 0.0)
-            return self.scheduler.take_outputs()
-
-        return apply
+        return lambda: self.scheduler.update_from_output(output, 0.0)
 
     def steps(self, count: int) -> None:
         for _ in range(count):

@@ -147,8 +147,6 @@ class BlockHolds(Protocol):
         """End a hold, after all transfers from its blocks. Raises KeyError for an unknown id."""
 
 
-BlockHolder: TypeAlias = BlockHolds  # TODO: goes when tests/scheduler imports BlockHolds
-
 _DEFAULTS: Final = ConnectorConfig()
 
 

@@ -19,7 +19,7 @@ from longshore.scheduler.inspect.request_log import RequestLog
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
-from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import HoldKind, Outcome, Request, RequestChange, RequestStatus
 from longshore.scheduler.step.client_outputs import ClientOutputs
 from longshore.scheduler.step.in_flight import StepsInFlight
@@ -140,7 +140,7 @@ class Lifecycle:
     def preempt(self, request: Request, now: float) -> None:
         """Take row and blocks from a running request; it computes everything again later."""
         request.change(RequestChange.PREEMPTED)
-        self.plan.drop_preempted(request.row, request.request_id)
+        self.plan.preempted[request.row] = request.request_id
         self.kv_cache.release(*self._vacate_rows([request], is_void=False))
         self._requeue(request, now)
 
@@ -198,7 +198,7 @@ class Lifecycle:
         running = [request for request, _ in ended if request.row >= 0]
         computed = set()
         for request in running:
-            self.plan.drop_finished(request.row, request.request_id)
+            self.plan.finished[request.row] = request.request_id
             if request.resumable and table.num_tokens[request.row] > table.num_known[request.row]:
                 computed.add(request)
         tables = dict(zip(running, self._vacate_rows(running, is_void=True), strict=True))
@@ -270,7 +270,7 @@ class Lifecycle:
                     self.forks.parent_ends(request)
         rows = [request.row for request in requests]
         blocks = self.kv_cache.detach(rows)
-        if len(self.in_flight):  # unanswered plans may still compute on these blocks
+        if self.in_flight.steps:  # unanswered plans may still compute on these blocks
             self._note_vacated(requests, rows, blocks, is_void=is_void)
         self.running.release(requests)
         if self.loras is not None:

@@ -46,8 +46,9 @@ from longshore.scheduler.inspect.reports import WaitingReasons
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager, check_states
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.queue.policies import SchedulingPolicy, checked, load_policy
-from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.queue.outside_policies import checked, load_policy
+from longshore.scheduler.queue.policies import SchedulingPolicy
+from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Outcome, RequestStatus
 from longshore.scheduler.step.admission import Admission, AdmissionGates
 from longshore.scheduler.step.client_outputs import ClientOutputs
@@ -122,7 +123,7 @@ class Scheduler:
         self._in_flight = StepsInFlight(self.running)
         self._holds = Holds(self.kv_cache)
         self._outputs = ClientOutputs()
-        self._gates = AdmissionGates(cache, kv_cache.num_blocks)
+        self._gates = AdmissionGates(cache, kv_cache.num_blocks, self.kv_cache.num_usable_blocks)
 
         # Features: forks are always there, the others only if configured
         self._forks = Forks(self.running, self.waiting, self.kv_cache, self._holds, self._in_flight)
@@ -300,7 +301,7 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """The next plan; None while enough plans are unanswered or there is nothing to plan. The
         policy is in `StepPlanner.plan_step`."""
-        if len(self._in_flight) >= self.config.max_steps_in_flight:
+        if len(self._in_flight.steps) >= self.config.max_steps_in_flight:
             return None
         if self._transfers is not None:
             for request in self._transfers.expired(now):
@@ -309,7 +310,7 @@ class Scheduler:
         if plan is not None:
             if self._forks.pending:
                 self._forks.planned()
-            self._sum_in_flight += len(self._in_flight)
+            self._sum_in_flight += len(self._in_flight.steps)
             if plan.num_scheduled_tokens:
                 self._advanced_at_s = now
         return plan
@@ -497,8 +498,8 @@ class Scheduler:
             num_bad_messages=num_bad_messages
             + self._num_bad_reports
             + (0 if transfers is None else transfers.num_bad_reports),
-            num_external_queried_tokens=self._admission.num_external_queried_tokens,
-            num_external_hit_tokens=self._admission.num_external_hit_tokens,
+            num_external_queried_tokens=0 if transfers is None else transfers.num_queried_tokens,
+            num_external_hit_tokens=0 if transfers is None else transfers.num_hit_tokens,
             num_draft_tokens=0 if drafts is None else drafts.num_draft_tokens,
             num_accepted_tokens=0 if drafts is None else drafts.num_accepted_tokens,
             num_invalid_draft_tokens=0 if drafts is None else drafts.num_invalid_draft_tokens,

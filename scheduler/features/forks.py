@@ -15,7 +15,7 @@ from longshore.protocol.arrays import Int32Array
 from longshore.protocol.requests import AddRequest
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
-from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Hold, HoldKind, Request, RequestStatus
 from longshore.scheduler.step.in_flight import StepsInFlight
 from longshore.scheduler.step.running import RunningTable

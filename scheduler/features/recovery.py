@@ -23,7 +23,7 @@ from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Outcome, Request
 from longshore.scheduler.step.in_flight import PastOccupant, PlannedStep, StepsInFlight
 from longshore.scheduler.step.plan_builder import PlanBuilder

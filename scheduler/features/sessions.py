@@ -14,7 +14,7 @@ from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
-from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import (
     NOT_SCHEDULED,
     HoldKind,

@@ -69,6 +69,7 @@ class Transfers:
     num_ranks: all of them report every transfer once.
     num_bad_reports: of unknown transfers, or repeated by one rank; ignored.
     num_loading_blocks: of loads that a request waits for.
+    num_queried_tokens, num_hit_tokens: that the connector was asked for, and could load.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Transfers:
         self._last_hold_id = 0
         self.num_bad_reports = 0
         self.num_loading_blocks = 0
+        self.num_queried_tokens = self.num_hit_tokens = 0
         connector.bind_blocks(self)
 
     # Hooks about one request
@@ -103,6 +105,12 @@ class Transfers:
     ) -> None:
         """The request got blocks for tokens that the connector loads."""
         self.connector.update_state_after_alloc(view_of(request), block_ids, num_external)
+
+    def count_lookup(self, request: Request, num_local: int, num_external: int) -> None:
+        """The request is admitted, or begins to load, with this many tokens found."""
+        self.num_queried_tokens += len(request.token_ids) - num_local
+        self.num_hit_tokens += num_external
+        request.num_external_tokens = num_external
 
     def finish(self, request: Request, blocks: HeldBlocks | None) -> FinishAction:
         """The request ends with these blocks, which a send may keep: then they are its own."""

@@ -10,7 +10,7 @@ from longshore.scheduler.features.lora import LoRASlots
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
-from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Request, RequestStatus
 from longshore.scheduler.step.admission import AdmissionGates
 from longshore.scheduler.step.in_flight import StepsInFlight
@@ -91,7 +91,7 @@ class WaitingReasons:
         """What keeps out the head of the queue, and everybody behind it."""
         if pause is not PauseState.UNPAUSED:
             return f"the engine to go on: it is {pause.value}"
-        if self.running.is_full:
+        if self.running.num_rows == self.running.max_num_seqs:
             return f"a row: all max_num_seqs={self.running.max_num_seqs} are held"
         num_free = self.kv_cache.num_free_blocks
         if self.gates.is_closed and self.running.num_rows:

@@ -51,17 +51,20 @@ class BlockPool:
     ) -> None:
         self.num_blocks = num_blocks
         self._num_set_aside = num_set_aside
-        self._num_usable = num_blocks - 1 - num_set_aside
+        self.num_usable = num_blocks - 1 - num_set_aside
         self.metrics = metrics
         self._events = events
         self._prefixes = tuple(BlockHashMap() for _ in range(num_groups))
         self._start_empty()
 
     def _start_empty(self) -> None:
-        self._free = FreeQueue(self.num_blocks, self._num_set_aside)
+        self.free_queue = FreeQueue(self.num_blocks, self._num_set_aside)
         # A block stands in the free queue, or its place there is minus the number of its holders:
         # it cannot be both free and held.
-        self._position, self._position_item = self._free.position, self._free.position_item
+        self._position, self._position_item = (
+            self.free_queue.position,
+            self.free_queue.position_item,
+        )
         self._hashes: list[bytes | None] = [None] * self.num_blocks
         self._is_cached: UInt8Array = np.zeros(self.num_blocks, np.uint8)
         self._is_cached_item = memoryview(self._is_cached)
@@ -73,12 +76,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated; cached ones without a reference are among them."""
-        return self._free.num_free
+        return self.free_queue.num_free
 
     @property
     def usage(self) -> float:
         """Share of the usable blocks that are held, 0 to 1."""
-        return (self._num_usable - self.num_free) / self._num_usable
+        return (self.num_usable - self.num_free) / self.num_usable
 
     def block_hash(self, block_id: int) -> bytes | None:
         """The block's hash, if it is full and cached."""
@@ -89,7 +92,7 @@ class BlockPool:
 
     def free_block_ids(self) -> list[int]:
         """All free blocks, the next to be allocated first. O(n): for checks, not for the step."""
-        return list(self._free)
+        return list(self.free_queue)
 
     # Blocks
 
@@ -97,10 +100,10 @@ class BlockPool:
         """Allocate the blocks freed longest ago; those that are cached are evicted. Raises
         OutOfBlocks."""
         if count > FEW_BLOCKS:
-            block_ids = self._free.popleft_n(count)
+            block_ids = self.free_queue.popleft_n(count)
             self._evict(block_ids.tolist())
             return block_ids
-        few = self._free.popleft_few(count)
+        few = self.free_queue.popleft_few(count)
         self._evict(few)
         return few
 
@@ -111,7 +114,7 @@ class BlockPool:
         among `keep`. None, and nothing has changed, if there are fewer."""
         pieces: list[Int32Array] = []
         missing = count
-        for block_ids in self._free.chunks():
+        for block_ids in self.free_queue.chunks():
             settled: BoolArray = self._fence[block_ids] <= answered_step
             if len(keep):
                 settled &= np.isin(block_ids, keep, invert=True)
@@ -122,7 +125,7 @@ class BlockPool:
         if missing:
             return None
         found = np.concatenate(pieces) if pieces else EMPTY_INT32
-        self._free.remove_n(found)
+        self.free_queue.remove_n(found)
         self._evict(found.tolist())
         return found
 
@@ -135,7 +138,7 @@ class BlockPool:
         index = None if len(block_ids) <= FEW_BLOCKS else self._bulk_index(block_ids)
         if index is None:
             few = block_ids if isinstance(block_ids, list) else block_ids.tolist()
-            self._free.release_few(few)
+            self.free_queue.release_few(few)
             if step:
                 self.fence(few, step)
             return
@@ -143,7 +146,7 @@ class BlockPool:
         if left.max(initial=0) > 0:
             raise NotTaken(f"block {index[left.argmax()]} is freed, but it has no reference")
         self._position[index] = left
-        self._free.append_n(index[left == 0].astype(np.int32))
+        self.free_queue.append_n(index[left == 0].astype(np.int32))
         if step:
             self.fence(block_ids, step)
 
@@ -154,12 +157,12 @@ class BlockPool:
             position = self._position_item
             for block_id in block_ids if isinstance(block_ids, list) else block_ids.tolist():
                 if position[block_id] >= 0:
-                    self._free.remove(block_id)
+                    self.free_queue.remove(block_id)
                 elif block_id != NULL_BLOCK:
                     position[block_id] -= 1
         else:
             positions = self._position[index]
-            self._free.remove_n(index[positions >= 0])
+            self.free_queue.remove_n(index[positions >= 0])
             self._position[index] = np.minimum(positions, 0) - 1
         if self.metrics is not None:
             accessed = int32_array(block_ids)
@@ -247,7 +250,7 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> bool:
         """Uncache all blocks. False, and nothing happens, while any block is held."""
-        if self.num_free != self._num_usable:
+        if self.num_free != self.num_usable:
             return False
         self._uncache_all()
         return True
@@ -335,10 +338,10 @@ class BlockPool:
             )
         free = self.free_block_ids()
         num_held = int(np.count_nonzero(references))
-        if len(set(free)) != self.num_free or num_held + self.num_free != self._num_usable:
+        if len(set(free)) != self.num_free or num_held + self.num_free != self.num_usable:
             raise LongshoreError(
                 f"{len(set(free))} blocks are in the free queue, which counts {self.num_free}; "
-                f"{num_held} are held; there are {self._num_usable} beside the null block"
+                f"{num_held} are held; there are {self.num_usable} beside the null block"
             )
         cached = [
             block_id for block_id, block_hash in enumerate(self._hashes) if block_hash is not None

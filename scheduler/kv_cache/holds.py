@@ -12,20 +12,21 @@ from longshore.scheduler.request import Hold, HoldKind, Request
 
 
 class Holds:
-    """All of them. num_loaded_blocks: of those that a load has filled."""
+    """All of them. holders: the oldest hold first; num_loaded_blocks: of those that a load has
+    filled."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
-        self._holders: dict[Request, None] = {}
+        self.holders: dict[Request, None] = {}
         self._last_order = 0
         self.num_loaded_blocks = 0
 
     def __iter__(self) -> Iterator[Request]:
         """The holding requests, the oldest hold first."""
-        return iter(self._holders)
+        return iter(self.holders)
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self.holders)
 
     def next_order(self) -> int:
         """A number for a hold, higher than those before."""
@@ -47,7 +48,7 @@ class Holds:
         order = self.next_order() if order is None else order
         hold = Hold(kind, blocks, num_computed_tokens, order, unwritten_block_ids)
         request.hold = hold
-        self._holders[request] = None
+        self.holders[request] = None
         if kind is HoldKind.LOADED:
             self.num_loaded_blocks += blocks.num_blocks
         return hold
@@ -56,7 +57,7 @@ class Holds:
         """The hold is over; its references belong to the caller."""
         hold = request.hold
         assert hold is not None
-        del self._holders[request]
+        del self.holders[request]
         request.hold = None
         if hold.kind is HoldKind.LOADED:
             self.num_loaded_blocks -= hold.blocks.num_blocks
@@ -76,7 +77,7 @@ class Holds:
             return False
         found = [
             (request.hold.order, request)
-            for request in self._holders
+            for request in self.holders
             if request is not besides
             and request.hold is not None
             and (request.hold.kind is HoldKind.LOADED) is loaded
@@ -88,7 +89,7 @@ class Holds:
 
     def begin_epoch(self) -> None:
         """All KV is gone; no reference is dropped, because the pool starts anew."""
-        for request in self._holders:
+        for request in self.holders:
             request.hold = None
-        self._holders.clear()
+        self.holders.clear()
         self.num_loaded_blocks = 0

@@ -7,6 +7,7 @@ scheduler; token ids are read only to hash blocks.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 
 import numpy as np
 
@@ -104,7 +105,7 @@ class KVCacheManager:
         self._windowed = [m for m in self._managers if isinstance(m, WindowedManager)]
         self._states = [m for m in self._managers if isinstance(m, MambaManager)]
         self._settled = SettledCounts()
-        self.num_blocks = kv_cache.num_blocks
+        self.num_blocks, self.num_usable_blocks = kv_cache.num_blocks, self._pool.num_usable
         self.num_groups = len(self._managers)
         self.block_sizes = tuple(manager.block_size for manager in self._managers)
         self.frees_skipped = bool(self._windowed)
@@ -123,7 +124,7 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free
+        return self._pool.free_queue.num_free
 
     @property
     def usage(self) -> float:
@@ -146,6 +147,7 @@ class KVCacheManager:
     def count_lookup(self, request: Request, num_hit_tokens: int) -> None:
         """The request is admitted with this many cached tokens. A lookup by itself counts nothing,
         because a waiting request is looked up in every step."""
+        request.num_hit_tokens = num_hit_tokens
         if not self._log_stats or not self._caching or request.skip_reading_prefix_cache:
             return
         stats, num_tokens = self.stats, len(request.token_ids)
@@ -197,7 +199,7 @@ class KVCacheManager:
     def start(self, row: int, demand: BlockDemand) -> bool:
         """Give an empty row the cached prefix and new blocks. False, and nothing has changed, if
         there are too few free blocks."""
-        if self.num_blocks_needed(demand) > self._pool.num_free:
+        if self.num_blocks_needed(demand) > self.num_free_blocks:
             return False
         computed = demand.computed
         if computed.num_tokens:
@@ -221,7 +223,7 @@ class KVCacheManager:
 
         answered_step: the new blocks are targets of a load: no plan after this one mentions them.
         """
-        if self.num_blocks_needed(demand) > self._pool.num_free:
+        if self.num_blocks_needed(demand) > self.num_free_blocks:
             return None
         all_hits = np.concatenate([int32_array(hits) for hits in demand.computed.block_ids])
         if answered_step is None:
@@ -259,8 +261,8 @@ class KVCacheManager:
 
     def detach(self, rows: list[int]) -> list[HeldBlocks]:
         """Empty the rows; their references belong to the results."""
-        tables = [manager.take(rows) for manager in self._managers]
-        return [HeldBlocks(block_ids) for block_ids in zip(*tables, strict=True)]
+        tables = map(methodcaller("take", rows), self._managers)
+        return list(map(HeldBlocks, zip(*tables, strict=True)))
 
     def cut(self, held: HeldBlocks, num_tokens: int) -> tuple[HeldBlocks, HeldBlocks]:
         """The blocks that `num_tokens` tokens need, and the others. The caller owns both."""
@@ -278,7 +280,7 @@ class KVCacheManager:
         newest plan that may still mention the blocks. One owner after the other, the blocks of
         each tail first: see `FreeOrder`."""
         if len(self._managers) == 1:
-            tables = [block_ids[::-1] for (block_ids,) in [one.block_ids for one in held]]
+            tables = [one.block_ids[0][::-1] for one in held]
         else:
             tables = [self._free_order.tail_first(one.block_ids) for one in held]
         self._pool.free_blocks(tables[0] if len(tables) == 1 else np.concatenate(tables), step)
@@ -326,7 +328,7 @@ class KVCacheManager:
         no block that another request holds or can find. None, and nothing has changed, if there are
         too few free blocks."""
         num_new = self.num_blocks_to_resume(held, num_computed, num_tokens, answered_step)
-        if num_new > self._pool.num_free:
+        if num_new > self.num_free_blocks:
             return None
         self.attach(row, held)
         copies = self.make_writable(row, num_computed, step=step, answered_step=answered_step)
@@ -418,12 +420,13 @@ class KVCacheManager:
         """Give every row the blocks it lacks to hold `num_tokens` (max_num_seqs,) tokens, rows of
         lower `admission_order` (same shape) first. None, and nothing has changed, if there are too
         few free blocks."""
-        shorts = [manager.rows_short(num_tokens) for manager in self._managers]
-        num_new = [count for _, _, count in shorts]
-        total = sum(num_new)
+        shorts, total = [], 0
+        for manager in self._managers:
+            shorts.append(manager.rows_short(num_tokens))
+            total += shorts[-1][2]
         if total == 0:
             return []
-        if total > self._pool.num_free:
+        if total > self.num_free_blocks:
             return None
         appended = []
         for manager, (rows, counts, count) in zip(self._managers, shorts, strict=True):
@@ -438,24 +441,23 @@ class KVCacheManager:
     def grow_row(self, row: int, num_tokens: int) -> list[list[int]] | None:
         """`grow` for one row: its new table entries per group. One row costs 4 us here and 21 in
         `grow`, and under pressure a step asks once per row."""
-        firsts = [int(manager.num_blocks[row]) for manager in self._managers]
-        ends = [
-            max(manager.num_positions(num_tokens), first) if manager.grows else first
-            for manager, first in zip(self._managers, firsts, strict=True)
-        ]
-        positions = [
-            manager.positions(first, end, 0)
-            for manager, first, end in zip(self._managers, firsts, ends, strict=True)
-        ]
-        if sum(map(len, positions)) > self._pool.num_free:
+        wanted, num_new = [], 0
+        for manager in self._managers:
+            first = int(manager.num_blocks[row])
+            end = max(manager.num_positions(num_tokens), first) if manager.grows else first
+            positions = manager.positions(first, end, 0) if end > first else ()
+            wanted.append((manager, first, end, positions))
+            num_new += len(positions)
+        if num_new > self.num_free_blocks:
             return None
         entries: list[list[int]] = []
-        for manager, first, end, wanted in zip(
-            self._managers, firsts, ends, positions, strict=True
-        ):
-            new = self._pool.get_new_blocks(len(wanted)) if wanted else []
-            added = table_entries(first, end, wanted, new)
+        for manager, first, end, positions in wanted:
+            added: BlockIds = []
             if end > first:
+                new = self._pool.get_new_blocks(len(positions)) if positions else []
+                added = new
+                if len(positions) < end - first:
+                    added = table_entries(first, end, positions, new)
                 manager.append_to_row(row, added)
             entries.append(list(added))
         return entries
@@ -478,11 +480,11 @@ class KVCacheManager:
 
     def block_ids(self, row: int) -> tuple[Int32Array, ...]:
         """Copies of the row's block tables, one per group."""
-        return tuple([manager.block_ids(row) for manager in self._managers])
+        return tuple(map(methodcaller("block_ids", row), self._managers))
 
     def num_common_prefix_blocks(self, rows: Int64Array) -> tuple[int, ...]:
         """Per group, leading blocks that the tables of all `rows` have in common."""
-        return tuple([manager.num_common_blocks(rows) for manager in self._managers])
+        return tuple(map(methodcaller("num_common_blocks", rows), self._managers))
 
     def uncache_blocks(self, block_ids: Int32Array) -> None:
         """Remove exactly these blocks from the prefix cache; their content is wrong."""

@@ -9,8 +9,6 @@ import enum
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-
 from longshore.connectors.base import AskLater, Match, Matched
 from longshore.protocol.arrays import Int64Array
 from longshore.protocol.outputs import FinishReason, RequestEvent
@@ -24,7 +22,7 @@ from longshore.scheduler.kv_cache.blocks import BlockDemand, ComputedBlocks
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import (
     NOT_SCHEDULED,
     Hold,
@@ -39,26 +37,6 @@ from longshore.scheduler.step.plan_builder import PlanBuilder
 from longshore.scheduler.step.running import RunningTable
 
 
-class StepBudget:
-    """The tokens that one step may compute: `num_total`, of which `num_left` are not granted yet.
-    Running and waiting requests draw on it alike."""
-
-    def __init__(self, num_total: int) -> None:
-        self.num_total = num_total
-        self.num_left = num_total
-
-    def grant(self, wanted: Int64Array, running: RunningTable) -> Int64Array:
-        """What the tokens left allow of `wanted` (max_num_seqs,), in admission order. Takes none
-        yet."""
-        if int(wanted.sum()) <= self.num_left:
-            return wanted
-        order = running.order
-        before = np.cumsum(wanted[order]) - wanted[order]
-        granted = np.zeros_like(wanted)
-        granted[order] = np.clip(self.num_left - before, 0, wanted[order])
-        return granted
-
-
 class AdmissionGates:
     """Blocks that an admission must leave free: running requests may use every block, but a request
     admitted into a full pool is soon preempted and computed twice.
@@ -68,14 +46,16 @@ class AdmissionGates:
     request runs the gates are off: the head of the queue would wait for ever.
     """
 
-    def __init__(self, cache: CacheConfig, num_blocks: int) -> None:
+    def __init__(self, cache: CacheConfig, num_blocks: int, num_usable: int) -> None:
         self.watermark_blocks = int(num_blocks * cache.watermark)
+        self._num_usable = num_usable
         self._preempt_threshold = cache.preempt_threshold
         self._admit_threshold = cache.admit_threshold
         self.is_closed = False
 
-    def has_room(self, num_needed: int, *, num_free: int, usage: float, nothing_runs: bool) -> bool:
+    def has_room(self, num_needed: int, *, num_free: int, nothing_runs: bool) -> bool:
         """Whether a request that takes `num_needed` of `num_free` blocks may be admitted."""
+        usage = (self._num_usable - num_free) / self._num_usable
         if usage > self._preempt_threshold:
             self.is_closed = True
         elif usage < self._admit_threshold:
@@ -122,21 +102,20 @@ class Admission:
     encoder: EncoderCache | None
     loras: LoRASlots | None
     grammars: Grammars | None
-    num_external_queried_tokens: int = 0
-    num_external_hit_tokens: int = 0
     _now: float = 0.0
-    _budget: StepBudget = field(init=False)
+    _num_left: int = 0
     _num_scheduled: Int64Array = field(init=False)
     _loads_are_full: bool = False
     _asked: tuple[Request, int, Match] | None = None
 
-    def admit_waiting(self, budget: StepBudget, num_scheduled: Int64Array, now: float) -> None:
+    def admit_waiting(self, budget: int, num_scheduled: Int64Array, now: float) -> int:
         """Admit from the head of the queue while rows, tokens and blocks last. Writes the tokens of
-        admitted rows to `num_scheduled` (max_num_seqs,)."""
-        self._budget, self._num_scheduled, self._now = budget, num_scheduled, now
+        admitted rows to `num_scheduled` (max_num_seqs,) and returns their sum, at most `budget`."""
+        self._num_left, self._num_scheduled, self._now = budget, num_scheduled, now
+        running = self.running
         self._loads_are_full = False
         self._asked = None
-        while budget.num_left > 0 and not self.running.is_full:
+        while self._num_left > 0 and running.num_rows < running.max_num_seqs:
             request = self.waiting.peek()
             if request is None or not self.plan.can_add(request):
                 break
@@ -150,6 +129,7 @@ class Admission:
             ):
                 break
         self.waiting.end_step()
+        return budget - self._num_left
 
     def _try(self, request: Request) -> Attempt:
         """Gates first, then the lookup, then blocks and a row."""
@@ -223,8 +203,8 @@ class Admission:
         num_tokens = len(request.token_ids) - num_computed
         if self.config.long_prefill_token_threshold:
             num_tokens = min(num_tokens, self.config.long_prefill_token_threshold)
-        if num_tokens > self._budget.num_left:
-            num_tokens = self._budget.num_left if self.config.enable_chunked_prefill else 0
+        if num_tokens > self._num_left:
+            num_tokens = self._num_left if self.config.enable_chunked_prefill else 0
         if num_tokens and self.encoder is not None and request.multimodal:
             num_tokens = self.encoder.would_limit(request, num_computed, num_tokens)
         if num_tokens and self.kv_cache.has_states:
@@ -258,7 +238,9 @@ class Admission:
             self.transfers.allocated(request, kv_cache.block_ids(row), num_external)
         elif not kv_cache.start(row, demand):
             return False
-        self._count_hits(request, prefix.num_tokens, num_external)
+        kv_cache.count_lookup(request, prefix.num_tokens)
+        if self.transfers is not None:
+            self.transfers.count_lookup(request, prefix.num_tokens, num_external)
         return True
 
     def _resume(self, request: Request, hold: Hold, num_slots: int) -> bool:
@@ -281,7 +263,7 @@ class Admission:
         self.plan.copies += copies
         self.plan.zero_block_ids += hold.unwritten_block_ids
         if not is_loaded:  # those of a load were counted when it began
-            request.num_hit_tokens, request.num_external_tokens = num_computed, 0
+            request.num_external_tokens = 0
             kv_cache.count_lookup(request, num_computed)
         return True
 
@@ -295,17 +277,8 @@ class Admission:
         return self.gates.has_room(
             num_needed,
             num_free=kv_cache.num_free_blocks,
-            usage=kv_cache.usage,
             nothing_runs=self.running.num_rows == 0,
         )
-
-    def _count_hits(self, request: Request, num_local: int, num_external: int) -> None:
-        request.num_hit_tokens = num_local
-        self.kv_cache.count_lookup(request, num_local)
-        if self.transfers is not None:
-            self.num_external_queried_tokens += len(request.token_ids) - num_local
-            self.num_external_hit_tokens += num_external
-            request.num_external_tokens = num_external
 
     def _enter(self, request: Request, num_computed: int, need: int) -> None:
         """The head of the queue takes the next row, whose blocks are in place."""
@@ -328,7 +301,7 @@ class Admission:
             row, request, request.token_ids, num_computed + need, step=step
         )
         self._num_scheduled[row] = need
-        self._budget.num_left -= need
+        self._num_left -= need
         self.lifecycle.log.admitted(request, step=step, num_computed=num_computed, now=self._now)
 
     # KV from a connector
@@ -395,7 +368,8 @@ class Admission:
         if blocks is None:
             return Attempt.NO_BLOCKS
         transfers.allocated(request, blocks.block_ids, num_external)
-        self._count_hits(request, prefix.num_tokens, num_external)
+        self.kv_cache.count_lookup(request, prefix.num_tokens)
+        transfers.count_lookup(request, prefix.num_tokens, num_external)
         request.change(RequestChange.LOAD_BEGUN)
         request.asks_connector = False
         transfers.begin_load(

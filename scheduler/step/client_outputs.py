@@ -1,5 +1,6 @@
 """What goes back to the clients: columns of tokens per client, and the ends of requests."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,6 @@ from longshore.protocol.arrays import (
     Float32Array,
     Int32Array,
     Int64Array,
-    int32_array,
 )
 from longshore.protocol.outputs import (
     EngineOutputs,
@@ -37,7 +37,7 @@ class ClientOutputs:
     """Collects the news of each client until the process sends it."""
 
     def __init__(self) -> None:
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
 
     def add_tokens(
         self, clients: Int64Array, handles: Int64Array | Int32Array, tokens: Int32Array
@@ -49,13 +49,13 @@ class ClientOutputs:
 
     def add_client_tokens(self, client: int, handles: Int32Array, tokens: Int32Array) -> None:
         """`add_tokens` for handles of one client. The arrays are kept until they are sent."""
-        bucket = self._bucket(client)
+        bucket = self._buckets[client]
         bucket.handles.append(handles)
         bucket.tokens.append(tokens)
 
     def add_logprobs(self, client: int, entries: TokenLogprobs) -> None:
         """Log probabilities of tokens of one client; their owners are handles."""
-        self._bucket(client).logprobs.append(entries)
+        self._buckets[client].logprobs.append(entries)
 
     def add_finish(
         self,
@@ -70,11 +70,11 @@ class ClientOutputs:
         """The request, which has no row any more, has ended; or only its output, if its session
         continues."""
         queued = request.events[0][1]
-        self._bucket(request.client_index).finished.append(
+        self._buckets[request.client_index].finished.append(
             FinishedRequest(
                 handle=request.handle,
                 reason=reason,
-                num_output_tokens=request.num_output_tokens,
+                num_output_tokens=len(request.token_ids) - request.num_prompt_tokens,
                 stop_token_id=request.stop_reason,
                 num_cached_tokens=max(request.num_cached_tokens, 0),  # if it was never scheduled
                 num_preemptions=request.num_preemptions,
@@ -94,7 +94,7 @@ class ClientOutputs:
         self, client: int, handle: int, reason: FinishReason, message: str, num_output_tokens: int
     ) -> None:
         """A request that was not queued is answered too."""
-        self._bucket(client).finished.append(
+        self._buckets[client].finished.append(
             FinishedRequest(handle, reason, num_output_tokens, message=message)
         )
 
@@ -108,30 +108,24 @@ class ClientOutputs:
                 EngineOutputs(
                     handles=_join(bucket.handles),
                     tokens=_join(bucket.tokens),
-                    logprobs=_join_logprobs(bucket.logprobs),
+                    logprobs=_join_logprobs(bucket.logprobs) if bucket.logprobs else None,
                     finished=tuple(bucket.finished),
                 ),
             )
             for client, bucket in self._buckets.items()
         ]
-        self._buckets = {}
+        self._buckets.clear()
         return taken
-
-    def _bucket(self, client: int) -> _Bucket:
-        bucket = self._buckets.get(client)
-        if bucket is None:
-            bucket = self._buckets[client] = _Bucket()
-        return bucket
 
 
 def _join(arrays: list[Int32Array]) -> Int32Array:
     if not arrays:
         return EMPTY_INT32
-    return int32_array(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _join_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs | None:
-    if len(parts) < 2:
-        return parts[0] if parts else None
+def _join_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs:
+    if len(parts) == 1:
+        return parts[0]
     columns = zip(*(msgspec.structs.astuple(part) for part in parts), strict=True)
     return TokenLogprobs(*map(np.concatenate, columns))

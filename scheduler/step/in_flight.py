@@ -43,7 +43,7 @@ class SamplingRows:
         is_one_client = num_rows and np.count_nonzero(self.clients == self.clients[0]) == num_rows
         self.client = int(self.clients[0]) if is_one_client else None
         self._stop_ids = None
-        if running.has_stop_ids:  # a line per column compares faster
+        if running.num_of_width:  # a line per column compares faster
             self._stop_ids = np.ascontiguousarray(running.stop_ids[rows].T)
 
     def serves(self, running: RunningTable, rows: Int64Array) -> bool:
@@ -121,33 +121,33 @@ class PastOccupant(Occupant):
 
 
 class StepsInFlight:
-    """The unanswered plans, oldest first, and past occupants of the rows under them."""
+    """The unanswered plans (`steps`), oldest first, and past occupants of rows under them."""
 
     def __init__(self, running: RunningTable) -> None:
         self._running = running
-        self._steps: deque[PlannedStep] = deque()
+        self.steps: deque[PlannedStep] = deque()
         self._past: dict[int, PastOccupant] = {}
         self.last_answered_step = 0
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self.steps)
 
     @property
     def newest_step(self) -> int:
         """The last plan built."""
-        return self._steps[-1].step if self._steps else self.last_answered_step
+        return self.steps[-1].step if self.steps else self.last_answered_step
 
     def add(self, planned: PlannedStep) -> None:
         """A plan has been built."""
-        self._steps.append(planned)
+        self.steps.append(planned)
 
     def oldest(self) -> PlannedStep | None:
         """The plan whose output must come next."""
-        return self._steps[0] if self._steps else None
+        return self.steps[0] if self.steps else None
 
     def answered(self) -> None:
         """The output of the oldest plan has been applied."""
-        self.last_answered_step = self._steps.popleft().step
+        self.last_answered_step = self.steps.popleft().step
         if self._past:
             for generation, occupant in list(self._past.items()):
                 if occupant.last_step <= self.last_answered_step:
@@ -174,7 +174,7 @@ class StepsInFlight:
     ) -> None:
         """The row of a request is about to be emptied. If it still expects tokens that are not
         void, the request is not admitted again before they have come."""
-        newest_step = self._steps[-1].step
+        newest_step = self.steps[-1].step
         if expects_tokens and void_through < newest_step:
             request.resume_after_step = newest_step
         self._past[generation] = PastOccupant(
@@ -189,6 +189,6 @@ class StepsInFlight:
 
     def reset(self) -> None:
         """The workers are gone; no output will come."""
-        self._steps.clear()
+        self.steps.clear()
         self._past.clear()
         self.last_answered_step = 0

@@ -2,6 +2,7 @@
 for, and care with all others."""
 
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 
@@ -60,8 +61,8 @@ class OutputProcessor:
         self.in_flight.answered()  # first: what ends now is no past occupant of this plan
         if self._ending:
             ending, self._ending = self._ending, []
-            ending.sort(key=lambda one: one[0])  # blocks are freed in admission order
-            self.lifecycle.end_all([(request, outcome) for _, request, outcome in ending], now)
+            ending.sort(key=itemgetter(0))  # blocks are freed in admission order
+            self.lifecycle.end_all(list(map(itemgetter(1, 2), ending)), now)
         if self.drafts is not None:
             self.drafts.receive(output.draft_rows, output.draft_tokens, planned)
         return True
@@ -111,12 +112,12 @@ class OutputProcessor:
         else:
             self.outputs.add_client_tokens(sampling.client, sampling.handles, tokens)
         may_stop = sampling.has_stop_id(tokens)
-        if may_stop or running.may_be_full:
+        if may_stop or running.fewest_left <= 0:
             rows = running.stopped(sampling.rows, tokens if may_stop else None)
             generations = running.generation[rows].tolist()
             for row, generation in zip(rows.tolist(), generations, strict=True):
-                request, token_id = running.request_on(row), running.last_token(row)
-                num_tokens = int(running.num_tokens[row])
+                request, num_tokens = running.request_on(row), int(running.num_tokens[row])
+                token_id = int(running.token_ids[row, num_tokens - 1])
                 outcome = self._outcome(request, token_id, num_tokens)
                 self._ending.append((generation, request, outcome))
 

@@ -36,7 +36,8 @@ class OutputValidator:
         return planned
 
     def _flaw(self, planned: PlannedStep, output: ModelRunnerOutput) -> str | None:
-        tokens, counts, num_rows = output.sampled_tokens, output.num_sampled, len(planned.rows)
+        tokens, counts = output.sampled_tokens, output.num_sampled
+        num_rows = len(planned.sampling.rows)
         num_tokens = num_rows
         if len(counts):
             limits = 1 if planned.num_drafts is None else planned.num_drafts + 1

@@ -60,8 +60,9 @@ class PlanBuilder:
         self._clear_changes()
 
     def _clear_changes(self) -> None:
-        self._finished: dict[int, str] = {}
-        self._preempted: dict[int, str] = {}
+        # Rows that were emptied, with the ids of their requests.
+        self.finished: dict[int, str] = {}
+        self.preempted: dict[int, str] = {}
         self._rewound: dict[int, Rewind] = {}
         self._added: list[RowStart] = []
         self._num_added_bytes = self._num_added_arrays = 0
@@ -79,7 +80,7 @@ class PlanBuilder:
     def can_add(self, request: Request) -> bool:
         """Whether the plan may add one more row: a message is bounded in frames and bytes. The
         first row always fits: `RequestValidator` has checked it."""
-        num_bytes = 4 * request.num_tokens + request.num_input_bytes
+        num_bytes = 4 * len(request.token_ids) + request.num_input_bytes
         num_arrays = 3 + len(request.multimodal)
         fits = (
             self._num_added_bytes + num_bytes <= MAX_ADDED_BYTES
@@ -90,18 +91,8 @@ class PlanBuilder:
     def add(self, request: Request, start: RowStart) -> None:
         """A request takes a row with this plan."""
         self._added.append(start)
-        self._num_added_bytes += 4 * request.num_tokens + request.num_input_bytes
+        self._num_added_bytes += 4 * len(request.token_ids) + request.num_input_bytes
         self._num_added_arrays += 3 + len(start.multimodal)
-
-    def drop_finished(self, row: int, request_id: str) -> None:
-        """The request on this row has ended."""
-        self._finished[row] = request_id
-        self._rewound.pop(row, None)
-
-    def drop_preempted(self, row: int, request_id: str) -> None:
-        """The request on this row has been preempted."""
-        self._preempted[row] = request_id
-        self._rewound.pop(row, None)
 
     def add_rewind(self, rewind: Rewind) -> None:
         """A row is rewound; a second time before the plan is the same as both at once."""
@@ -118,7 +109,7 @@ class PlanBuilder:
     @property
     def has_drops(self) -> bool:
         """Rows were emptied that the workers still hold."""
-        return bool(self._finished or self._preempted)
+        return bool(self.finished or self.preempted)
 
     @property
     def must_be_sent(self) -> bool:
@@ -139,10 +130,12 @@ class PlanBuilder:
         in all; the counts themselves advance afterwards. Also the (row, generation) pairs that load
         within the step."""
         running = self._running
+        for row in (*self.finished, *self.preempted):  # what was rewound before has ended
+            self._rewound.pop(row, None)
         changed = (num_scheduled != running.expected()).nonzero()[0]
         changes: dict[str, Any] = {
-            "finished_rows": int32_array(list(self._finished)),
-            "preempted_rows": int32_array(list(self._preempted)),
+            "finished_rows": int32_array(list(self.finished)),
+            "preempted_rows": int32_array(list(self.preempted)),
             "rewound": tuple(self._rewound.values()),
             "added": tuple(self._added),
             "appended": tuple(self.appended),
@@ -249,8 +242,8 @@ class PlanBuilder:
                 admitted=[start.request_id for start in self._added],
                 uncached=self.uncached,
                 cached=self._kv_cache.full_blocks.take_cached(),
-                preempted=list(self._preempted.values()),
-                finished=list(self._finished.values()),
+                preempted=list(self.preempted.values()),
+                finished=list(self.finished.values()),
             )
         )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from longshore.protocol.arrays import Int64Array
+from longshore.protocol.arrays import Int64Array, int32_array
 from longshore.protocol.plan import AppendedBlocks, SchedulerOutput
 from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.features.drafts import Drafts
@@ -21,9 +21,8 @@ from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.queue.policies import SchedulingPolicy
-from longshore.scheduler.queue.waiting import WaitingRequests
-from longshore.scheduler.request import Request
-from longshore.scheduler.step.admission import Admission, StepBudget
+from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.step.admission import Admission
 from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows, StepsInFlight
 from longshore.scheduler.step.plan_builder import PlanBuilder
 from longshore.scheduler.step.running import RunningTable
@@ -62,25 +61,30 @@ class StepPlanner:
     allow_steady: bool
     pause: PauseState = PauseState.UNPAUSED
     _steady: SteadyDecode | None = None
+    _token_budget: int = field(init=False)
     _sampling: SamplingRows = field(init=False)
 
     def __post_init__(self) -> None:
+        self._token_budget = self.config.token_budget
         self._sampling = SamplingRows(self.running, np.empty(0, np.int64))
 
     def plan_step(self, now: float) -> SchedulerOutput | None:
         """The next plan; None if there is nothing to plan."""
         if (plan := self._plan_steady_step()) is not None:
             return plan
-        is_paused = self.pause is PauseState.PAUSED_ALL
-        budget = StepBudget(0 if is_paused else self.config.token_budget)
+        budget = 0 if self.pause is PauseState.PAUSED_ALL else self._token_budget
         if self.encoder is not None:
             self.encoder.begin_step()
-        num_scheduled, was_preempted = self._schedule_running(budget, now)
-        self._cache_full_blocks(num_scheduled)
+        if self.kv_cache.frees_skipped:
+            self._free_skipped_blocks()
+        was_preempted, num_scheduled = False, np.zeros(self.running.max_num_seqs, np.int64)
+        if self.running.num_rows:
+            num_scheduled, was_preempted = self._schedule_running(budget, now)
+            self._cache_full_blocks(num_scheduled)
+        num_tokens = int(num_scheduled.sum())
         if not was_preempted and self.pause is PauseState.UNPAUSED:
-            self.admission.admit_waiting(budget, num_scheduled, now)
-        assert budget.num_left >= 0
-        num_tokens = budget.num_total - budget.num_left
+            num_tokens += self.admission.admit_waiting(budget - num_tokens, num_scheduled, now)
+        assert num_tokens <= budget
         if not num_tokens and not self.plan.must_be_sent:
             return None
         return self._build_plan(num_scheduled, num_tokens)
@@ -94,12 +98,13 @@ class StepPlanner:
         if steady is None or not steady.holds(running, step):
             return None
         if self.pause is not PauseState.UNPAUSED or (
-            not running.is_full and self.waiting.peek() is not None
+            running.num_rows < running.max_num_seqs and self.waiting.peek() is not None
         ):
             return None
         needs_no_block = steady.needs_no_block(step)
         if not needs_no_block:
-            self._free_skipped_blocks()
+            if self.kv_cache.frees_skipped:
+                self._free_skipped_blocks()
             num_slots = self._num_slots(steady.num_scheduled)
             appended = self.kv_cache.grow(num_slots, running.generation)
             if appended is None:
@@ -122,10 +127,9 @@ class StepPlanner:
 
     # Running requests
 
-    def _schedule_running(self, budget: StepBudget, now: float) -> tuple[Int64Array, bool]:
+    def _schedule_running(self, budget: int, now: float) -> tuple[Int64Array, bool]:
         """Tokens per row for the running requests, and whether one was preempted."""
         running = self.running
-        self._free_skipped_blocks()
         wanted = running.wanted()
         if self.config.long_prefill_token_threshold:
             wanted = np.minimum(wanted, self.config.long_prefill_token_threshold)
@@ -134,7 +138,7 @@ class StepPlanner:
         before = None
         if self.encoder is not None and self.encoder.pending:
             before = self.encoder.checkpoint()
-        num_scheduled = budget.grant(wanted, running)
+        num_scheduled = running.grant(wanted, budget)
         if before is not None:
             num_scheduled = self._limit_to_encoder(wanted, num_scheduled, budget)
         if self.kv_cache.has_states:
@@ -145,11 +149,10 @@ class StepPlanner:
                 self.encoder.restore(before)
             return self._schedule_under_pressure(wanted, budget, now)
         self.plan.appended += appended
-        budget.num_left -= int(num_scheduled.sum())
         return num_scheduled, False
 
     def _limit_to_encoder(
-        self, wanted: Int64Array, num_scheduled: Int64Array, budget: StepBudget
+        self, wanted: Int64Array, num_scheduled: Int64Array, budget: int
     ) -> Int64Array:
         """`num_scheduled`, where an item that cannot be encoded yet cuts its request, and leaves
         more tokens to those admitted after it."""
@@ -163,20 +166,19 @@ class StepPlanner:
             if allowed < num_tokens:
                 wanted = wanted.copy()
                 wanted[row] = allowed
-                num_scheduled = budget.grant(wanted, running)
+                num_scheduled = running.grant(wanted, budget)
         return num_scheduled
 
     def _free_skipped_blocks(self) -> None:
         """Free what windowed groups need no more, before rows get blocks."""
         running = self.running
-        if self.kv_cache.frees_skipped:
-            self.kv_cache.free_skipped(
-                running.num_computed,
-                running.num_tokens,
-                running.generation,
-                step=self.plan.step + 1,
-                answered_step=self.in_flight.last_answered_step,
-            )
+        self.kv_cache.free_skipped(
+            running.num_computed,
+            running.num_tokens,
+            running.generation,
+            step=self.plan.step + 1,
+            answered_step=self.in_flight.last_answered_step,
+        )
 
     def _num_slots(self, num_scheduled: Int64Array) -> Int64Array:
         """(max_num_seqs,) tokens that rows need slots for; a drafter writes after those that are
@@ -187,7 +189,7 @@ class StepPlanner:
         return num_tokens
 
     def _schedule_under_pressure(
-        self, wanted: Int64Array, budget: StepBudget, now: float
+        self, wanted: Int64Array, num_left: int, now: float
     ) -> tuple[Int64Array, bool]:
         """`_schedule_running`, one request after the other, when blocks are short: holds are
         released, then the policy's victims preempted, until the blocks suffice."""
@@ -197,16 +199,21 @@ class StepPlanner:
         grown: dict[int, list[list[int]]] = {}
         was_preempted = False
         index = 0
-        while index < len(requests) and budget.num_left > 0:
+        while index < len(requests) and num_left > 0:
             request = requests[index]
             row, num_computed = request.row, int(running.num_computed[request.row])
-            count = self._allowed(request, min(int(wanted[row]), budget.num_left), num_computed)
+            count = min(int(wanted[row]), num_left)
+            has_items = self.encoder is not None and request.request_id in self.encoder.pending
+            if self.encoder is not None and has_items:
+                count = self.encoder.would_limit(request, num_computed, count)
+            if count and self.kv_cache.has_states:
+                count = self.kv_cache.aligned_chunk(num_computed, count)
             if count == 0:
                 index += 1
                 continue
             num_tokens = num_computed + count + self.config.num_lookahead_tokens
             while (block_ids := self.kv_cache.grow_row(row, num_tokens)) is None:
-                if self.holds and (
+                if self.holds.holders and (
                     self.holds.release_youngest(loaded=False)
                     or (len(requests) == 1 and self.holds.release_youngest(loaded=True))
                 ):
@@ -214,7 +221,7 @@ class StepPlanner:
                 victim_index = self.policy.pick_victim(requests)
                 victim = requests.pop(victim_index)
                 # What the victim got in this step is rolled back.
-                budget.num_left += int(num_scheduled[victim.row])
+                num_left += int(num_scheduled[victim.row])
                 num_scheduled[victim.row] = 0
                 grown.pop(victim.row, None)
                 self.lifecycle.preempt(victim, now)
@@ -224,22 +231,14 @@ class StepPlanner:
                     break
             if block_ids is None:
                 continue
-            if self.encoder is not None and request.request_id in self.encoder.pending:
+            if self.encoder is not None and has_items:
                 self.encoder.limit(request, num_computed, count)
             grown[row] = block_ids
             num_scheduled[row] = count
-            budget.num_left -= count
+            num_left -= count
             index += 1
         self.plan.appended += _appended_blocks(grown)
         return num_scheduled, was_preempted
-
-    def _allowed(self, request: Request, num_tokens: int, num_computed: int) -> int:
-        """How many of `num_tokens` tokens encoder and states allow after `num_computed`."""
-        if self.encoder is not None and request.request_id in self.encoder.pending:
-            num_tokens = self.encoder.would_limit(request, num_computed, num_tokens)
-        if num_tokens and self.kv_cache.has_states:
-            num_tokens = self.kv_cache.aligned_chunk(num_computed, num_tokens)
-        return num_tokens
 
     def _cache_full_blocks(self, num_scheduled: Int64Array) -> bool:
         """Cache the blocks that this plan completes; False if there are none. Not earlier: a
@@ -322,10 +321,11 @@ def _appended_blocks(grown: dict[int, list[list[int]]]) -> list[AppendedBlocks]:
     """Blocks per row and group as columns per group."""
     appended = []
     for group in range(max(map(len, grown.values()), default=0)):
-        rows = [row for row, block_ids in grown.items() for _ in block_ids[group]]
-        ids = [block_id for block_ids in grown.values() for block_id in block_ids[group]]
+        rows: list[int] = []
+        ids: list[int] = []
+        for row, block_ids in grown.items():
+            rows += [row] * len(block_ids[group])
+            ids += block_ids[group]
         if ids:
-            appended.append(
-                AppendedBlocks(group, np.array(rows, np.int32), np.array(ids, np.int32))
-            )
+            appended.append(AppendedBlocks(group, int32_array(rows), int32_array(ids)))
     return appended

@@ -78,6 +78,8 @@ class RunningTable(RowTable):
     requests:    the Request on each row, or None.
     scored:      by row, the requests that want log probabilities.
     version:     changes when a request is admitted, ends, is preempted or rewound.
+    fewest_left: no row has fewer tokens left to its max_total; `stopped` finds the rows at 0.
+    num_of_width: rows with stop ids, by how many they have.
 
     Generations grow with every admission, so they are the admission order: rows have none.
     """
@@ -112,15 +114,11 @@ class RunningTable(RowTable):
         self.requests: list[Request | None] = [None] * max_num_seqs
         self.scored: dict[int, Request] = {}
         self.version = 0
-        self._fewest_left = _NEVER  # no row has fewer tokens left to its max_total than this
-        self._num_of_width: Counter[int] = Counter()  # rows by their number of stop ids
+        self.fewest_left = _NEVER
+        self.num_of_width: Counter[int] = Counter()
         self._free_rows = list(range(max_num_seqs))
         self._last_generation = 0
         self._order: Int64Array | None = None
-
-    @property
-    def is_full(self) -> bool:
-        return self.num_rows == self.max_num_seqs
 
     @property
     def next_row(self) -> int:
@@ -159,7 +157,7 @@ class RunningTable(RowTable):
             handle=request.handle,
         )
         self.num_rows += 1
-        self._fewest_left = min(self._fewest_left, max_total - num_tokens)
+        self.fewest_left = min(self.fewest_left, max_total - num_tokens)
         self.token_ids[row, :num_tokens] = token_ids
         if request.is_special:
             self.is_special[row] = True
@@ -196,7 +194,7 @@ class RunningTable(RowTable):
         for request in requests:
             row = request.row
             rows.append(row)
-            request.token_ids = self.tokens_of(row).copy()
+            request.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
             request.row = -1
             self.requests[row] = None
             heapq.heappush(self._free_rows, row)
@@ -216,10 +214,6 @@ class RunningTable(RowTable):
         ids: Int32Array = self.token_ids[row, : self.num_tokens[row] if count is None else count]
         return ids
 
-    def last_token(self, row: int) -> int:
-        """The row's newest verified token id."""
-        return int(self.token_ids[row, self.num_tokens[row] - 1])
-
     def request_on(self, row: int) -> Request:
         """The request on a held row."""
         request = self.requests[row]
@@ -232,13 +226,24 @@ class RunningTable(RowTable):
 
     def requests_in_order(self) -> list[Request]:
         """All running requests in admission order."""
-        return [self.request_on(row) for row in self.order.tolist()]
+        requests = map(self.requests.__getitem__, self.order.tolist())
+        return [request for request in requests if request is not None]
 
     def wanted(self) -> Int64Array:
         """(max_num_seqs,) tokens that each row could compute now."""
         known = self.num_tokens + self.num_placeholders + self.num_drafts
         wanted: Int64Array = np.minimum(known, self.last_computed) - self.num_computed
         return wanted
+
+    def grant(self, wanted: Int64Array, num_tokens: int) -> Int64Array:
+        """What `num_tokens` tokens allow of `wanted` (max_num_seqs,), in admission order."""
+        if int(wanted.sum()) <= num_tokens:
+            return wanted
+        order = self.order
+        before = np.cumsum(wanted[order]) - wanted[order]
+        granted = np.zeros_like(wanted)
+        granted[order] = np.clip(num_tokens - before, 0, wanted[order])
+        return granted
 
     def num_drafts_in(self, num_scheduled: Int64Array) -> Int64Array:
         """(max_num_seqs,) drafts among the tokens that a step computes: those beyond the verified
@@ -258,7 +263,7 @@ class RunningTable(RowTable):
         self._token_slots[self._first_slot[rows] + self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
         self.num_placeholders[rows] -= 1
-        self._fewest_left -= 1
+        self.fewest_left -= 1
 
     def rewind_row(self, row: int, num_computed_tokens: int, newest_step: int) -> Rewind:
         """The row computes again from `num_computed_tokens`; what it samples in the unanswered
@@ -276,16 +281,6 @@ class RunningTable(RowTable):
         self.version += 1
         return rewind
 
-    @property
-    def may_be_full(self) -> bool:
-        """Whether a row may have reached its max_total; `stopped` finds out."""
-        return self._fewest_left <= 0
-
-    @property
-    def has_stop_ids(self) -> bool:
-        """Whether any running request has stop ids."""
-        return bool(self._num_of_width)
-
     def stopped(self, rows: Int64Array, token_ids: Int32Array | None) -> Int64Array:
         """Those of `rows` that end with the tokens they just got, in admission order. `token_ids`
         may be None if none of these is a stop id."""
@@ -295,15 +290,15 @@ class RunningTable(RowTable):
             hit = (self.stop_ids[rows] == token_ids[:, None]).any(axis=1)
             ended |= hit & (num_tokens >= self.min_total[rows])
         ending = rows[ended]
-        if self.may_be_full:
+        if self.fewest_left <= 0:
             left = self.max_total - self.num_tokens
             left[left <= 0] = _NEVER
-            self._fewest_left = int(left.min())
+            self.fewest_left = int(left.min())
         return ending[self.generation[ending].argsort()]
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         count = len(stop_ids)
-        self._num_of_width[count] += 1
+        self.num_of_width[count] += 1
         if count > self.stop_ids.shape[1]:
             self._set_stop_width(count)
         self.stop_ids[row, :count] = stop_ids
@@ -312,11 +307,11 @@ class RunningTable(RowTable):
         """Each step compares all columns, so the table narrows when the widest request ends."""
         count = len(stop_ids)
         self.stop_ids[row, :count] = NO_STOP_ID
-        self._num_of_width[count] -= 1
-        if not self._num_of_width[count]:
-            del self._num_of_width[count]
+        self.num_of_width[count] -= 1
+        if not self.num_of_width[count]:
+            del self.num_of_width[count]
             if count == self.stop_ids.shape[1]:
-                self._set_stop_width(max(self._num_of_width, default=1))
+                self._set_stop_width(max(self.num_of_width, default=1))
 
     def _set_stop_width(self, width: int) -> None:
         before = self.stop_ids

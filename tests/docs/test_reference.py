@@ -1,4 +1,4 @@
-"""docs/reference/configuration.md is what scripts/reference writes."""
+"""Page and picture are what scripts/reference writes."""
 
 import subprocess
 import sys
@@ -16,6 +16,7 @@ from longshore.deploy.cli.options import CachePlanOptions, ServeOptions
 from tests.conftest import ROOT, load_script
 
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
+PICTURE = ROOT / "docs" / "images" / "request_states.svg"
 
 
 def test_page_is_up_to_date() -> None:
@@ -24,10 +25,16 @@ def test_page_is_up_to_date() -> None:
     )
 
 
+def test_picture_of_the_statuses_is_up_to_date() -> None:
+    assert PICTURE.read_text(encoding="utf-8") == load_script("reference").picture(), (
+        "run .venv/bin/python scripts/reference"
+    )
+
+
 def test_script_writes_what_it_says() -> None:
-    before = PAGE.read_bytes()
+    before = PAGE.read_bytes(), PICTURE.read_bytes()
     subprocess.run([sys.executable, "scripts/reference"], cwd=ROOT, check=True, timeout=60)
-    assert PAGE.read_bytes() == before
+    assert (PAGE.read_bytes(), PICTURE.read_bytes()) == before
 
 
 def test_page_is_the_same_on_every_machine() -> None:

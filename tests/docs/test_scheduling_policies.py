@@ -11,13 +11,8 @@ import pytest
 
 from longshore.deploy.llm.llm import LLM
 from longshore.protocol.sampling import SamplingParams
-from longshore.scheduler.queue.policies import (
-    POLICIES,
-    CheckedPolicy,
-    OrderedPolicy,
-    SchedulingPolicy,
-    load_policy,
-)
+from longshore.scheduler.queue.outside_policies import CheckedPolicy, load_policy
+from longshore.scheduler.queue.policies import POLICIES, OrderedPolicy, SchedulingPolicy
 from tests.conftest import ROOT
 from tests.models import make_tiny_llama
 from tests.scheduler.driver import Driver, prompt_of

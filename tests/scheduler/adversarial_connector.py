@@ -17,7 +17,7 @@ import msgspec
 
 from longshore.connectors.base import (
     AskLater,
-    BlockHolder,
+    BlockHolds,
     ConnectorOutput,
     FinishAction,
     Match,
@@ -165,12 +165,12 @@ class AdversarialConnector(SchedulerConnector):
         self._match = match
         self._depart = depart
         self._stores = stores
-        self._holder: BlockHolder | None = None
+        self._holder: BlockHolds | None = None
         self._answers: dict[str, tuple[int, Matched]] = {}
         self._commands = Commands()
         self._pending_stores: list[tuple[int, Store]] = []
 
-    def bind_blocks(self, holder: BlockHolder) -> None:
+    def bind_blocks(self, holder: BlockHolds) -> None:
         assert not self.calls, "blocks are bound before everything else"
         self.calls.append("bind_blocks")
         self._holder = holder

@@ -10,7 +10,7 @@ from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.transport.channel import Endpoint
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
-from longshore.scheduler.queue.policies import load_policy
+from longshore.scheduler.queue.outside_policies import load_policy
 
 
 @pytest.mark.parametrize(

@@ -414,7 +414,7 @@ def test_new_blocks_come_from_the_head_with_one_reference_and_without_names(coun
             lambda pool: pool._prefixes[0].insert_n([b"stray"], [3]),
             "2 blocks are found by name, 1 have",
         ),
-        (lambda pool: setattr(pool._free, "num_free", 1), "which counts 1"),
+        (lambda pool: setattr(pool.free_queue, "num_free", 1), "which counts 1"),
     ],
 )
 def test_a_check_of_the_books_names_what_is_off(

@@ -13,20 +13,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from longshore.protocol.errors import ConfigError
-from longshore.scheduler.queue.policies import (
+from longshore.scheduler.queue.outside_policies import (
     ENTRY_POINT_GROUP,
-    POLICIES,
     CheckedPolicy,
+    PolicyError,
+    load_policy,
+)
+from longshore.scheduler.queue.policies import (
+    POLICIES,
     ContinuumPolicy,
     FCFSPolicy,
     FCFSQueue,
     OrderedPolicy,
-    PolicyError,
     PriorityPolicy,
     PriorityQueue,
-    load_policy,
 )
-from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Request, RequestStatus
 from tests.scheduler.driver import pressed, prompt_of
 from tests.scheduler.test_request import make_request

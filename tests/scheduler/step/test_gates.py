@@ -43,7 +43,7 @@ def fill(driver: Driver, num_blocks: int) -> None:
 def test_the_watermark_is_a_share_of_all_blocks_rounded_down(
     num_blocks: int, watermark: float, kept: int
 ) -> None:
-    assert AdmissionGates(CacheConfig(watermark=watermark), num_blocks).watermark_blocks == kept
+    assert AdmissionGates(CacheConfig(watermark=watermark), num_blocks, 8).watermark_blocks == kept
 
 
 @pytest.mark.req("WMK-01", "WMK-02")
@@ -103,25 +103,29 @@ def test_a_cached_prefix_counts_as_needed_while_nobody_holds_it(
 # Memory pressure
 
 
+def has_room(gates: AdmissionGates, usage: float) -> bool:
+    """Whether a request that needs no block is admitted at this share of 1000 blocks."""
+    num_free = 1000 - round(1000 * usage)
+    return gates.has_room(0, num_free=num_free, nothing_runs=False)
+
+
 @pytest.mark.req("WMK-03")
 def test_pressure_closes_above_one_threshold_opens_below_the_other_and_stays_between() -> None:
     cache = CacheConfig(watermark=0.0, preempt_threshold=0.95, admit_threshold=0.80)
-    gates = AdmissionGates(cache, 1000)
+    gates = AdmissionGates(cache, 1001, 1000)
     usages = [0.0, 0.80, 0.949, 0.95, 0.951, 0.95, 0.81, 0.80, 0.799, 0.80, 0.95, 1.0, 0.0]
     closed = [False, False, False, False, True, True, True, True, False, False, False, True, False]
-    room = {"num_free": 100, "nothing_runs": False}
-    assert [not gates.has_room(1, usage=usage, **room) for usage in usages] == closed
+    assert [not has_room(gates, usage) for usage in usages] == closed
 
 
 @pytest.mark.req("WMK-03")
 def test_the_thresholds_in_force_are_those_of_the_settings() -> None:
-    gates = AdmissionGates(CacheConfig(watermark=0.0), 1000)
-    room = {"num_free": 100, "nothing_runs": False}
-    assert gates.has_room(1, usage=0.94, **room)
-    assert gates.has_room(1, usage=0.95, **room)
-    assert not gates.has_room(1, usage=0.96, **room)
-    assert not gates.has_room(1, usage=0.80, **room)
-    assert gates.has_room(1, usage=0.79, **room)
+    gates = AdmissionGates(CacheConfig(watermark=0.0), 1001, 1000)
+    assert has_room(gates, 0.94)
+    assert has_room(gates, 0.95)
+    assert not has_room(gates, 0.96)
+    assert not has_room(gates, 0.80)
+    assert has_room(gates, 0.79)
 
 
 @pytest.mark.req("WMK-03")

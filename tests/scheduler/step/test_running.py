@@ -19,7 +19,7 @@ def test_rows_are_reused_lowest_first_and_order_is_that_of_admission() -> None:
     running = RunningTable(3, 64)
     requests = [make_request(name) for name in "abc"]
     assert [admit(running, request) for request in requests] == [0, 1, 2]
-    assert running.is_full
+    assert running.num_rows == 3
     running.release([requests[0]])
     running.release([requests[1]])
     assert running.next_row == 0
@@ -113,13 +113,13 @@ def test_that_a_row_is_full_is_noticed_although_nobody_looked_before() -> None:
     noticed = []
     for _ in range(3):
         running.append_tokens(rows, tokens)
-        noticed.append(running.may_be_full)
+        noticed.append(running.fewest_left <= 0)
     assert noticed == [False, False, True]
     assert running.stopped(rows, tokens).tolist() == [1]
     running.release([running.request_on(1)])
-    assert not running.may_be_full
+    assert running.fewest_left > 0
     running.append_tokens(slice(0, 1), np.array([9], np.int32))
-    assert running.may_be_full
+    assert running.fewest_left <= 0
     assert running.stopped(np.array([0]), np.array([9])).tolist() == [0]
 
 

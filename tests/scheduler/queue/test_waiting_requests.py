@@ -9,8 +9,7 @@ from longshore.scheduler.queue.policies import (
     FCFSPolicy,
     PriorityPolicy,
 )
-from longshore.scheduler.queue.queues import PolicyRequest
-from longshore.scheduler.queue.waiting import WaitingRequests
+from longshore.scheduler.queue.queues import PolicyRequest, WaitingRequests
 from longshore.scheduler.request import Request
 from tests.scheduler.test_request import make_request
 

@@ -1,11 +1,10 @@
-"""One step's tokens."""
+"""The tokens of one step, granted in admission order."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.scheduler.step.admission import StepBudget
 from longshore.scheduler.step.running import RunningTable
 
 
@@ -18,11 +17,9 @@ def table_with_order(order: list[int]) -> RunningTable:
 
 
 def test_tokens_are_cut_in_admission_order_whatever_the_rows_are() -> None:
-    budget = StepBudget(10)
     running = table_with_order([2, 0, 3, 1])
-    granted = budget.grant(np.array([4, 5, 4, 5]), running)
+    granted = running.grant(np.array([4, 5, 4, 5]), 10)
     np.testing.assert_array_equal(granted, [4, 0, 4, 2])
-    assert budget.num_left == 10
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -39,7 +36,6 @@ def test_a_cut_is_what_one_request_after_the_other_would_take(
     for row in order:
         expected[row] = min(wanted[row], left)
         left -= expected[row]
-    budget = StepBudget(num_total)
-    granted = budget.grant(np.array(wanted), table_with_order(order))
+    granted = table_with_order(order).grant(np.array(wanted), num_total)
     assert granted.tolist() == expected
-    assert budget.num_left - int(granted.sum()) == left >= 0
+    assert num_total - int(granted.sum()) == left >= 0
