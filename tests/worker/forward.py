@@ -15,7 +15,7 @@ from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.kv_cache.context_share import WHOLE_CONTEXT, ContextShare
 from longshore.worker.kv_cache.fp8 import KVScales
 from longshore.worker.kv_cache.slot_mapping import slots_at
-from longshore.worker.models.decoder import Decoder
+from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.step.step_batch import StepBatch
 from longshore.worker.worker import Worker
 
@@ -25,7 +25,7 @@ class PagedSequence:
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         config: KVCacheConfig,
         *,
         max_model_len: int,

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from longshore.protocol.errors import EngineDead
 from longshore.worker.config import RankLayout
-from longshore.worker.ranks.groups import joined_ranks
 from longshore.worker.ranks.parallel import Parallel
+from longshore.worker.ranks.rendezvous import joined_ranks
 from longshore.worker.ranks.stage_link import StageLink
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from longshore.worker.process.device import (
     open_device,
     resolve_dtype,
 )
-from longshore.worker.process.host import num_physical_cores
+from longshore.worker.process.host_resources import num_physical_cores
 
 IDENTITY = EngineIdentity(
     model_fingerprint="f",

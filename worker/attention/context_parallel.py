@@ -253,7 +253,7 @@ class KeptContext:
         return torch.cat((sums / total.clamp(min=1.0), highest + total.log()), -1)
 
 
-class _Tile(NamedTuple):
+class _QueryTile(NamedTuple):
     """Neighbouring tokens of the step that are computed together, of n sequences.
 
     lens:     (n, queries), how many of their sequence's keys they see here.
@@ -269,7 +269,7 @@ class _Batch(NamedTuple):
     """Sequences whose keys are read together. block_ids: (n, blocks of each)."""
 
     block_ids: Tensor
-    tiles: Sequence[_Tile]
+    tiles: Sequence[_QueryTile]
 
 
 def _decodes(
@@ -283,7 +283,7 @@ def _decodes(
     is_own = columns * (block_size * share.size) < lens
     block_ids = metadata.block_table[rows, columns * is_own].long() * is_own
     num_keys = segment.num_blocks * block_size
-    return _Batch(block_ids, [_Tile(tokens, share.num_kept(lens), num_keys)])
+    return _Batch(block_ids, [_QueryTile(tokens, share.num_kept(lens), num_keys)])
 
 
 def _chunk(
@@ -305,7 +305,7 @@ def _chunk(
         num_keys = max(1, int(share.num_kept(np.array(end))))  # the first block is its own
         lens = share.num_kept(torch.arange(first + 1, end + 1, device=device))
         behind = chunk.first_token - start
-        tiles.append(_Tile(slice(behind + first, behind + end), lens.unsqueeze(0), num_keys))
+        tiles.append(_QueryTile(slice(behind + first, behind + end), lens.unsqueeze(0), num_keys))
     return _Batch(block_ids, tiles)
 
 

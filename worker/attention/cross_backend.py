@@ -23,11 +23,11 @@ class CrossAttentionKind:
 
     num_heads: int
 
-    def make_backend(self, view: PagedKV) -> "CrossAttention":
-        return CrossAttention(view, self)
+    def make_backend(self, view: PagedKV) -> "PagedCrossAttention":
+        return PagedCrossAttention(view, self)
 
 
-class CrossAttention:
+class PagedCrossAttention:
     """Bound to a group's view of the cache."""
 
     def __init__(self, cache: PagedKV, kind: CrossAttentionKind) -> None:

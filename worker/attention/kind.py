@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from longshore.worker.attention.backend import AttentionBackend
-from longshore.worker.attention.choice import make_attention
+from longshore.worker.attention.selector import make_attention
 from longshore.worker.kv_cache.buffer import PagedKV
 
 

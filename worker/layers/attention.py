@@ -85,7 +85,7 @@ class SelfAttention:
         }
 
 
-class UnturnedAttention(SelfAttention):
+class NoPEAttention(SelfAttention):
     """Queries and keys know no positions."""
 
     def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:

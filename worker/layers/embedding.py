@@ -39,7 +39,7 @@ class VocabShare:
         return StoredTensor((self.vocab_size, table.shape[1]), (part,))
 
 
-class Embedding:
+class VocabParallelEmbedding:
     """weight: (num_rows, hidden_size), a vector per token of this rank."""
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
@@ -70,7 +70,7 @@ class OutputHead:
         hidden_size: int,
         placement: Placement,
         *,
-        tied_to: Embedding | None = None,
+        tied_to: VocabParallelEmbedding | None = None,
     ) -> None:
         self._parallel = placement.parallel
         self._share = VocabShare.of(placement.parallel, vocab_size)

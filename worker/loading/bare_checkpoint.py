@@ -4,8 +4,8 @@ with `layers.0...` where a model for generation has `model.layers.0...`."""
 from collections.abc import Set as AbstractSet
 
 from longshore.worker.layers.stored_tensor import StoredTensors
-from longshore.worker.loading.loadable import LoadableModel
-from longshore.worker.loading.stored_names import HEAD
+from longshore.worker.loading.loadable_model import LoadableModel
+from longshore.worker.loading.tensor_names import HEAD
 
 
 class BareNames:

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 from longshore.worker.loading.bare_checkpoint import as_stored
-from longshore.worker.loading.loadable import LoadableModel
-from longshore.worker.loading.stored_names import INDEX_FILE, SINGLE_FILE
+from longshore.worker.loading.loadable_model import LoadableModel
+from longshore.worker.loading.tensor_names import INDEX_FILE, SINGLE_FILE
 from longshore.worker.models.json_fields import read_json_object
 from longshore.worker.process.byte_size import byte_size
 

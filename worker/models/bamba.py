@@ -9,9 +9,9 @@ from longshore.worker.layers.mlp import GatedMLP
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
 from longshore.worker.models.bamba_config import HybridConfig
-from longshore.worker.models.decoder import DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer
 from longshore.worker.models.llama import Attention, PreNormLayer
-from longshore.worker.models.renamed import RenamedDecoder
+from longshore.worker.models.renamed_decoder import RenamedDecoder
 
 
 class HybridDecoder(RenamedDecoder):

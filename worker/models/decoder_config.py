@@ -67,9 +67,9 @@ class DecoderConfig(ABC):
     """Sizes in elements, lengths in tokens. A family subclasses it; see docs/models.md.
 
     model_type:  what config.json may say instead of an architecture.
-    model:       `package.module:Class` of the Decoder that computes it, imported when it is needed:
-                 settings are read in processes that have no tensor library.
-    default_block_size: tokens per KV block, unless somebody asks for another size.
+    model:       `package.module:Class` of the DecoderModel that computes it. It is imported only
+                 when it is needed, because processes without torch read settings too.
+    default_block_size: tokens per KV block, unless --block-size sets another size.
     rotary_dim:  leading elements of a head that positions turn; the rest pass.
     rope:        of all layers, or of those for which `rope_of` names no other.
     reaches:     of each layer; empty: every layer attends to everything.
@@ -153,7 +153,7 @@ class DecoderConfig(ABC):
 
     def cache_spec(self, layer: int, sizes: CacheSizes) -> KVCacheSpec:
         """What a rank keeps of a layer of the model, counted from its first. What is computed from
-        it says `Decoder.attention_kind`."""
+        it says `DecoderModel.attention_kind`."""
         reach = self.reach_of(layer)
         shape = {
             "block_size": sizes.block_size,
@@ -169,7 +169,7 @@ class DecoderConfig(ABC):
 
     def cache_specs(self, sizes: CacheSizes) -> dict[str, KVCacheSpec]:
         """Of all layers of the model, in order; a family whose layers keep nothing, or several
-        things, overrides this and `Decoder.cached_layers`."""
+        things, overrides this and `DecoderModel.cached_layers`."""
         return {
             cache_name(layer): self.cache_spec(layer, sizes) for layer in range(self.num_layers)
         }

@@ -10,7 +10,7 @@ from longshore.worker.layers.mlp import GatedMLP
 from longshore.worker.layers.moe import ExpertForm, MixtureOfExperts, SplitExperts
 from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
-from longshore.worker.models.decoder import Decoder, DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 from longshore.worker.models.deepseek_config import DeepseekConfig, DeepseekV3Config
 from longshore.worker.models.llama import PreNormLayer
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 EXPERTS: Final = ExpertForm(stored=SplitExperts())
 
 
-class Deepseek(Decoder):
+class Deepseek(DecoderModel):
     """A Llama with latent attention and, behind some dense layers, mixtures of experts."""
 
     config: DeepseekConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from longshore.worker.errors import UnsupportedModel
-from longshore.worker.loading.stored_names import is_body_alone
+from longshore.worker.loading.tensor_names import is_bare_checkpoint
 from longshore.worker.models.bamba_config import BambaConfig
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
@@ -66,7 +66,7 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
     """
     fields = read_json_object(model_dir / "config.json")
     config = _family(fields).read(fields)
-    if not config.tie_word_embeddings and (_is_bare(fields) or is_body_alone(model_dir)):
+    if not config.tie_word_embeddings and (_is_bare(fields) or is_bare_checkpoint(model_dir)):
         config = replace(config, has_head=False)
     return config
 

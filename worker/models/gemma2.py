@@ -10,8 +10,8 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import OffsetRMSNorm
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
-from longshore.worker.models.decoder import Decoder, DecoderLayer
 from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 
 
 class SandwichNormLayer:
@@ -52,7 +52,7 @@ class SandwichNormLayer:
         }
 
 
-class Gemma2(Decoder):
+class Gemma2(DecoderModel):
     norm_type = OffsetRMSNorm
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:

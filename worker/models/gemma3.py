@@ -4,9 +4,9 @@ from typing import ClassVar, Final
 
 from longshore.worker.layers.attention import OffsetHeadNormAttention
 from longshore.worker.layers.placement import Placement
-from longshore.worker.models.decoder import DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer
 from longshore.worker.models.gemma2 import Gemma2, SandwichNormLayer
-from longshore.worker.models.renamed import RenamedDecoder
+from longshore.worker.models.renamed_decoder import RenamedDecoder
 
 OTHER_PARTS: Final = ("vision_tower.", "multi_modal_projector.")
 

@@ -11,7 +11,7 @@ from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
-from longshore.worker.models.decoder import Decoder, DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 from longshore.worker.models.gpt_oss_config import GptOssConfig
 from longshore.worker.models.llama import PreNormLayer
 
@@ -42,7 +42,7 @@ class SinkAttention(SelfAttention):
         return {**super().checkpoint_tensors(name), f"{name}.sinks": sinks}
 
 
-class GptOss(Decoder):
+class GptOss(DecoderModel):
     config: GptOssConfig
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:

@@ -5,7 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
-from longshore.worker.layers.attention import SelfAttention, UnturnedAttention
+from longshore.worker.layers.attention import NoPEAttention, SelfAttention
 from longshore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from longshore.worker.layers.mamba2 import Mamba2Mixer
 from longshore.worker.layers.mlp import GatedMLP
@@ -15,7 +15,7 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors, whole
 from longshore.worker.models.bamba import HybridDecoder, mixer_tensors
-from longshore.worker.models.decoder import DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer
 from longshore.worker.models.granite_hybrid_config import GraniteHybridConfig
 from longshore.worker.models.llama import PreNormLayer
 
@@ -119,7 +119,7 @@ class GraniteHybrid(HybridDecoder):
 
     def make_mixer(self, placement: Placement, layer: int) -> SelfAttention | Mamba2Mixer:
         if layer in self.config.attention_layers and not self.config.has_rope:
-            return UnturnedAttention(self.config, placement)
+            return NoPEAttention(self.config, placement)
         return super().make_mixer(placement, layer)
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
-from longshore.worker.models.decoder import Decoder, DecoderLayer
 from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 
 
 class Attention(Protocol):
@@ -83,7 +83,7 @@ class PreNormLayer:
         }
 
 
-class Llama(Decoder):
+class Llama(DecoderModel):
     """Norms before, rotary positions, grouped queries, a gated MLP."""
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:

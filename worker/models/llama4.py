@@ -12,7 +12,7 @@ from longshore.worker.layers.moe import ExpertForm, MixtureOfExperts, StackedExp
 from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rotary import Rotation
-from longshore.worker.models.decoder import Decoder, DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 from longshore.worker.models.llama import FeedForward, PreNormLayer
 from longshore.worker.models.llama4_config import Llama4Config
 
@@ -62,7 +62,7 @@ class NoPositionAttention(SelfAttention):
         return (q * factors).to(q.dtype), k
 
 
-class Llama4(Decoder):
+class Llama4(DecoderModel):
     config: Llama4Config
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:

@@ -12,9 +12,9 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
-from longshore.worker.models.decoder import DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer
 from longshore.worker.models.mamba2_config import Mamba2Config
-from longshore.worker.models.renamed import RenamedDecoder
+from longshore.worker.models.renamed_decoder import RenamedDecoder
 
 
 class Mamba2Layer:

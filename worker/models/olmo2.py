@@ -9,8 +9,8 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
-from longshore.worker.models.decoder import Decoder, DecoderLayer
 from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 
 
 class PostNormLayer:
@@ -44,6 +44,6 @@ class PostNormLayer:
         }
 
 
-class Olmo2(Decoder):
+class Olmo2(DecoderModel):
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         return PostNormLayer(self.config, placement)

@@ -10,7 +10,7 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.cross_backend import CrossAttentionKind
 from longshore.worker.attention.kind import CachedLayer
-from longshore.worker.layers.attention import UnturnedAttention
+from longshore.worker.layers.attention import NoPEAttention
 from longshore.worker.layers.audio_encoder import AudioEncoder, EncoderShape
 from longshore.worker.layers.audio_features import LogMel
 from longshore.worker.layers.cross_attention import CrossAttention
@@ -19,7 +19,7 @@ from longshore.worker.layers.mlp import MLP
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
-from longshore.worker.models.renamed import RenamedDecoder
+from longshore.worker.models.renamed_decoder import RenamedDecoder
 from longshore.worker.models.whisper_config import WhisperConfig, cross_name
 from longshore.worker.ranks.parallel import ALONE, Parallel
 
@@ -34,7 +34,7 @@ class WhisperLayer:
         size, eps = config.hidden_size, config.rms_norm_eps
         self._num_layers = config.num_layers
         self.attention_norm = LayerNorm(size, eps, placement)
-        self.attention = UnturnedAttention(config, placement, out_name="out_proj")
+        self.attention = NoPEAttention(config, placement, out_name="out_proj")
         self.cross_norm = LayerNorm(size, eps, placement)
         self.cross = CrossAttention(size, config.num_heads, placement)
         self.mlp_norm = LayerNorm(size, eps, placement)

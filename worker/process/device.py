@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from longshore.protocol.errors import ConfigError
-from longshore.worker.process.host import available_host_bytes
+from longshore.worker.process.host_resources import available_host_bytes
 
 TORCH_DTYPES: Final = {
     "float32": torch.float32,

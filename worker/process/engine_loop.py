@@ -23,8 +23,8 @@ from longshore.protocol.outputs import WorkerFailed, WorkerReport
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.transport.channel import Channel
 from longshore.worker.errors import RankLost
-from longshore.worker.process.host import resident_bytes
-from longshore.worker.process.request_log import RequestLog
+from longshore.worker.process.host_resources import resident_bytes
+from longshore.worker.process.row_log import RowLog
 from longshore.worker.process.step_statistics import StepStatistics
 from longshore.worker.step.model_runner import ModelRunner
 
@@ -57,7 +57,7 @@ class WorkerEngine:
         self._statistics = StepStatistics(epoch=epoch, rank=rank)
         self._unanswered: deque[int] = deque()  # tokens of each plan
         self._is_stopping = False
-        self._request_log = RequestLog()
+        self._row_log = RowLog()
         # The compute thread appends and then rings; the loop alone uses the channel.
         self._reports: deque[WorkerReport] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -97,7 +97,7 @@ class WorkerEngine:
                 case SchedulerOutput():
                     if self._runner.submit(message, self._on_report) is not None:
                         self._unanswered.append(message.num_scheduled_tokens)
-                        self._request_log.taken_in(message)
+                        self._row_log.taken_in(message)
                 case Shutdown(reason=reason):
                     logger.info("told to stop: %s", reason)
                     self._is_stopping = True

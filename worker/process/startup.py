@@ -35,9 +35,9 @@ from longshore.worker.errors import RankLost
 from longshore.worker.kv_cache.plan import block_bytes
 from longshore.worker.process.device import held_bytes, open_device
 from longshore.worker.process.engine_loop import WorkerEngine
-from longshore.worker.process.host import num_physical_cores
-from longshore.worker.ranks.groups import joined_ranks
+from longshore.worker.process.host_resources import num_physical_cores
 from longshore.worker.ranks.parallel import Parallel
+from longshore.worker.ranks.rendezvous import joined_ranks
 from longshore.worker.worker import Worker
 
 logger = logging.getLogger(__name__)

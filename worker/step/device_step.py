@@ -18,14 +18,14 @@ from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment
 from longshore.worker.kernels.argmax import argmax
 from longshore.worker.kv_cache.block_table import TableUpload
 from longshore.worker.kv_cache.buffer import KVCache
-from longshore.worker.models.decoder import Decoder
+from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.ranks.parallel import Parallel
 from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.extras import DeviceExtras
 from longshore.worker.sampling.pooling import PooledSums, StepPooling
 from longshore.worker.sampling.sampler import sample
 from longshore.worker.step.encoder_rows import EncoderInput
-from longshore.worker.step.fed_back import FedBackTokens
+from longshore.worker.step.fed_back_tokens import FedBackTokens
 from longshore.worker.step.model_forward import ModelForward
 from longshore.worker.step.step_inputs import StepInputs
 from longshore.worker.step.token_table import TokenTable
@@ -42,7 +42,7 @@ class DeviceState:
     link:        to the other pipeline stages; None if there are none.
     """
 
-    model: Decoder
+    model: DecoderModel
     forward: ModelForward
     cache: KVCache
     attention: GroupedAttention

@@ -15,7 +15,7 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.kernels.graph import Graph, NotCapturable, capture
 from longshore.worker.kernels.native import native
-from longshore.worker.models.decoder import Decoder
+from longshore.worker.models.decoder_model import DecoderModel
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class ModelForward:
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         *,
         seconds: Callable[[Callable[[], object], int], float] = least_seconds,
     ) -> None:
@@ -57,13 +57,13 @@ class ModelForward:
         self._max_graph_tokens = 0
         self._computes_more = False
         self.is_capturable = (
-            type(model).forward is Decoder.forward  # replays do what that does
+            type(model).forward is DecoderModel.forward  # replays do what that does
             and model.parallel.num_shards == 1
             and native() is not None
         )
 
     def __call__(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
-        """See Decoder.forward."""
+        """See DecoderModel.forward."""
         if self._layers is not None and len(positions) <= self._max_graph_tokens:
             return self._layers.replay(inputs, positions, attention)
         return self._model.forward(inputs, positions, attention)
@@ -127,7 +127,7 @@ class _LayerGraph:
     """The layers of a model, captured, with what goes in and what comes out of them."""
 
     def __init__(
-        self, model: Decoder, inputs: Tensor, positions: Tensor, attention: AttentionStep
+        self, model: DecoderModel, inputs: Tensor, positions: Tensor, attention: AttentionStep
     ) -> None:
         kernels = native()
         assert kernels is not None

@@ -31,7 +31,7 @@ from longshore.worker.errors import RankLost
 from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.kv_cache.context_share import ContextShare
-from longshore.worker.models.decoder import Decoder
+from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.pooling import PooledSums, StepPooling
@@ -46,13 +46,8 @@ from longshore.worker.step.encoder_rows import (
     EncoderInput,
     EncoderRows,
 )
-from longshore.worker.step.fed_back import FedBackTokens, fed_back_tokens
+from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
 from longshore.worker.step.model_forward import GRAPH_TOKENS, ModelForward
-from longshore.worker.step.row_state import (
-    NO_COPIES,
-    BlockCopies,
-    RowState,
-)
 from longshore.worker.step.step_batch import (
     Int64s,
     StepBatch,
@@ -61,6 +56,11 @@ from longshore.worker.step.step_batch import (
 )
 from longshore.worker.step.step_inputs import StepInputs, StepInputsBuilder
 from longshore.worker.step.token_table import TokenTable, known_token_ids
+from longshore.worker.step.worker_rows import (
+    NO_COPIES,
+    BlockCopies,
+    WorkerRows,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         cache: KVCache,
         attention: GroupedAttention,
         queue: ComputeQueue,
@@ -113,7 +113,7 @@ class ModelRunner:
             max_samples=model.config.max_audio_samples,
             pin_memory=self._pin_memory,
         )
-        self._rows = RowState(
+        self._rows = WorkerRows(
             tables=self._tables,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from longshore.worker.attention import segments, torch_backend
 from longshore.worker.attention.backend import AttentionBackend
-from longshore.worker.attention.choice import make_attention
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.native_backend import NativeAttention
 from longshore.worker.attention.segments import capped_segments, decode_segments, length_classes
+from longshore.worker.attention.selector import make_attention
 from longshore.worker.attention.torch_backend import TorchAttention
 from longshore.worker.kernels.native import Native
 from longshore.worker.kv_cache.buffer import PagedKV

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longshore.worker.layers.embedding import Embedding, OutputHead
+from longshore.worker.layers.embedding import OutputHead, VocabParallelEmbedding
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors
@@ -45,7 +45,7 @@ def test_every_token_has_its_vector_and_its_score(vocab_size: int, num_shards: i
     table, ids = random(vocab_size, WIDTH), torch.arange(vocab_size, dtype=torch.int32)
 
     def compute(placement: Placement) -> Tensor:
-        embedding = Embedding(vocab_size, WIDTH, placement)
+        embedding = VocabParallelEmbedding(vocab_size, WIDTH, placement)
         head = OutputHead(vocab_size, WIDTH, placement)
         tied = OutputHead(vocab_size, WIDTH, placement, tied_to=embedding)
         fill({"e": embedding.stored(), "h": head.stored()}, {"e": table, "h": table})
@@ -108,7 +108,7 @@ def test_a_matrix_laid_out_for_its_product_gives_the_same_one(size: int) -> None
 
 def test_a_tied_head_that_is_laid_out_leaves_the_embeddings_as_they_were() -> None:
     placement = Placement(torch.bfloat16, torch.device("cpu"))
-    embedding = Embedding(50, 16, placement)
+    embedding = VocabParallelEmbedding(50, 16, placement)
     head = OutputHead(50, 16, placement, tied_to=embedding)
     table = random(50, 16).bfloat16()
     fill({"e": embedding.stored()}, {"e": table})

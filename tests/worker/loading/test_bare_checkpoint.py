@@ -16,11 +16,11 @@ from longshore.worker.config import WorkerConfig
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.kv_cache.fp8 import KVScales
 from longshore.worker.kv_cache.kv_scales import read_kv_scales
-from longshore.worker.loading.stored_names import (
+from longshore.worker.loading.tensor_names import (
     HEAD,
     INDEX_FILE,
     SINGLE_FILE,
-    stored_names,
+    tensor_names,
 )
 from longshore.worker.worker import Worker
 from tests.models import make_tiny_model
@@ -144,9 +144,9 @@ def test_a_whole_model_that_lacks_its_head_is_incomplete(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("content", [b"", b"\x09\0\0\0\0\0\0\0[1, 2, {}]", b"\xff" * 20])
 def test_names_that_cannot_be_read_are_none(content: bytes, tmp_path: Path) -> None:
-    assert stored_names(tmp_path) == frozenset()
+    assert tensor_names(tmp_path) == frozenset()
     (tmp_path / SINGLE_FILE).write_bytes(content)
-    assert stored_names(tmp_path) == frozenset()
+    assert tensor_names(tmp_path) == frozenset()
 
 
 def test_scales_of_the_kv_cache_are_read_by_bare_names_too(tmp_path: Path) -> None:

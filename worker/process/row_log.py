@@ -8,7 +8,7 @@ from longshore.protocol.plan import SchedulerOutput
 logger = logging.getLogger(__name__)
 
 
-class RequestLog:
+class RowLog:
     """Knows the requests on the rows as far as it has been told of them."""
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ class BlockCopies:
 NO_COPIES: Final = BlockCopies(np.empty(0, np.int64), ())
 
 
-class RowState:
+class WorkerRows:
     """All rows of this worker.
 
     vocab_size, num_blocks: what ids in plans must stay below.

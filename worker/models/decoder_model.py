@@ -16,13 +16,13 @@ from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.kind import CachedLayer, Kind, PagedAttentionKind
 from longshore.worker.kv_cache.kv_scales import is_kv_scale
 from longshore.worker.kv_cache.plan import cache_name
-from longshore.worker.layers.embedding import Embedding, OutputHead
+from longshore.worker.layers.embedding import OutputHead, VocabParallelEmbedding
 from longshore.worker.layers.layer_norm import LayerNorm
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation, rotary_table
 from longshore.worker.layers.stored_tensor import StoredTensors
-from longshore.worker.loading.stored_names import HEAD
+from longshore.worker.loading.tensor_names import HEAD
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.ranks.parallel import ALONE, Parallel
 
@@ -52,7 +52,7 @@ class DecoderLayer(Protocol):
         ...
 
 
-class Decoder(ABC):
+class DecoderModel(ABC):
     """A model for causal language modelling. Uninitialised until `checkpoint_tensors` are filled.
 
     max_model_len: positions that are tabulated, in tokens.
@@ -92,7 +92,7 @@ class Decoder(ABC):
         first, last = parallel.is_first_stage, parallel.is_last_stage
         is_tied = config.tie_word_embeddings
         size = (config.vocab_size, config.hidden_size, self._placement)
-        self.embedding = Embedding(*size) if first or (last and is_tied) else None
+        self.embedding = VocabParallelEmbedding(*size) if first or (last and is_tied) else None
         self.norm: RMSNorm | LayerNorm | None = None
         self.head: OutputHead | None = None
         if last:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from longshore.worker.layers.stored_tensor import StoredTensors
-from longshore.worker.models.decoder import Decoder
+from longshore.worker.models.decoder_model import DecoderModel
 
 
-class RenamedDecoder(Decoder):
+class RenamedDecoder(DecoderModel):
     """names: how a tensor's name begins elsewhere, and how in these checkpoints."""
 
     names: ClassVar[Mapping[str, str]]

@@ -11,7 +11,7 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import PlanMismatch
 from longshore.protocol.plan import Rewind, SchedulerOutput
 from longshore.protocol.rows import PlanFollower, RowTable
-from longshore.worker.step.fed_back import FedBackTokens, fed_back_tokens
+from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
 from longshore.worker.step.token_table import TokenTable
 from tests.worker.plans import Entry, Planner
 

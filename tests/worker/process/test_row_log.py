@@ -8,7 +8,7 @@ import pytest
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
 from longshore.protocol.plan import Rewind, RowStart, SchedulerOutput
 from longshore.protocol.sampling import SamplingParams
-from longshore.worker.process.request_log import RequestLog
+from longshore.worker.process.row_log import RowLog
 
 
 def plan(step: int, **changes: Any) -> SchedulerOutput:
@@ -29,8 +29,8 @@ def start(row: int, request_id: str) -> RowStart:
 
 
 def test_begin_and_end_of_each_row_carry_request_and_step(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "longshore.worker.process.request_log")
-    log = RequestLog()
+    caplog.set_level(logging.DEBUG, "longshore.worker.process.row_log")
+    log = RowLog()
     log.taken_in(plan(1, added=(start(0, "a"), start(1, "b"))))
     log.taken_in(plan(2, rewound=(Rewind(1, 4, 0, 2),)))
     log.taken_in(plan(3, finished_rows=int32_array([0]), added=(start(0, "c"),)))

@@ -11,7 +11,7 @@ from longshore.worker.errors import UnsupportedModel
 from longshore.worker.loading.loader import load_weights
 from longshore.worker.models.families import read_model_config
 from longshore.worker.models.llama import Llama
-from longshore.worker.models.renamed import RenamedDecoder
+from longshore.worker.models.renamed_decoder import RenamedDecoder
 from tests.models import make_tiny_llama
 
 

@@ -12,13 +12,13 @@ HEAD: Final = "lm_head.weight"
 _MAX_HEADER_BYTES: Final = 100_000_000  # as safetensors itself
 
 
-def is_body_alone(model_dir: Path) -> bool:
+def is_bare_checkpoint(model_dir: Path) -> bool:
     """The checkpoint has no output head, and names its layers as a decoder by itself does."""
-    names = stored_names(model_dir)
+    names = tensor_names(model_dir)
     return HEAD not in names and any(name.startswith("layers.") for name in names)
 
 
-def stored_names(model_dir: Path) -> frozenset[str]:
+def tensor_names(model_dir: Path) -> frozenset[str]:
     """Empty if they cannot be read: whoever loads the tensors says why."""
     try:
         single = model_dir / SINGLE_FILE

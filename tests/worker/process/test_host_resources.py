@@ -8,7 +8,7 @@ import pytest
 from longshore.deploy.machine.host import Host
 from longshore.deploy.machine.processors import processor_findings
 from longshore.deploy.machine.resources import resource_findings
-from longshore.worker.process.host import (
+from longshore.worker.process.host_resources import (
     HostMemory,
     available_host_bytes,
     host_memory,
