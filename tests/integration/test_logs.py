@@ -68,7 +68,7 @@ def test_each_line_is_an_object_whose_fields_name_request_and_step(
     assert {each["process"] for each in about} == {"gateway", "scheduler", "worker 0"}
     (admitted,) = (each for each in about if each["message"] == "admitted")
     assert (admitted["engine"], admitted["step_id"]) == ("engine-0.1", 1)
-    (started,) = (each for each in about if each["message"] == "starts")
+    (started,) = (each for each in about if each["message"] == "started")
     assert (started["rank"], started["step_id"]) == (0, 1)
     (answered,) = (each for each in about if each["message"] == "answered")
     assert (answered["status"], answered["output_tokens"]) == (200, 4)

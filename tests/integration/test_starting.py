@@ -127,7 +127,7 @@ def test_until_every_rank_is_warm_it_is_told_what_each_of_them_does(
     wait_until(lambda: told("worker 0 (loading shard 1 of 2 of slow on cpu)"), 30)
     assert get(f"{url}/health")[0] == 200
     let_1_load()
-    wait_until(lambda: told("worker 1 (loaded; waiting for the scheduler's welcome)"), 30)
+    wait_until(lambda: told("worker 1 (loaded; waiting for the scheduler's handshake)"), 30)
     assert told("worker 0 (loading shard 1 of 2 of slow on cpu)")
     let_0_load()
     wait_until(lambda: told("worker 0 (warming up), worker 1 (warming up)"), 30)

@@ -1,4 +1,4 @@
-"""Cores and memory, read from folders of made-up machines; doctor and worker read the same ones."""
+"""Cores and memory, read from folders of fictitious machines."""
 
 import os
 from pathlib import Path
