@@ -1,4 +1,4 @@
-"""Plans for several KV cache groups: whose block a copy makes, and which rows have their blocks."""
+"""Plans for several KV cache groups: the group of each copy, and whether rows have their blocks."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def plan_of(
     copies: list[tuple[int, int, int]] | None = None,
     appended: tuple[AppendedBlocks, ...] = (),
 ) -> SchedulerOutput:
-    """The first plan of an epoch; every row computes what it has left."""
+    """The first plan of an epoch; every row computes all its remaining tokens."""
     columns = [int32_array(list(column)) for column in zip(*copies or [], strict=True)] or [
         int32_array([]) for _ in range(3)
     ]
@@ -102,7 +102,7 @@ def test_a_copy_belongs_to_the_group_in_whose_table_its_target_is() -> None:
 @pytest.mark.req("FEA-06")
 @pytest.mark.parametrize(("rank", "kept"), [(0, [2, 4]), (1, [1, 3])])
 def test_a_rank_copies_those_of_the_tokens_that_it_keeps(rank: int, kept: list[int]) -> None:
-    """Two ranks, so that blocks are of 8 and of 16 tokens, of which 3 and 7 are copied."""
+    """With two ranks, blocks have 8 and 16 tokens, of which 3 and 7 are copied."""
     rows = worker_rows(ContextShare(rank, 2))
     plan = plan_of([start(0, 7, [1, 2], [4])], [(21, 2, 3), (22, 4, 7)])
     rows.apply(plan)
@@ -120,7 +120,7 @@ def test_a_plan_without_copies_has_none() -> None:
     ("copies", "reason"),
     [
         ([(20, 30, 1)], "in the table of a row that the step starts"),
-        ([(20, 1, 8)], "copied token"),
+        ([(20, 1, 8)], "number of copied tokens"),
     ],
     ids=["nobody's", "more than a block of its group"],
 )
