@@ -1,4 +1,4 @@
-"""What the loader of weights needs of a model."""
+"""The interface of a model that the weight loader needs."""
 
 from typing import Protocol
 
@@ -6,20 +6,20 @@ from longshore.worker.layers.stored_tensor import StoredTensors
 
 
 class LoadableModel(Protocol):
-    """Places for tensors, by the names that its checkpoint has."""
+    """A model whose tensors can be filled by their names in the checkpoint."""
 
     def checkpoint_tensors(self) -> StoredTensors:
-        """Where each tensor goes."""
+        """The memory of each tensor, by name."""
         ...
 
     def is_redundant(self, name: str) -> bool:
-        """The checkpoint may contain `name`; it is not needed."""
+        """Whether the checkpoint may contain `name` although the model does not need it."""
         ...
 
     def loaded(self) -> None:
-        """Every tensor is filled."""
+        """Called once every tensor is filled."""
         ...
 
     def copy_of(self, name: str) -> str | None:
-        """The tensor that a redundant one must be equal to; None if it does not matter."""
+        """The tensor that a redundant one must be equal to; None if any value is accepted."""
         ...
