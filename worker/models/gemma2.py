@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and behind attention and MLP, embeddings scaled up."""
+"""Gemma 2: norms before and after attention and MLP, scaled embeddings."""
 
 import torch
 from torch import Tensor
@@ -61,6 +61,6 @@ class Gemma2(DecoderModel):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         vectors = super().embed(token_ids)
-        # The factor is rounded to the model's dtype, as it was in training.
+        # The factor is rounded to the model's dtype, as in training.
         factor = torch.tensor(self.config.hidden_size**0.5, dtype=vectors.dtype)
         return vectors.mul_(factor)

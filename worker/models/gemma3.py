@@ -1,4 +1,4 @@
-"""Gemma 3, text: a Gemma 2 whose queries and keys are normalised head by head."""
+"""Gemma 3, text: a Gemma 2 that normalises each head of queries and keys."""
 
 from typing import ClassVar, Final
 
@@ -18,7 +18,7 @@ class Gemma3(Gemma2):
 
 
 class Gemma3Images(RenamedDecoder, Gemma3):
-    """The text part of a checkpoint that has one for images beside it."""
+    """The text part of a checkpoint with images and text."""
 
     names: ClassVar[dict[str, str]] = {"": "language_model."}
 

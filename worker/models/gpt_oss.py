@@ -1,4 +1,4 @@
-"""GPT-OSS: a Llama whose heads may attend to nothing, with a mixture of experts for the MLP."""
+"""GPT-OSS: a Llama with attention sinks, and a mixture of experts instead of the MLP."""
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from longshore.worker.models.llama import PreNormLayer
 
 
 class SinkAttention(SelfAttention):
-    """Each head has a learned logit that takes part in its softmax and stands for no token (Xiao et
-    al., 2023).
+    """Attention with a learned sink per head: a logit in the softmax that belongs to no token (Xiao
+    et al., 2023).
 
     sinks: (local heads,) float32.
     """

@@ -1,4 +1,4 @@
-"""Mamba 2: layers of a norm and a state space mixer."""
+"""Mamba 2: layers with a norm and a state space mixer."""
 
 from typing import ClassVar
 
@@ -63,4 +63,4 @@ class Mamba2(RenamedDecoder):
 
     def forward(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
         hidden = super().forward(inputs, positions, attention)
-        return hidden.to(self._placement.dtype)  # where the residual is wider
+        return hidden.to(self._placement.dtype)  # the residual may be float32

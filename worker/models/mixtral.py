@@ -1,4 +1,4 @@
-"""Mixtral: a Llama with a mixture of experts in place of the MLP."""
+"""Mixtral: a Llama with a mixture of experts instead of the MLP."""
 
 from typing import Final
 

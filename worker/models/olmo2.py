@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP, and over all queries and all keys of a token."""
+"""OLMo 2: norms after attention and MLP, and over all query heads and all key heads of a token."""
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ class PostNormLayer:
         rotation: Rotation,
         attention: AttentionStep,
     ) -> tuple[Tensor, None]:
-        assert residual is None, "no layer of this family leaves one"
+        assert residual is None, "layers of this family return no residual"
         x = self.post_attention_norm(self.attention(x, layer, rotation, attention)).add_(x)
         return self.post_mlp_norm(self.mlp(x)).add_(x), None
 

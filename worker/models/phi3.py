@@ -1,4 +1,4 @@
-"""Phi-3: a Llama whose checkpoints stack q, k and v, and gate and up, as they are computed."""
+"""Phi-3: a Llama whose checkpoints stack q, k and v, and gate and up."""
 
 from longshore.worker.layers.attention import SelfAttention
 from longshore.worker.layers.mlp import GatedMLP

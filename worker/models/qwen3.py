@@ -1,4 +1,4 @@
-"""Qwen3: a Llama whose queries and keys are normalised head by head."""
+"""Qwen3: a Llama that normalises each head of queries and keys."""
 
 from longshore.worker.layers.attention import HeadNormAttention
 from longshore.worker.layers.mlp import GatedMLP

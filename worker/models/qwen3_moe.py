@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts in place of the MLP, where a layer is not dense."""
+"""Qwen3-MoE: a Qwen3 with mixtures of experts in all layers that are not dense."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Decoders whose checkpoints have other names for what every decoder has."""
+"""Decoders whose checkpoints use other tensor names than Llama's."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -8,7 +8,7 @@ from longshore.worker.models.decoder_model import DecoderModel
 
 
 class RenamedDecoder(DecoderModel):
-    """names: how a tensor's name begins elsewhere, and how in these checkpoints."""
+    """names: prefixes of our tensor names, and the prefixes that replace them in the checkpoint."""
 
     names: ClassVar[Mapping[str, str]]
 
@@ -23,15 +23,15 @@ class RenamedDecoder(DecoderModel):
         return None if original is None else self._stored(original)
 
     def _stored(self, name: str) -> str:
-        return _with_other_beginning(name, self.names)
+        return _replace_prefix(name, self.names)
 
     def _own(self, name: str) -> str:
-        return _with_other_beginning(name, {there: own for own, there in self.names.items()})
+        return _replace_prefix(name, {stored: own for own, stored in self.names.items()})
 
 
-def _with_other_beginning(name: str, others: Mapping[str, str]) -> str:
-    """others: by beginning. A name that begins in none of these ways stays as it is."""
-    for beginning, other in others.items():
-        if name.startswith(beginning):
-            return other + name.removeprefix(beginning)
+def _replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Replace the first matching prefix; other names are unchanged."""
+    for prefix, other in prefixes.items():
+        if name.startswith(prefix):
+            return other + name.removeprefix(prefix)
     return name

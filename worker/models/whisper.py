@@ -1,5 +1,5 @@
-"""Whisper: learned positions, and decoder layers that attend to their own tokens, then to those
-that the encoder makes of a request's sound."""
+"""Whisper: an audio encoder, and a decoder with learned positions whose layers have self-attention
+and cross-attention to the encoder's tokens."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -56,7 +56,7 @@ class WhisperLayer:
         return self.mlp(x), residual
 
     def keep(self, encoded: Tensor, layer: int, row: int, attention: EncodingStep) -> None:
-        """encoded: (num_tokens, hidden_size), that a row's tokens attend to from now on."""
+        """Write the cross-attention KV of a row. encoded: (num_tokens, hidden_size)."""
         self.cross.keep(encoded, self._num_layers + layer, row, attention)
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
@@ -113,7 +113,7 @@ class Whisper(RenamedDecoder):
         return WhisperLayer(self.config, placement)
 
     def cached_layers(self) -> tuple[CachedLayer, ...]:
-        """What the decoder's tokens leave of each layer, then what the encoder's do."""
+        """The self-attention of all layers, then their cross-attention."""
         cross = CrossAttentionKind(num_heads=self.num_local_heads)
         return super().cached_layers() + tuple(
             CachedLayer(cross_name(layer), cross) for layer in self._layer_indices

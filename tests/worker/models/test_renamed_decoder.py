@@ -1,4 +1,4 @@
-"""Tensors under other names are the same tensors."""
+"""Tensors under other names are loaded like those under ours."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ def other_name(name: str) -> str:
 
 
 def load_renamed(folder: Path, head: torch.Tensor | None = None) -> dict[str, Any]:
-    """The model of the folder, with all tensors renamed. head: is stored too."""
+    """The model of the folder with all tensors renamed. head: whether the head is stored too."""
     path = folder / "model.safetensors"
     tensors = {other_name(name): tensor for name, tensor in load_file(path).items()}
     if head is not None:
