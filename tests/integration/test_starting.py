@@ -171,9 +171,7 @@ def check_printed_share_of_memory(
 ) -> None:
     """The least of what the ranks measure; they tell it in GiB with two decimals."""
     num_blocks = printed_num_blocks(deployment, dtype, num_shards=num_shards)
-    left_gib = [
-        float(gib) for gib in re.findall(r"(\S+) GiB of memory are left", deployment.output)
-    ]
+    left_gib = [float(gib) for gib in re.findall(r"(\S+) GiB of memory free", deployment.output)]
     assert len(left_gib) == num_shards
     fewest, most = (
         int(SHARE_OF_MEMORY * (min(left_gib) + rounding) * 2**30) // block_bytes(dtype, num_shards)

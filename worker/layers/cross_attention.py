@@ -31,7 +31,7 @@ class CrossAttention:
         q = self.queries(x).view(len(x), -1, self._head_dim)
         return self.out(attention.forward(layer, q))
 
-    def keep(self, encoded: Tensor, layer: int, row: int, attention: EncodingStep) -> None:
+    def write_kv(self, encoded: Tensor, layer: int, row: int, attention: EncodingStep) -> None:
         """Write the keys and values of a row's encoder tokens. encoded: (num_tokens, size)."""
         heads = self.keys_values(encoded).view(len(encoded), -1, self._head_dim)
         attention.write(layer, row, *heads.chunk(2, dim=1))

@@ -65,7 +65,7 @@ class JsonFields:
             raise self.wrong(key, "an object")
         return JsonFields(value, f"{self.source}, {key}")
 
-    def beside(self, file_name: str) -> "JsonFields | None":
+    def sibling_file(self, file_name: str) -> "JsonFields | None":
         """The object in another file of the same folder, or None if there is no such file. Only for
         the top-level object of a file. Raises BrokenCheckpoint."""
         path = Path(self.source).with_name(file_name)

@@ -55,9 +55,9 @@ class WhisperLayer:
         x, residual = self.mlp_norm.after_add(x, residual)
         return self.mlp(x), residual
 
-    def keep(self, encoded: Tensor, layer: int, row: int, attention: EncodingStep) -> None:
+    def write_kv(self, encoded: Tensor, layer: int, row: int, attention: EncodingStep) -> None:
         """Write the cross-attention KV of a row. encoded: (num_tokens, hidden_size)."""
-        self.cross.keep(encoded, self._num_layers + layer, row, attention)
+        self.cross.write_kv(encoded, self._num_layers + layer, row, attention)
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {
@@ -123,7 +123,7 @@ class Whisper(RenamedDecoder):
         spectrogram = self.log_mel(samples).to(self._placement.dtype)
         encoded = self.encoder(spectrogram)[:num_tokens]
         for index, layer in enumerate(self.layers):
-            layer.keep(encoded, index, row, attention)
+            layer.write_kv(encoded, index, row, attention)
 
     def forward(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
         x = self.embed(inputs).add_(self.positions.index_select(0, positions))

@@ -141,9 +141,9 @@ def cross_name(layer: int) -> str:
 def _read_audio(fields: JsonFields, num_encoder_tokens: int) -> AudioSettings:
     """The settings of the folder's feature extractor, or their defaults. Raises UnsupportedModel or
     BrokenCheckpoint, also if they contradict config.json."""
-    given = fields.beside("preprocessor_config.json")
+    given = fields.sibling_file("preprocessor_config.json")
     if given is None:
-        processor = fields.beside("processor_config.json")
+        processor = fields.sibling_file("processor_config.json")
         given = None if processor is None else processor.table("feature_extractor")
     if given is None:
         given = JsonFields({}, f"{fields.source} alone")

@@ -428,7 +428,7 @@ def test_blocks_of_cross_attention_have_the_bytes_that_its_heads_need(plain: Hea
 
 
 def test_pipeline_stages_are_refused_by_name(plain: Heard) -> None:
-    with pytest.raises(UnsupportedModel, match=r"pipeline_parallel_size=2: a model with an enc"):
+    with pytest.raises(UnsupportedModel, match=r"pipeline_parallel_size=2: models with an enc"):
         PagedModel(plain.path, parallel=Parallel(num_stages=2))
 
 
