@@ -18,8 +18,8 @@ from longshore.worker.errors import RankLost
 
 
 def main() -> int:
-    """Exit status 0 after Shutdown or when told to stop, 1 after an error that has been reported, 2
-    for bad usage."""
+    """Return exit status 0 after Shutdown or a stop signal, 1 after a reported error, 2 for bad
+    usage."""
     if len(sys.argv) != 2:
         print("usage: python -m longshore.worker CONFIG.json", file=sys.stderr)
         return 2
@@ -35,25 +35,25 @@ def main() -> int:
         signal.signal(number, _exit)
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
     lifeline.report(Progress("loading torch"))
-    # Only now: importing torch takes seconds, in which a supervisor may already have gone.
+    # Imported only now: it takes seconds, and the lifeline must already watch the supervisor.
     from longshore.worker.process.startup import serve
 
     try:
         serve(config, lifeline)
     except LongshoreError as error:
-        if config.lifeline_fd is None:  # a supervisor shows the reason itself
+        if config.lifeline_fd is None:  # otherwise the supervisor prints the reason
             print(f"error: {error}", file=sys.stderr)
         lifeline.report(Failed(str(error), is_consequence=isinstance(error, RankLost)))
         return 1
     finally:
-        # On the way out already: being told again must not cut the way short.
+        # A second stop signal must not interrupt the clean-up.
         for number in signals:
             signal.signal(number, signal.SIG_IGN)
     return 0
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    """Leave through every `finally`, with status 0: being told to stop is no error."""
+    """Run every `finally` and exit with status 0: a stop signal is not an error."""
     sys.exit(0)
 
 

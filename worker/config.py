@@ -1,4 +1,4 @@
-"""Settings of one worker: plain values, decided by whoever starts it."""
+"""Settings of one worker: plain values, set by the process that starts it."""
 
 from pathlib import Path
 from typing import Literal
@@ -12,29 +12,30 @@ from longshore.protocol.transport.channel import Endpoint
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one rank loads and how much it may hold. Raises ConfigError naming the wrong setting.
+    """What one rank loads and how much memory it uses. Raises ConfigError naming the wrong setting.
 
-    model:               folder with config.json and safetensors files, as Hugging Face writes it.
+    model:               folder with config.json and safetensors files, in Hugging Face format.
     device:              "cpu", "cuda" or "cuda:N".
-    dtype:               that the model computes in; "auto" is the checkpoint's own.
-    kv_cache_dtype:      of keys and values; "auto" is that of the model.
+    dtype:               dtype of the computation; "auto" is the checkpoint's own.
+    kv_cache_dtype:      dtype of keys and values; "auto" is the model's.
     block_size:          tokens per KV block.
-    num_blocks:          size of the KV cache including the null block; None measures memory.
-    kv_cache_bytes:      size of the KV cache when num_blocks is None.
+    num_blocks:          size of the KV cache, null block included; None derives it from memory.
+    kv_cache_bytes:      size of the KV cache if num_blocks is None.
     kv_memory_fraction:  share of the memory left after loading the weights that the KV cache takes
-                         when neither of the above is given; None is the device's default
+                         if neither of the above is given; None is the device's default
                          (`kv_cache.DEFAULT_MEMORY_FRACTION`).
-    max_num_seqs:        rows.
-    max_num_batched_tokens: tokens of one step at most.
-    max_num_scheduled_tokens: tokens that the scheduler gives a step; None is as many as it can.
-    max_steps_in_flight: plans that may be unanswered; None is one per pipeline stage, and two where
-                         there is one stage.
-    max_model_len:       tokens of one request at most; None is what the model was made for.
-    eos_token_ids:       not sampled before a request has its min_tokens.
+    max_num_seqs:        number of rows.
+    max_num_batched_tokens: maximum tokens per step.
+    max_num_scheduled_tokens: maximum tokens that the scheduler plans per step; None is
+                         max_num_batched_tokens.
+    max_steps_in_flight: maximum number of unanswered plans; None is one per pipeline stage, and two
+                         with a single stage.
+    max_model_len:       maximum tokens per request; None is the model's own limit.
+    eos_token_ids:       not sampled until a request has min_tokens.
     num_ranks_on_device: ranks that measure and share the same memory.
-    cpu_kernels:         "auto" is the compiled ones, if they were built; "torch" is plain torch.
-    threads:             of CPU kernels; None leaves torch's setting.
-    show_progress:       progress bar while loading; None shows it on a terminal.
+    cpu_kernels:         "auto" uses the compiled kernels if they were built; "torch" uses torch.
+    threads:             threads of CPU kernels; None keeps torch's setting.
+    show_progress:       progress bar while loading; None shows it on a terminal only.
     """
 
     model: str
@@ -85,12 +86,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class RankLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the ranks of an engine share a model: rank = stage * tensor_parallel_size + shard.
 
-    decode_context_parallel_size: neighbouring shards that share the tokens of their KV cache; it
-                divides tensor_parallel_size.
-    cp_kv_cache_interleave_size: neighbouring tokens that one of them keeps.
-    rendezvous: path of a file that all ranks can write and that does not exist before they meet;
-                None for one rank.
-    timeout_s:  how long a rank waits for another one in a step.
+    decode_context_parallel_size: neighbouring shards that split the tokens of their KV cache; a
+                divisor of tensor_parallel_size.
+    cp_kv_cache_interleave_size: consecutive tokens that one of these shards stores.
+    rendezvous: path of a file that all ranks can write and that does not exist yet; None for one
+                rank.
+    timeout_s:  how long a rank waits for another rank during a step.
     Raises ConfigError naming the wrong setting.
     """
 
@@ -113,12 +114,13 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.tensor_parallel_size % self.decode_context_parallel_size:
             raise ConfigError(
                 f"decode_context_parallel_size={self.decode_context_parallel_size} does not divide "
-                f"tensor_parallel_size={self.tensor_parallel_size}: groups of shards share tokens."
+                f"tensor_parallel_size={self.tensor_parallel_size}; shards split tokens in groups "
+                "of equal size. Use a divisor."
             )
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s={self.timeout_s} must be above 0.")
         if self.num_ranks > 1 and self.rendezvous is None:
-            raise ConfigError(f"{self.num_ranks} ranks need a rendezvous file to meet at.")
+            raise ConfigError(f"{self.num_ranks} ranks need a rendezvous file. Set rendezvous.")
 
     @property
     def num_ranks(self) -> int:
@@ -132,19 +134,20 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker as a process of its own: `python -m longshore.worker` reads this as JSON.
+    """Settings of a worker process: `python -m longshore.worker` reads them as JSON.
 
     identity:    what this rank must agree on with its scheduler; sizes and dtypes come from it.
-    endpoint:    the scheduler's, for this rank; the worker connects.
-    ranks:       of the engine.
-    num_replicas: engines of as many ranks on this host; they share its CPU and its memory.
-    max_num_scheduled_tokens, max_steps_in_flight: see WorkerConfig; how much may be in flight says
+    endpoint:    address of the scheduler for this rank; the worker connects to it.
+    ranks:       layout of the engine's ranks.
+    num_replicas: engines of the same size on this host; they share its CPU and memory.
+    max_num_scheduled_tokens, max_steps_in_flight: see WorkerConfig. The tokens in flight determine
                  how many blocks a request can hold.
-    threads:     of CPU kernels; None shares the physical cores out among the ranks of all engines.
-    startup_timeout_s: how long this rank waits for others, and for its scheduler, until all of them
-                 are warm.
+    threads:     threads of CPU kernels; None divides the physical cores among the ranks of all
+                 engines.
+    startup_timeout_s: how long this rank waits for the other ranks and for its scheduler during
+                 startup, warm-up included.
     lifeline_fd: inherited descriptor that ties the process to its supervisor.
-    runtime_dir: removed when the supervisor is gone.
+    runtime_dir: directory to remove if the supervisor dies.
     """
 
     model: str
@@ -170,18 +173,18 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks.num_ranks:
-            raise ConfigError(f"rank={self.rank} is none of the {self.ranks.num_ranks} ranks.")
+            raise ConfigError(f"rank={self.rank} is outside 0..{self.ranks.num_ranks - 1}.")
         if self.num_replicas < 1:
             raise ConfigError(f"num_replicas={self.num_replicas} must be at least 1.")
 
     @property
     def num_ranks_on_device(self) -> int:
-        """All ranks of all engines share the CPU; each has a GPU of its own."""
+        """All ranks of all engines share the CPU; on GPUs each rank has its own."""
         return self.ranks.num_ranks * self.num_replicas if self.device == "cpu" else 1
 
     @property
     def worker(self) -> WorkerConfig:
-        """The same settings without the process around them."""
+        """The same settings without those of the process."""
         identity = self.identity
         return msgspec.convert(
             {
@@ -209,7 +212,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 def load_config(path: Path) -> WorkerProcessConfig:
-    """Raises ConfigError for a file that is not a worker's configuration."""
+    """Read a worker's configuration. Raises ConfigError if the file does not hold one."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=WorkerProcessConfig)
     except (OSError, msgspec.MsgspecError) as error:

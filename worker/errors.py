@@ -1,11 +1,11 @@
-"""Why a worker refuses to start, or cannot go on. The former are found before the first request and
-say what to change."""
+"""Why a worker refuses to start or must stop. A refusal happens before the first request and says
+what to change."""
 
 from longshore.protocol.errors import ConfigError, EngineDead
 
 
 class UnsupportedModel(ConfigError):
-    """The checkpoint asks for something that this worker does not compute."""
+    """The checkpoint needs a feature that this worker does not implement."""
 
 
 class BrokenCheckpoint(ConfigError):
@@ -13,4 +13,4 @@ class BrokenCheckpoint(ConfigError):
 
 
 class RankLost(EngineDead):
-    """Another rank of this engine has ended or hangs: the cause is there, not here."""
+    """Another rank of this engine has died or hangs. The cause is there, not in this process."""

@@ -1,7 +1,7 @@
-"""One rank, assembled: from settings to a model in memory, a KV cache, and a runner of plans.
+"""One rank, assembled: the model in memory, the KV cache and the model runner.
 
-Two phases, because the number of blocks is agreed between them: built, the worker has its weights
-and knows what its memory holds; started, it has allocated the cache and carries out plans.
+There are two phases, because all ranks agree on the number of blocks between them. The constructor
+loads the weights and measures memory; `start` allocates the KV cache and returns the model runner.
 """
 
 import logging
@@ -61,15 +61,15 @@ CPU_WARM_UP_DECODES: Final = 4
 
 
 class Worker:
-    """Weights on a device. Closing it ends its thread; it can be used as a context manager.
+    """One rank's weights on a device. Closing it ends its thread; it is a context manager.
 
-    kv_cache:  what this rank would allocate; `start` may be told to take fewer blocks.
-    kv_scales: of its layers, if they are kept in fp8.
+    kv_cache:  what this rank can allocate; `start` may take fewer blocks.
+    kv_scales: scales of its layers, if the KV cache is fp8.
     """
 
     def __init__(self, config: WorkerConfig, parallel: Parallel = ALONE) -> None:
-        """Loads this rank's part of the model. Raises ConfigError (UnsupportedModel,
-        BrokenCheckpoint, KVCacheTooSmall among them) for whatever keeps it from being served."""
+        """Load this rank's part of the model. Raises ConfigError (UnsupportedModel,
+        BrokenCheckpoint and KVCacheTooSmall among them) if it cannot be served."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         native.select(use_native=config.cpu_kernels == "auto")
@@ -121,14 +121,14 @@ class Worker:
         num_blocks: int | None = None,
         queue: ComputeQueue | None = None,
     ) -> ModelRunner:
-        """Allocate the KV cache, compute once, and return what carries out plans. Called once.
+        """Allocate the KV cache, warm up, and return the model runner. Called once.
 
-        All ranks compute it together. Raises RankLost if one of them does not.
+        All ranks warm up together. Raises RankLost if another rank fails to.
 
         num_blocks: agreed with the other ranks; None takes `kv_cache.num_blocks`.
-        queue:      where to compute; None opens the device's own. The worker closes it.
+        queue:      compute queue to use; None opens the device's default. The worker closes it.
         """
-        assert self._queue is None, "a worker starts once"
+        assert self._queue is None, "start was called twice"
         agreed = self.kv_cache
         if num_blocks is not None:
             agreed = self._cache_of(agreed.groups, num_blocks)
@@ -147,10 +147,10 @@ class Worker:
             parallel=self._parallel,
             eos_token_ids=self._config.eos_token_ids,
         )
-        wait_for_device(self._device)  # the queue's stream does not wait for what was prepared here
+        wait_for_device(self._device)  # the queue's stream does not wait for the default stream
         self._warm_up(runner)
         logger.info(
-            "KV cache: %d blocks of %d bytes, %s in %s on %s",
+            "KV cache: %d blocks of %d bytes, %s of %s on %s",
             cache.num_blocks,
             cache.block_size_bytes,
             byte_size(cache.num_blocks * cache.block_size_bytes),
@@ -162,14 +162,14 @@ class Worker:
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """What it does beyond plain text."""
+        """What this worker supports in addition to text generation."""
         if self.model_config.max_encoder_tokens:
             return (Feature.MULTIMODAL,)
         has_head = self.model_config.has_head
         return (Feature.POOLING,) if has_head else (Feature.POOLING, Feature.POOLING_ONLY)
 
     def make_cache(self, config: KVCacheConfig) -> kv_cache.KVCache:
-        """A cache of this rank's layers, for its model and device."""
+        """A KV cache for this rank's layers, in the model's dtype and on its device."""
         return kv_cache.KVCache(
             config, dtype=self._dtype, device=self._device, scales=self.kv_scales
         )
@@ -196,7 +196,7 @@ class Worker:
 
     @property
     def _longest_request(self) -> tuple[int, int, int]:
-        """Its tokens, those in flight, and the steps in flight: what bounds the blocks of one."""
+        """Its tokens, the tokens in flight and the steps in flight: they bound its blocks."""
         config = self._config
         num_steps = config.max_steps_in_flight
         if num_steps is None:
@@ -206,7 +206,7 @@ class Worker:
 
     def _plan_cache(self) -> KVCacheConfig:
         config = self._config
-        # Of the whole model, so that all stages have the same groups.
+        # Planned for the whole model, so that all stages have the same groups.
         groups = groups_of_rank(
             plan_groups(
                 self._cache_specs,
@@ -264,7 +264,7 @@ class Worker:
             )
         if report.expanded_bytes:
             logger.info(
-                "%s more are taken once keys and values are made of latents",
+                "%s more will be allocated when keys and values are first expanded from latents",
                 byte_size(report.expanded_bytes),
             )
         num_requests = f"{report.max_concurrency:,.2f}".removesuffix(".00")
@@ -274,7 +274,7 @@ class Worker:
         config = self._config
         num_tokens = min(config.max_num_batched_tokens, self.max_model_len)
         num_decodes = min(config.max_num_batched_tokens, config.max_num_seqs)
-        if self._device.type == "cpu":  # nothing to tune or reserve there, only threads to start
+        if self._device.type == "cpu":  # nothing to tune or reserve, only threads to start
             num_tokens = min(num_tokens, CPU_WARM_UP_TOKENS)
             num_decodes = min(num_decodes, CPU_WARM_UP_DECODES)
         runner.warm_up(num_tokens, num_decodes)
@@ -286,9 +286,9 @@ def _max_model_len(config: WorkerConfig, model_config: DecoderConfig) -> int:
     longest = model_config.max_supported_len
     if config.max_model_len > longest:
         why = (
-            "a dynamic rope would turn keys that are cached already by other angles"
+            "dynamic rope would rotate keys that are already cached by different angles"
             if isinstance(model_config.rope, DynamicRope)
-            else "the model has learnt no positions beyond"
+            else "the model has no positions beyond that"
         )
         raise UnsupportedModel(
             f"max_model_len={config.max_model_len} is more than the {longest} tokens that "

@@ -8,7 +8,7 @@ from typing import Final
 import longshore
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.host import Host
-from longshore.worker.process.host import num_physical_cores, quota_cores
+from longshore.worker.process.host_resources import num_physical_cores, quota_cores
 
 _FEATURES: Final = {
     "avx2": "AVX2",

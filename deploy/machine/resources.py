@@ -9,7 +9,7 @@ from typing import Final
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.host import TIME_ERROR, Host, errno_name
 from longshore.deploy.supervisor.runtime_dir import MAX_SOCKET_PATH_BYTES
-from longshore.worker.process.host import host_memory, meminfo
+from longshore.worker.process.host_resources import host_memory, meminfo
 
 MIN_OPEN_FILES: Final = 4096
 """A stream takes one, and gateways raise their limit to the hard one."""

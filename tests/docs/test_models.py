@@ -76,7 +76,7 @@ def test_an_entry_point_that_leads_elsewhere_is_refused(installed: Path, tmp_pat
     points = installed / "granite-1.0.dist-info" / "entry_points.txt"
     points.write_text("[longshore.models]\nGraniteForCausalLM = granite_config:MULTIPLIERS\n")
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GraniteForCausalLM"]}))
-    with pytest.raises(UnsupportedModel, match="no subclass of DecoderConfig"):
+    with pytest.raises(UnsupportedModel, match="not a subclass of DecoderConfig"):
         read_model_config(tmp_path)
 
 

@@ -172,5 +172,5 @@ def test_what_ranks_cannot_share_is_refused_by_name_before_anything_starts(
 
 def test_a_model_with_windows_is_refused_by_name(tmp_path: Path) -> None:
     make_tiny_model("Gemma2", tmp_path, num_key_value_heads=1, sliding_window=8, head_dim=16)
-    with pytest.raises(ConfigError, match=r"keeps SlidingWindowSpec.* can share tokens out"):
+    with pytest.raises(ConfigError, match=r"has a SlidingWindowSpec.* can be split by"):
         make_llm(tmp_path, **SHARED)

@@ -43,7 +43,7 @@ def test_a_client_s_request_id_is_in_the_lines_of_every_process_for_people(
         ("gateway", "arrived max_tokens=4 client=127.0.0.1:"),
         ("scheduler", "arrived prompt_tokens="),
         ("scheduler", "admitted step_id=1 waited_ms="),
-        ("worker 0", "starts step_id=1"),
+        ("worker 0", "started step_id=1"),
         ("scheduler", "ended finish_reason=LENGTH_CAPPED output_tokens=4"),
         ("gateway", "ended ttft_ms= total_ms="),
         ("gateway", "answered method=POST path=/v1/completions status=200 duration_ms="),
@@ -68,7 +68,7 @@ def test_each_line_is_an_object_whose_fields_name_request_and_step(
     assert {each["process"] for each in about} == {"gateway", "scheduler", "worker 0"}
     (admitted,) = (each for each in about if each["message"] == "admitted")
     assert (admitted["engine"], admitted["step_id"]) == ("engine-0.1", 1)
-    (started,) = (each for each in about if each["message"] == "starts")
+    (started,) = (each for each in about if each["message"] == "started")
     assert (started["rank"], started["step_id"]) == (0, 1)
     (answered,) = (each for each in about if each["message"] == "answered")
     assert (answered["status"], answered["output_tokens"]) == (200, 4)

@@ -205,7 +205,7 @@ def test_sigterm_lets_a_live_stream_finish_and_every_rank_exits_well(
     assert num_ranks == (4 if layout is BOTH else 2)
     output = deployment.output
     for rank in range(num_ranks):
-        for doing in ("meeting the other", "loading", "warming up"):
+        for doing in ("waiting for the other", "loading", "warming up"):
             assert any(f"worker {rank}: {doing}" in line for line in output.splitlines())
     ready = output.index("ready at")
     assert output.rindex("warming up") < ready, "who is ready has warmed up"
@@ -297,7 +297,7 @@ def test_stop_while_ranks_wait_for_each_other_is_no_error(
     start_deployment: StartDeployment,
 ) -> None:
     deployment = start_deployment("--tensor-parallel-size", "2")
-    wait_until(lambda: "meeting the other" in deployment.output, 30)
+    wait_until(lambda: "waiting for the other" in deployment.output, 30)
     children = deployment.process.children()
     assert deployment.stop() == 0, deployment.output
     assert not any(child.is_running() for child in children)

@@ -127,7 +127,7 @@ def test_until_every_rank_is_warm_it_is_told_what_each_of_them_does(
     wait_until(lambda: told("worker 0 (loading shard 1 of 2 of slow on cpu)"), 30)
     assert get(f"{url}/health")[0] == 200
     let_1_load()
-    wait_until(lambda: told("worker 1 (loaded; waiting for the scheduler's welcome)"), 30)
+    wait_until(lambda: told("worker 1 (loaded; waiting for the scheduler's handshake)"), 30)
     assert told("worker 0 (loading shard 1 of 2 of slow on cpu)")
     let_0_load()
     wait_until(lambda: told("worker 0 (warming up), worker 1 (warming up)"), 30)
@@ -171,9 +171,7 @@ def check_printed_share_of_memory(
 ) -> None:
     """The least of what the ranks measure; they tell it in GiB with two decimals."""
     num_blocks = printed_num_blocks(deployment, dtype, num_shards=num_shards)
-    left_gib = [
-        float(gib) for gib in re.findall(r"(\S+) GiB of memory are left", deployment.output)
-    ]
+    left_gib = [float(gib) for gib in re.findall(r"(\S+) GiB of memory free", deployment.output)]
     assert len(left_gib) == num_shards
     fewest, most = (
         int(SHARE_OF_MEMORY * (min(left_gib) + rounding) * 2**30) // block_bytes(dtype, num_shards)

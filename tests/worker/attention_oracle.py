@@ -1,4 +1,4 @@
-"""What attention should compute, over all pairs of tokens in float64."""
+"""Reference attention over all pairs of tokens in float64."""
 
 from typing import Any
 

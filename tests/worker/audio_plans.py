@@ -1,4 +1,5 @@
-"""Hand-made plans for a model with an encoder: blocks for its tokens beside a row's own."""
+"""Hand-made plans for a model with an encoder, with blocks for encoder tokens and for a row's
+own."""
 
 import hashlib
 from collections.abc import Iterable
@@ -26,9 +27,9 @@ def audio(samples: npt.NDArray[np.float32], num_tokens: int) -> MultimodalFeatur
 
 
 class AudioPlanner(Planner):
-    """Group 0 is the decoder's, group 1 that of cross attention; blocks are equally large.
+    """Group 0 is the decoder's, group 1 that of cross attention; blocks have equal size.
 
-    sounds: by row; a row that starts brings what is there.
+    sounds: audio by row; a row that starts takes its entry.
     cross:  blocks of the encoder's tokens, by row.
     """
 

@@ -1,4 +1,5 @@
-"""A model whose logits are a table by the last token: tests of sampling know every number of it."""
+"""A model whose logits are a table indexed by the last token, so that sampling tests know all of
+them."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ class BigramModel:
 
 
 class NoAttention:
-    """The bigram model attends to nothing."""
+    """Attention of the bigram model, which has no attention layers."""
 
     def begin_step(self, metadata: object) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Caches of one group, for tests that need no model."""
+"""KV caches of one group, for tests without a model."""
 
 import torch
 
@@ -53,8 +53,8 @@ def paged_kv(
     padding: int = 8,
     scales: KVScales | None = None,
 ) -> PagedKV:
-    """padding: elements that a block has behind those of its layers. scales: of all layers, which
-    are kept in fp8 then."""
+    """padding: additional elements per block. scales: scales of all layers, which are then stored
+    in fp8."""
     shape = (num_layers, 2, block_size, num_kv_heads, head_dim)
     size = num_layers * 2 * block_size * num_kv_heads * head_dim
     kept = dtype if scales is None else FP8

@@ -1,4 +1,4 @@
-"""Checkpoints that several worker tests load; made once."""
+"""Checkpoints that several worker tests load; each is made once."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tests.models import make_tiny_llama
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """The machine's cores are shared, and sums over one thread have one order."""
+    """One thread, because cores are shared and sums over one thread have a fixed order."""
     torch.set_num_threads(1)
 
 

@@ -1,4 +1,4 @@
-"""Runs a loaded model over a paged cache without a runner: what tests of models compare."""
+"""Runs a loaded model over a paged cache without a model runner, for tests of models."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,17 @@ from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.kv_cache.context_share import WHOLE_CONTEXT, ContextShare
 from longshore.worker.kv_cache.fp8 import KVScales
 from longshore.worker.kv_cache.slot_mapping import slots_at
-from longshore.worker.models.decoder import Decoder
+from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.step.step_batch import StepBatch
 from longshore.worker.worker import Worker
 
 
 class PagedSequence:
-    """One sequence at a time on a model's cache, every group on shuffled blocks of its own."""
+    """One sequence at a time on a model's cache; every group has its own shuffled blocks."""
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         config: KVCacheConfig,
         *,
         max_model_len: int,
@@ -46,7 +46,7 @@ class PagedSequence:
         ]
 
     def begin_step(self, start: int, count: int) -> tuple[Tensor, GroupedStep]:
-        """The positions of `count` tokens from `start` on, and their step."""
+        """The `count` positions from `start` on, and their attention step."""
         rows, starts, counts = np.zeros(1, np.int64), np.array([start]), np.array([count])
         batch = StepBatch(rows, starts, counts, num_decodes=int(count == 1))
         step = self._attention.begin_step(
@@ -58,13 +58,14 @@ class PagedSequence:
         return torch.from_numpy(batch.positions()), step
 
     def hear(self, samples: Tensor) -> None:
-        """What the sequence attends to, if the model has an encoder."""
+        """Encode the audio of the sequence, if the model has an encoder."""
         _, step = self.begin_step(0, 1)
         with torch.inference_mode():
             self.model.encode(samples, 0, self.model.config.max_encoder_tokens, step)
 
     def forward(self, inputs: Tensor, start: int) -> Tensor:
-        """Positions from `start` on: token ids, or the hidden states of the stage before."""
+        """Compute the positions from `start` on. inputs: token ids, or hidden states of the
+        previous stage."""
         positions, step = self.begin_step(start, len(inputs))
         with torch.inference_mode():
             return self.model.forward(inputs, positions, step)
@@ -103,7 +104,8 @@ def _group_metadata(batch: StepBatch, table: np.ndarray, spec: KVCacheSpec) -> A
 def metadata(
     batch: StepBatch, table: np.ndarray, block_size: int, share: ContextShare = WHOLE_CONTEXT
 ) -> AttentionMetadata:
-    """What the runner would say about `batch`, on the CPU. block_size: of what a rank keeps."""
+    """The attention metadata of `batch`, as the runner would make it, on the CPU. block_size:
+    tokens of a block that a rank stores."""
     positions, all_ranks = batch.positions(), block_size * share.size
     places = np.divmod(positions, all_ranks)
     slots = slots_at(table, batch.token_rows(), places, block_size, share)
@@ -122,8 +124,8 @@ def metadata(
 def cross_metadata(
     batch: StepBatch, table: np.ndarray, block_size: int, lens: np.ndarray
 ) -> AttentionMetadata:
-    """The same of a group of cross attention. lens: tokens of the encoder that each token of the
-    step attends to."""
+    """The same for a group of cross attention. lens: encoder tokens that each token of the step
+    attends to."""
     return AttentionMetadata(
         slot_mapping=torch.empty(0, dtype=torch.int64),
         block_table=torch.from_numpy(table),

@@ -15,7 +15,7 @@ NAN: Final = 0x7F
 
 
 def number(code: int) -> float:
-    """What a byte stands for."""
+    """The value of a code."""
     exponent, mantissa = code >> 3 & 15, code & 7
     if code & NAN == NAN:
         return math.nan
@@ -28,7 +28,7 @@ NUMBERS: Final = np.array([number(code) for code in range(NAN)])
 
 
 def nearest(values: np.ndarray) -> np.ndarray:
-    """Codes, uint8: of two that are as near, the even one; the largest number beyond it."""
+    """The nearest codes, uint8; the even one on ties, and the largest number if out of range."""
     sizes = np.minimum(np.abs(values), NUMBERS[-1])
     above = np.searchsorted(NUMBERS, sizes)  # a NaN comes behind all
     above = np.minimum(above, NAN - 1)
@@ -40,7 +40,7 @@ def nearest(values: np.ndarray) -> np.ndarray:
 
 
 def stored(values: Tensor, scale: float) -> Tensor:
-    """The codes, uint8, of what is divided by a scale: float32 times the inverse, rounded there."""
+    """The codes, uint8, of numbers divided by a scale: multiplied by its inverse in float32."""
     inverse = np.float32(1) / np.float32(scale)
     with np.errstate(over="ignore"):
         divided = values.float().numpy() * inverse
@@ -48,7 +48,8 @@ def stored(values: Tensor, scale: float) -> Tensor:
 
 
 def kept(vectors: Iterable[Tensor], scales: KVScales | None) -> tuple[Tensor, ...]:
-    """Keys and values as attention finds them in the cache: float64. scales: None is no fp8."""
+    """Keys and values as attention reads them from the cache, in float64. scales: None if not
+    fp8."""
     if scales is None:
         return tuple(vectors)
     table = torch.tensor([number(code) for code in range(256)], dtype=torch.float64)

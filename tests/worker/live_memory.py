@@ -1,4 +1,4 @@
-"""How many bytes of tensors live at once: exact, whatever an allocator keeps."""
+"""The exact number of bytes of live tensors, independent of allocators."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,8 +32,8 @@ class _Meter(TorchDispatchMode):
 
 
 def peak_bytes(action: Callable[[], object], *, beside: Sequence[Tensor] = ()) -> int:
-    """Of tensors that live at once while `action` runs: those that it makes, and of those of
-    `beside` what it has not let go."""
+    """The peak of live tensor bytes while `action` runs: tensors that it makes, and those of
+    `beside` that it has not released."""
     meter = _Meter(beside)
     del beside
     with meter:

@@ -1,4 +1,4 @@
-"""A hand-made scheduler: enough of one to drive the worker with real plans, and no more."""
+"""A hand-made scheduler, just enough to drive the worker with real plans."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass
 class Entry:
-    """A request to be put on a row. `blocks` hold the first `num_computed_tokens` already."""
+    """A request to put on a row. `blocks` already hold the first `num_computed_tokens`."""
 
     row: int
     prompt: Sequence[int]
@@ -37,7 +37,7 @@ class Entry:
 
 
 class Planner:
-    """Writes consistent plans. Blocks come from a shuffled list, so that no order is special."""
+    """Writes consistent plans. Blocks come from a shuffled list, so that no order is assumed."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Planner:
         rewound: Sequence[Rewind] = (),
         copies: Sequence[tuple[int, int, int]] = (),
     ) -> SchedulerOutput:
-        """One step. scheduled: tokens of rows that compute another number than expected. copies:
-        (from block, to block, tokens)."""
+        """One step. scheduled: tokens of rows that compute another number than predicted. copies:
+        (source block, target block, tokens)."""
         rows = self.rows
         for row in finished:
             rows.drop(row)

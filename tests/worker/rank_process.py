@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from longshore.protocol.errors import EngineDead
 from longshore.worker.config import RankLayout
-from longshore.worker.ranks.groups import joined_ranks
 from longshore.worker.ranks.parallel import Parallel
+from longshore.worker.ranks.rendezvous import joined_ranks
 from longshore.worker.ranks.stage_link import StageLink
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ PATIENCE_S = 0.5
 
 
 def place(parallel: Parallel) -> list[int]:
-    """Where the rank is, and what it gets from the ranks of its stage."""
+    """The rank's place, and the results of exchanges in its stage."""
     mine = torch.tensor([parallel.rank, 1], dtype=torch.int32)
     gathered = parallel.all_gather(mine[:1]).tolist()
     told = parallel.broadcast(mine.clone()).tolist()
@@ -32,7 +32,7 @@ def place(parallel: Parallel) -> list[int]:
 
 
 def share(parallel: Parallel) -> list[list[int]]:
-    """What the rank gets from those that share its tokens."""
+    """The results of exchanges within the context group."""
     size, rank = parallel.context_share.size, parallel.rank
     gathered = parallel.gather_context(torch.tensor([rank]))
     received = parallel.exchange_context(10 * rank + torch.arange(size).unsqueeze(1))
@@ -57,7 +57,7 @@ def link(parallel: Parallel) -> list[float]:
 
 
 def lose(parallel: Parallel) -> str:
-    """Rank 0 leaves once all are connected; the others say how they notice."""
+    """Rank 0 exits once all are connected; the others report how they notice."""
     parallel.meet(CPU)
     if parallel.rank == 0:
         print('"left"')
@@ -70,12 +70,12 @@ def lose(parallel: Parallel) -> str:
 
 
 def compile_slowly(parallel: Parallel) -> str:
-    """Rank 0 comes later than `PATIENCE_S`: to the first exchange, and never to the second."""
+    """Rank 0 is later than `PATIENCE_S` at the first exchange, and never comes to the second."""
     started = time.monotonic()
     while parallel.rank == 0 and time.monotonic() - started < 3 * PATIENCE_S:
         torch.ones(64, 64).mm(torch.ones(64, 64))
     parallel.meet(CPU)
-    parallel.wait_at_most(PATIENCE_S)
+    parallel.set_timeout(PATIENCE_S)
     store = dist.distributed_c10d._get_default_store()
     if parallel.rank == 0:
         store.wait(["noticed"])  # one that has left is noticed as gone, not as late

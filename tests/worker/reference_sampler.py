@@ -46,7 +46,7 @@ def edited(
 
 
 def kept(logits: Float32s, sampling: SamplingParams) -> dict[int, float]:
-    """The tokens that may be drawn and their weights, in the order in which they are laid out."""
+    """The tokens that may be drawn and their weights, in the order of drawing."""
     scaled = [float(logit) / sampling.temperature for logit in logits]
     weights = {i: math.exp(value - max(scaled)) for i, value in enumerate(scaled)}
     weights = {i: weight for i, weight in weights.items() if weight >= sampling.min_p}
@@ -86,7 +86,7 @@ def generate(
     num_tokens: int,
     eos_token_ids: Sequence[int] = (),
 ) -> list[int]:
-    """Outputs of the model whose logits are table[last token]."""
+    """Outputs of a model with the logits table[last token]."""
     outputs: list[int] = []
     for _ in range(num_tokens):
         last = [*prompt, *outputs][-1]

@@ -1,1 +1,1 @@
-"""Attention over paged KV: what a step asks for, and the backends that compute it."""
+"""Attention over paged KV: the metadata of a step, and the backends that compute it."""

@@ -1,12 +1,12 @@
-"""Attention of ranks that share out the tokens of every sequence (context parallel).
+"""Attention with context parallelism: ranks split the tokens of every sequence among them.
 
-They hold the same KV head, or the same latents. Queries of all their heads are gathered, each rank
-attends to the tokens that it keeps, and what it finds goes to the rank whose heads asked: the
-weighted sum of values with the logarithm of its weights' sum, from which the parts are put together
-(as the parts of one context are in flash decoding, Dao et al., 2023).
+The ranks hold the same KV head, or the same latents. The queries of all their heads are gathered,
+and each rank attends to the tokens that it stores. It returns to the rank that owns the heads the
+weighted sum of values and the logarithm of the sum of weights, from which the results are merged
+(as in flash decoding, Dao et al., 2023).
 
-The tokens that a rank keeps of a sequence lie in order of their positions, so those that a token
-sees are the first ones. Everything is plain torch, in float32, the same on a CPU and on CUDA.
+A rank stores its tokens of a sequence in order of position, so a query sees the first n of them.
+Everything is plain torch, in float32, the same on a CPU and on CUDA.
 """
 
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ from longshore.worker.kv_cache.fp8 import (
 from longshore.worker.ranks.parallel import Parallel
 
 MAX_SCORES: Final = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Of a tile of a chunk, over the heads of all ranks: what is in memory at once. A CPU's caches hold
-few, and small tiles have few keys that none of their tokens sees."""
+"""Maximum scores of a tile, over the heads of all ranks, which limits memory use. It is lower
+on a CPU because of its caches, and because small tiles compute fewer masked scores."""
 
 
 def shared_backend(kind: object, view: Any, parallel: Parallel) -> AttentionBackend:
-    """The backend for layers of `kind` whose tokens this rank shares with others. Raises
-    UnsupportedModel if such layers cannot be computed so."""
+    """The backend for layers of `kind` with context parallelism. Raises UnsupportedModel if the
+    kind does not support it."""
     share = parallel.context_share
     match kind:
         case PagedAttentionKind(window=None, chunk=None):
@@ -46,24 +46,24 @@ def shared_backend(kind: object, view: Any, parallel: Parallel) -> AttentionBack
             return SharedLatentAttention(view, kind, parallel)
         case _:
             raise UnsupportedModel(
-                f"decode_context_parallel_size={share.size}: layers of {kind} "
-                "cannot share tokens out. Leave decode_context_parallel_size out."
+                f"decode_context_parallel_size={share.size}: layers of {kind} do not support "
+                "context parallelism. Remove decode_context_parallel_size."
             )
 
 
 def _description(parallel: Parallel, kind: object) -> str:
-    return f"torch, {parallel.context_share.size} ranks share tokens, {kind}"
+    return f"torch, context parallel over {parallel.context_share.size} ranks, {kind}"
 
 
 class SharedAttention:
-    """Layers with keys and values, of one KV head on this rank."""
+    """Layers with keys and values; this rank has one KV head."""
 
     def __init__(self, cache: PagedKV, kind: PagedAttentionKind, parallel: Parallel) -> None:
         if cache.num_kv_heads != 1:
             raise UnsupportedModel(
                 f"decode_context_parallel_size={parallel.context_share.size} with "
-                f"{cache.num_kv_heads} KV heads per rank: ranks share tokens of one KV head. "
-                "Raise tensor_parallel_size or leave decode_context_parallel_size out."
+                f"{cache.num_kv_heads} KV heads per rank, but context parallelism supports one. "
+                "Raise tensor_parallel_size or remove decode_context_parallel_size."
             )
         self._memory = _KeysAndValues(cache)
         self._scale = cache.head_dim**-0.5 if kind.scale is None else kind.scale
@@ -103,8 +103,8 @@ class SharedAttentionStep:
 
 
 class SharedLatentAttention:
-    """Layers with latents, absorbed (see latent_backend): keys and values of heads are never made,
-    because no rank has the latents of a whole context."""
+    """Layers with latents, always absorbed (see latent_backend): no rank has the latents of a whole
+    context, so keys and values are never expanded."""
 
     def __init__(self, view: PagedLatents, kind: LatentAttentionKind, parallel: Parallel) -> None:
         self._memory = _Latents(view, kind.latent_dim)
@@ -158,18 +158,21 @@ def attend(
     q: Tensor,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """(num_tokens, num_heads, value_dim) float32, of this rank's queries over the tokens of all
-    ranks, each of which calls this. q: (num_tokens, num_heads, dim); sinks: (num_heads,)."""
-    # What is sent is not kept: beside what is received, it is the largest memory of a step.
+    """Attention of this rank's queries to the tokens of all ranks; every rank must call this.
+
+    q: (num_tokens, num_heads, dim); sinks: None or (num_heads,).
+    Returns (num_tokens, num_heads, value_dim) float32.
+    """
+    # Keep no reference to the sent tensor: sent and received tensors are a step's largest memory.
     return merge(
         parallel.exchange_context(context.attend(layer, parallel.gather_context(q))), sinks
     )
 
 
 def merge(parts: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """What each rank found, put together.
+    """Merge the results of all ranks.
 
-    parts: (ranks, num_tokens, num_heads, value_dim + 1) as of KeptContext.attend, overwritten.
+    parts: (ranks, num_tokens, num_heads, value_dim + 1) from KeptContext.attend, overwritten.
     sinks: None, or (num_heads,), logits without values. Returns (num_tokens, num_heads, value_dim).
     """
     sums, logs = parts[..., :-1], parts[..., -1:]
@@ -180,7 +183,7 @@ def merge(parts: Tensor, sinks: Tensor | None = None) -> Tensor:
 
 
 class KeptContext:
-    """One step's attention to the tokens that this rank keeps; what all layers share."""
+    """One step's attention to the tokens that this rank stores; shared by all layers."""
 
     def __init__(
         self,
@@ -192,7 +195,7 @@ class KeptContext:
         scale: float,
         softcap: float | None = None,
     ) -> None:
-        """num_heads: of one rank. Called on the compute queue; does not wait for the device."""
+        """num_heads: heads of one rank. On the compute queue; does not wait for the device."""
         assert metadata.kept_tokens is not None
         self._memory = memory
         self._scale = scale
@@ -209,15 +212,17 @@ class KeptContext:
         ]
 
     def write(self, layer: int, *of_tokens: Tensor) -> None:
-        """Keep what belongs to this rank of what all tokens of the step leave."""
+        """Store this rank's part of the KV of the step's tokens."""
         kept = (each.index_select(0, self._kept_tokens) for each in of_tokens)
         self._memory.write(layer, self._places, *kept)
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
-        """q: (ranks, num_tokens, num_heads, dim), of all ranks. For each query, float32, the
-        weighted mean of the values of the tokens that it sees here, and the logarithm of the sum of
-        their weights: zeros and -infinity if there are none.
-        (ranks, num_tokens, num_heads, value_dim + 1)."""
+        """q: (ranks, num_tokens, num_heads, dim), the queries of all ranks.
+
+        Returns (ranks, num_tokens, num_heads, value_dim + 1) float32: for each query, the weighted
+        mean of the values of the tokens that it sees on this rank, and the logarithm of the sum of
+        their weights; zeros and -infinity if there are none.
+        """
         memory = self._memory
         out = q.new_empty(*q.shape[:3], memory.value_dim + 1, dtype=torch.float32)
         scales = memory.scales(layer)
@@ -238,8 +243,8 @@ class KeptContext:
         return out
 
     def _find(self, q: Tensor, keys: Tensor, values: Tensor, lens: Tensor) -> Tensor:
-        """q: (n, queries, heads, dim), scaled; keys, values: (n, num_keys, ...); lens:
-        (n, queries), how many of the keys each sees. (n, queries, heads, value_dim + 1)."""
+        """q: (n, queries, heads, dim), scaled; keys, values: (n, num_keys, ...); lens: (n,
+        queries), how many keys each query sees. Returns (n, queries, heads, value_dim + 1)."""
         scores = (q.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, q.shape[1:3])
         if self._softcap is not None:
             scores = scores.div_(self._softcap).tanh_().mul_(self._softcap)
@@ -253,11 +258,11 @@ class KeptContext:
         return torch.cat((sums / total.clamp(min=1.0), highest + total.log()), -1)
 
 
-class _Tile(NamedTuple):
-    """Neighbouring tokens of the step that are computed together, of n sequences.
+class _QueryTile(NamedTuple):
+    """Consecutive tokens of the step that are computed together, of n sequences.
 
-    lens:     (n, queries), how many of their sequence's keys they see here.
-    num_keys: of a sequence, at least 1 and the largest of these.
+    lens:     (n, queries), how many keys of its sequence each query sees on this rank.
+    num_keys: keys per sequence to compute: the maximum of `lens`, at least 1.
     """
 
     tokens: slice
@@ -266,10 +271,10 @@ class _Tile(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Sequences whose keys are read together. block_ids: (n, blocks of each)."""
+    """Sequences whose keys are read together. block_ids: (n, blocks per sequence)."""
 
     block_ids: Tensor
-    tiles: Sequence[_Tile]
+    tiles: Sequence[_QueryTile]
 
 
 def _decodes(
@@ -279,11 +284,11 @@ def _decodes(
     rows = metadata.decode_rows[tokens].unsqueeze(1)
     lens = metadata.decode_lens[tokens].unsqueeze(1)
     columns = torch.arange(segment.num_blocks, device=rows.device)
-    # Ids behind a sequence's own are stale; the null block, which stands for them, is zeros.
+    # Entries after a sequence's own are stale; the null block, all zeros, replaces them.
     is_own = columns * (block_size * share.size) < lens
     block_ids = metadata.block_table[rows, columns * is_own].long() * is_own
     num_keys = segment.num_blocks * block_size
-    return _Batch(block_ids, [_Tile(tokens, share.num_kept(lens), num_keys)])
+    return _Batch(block_ids, [_QueryTile(tokens, share.num_kept(lens), num_keys)])
 
 
 def _chunk(
@@ -293,7 +298,7 @@ def _chunk(
     chunk: PrefillChunk,
     max_rows: int,
 ) -> _Batch:
-    """max_rows: queries of a tile times its keys, over all heads."""
+    """max_rows: maximum of queries times keys of a tile."""
     device = metadata.block_table.device
     num_blocks = -(-chunk.seq_len // (block_size * share.size))
     block_ids = metadata.block_table[chunk.row, :num_blocks].long().unsqueeze(0)
@@ -302,21 +307,21 @@ def _chunk(
     tiles = []
     for first in range(start, chunk.seq_len, step):
         end = min(first + step, chunk.seq_len)
-        num_keys = max(1, int(share.num_kept(np.array(end))))  # the first block is its own
+        num_keys = max(1, int(share.num_kept(np.array(end))))  # reading one key is always safe
         lens = share.num_kept(torch.arange(first + 1, end + 1, device=device))
-        behind = chunk.first_token - start
-        tiles.append(_Tile(slice(behind + first, behind + end), lens.unsqueeze(0), num_keys))
+        shift = chunk.first_token - start
+        tiles.append(_QueryTile(slice(shift + first, shift + end), lens.unsqueeze(0), num_keys))
     return _Batch(block_ids, tiles)
 
 
 class _Memory(Protocol):
-    """The cache as tokens that are kept. value_dim: of what is summed up."""
+    """The cache as a sequence of tokens. value_dim: elements of a value."""
 
     block_size: int
     value_dim: int
 
     def write(self, layer: int, places: tuple[Tensor, Tensor], *kept: Tensor) -> None:
-        """places: the block, and the place in it, of each of the tokens."""
+        """places: the block of each token, and the offset in it."""
         ...
 
     def read(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,7 +329,7 @@ class _Memory(Protocol):
         ...
 
     def scales(self, layer: int) -> KVScales:
-        """What keys and values that were read have to be multiplied by."""
+        """The scales by which keys and values that were read must be multiplied."""
         ...
 
 
@@ -333,7 +338,7 @@ class _KeysAndValues:
         self._fp8 = cache.fp8
         self._dtype = cache.dtype
         planes = cache.planes if cache.fp8 is None else cache.planes.view(torch.uint8)
-        self._planes = planes.squeeze(4)  # of one head
+        self._planes = planes.squeeze(4)  # there is one head
         self.block_size, self.value_dim = cache.block_size, cache.head_dim
 
     def write(self, layer: int, places: tuple[Tensor, Tensor], *kept: Tensor) -> None:
@@ -354,7 +359,7 @@ class _KeysAndValues:
 
 
 class _Latents:
-    """A token's vector is its key, and the latent in it is its value."""
+    """The cached vector of a token is its key; the latent, its first part, is its value."""
 
     def __init__(self, view: PagedLatents, latent_dim: int) -> None:
         self._latents = view.latents
@@ -373,6 +378,6 @@ class _Latents:
 
 def _read(plane: Tensor, block_ids: Tensor, *, is_fp8: bool = False) -> Tensor:
     """plane: (num_blocks, block_size, dim); block_ids: (n, blocks) -> (n, tokens, dim) float32."""
-    blocks = plane.flatten(1).index_select(0, block_ids.flatten())  # as lines it is faster
+    blocks = plane.flatten(1).index_select(0, block_ids.flatten())  # flattened blocks gather faster
     numbers = from_fp8(blocks, torch.float32) if is_fp8 else blocks.float()
     return numbers.view(len(block_ids), -1, plane.shape[2])

@@ -1,7 +1,7 @@
-"""Attention of a step's tokens to an encoder's, whose keys and values lie in blocks of the row.
+"""Cross attention: the step's tokens attend to encoder tokens, whose KV is in blocks of the row.
 
-They are written once, with the row's first step, and read by every token: each is a decode over all
-of them, which the backends of paged attention compute as they are.
+That KV is written once, in the row's first step, and read by every later token. Each token is
+computed as a decode over all of it, so the backends of paged attention are used unchanged.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ class CrossAttentionKind:
 
     num_heads: int
 
-    def make_backend(self, view: PagedKV) -> "CrossAttention":
-        return CrossAttention(view, self)
+    def make_backend(self, view: PagedKV) -> "PagedCrossAttention":
+        return PagedCrossAttention(view, self)
 
 
-class CrossAttention:
-    """Bound to a group's view of the cache."""
+class PagedCrossAttention:
+    """The backend of cross attention, bound to a group's view of the cache."""
 
     def __init__(self, cache: PagedKV, kind: CrossAttentionKind) -> None:
         self._cache = cache
@@ -50,16 +50,16 @@ class CrossAttentionStep:
         self._step = step
         self._block_table = block_table
         shape = (0, cache.num_kv_heads, cache.head_dim)
-        self._nothing_new = torch.empty(shape, dtype=cache.dtype, device=cache.device)
+        self._no_new_kv = torch.empty(shape, dtype=cache.dtype, device=cache.device)
         self.native_steps: Sequence[bytes] = step.native_steps
 
     def forward(self, layer: int, q: Tensor) -> Tensor:
         """q: (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim)."""
-        return self._step.forward(layer, q, self._nothing_new, self._nothing_new)
+        return self._step.forward(layer, q, self._no_new_kv, self._no_new_kv)
 
     def write(self, layer: int, row: int, k: Tensor, v: Tensor) -> None:
-        """See EncodingStep.write. Whole blocks, with zeros behind the last token: what an earlier
-        owner left there is read, and masked, by torch's attention."""
+        """See EncodingStep.write. Writes whole blocks, with zeros after the last token, because
+        torch's attention reads, though masks, what an earlier owner left there."""
         block_size = self._planes.shape[3]
         num_blocks = -(-len(k) // block_size)
         padding = (0, 0, 0, 0, 0, num_blocks * block_size - len(k))

@@ -1,4 +1,4 @@
-"""All cached layers of a rank, whatever their group and kind, behind one interface."""
+"""One attention interface for all cached layers of a rank, across KV cache groups and kinds."""
 
 import logging
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class GroupedAttention:
-    """A backend for each kind of each group."""
+    """The backends of a rank: one per KV cache group and kind of layer."""
 
     def __init__(
         self, cache: KVCache, layers: Sequence[CachedLayer], parallel: Parallel = ALONE
     ) -> None:
-        """layers: in the order in which the model numbers them; the cache has a place for each.
-        parallel: says with which ranks this one shares the tokens out. Raises UnsupportedModel for
-        a kind of layer that cannot do that."""
+        """layers: the cached layers in the model's order; each must be in a group of the cache.
+        parallel: this rank's place. Raises UnsupportedModel for a kind of layer that does not
+        support its context parallelism."""
         is_shared = parallel.context_share.size > 1
         places = {
             name: (group, index)
@@ -55,7 +55,7 @@ class GroupedAttention:
 
 
 class GroupedStep:
-    """One step. What the model gets as its AttentionStep."""
+    """The AttentionStep of one step that the model uses."""
 
     def __init__(self, steps: Sequence[AttentionStep], layers: Sequence[tuple[int, int]]) -> None:
         self._steps = steps
@@ -63,12 +63,12 @@ class GroupedStep:
         self.native_steps = [one for step in steps for one in step.native_steps]
 
     def forward(self, layer: int, *inputs: Any, **parameters: Any) -> Tensor:
-        """layer: among the cached ones of this rank. See AttentionStep.forward."""
+        """layer: index among the cached layers of this rank. See AttentionStep.forward."""
         number, index = self._layers[layer]
         return self._steps[number].forward(index, *inputs, **parameters)
 
     def write(self, layer: int, row: int, k: Tensor, v: Tensor) -> None:
-        """layer: one of cross attention, numbered as in `forward`. See EncodingStep.write."""
+        """layer: a layer of cross attention, numbered as in `forward`. See EncodingStep.write."""
         number, index = self._layers[layer]
         step = self._steps[number]
         assert isinstance(step, CrossAttentionStep)

@@ -1,8 +1,8 @@
-"""What a layer computes from what it keeps: the other half of its KVCacheSpec.
+"""The kind of a cached layer: how it is computed from what its KVCacheSpec stores.
 
-A spec says what lies in a block, for the scheduler and the plan of the cache; a kind says what is
-done with it, and makes the backend. Kinds are frozen dataclasses: layers of one group with equal
-kinds share a backend, and what it plans of a step.
+A spec describes the contents of a block, for the scheduler and the KV cache plan. A kind describes
+the computation and makes the backend. Kinds are frozen dataclasses: layers of one group with equal
+kinds share a backend, and its per-step preparation.
 """
 
 from collections.abc import Hashable
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from longshore.worker.attention.backend import AttentionBackend
-from longshore.worker.attention.choice import make_attention
+from longshore.worker.attention.selector import make_attention
 from longshore.worker.kv_cache.buffer import PagedKV
 
 
@@ -18,15 +18,15 @@ class Kind(Hashable, Protocol):
     """Equal kinds compute the same."""
 
     def make_backend(self, view: Any) -> AttentionBackend:
-        """view: what the layers' group sees of the cache, of the class that belongs to its spec."""
+        """view: the group's view of the cache, of the class for its spec."""
         ...
 
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """A layer of this rank that keeps something.
+    """A layer of this rank with an entry in the KV cache.
 
-    name: by which the model's config knows its spec.
+    name: its key in `config.cache_specs`.
     """
 
     name: str
@@ -38,11 +38,11 @@ class PagedAttentionKind:
     """Attention over paged keys and values.
 
     num_heads: this rank's query heads.
-    scale:     of the scores; None: head_dim ** -0.5.
+    scale:     factor on scores; None: head_dim ** -0.5.
     window:    tokens attended to, the token itself included.
-    chunk:     a token attends to those before it in its chunk; chunks of so many tokens follow each
-               other from the first token on. At most one of window and chunk is set.
-    softcap:   c * tanh(score / c) instead of the (scaled) score.
+    chunk:     chunk size: a token attends only to tokens of its own chunk. Chunks are counted from
+               the first token. At most one of window and chunk is set.
+    softcap:   c, if scaled scores are replaced by c * tanh(score / c).
     """
 
     num_heads: int

@@ -1,13 +1,13 @@
 """Multi-head latent attention (DeepSeek-V2, 2024): one cached vector per token for all heads.
 
-A token's vector is a latent, from which the keys and values of every head are projected, and a
+The vector consists of a latent, from which the keys and values of every head are projected, and a
 rotary key that all heads share. The same attention can be computed in two ways:
 
-- absorbed: queries are projected into the space of the latents, and so are weighted sums out of it.
-  The heads are then queries of one KV head whose values are its keys, and nothing is projected per
-  cached token. It is the only way for a decode.
-- expanded: keys and values of all heads are made of the context's latents. A pair of tokens costs
-  less, so it pays for a chunk long enough to share the projections.
+- absorbed: queries are projected into the space of the latents, and weighted sums are projected out
+  of it. The heads are then queries of one KV head whose values are part of its keys, and cached
+  tokens need no projection. Decodes are always absorbed.
+- expanded: keys and values of all heads are projected from the latents of the context. Each pair of
+  tokens costs less, so it is faster for a chunk that is long enough to amortise the projections.
 """
 
 import math
@@ -27,15 +27,15 @@ from longshore.worker.kv_cache.buffer import PagedKV, PagedLatents
 from longshore.worker.kv_cache.plan import MAX_EXPANDED_ELEMENTS
 
 EXPANDED_BLOCK_SIZE: Final = 64
-"""Tokens per block of that memory, in which a context lies in order."""
+"""Tokens per block of the expansion buffer, in which a context is contiguous."""
 
 LAYOUT_TOKENS: Final = 64
-"""Laying out the projections for expansion takes about as long as projecting so many tokens."""
+"""Cost of laying out the projections for expansion, in projected tokens."""
 
 
 @dataclass(frozen=True)
 class LatentProjections:
-    """What leads from latents to one layer's keys and values, of this rank's heads.
+    """The projections from latents to one layer's keys and values, of this rank's heads.
 
     keys:   (num_heads, nope_dim, latent_dim).
     values: (num_heads, latent_dim, value_dim).
@@ -48,7 +48,7 @@ class LatentProjections:
 @dataclass(frozen=True)
 class LatentAttentionKind:
     """num_heads: this rank's query heads. Sizes in elements: latent_dim and rope_dim of a cached
-    vector, nope_dim and value_dim of a head's projections. scale: of the scores."""
+    vector, nope_dim and value_dim of a head's projections. scale: factor on scores."""
 
     num_heads: int
     latent_dim: int
@@ -61,42 +61,42 @@ class LatentAttentionKind:
         return PagedLatentAttention(view, self)
 
     def expands(self, num_tokens: int, seq_len: int) -> bool:
-        """Whether the last `num_tokens` of a sequence of `seq_len` are computed with expanded keys
-        and values: where that is faster, by a count of products that is weighted as measured
-        (benchmarks/latent_attention.py), and there is memory for one head."""
+        """Whether to expand keys and values for the last `num_tokens` tokens of a sequence of
+        `seq_len`: if that is faster by a count of products, weighted as measured in
+        benchmarks/latent_attention.py, and the buffer holds at least one head."""
         num_pairs = num_tokens * (2 * seq_len - num_tokens + 1) // 2
         projection = self.latent_dim * (self.nope_dim + self.value_dim)
         absorbed = 2 * (self.latent_dim + self.rope_dim)
-        expanded = 3 * self.expanded_dim  # 2, but each key is read for one head, not for all
+        expanded = 3 * self.expanded_dim  # 2 products, but each key is read for one head only
         extra = (seq_len - num_tokens + LAYOUT_TOKENS) * projection
         return extra < num_pairs * (absorbed - expanded) and self.heads_at_once(seq_len) > 0
 
     def heads_at_once(self, seq_len: int) -> int:
-        """How many heads' keys and values of such a context are expanded together; it divides all
-        heads. 0: there is no memory for one."""
+        """How many heads to expand together for a context of `seq_len` tokens, a divisor of
+        num_heads; 0 if the buffer cannot hold one."""
         num_blocks = -(-seq_len // EXPANDED_BLOCK_SIZE)
-        elements = 2 * num_blocks * EXPANDED_BLOCK_SIZE * self.expanded_dim  # of a head
+        elements = 2 * num_blocks * EXPANDED_BLOCK_SIZE * self.expanded_dim  # per head
         most = min(MAX_EXPANDED_ELEMENTS // elements, self.num_heads)
         return next((n for n in range(most, 0, -1) if self.num_heads % n == 0), 0)
 
     @property
     def expanded_dim(self) -> int:
-        """Of expanded keys and of values, the shorter of which are padded."""
+        """Elements of an expanded key or value; the shorter of the two is padded."""
         return max(self.nope_dim + self.rope_dim, self.value_dim)
 
 
 class PagedLatentAttention:
-    """Both ways of computing, over backends of ordinary attention: absorbed over the cache itself,
-    expanded over memory that is laid out as a cache."""
+    """The backend of latent attention. It computes both ways with backends of ordinary attention:
+    absorbed over the cache itself, expanded over a buffer with the layout of a cache."""
 
     def __init__(self, view: PagedLatents, kind: LatentAttentionKind) -> None:
         self._view = view
         self._kind = kind
-        # One head whose keys and values lie in the same memory, written twice with the same.
+        # One KV head whose keys and values share memory; the same data is written twice.
         planes = view.latents[:, :, None, :, None].expand(-1, -1, 2, -1, -1, -1)
         absorbed = PagedAttentionKind(num_heads=kind.num_heads, scale=kind.scale)
         self._absorbed = absorbed.make_backend(PagedKV(planes))
-        self._expanded: dict[int, _Expanded] = {}  # by the heads at once
+        self._expanded: dict[int, _Expanded] = {}  # by number of heads at once
 
     def __str__(self) -> str:
         return f"latents, absorbed by {self._absorbed}"
@@ -115,7 +115,7 @@ class PagedLatentAttention:
             absorbed.append(replace(chunk, first_token=num_absorbed))
             num_absorbed += chunk.num_tokens
         step: AttentionStep | None = None
-        if spans:  # the absorbed tokens are a step of their own
+        if spans:  # the absorbed tokens form a step of their own
             slots = _take(metadata.slot_mapping, spans)
             step = self._absorbed.begin_step(
                 replace(metadata, slot_mapping=slots, prefill_chunks=absorbed)
@@ -129,7 +129,7 @@ class PagedLatentAttention:
 
     @cached_property
     def _buffer(self) -> Tensor:
-        """Of all expanded keys and values: one chunk at a time uses it."""
+        """Memory of expanded keys and values; one chunk uses it at a time."""
         view = self._view
         return torch.empty(MAX_EXPANDED_ELEMENTS, dtype=view.dtype, device=view.device)
 
@@ -146,7 +146,7 @@ class LatentStep:
         spans: Sequence[slice],
         expanded: Sequence["_ExpandedChunk"],
     ) -> None:
-        """spans: where the absorbed tokens are in the step. absorbed: None if there are none."""
+        """spans: slices of the step's tokens that are absorbed. absorbed: None if none are."""
         self._kind = kind
         self._absorbed = absorbed
         self._spans = spans
@@ -164,8 +164,8 @@ class LatentStep:
         """See AttentionStep.forward.
 
         q_nope:  (num_tokens, num_heads, nope_dim).
-        q_rope:  (num_tokens, num_heads, rope_dim), turned.
-        vectors: (num_tokens, latent_dim + rope_dim), the rotary part turned: what is cached.
+        q_rope:  (num_tokens, num_heads, rope_dim), rotated.
+        vectors: (num_tokens, latent_dim + rope_dim), what is cached; the rotary part is rotated.
         Returns (num_tokens, num_heads * value_dim).
         """
         out = q_nope.new_empty(*q_nope.shape[:2], self._kind.value_dim)
@@ -187,10 +187,10 @@ class LatentStep:
 
 
 class _Expanded:
-    """Memory for the keys and values of `num_heads` heads of one context, as a cache of one layer.
+    """The expansion buffer as a KV cache of one layer, for `num_heads` heads of one context.
 
     buffer:       (MAX_EXPANDED_ELEMENTS,).
-    keys, values: (num_tokens, num_heads, expanded_dim), both in it.
+    keys, values: (num_tokens, num_heads, expanded_dim), views of the buffer.
     """
 
     def __init__(self, kind: LatentAttentionKind, num_heads: int, buffer: Tensor) -> None:
@@ -209,7 +209,7 @@ class _Expanded:
         )
 
     def begin_chunk(self, num_tokens: int, seq_len: int) -> AttentionStep:
-        """A step of this chunk alone."""
+        """A step that consists of this chunk only."""
         none = torch.empty(0, dtype=torch.int64, device=self._device)
         return self._backend.begin_step(
             AttentionMetadata(
@@ -224,7 +224,7 @@ class _Expanded:
 
 
 class _ExpandedChunk:
-    """A chunk for which keys and values are made of the latents of its sequence."""
+    """A chunk for which keys and values are expanded from the latents of its sequence."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class _ExpandedChunk:
         self._step = memory.begin_chunk(chunk.num_tokens, chunk.seq_len)
 
     def write(self, layer: int, vectors: Tensor) -> None:
-        """vectors: (num_tokens of the step, head_size)."""
+        """Write the chunk's vectors to the cache. vectors: (num_tokens of the step, head_size)."""
         self._view.latents[:, layer].index_put_(self._places, vectors[self.tokens])
 
     def attend(
@@ -256,7 +256,7 @@ class _ExpandedChunk:
         vectors: Tensor,
         projections: LatentProjections,
     ) -> Tensor:
-        """See LatentStep.forward. Returns (n, num_heads, value_dim), of this chunk."""
+        """See LatentStep.forward. Returns (n, num_heads, value_dim) for this chunk."""
         memory, tokens, kind = self._memory, self.tokens, self._memory.kind
         earlier = self._earlier(layer)
         parts = []
@@ -273,7 +273,7 @@ class _ExpandedChunk:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _earlier(self, layer: int) -> Tensor:
-        """What is cached of the tokens before the chunk, (num_earlier, head_size)."""
+        """The cached vectors of the tokens before the chunk, (num_earlier, head_size)."""
         blocks = self._view.latents[:, layer].index_select(0, self._earlier_block_ids)
         return blocks.flatten(0, 1)[: self._num_earlier]
 
@@ -281,7 +281,7 @@ class _ExpandedChunk:
 def _expand(
     kind: LatentAttentionKind, vectors: Tensor, to_keys: Tensor, to_values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(n, head_size) -> keys and values, (n, heads, expanded_dim) each.
+    """Expand vectors, (n, head_size), to keys and values, (n, heads, expanded_dim) each.
 
     to_keys: (heads, nope_dim, latent_dim); to_values: (heads, value_dim, latent_dim).
     """
@@ -297,10 +297,10 @@ def _tokens(chunk: PrefillChunk) -> slice:
 
 
 def _take(x: Tensor, spans: Sequence[slice]) -> Tensor:
-    """(num_tokens, ...) -> those of the spans, which are not none."""
+    """The rows of `x`, (num_tokens, ...), in `spans`; there is at least one span."""
     return x[spans[0]] if len(spans) == 1 else torch.cat([x[span] for span in spans])
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
-    """Zeros behind the last dimension."""
+    """Pad the last dimension to `size` with zeros."""
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))

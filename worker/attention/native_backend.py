@@ -1,4 +1,4 @@
-"""Attention by the compiled CPU kernel, which reads keys and values where they lie."""
+"""Attention with the compiled CPU kernel, which reads keys and values in place."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NativeAttention:
-    """One kernel for decodes and chunks; a row's result depends on its own sequence alone."""
+    """One kernel for decodes and chunks. A row's result depends only on its own sequence."""
 
     def __init__(self, kernels: Native, cache: PagedKV, kind: "PagedAttentionKind") -> None:
         self._kernel = PagedAttention(

@@ -1,4 +1,4 @@
-"""Which earlier tokens a token attends to. Settings are made of it: no tensor library is loaded."""
+"""Which earlier tokens a token attends to. Does not import torch: model configs use it."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -11,19 +11,20 @@ Positions = TypeVar("Positions", int, "Tensor")
 
 @dataclass(frozen=True)
 class Reach:
-    """window: tokens, the token itself included. chunk: tokens of the chunks that follow each other
-    from the first token on, of which a token sees its own. At most one of them; None: all."""
+    """window: tokens attended to, the token itself included. chunk: chunk size; a token attends
+    only to its own chunk. At most one of them is set; with neither, a token attends to all."""
 
     window: int | None = None
     chunk: int | None = None
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens that one token attends to at most, itself included."""
+        """Maximum number of tokens that one token attends to, itself included; None: no limit."""
         return self.chunk if self.window is None else self.window
 
     def max_blocks(self, block_size: int) -> int | None:
-        """Blocks that one token attends to at most; they need not begin at a block border."""
+        """Maximum number of blocks that one token attends to; None: no limit. The reach need not
+        begin at a block border."""
         return None if self.max_tokens is None else -(-(self.max_tokens - 1) // block_size) + 1
 
     def first_key(self, positions: Positions) -> Positions:

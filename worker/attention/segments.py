@@ -1,4 +1,4 @@
-"""Cuts a step's decodes into segments that waste little on padding."""
+"""Divides a step's decodes into segments with little padding."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -9,21 +9,21 @@ import numpy.typing as npt
 from longshore.worker.attention.metadata import DecodeSegment
 
 MIN_SEGMENT_BLOCKS: Final = 8
-"""Shorter sequences share one segment: one more call costs more than this much padding."""
+"""Shorter sequences share one segment, because another call costs more than this much padding."""
 
 MAX_SEGMENT_TOKENS: Final = 1 << 16
-"""Padded positions of one segment, which bounds the memory of its gathered keys and values."""
+"""Maximum padded positions of a segment; limits the memory of its gathered keys and values."""
 
 
 def length_classes(num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """(n,) a number per sequence, equal for lengths within a factor of two. Sort decodes by it."""
+    """(n,) the length class of each sequence: lengths of a class are within a factor of two."""
     rounded = np.maximum(num_blocks, MIN_SEGMENT_BLOCKS)
     return np.ceil(np.log2(rounded)).astype(np.int64)
 
 
 def decode_segments(num_blocks: npt.NDArray[np.int64], block_size: int) -> list[DecodeSegment]:
-    """num_blocks: (n,) blocks of each decode. A segment ends where `length_classes` change, so
-    decodes ordered by them have the fewest."""
+    """num_blocks: (n,) blocks of each decode. A segment ends where the length class changes, so
+    decodes sorted by class have the fewest segments."""
     if len(num_blocks) == 0:
         return []
     classes = length_classes(num_blocks)
@@ -42,7 +42,7 @@ def decode_segments(num_blocks: npt.NDArray[np.int64], block_size: int) -> list[
 def capped_segments(
     segments: Sequence[DecodeSegment], max_blocks: int, block_size: int
 ) -> list[DecodeSegment]:
-    """The same decodes where none attends to more than `max_blocks` blocks."""
+    """Segments of the same decodes if none attends to more than `max_blocks` blocks."""
     nums_seqs = [segment.num_seqs for segment in segments]
     num_blocks = np.repeat([segment.num_blocks for segment in segments], nums_seqs)
     return decode_segments(np.minimum(num_blocks, max_blocks), block_size)

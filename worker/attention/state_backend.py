@@ -1,13 +1,13 @@
-"""State space layers (Mamba 2) over paged states: a block holds the state behind a token.
+"""State space layers (Mamba 2) over paged states: a block holds the state after a token.
 
-A layer keeps two tensors per block: the state of its heads, and the last inputs of its convolution.
-Of each sequence of a step, the state behind the last token before the step is read, and the one
-behind the step's last token written; of a head, all are read before any is written. The null block
-is zeros, which is the state before a sequence's first token.
+A layer stores two tensors per block: the state of its heads, and the last inputs of its
+convolution. For each sequence of a step, the state before the step's first token is read and the
+state after its last token is written; for each head, all sequences are read before any is written.
+The null block is zeros, which is the state before the first token of a sequence.
 
 Single tokens take one step of the recurrence, all sequences at once. Longer chunks are computed as
-in "Transformers are SSMs" (Dao and Gu, 2024, section 6): cut into pieces, within which the layer is
-a masked product like attention, while a state carries what came before from piece to piece.
+in "Transformers are SSMs" (Dao and Gu, 2024, section 6): they are cut into pieces. Within a piece
+the layer is a masked product like attention, and a state carries the context from piece to piece.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ PIECE_TOKENS: Final = 64
 """Tokens of one piece of the chunked scan; the masked products are this wide."""
 
 SLAB_BYTES: Final = 1 << 20
-"""States that a CPU moves on at once in decode, in bytes: five passes over them hit its cache."""
+"""Bytes of states that a CPU updates at once in decode, so that its five passes hit the cache."""
 
 _Ints = npt.NDArray[np.int64]
 
@@ -36,8 +36,8 @@ _Ints = npt.NDArray[np.int64]
 class MambaKind:
     """A Mamba 2 layer (Dao and Gu, 2024). Sizes are of this rank's shard.
 
-    num_groups: heads of one group have the same input and output maps, B and C.
-    conv_width: tokens that the causal convolution sees, the newest included.
+    num_groups: number of groups; heads of a group share the input and output maps B and C.
+    conv_width: tokens that the causal convolution covers, the newest included.
     """
 
     num_heads: int
@@ -52,8 +52,8 @@ class MambaKind:
         return self.num_heads * self.head_dim
 
     def make_backend(self, view: PagedStates) -> "StateBackend":
-        """view: of (num_heads, head_dim, state_size) float32 and (conv_width - 1, channels) in the
-        model's dtype per block and layer."""
+        """view: per block and layer, (num_heads, head_dim, state_size) float32 and (conv_width - 1,
+        channels) in the model's dtype."""
         return StateBackend(self, view)
 
 
@@ -80,7 +80,7 @@ class StateStep:
         self._kind = kind
         self._states, self._conv_inputs = view.states
         num_decodes = len(metadata.decode_rows)
-        # Longest first: the scan moves the states of those that have a next piece, which lead then.
+        # Longest first, so that in each round of the scan the chunks that still have a piece lead.
         chunks = sorted(metadata.prefill_chunks, key=lambda chunk: -chunk.num_tokens)
         device = metadata.slot_mapping.device
         firsts = np.array([*range(num_decodes), *(c.first_token for c in chunks)], np.int64)
@@ -108,11 +108,11 @@ class StateStep:
     ) -> Tensor:
         """h' = exp(dt decay) h + dt x B^T per head, y = h' C + skip x, of every token.
 
-        layer:       among those of the group.
-        inputs:      (n, conv_channels): x, B and C before the convolution, side by side.
+        layer:       index among the layers of the group.
+        inputs:      (n, conv_channels): x, B and C before the convolution, concatenated.
         dt:          (n, num_heads), before bias and softplus.
         conv_weight: (conv_width, conv_channels), oldest token first; conv_bias: (conv_channels,).
-        decay, skip, dt_bias: (num_heads,) float32; decay is below 0.
+        decay, skip, dt_bias: (num_heads,) float32; decay is negative.
         Returns (n, num_heads * head_dim) float32.
         """
         kind, states, kept_inputs = self._kind, self._states[:, layer], self._conv_inputs[:, layer]
@@ -147,8 +147,8 @@ class StateStep:
 
 
 def _slabs(kind: MambaKind, num_seqs: int, device: torch.device) -> list[tuple[slice, slice]]:
-    """Heads, and the groups that they are of, whose states are moved on together: on a CPU so few
-    that those of all sequences stay in its cache from being read to being written."""
+    """Slices of heads and of their groups whose states are updated together. On a CPU they are
+    small enough that the states of all sequences stay in the cache from read to write."""
     if num_seqs == 0:
         return []
     num_heads = kind.num_heads
@@ -170,8 +170,8 @@ def _slabs(kind: MambaKind, num_seqs: int, device: torch.device) -> list[tuple[s
 def _blocks(
     metadata: AttentionMetadata, chunks: Sequence[PrefillChunk], block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The blocks of the last token before the step, or the null block where there is none, and of
-    the step's last token: (num_seqs,) int64 each, decodes first."""
+    """The block of each sequence's last token before the step, or the null block if there is none,
+    and the block of its last token in the step: (num_seqs,) int64 each, decodes first."""
     table, lens = metadata.block_table, metadata.decode_lens
     lines = [(c.row, c.seq_len - c.num_tokens, c.seq_len) for c in chunks]
     of_chunks = _upload(np.array(lines, np.int64).reshape(-1, 3), table.device)
@@ -195,14 +195,14 @@ def _advance(
     dt: Tensor,
     decay: Tensor,
 ) -> Tensor:
-    """One token of each sequence, from the states in the blocks `read` to those in `written`.
+    """Advance each sequence by one token, from the state in block `read` to that in `written`.
 
     states: (num_blocks, num_heads, head_dim, state_size); x: (n, num_heads, head_dim); b, c:
     (n, num_groups, state_size); dt: (n, num_heads). Returns h' C, like x.
     """
     state = states.index_select(0, read)
     state.mul_((dt * decay).exp_()[:, :, None, None])
-    # Heads of a group lie side by side: they are the rows of one product with its B and C.
+    # Heads of a group are adjacent: they are the rows of one product with the group's B and C.
     num_products, state_size = b.shape[0] * b.shape[1], b.shape[2]
     rows = state.view(num_products, -1, state_size)
     rows.addcmul_(
@@ -213,10 +213,11 @@ def _advance(
 
 
 class _Convolution:
-    """A causal convolution over sequences of any lengths, and silu.
+    """A causal convolution over sequences of any lengths, followed by silu.
 
-    Its taps read lines of one table: the inputs that each sequence has kept, oldest first, then
-    those of the step. firsts, counts: (num_seqs,) each sequence's first token, and how many.
+    Its taps read lines of one table: the stored inputs of each sequence, oldest first, then the
+    inputs of the step. firsts, counts: (num_seqs,) first token and number of tokens of each
+    sequence.
     """
 
     def __init__(self, firsts: _Ints, counts: _Ints, width: int, device: torch.device) -> None:
@@ -224,7 +225,8 @@ class _Convolution:
         first_step_line = num_seqs * num_kept
 
         def lines(seqs: _Ints, offsets: _Ints) -> _Ints:
-            """Of the tokens `offsets` behind their sequence's first; those before were kept."""
+            """Table lines of the tokens at `offsets` from their sequence's first token in the step;
+            negative offsets are stored inputs."""
             kept = seqs * num_kept + num_kept + offsets
             return np.where(offsets < 0, kept, first_step_line + firsts[seqs] + offsets)
 
@@ -241,7 +243,7 @@ class _Convolution:
     ) -> tuple[Tensor, Tensor]:
         """inputs: (n, channels); kept: (num_seqs, width - 1, channels).
 
-        Returns the result, (n, channels) float32, and what to keep now, like `kept`.
+        Returns the result, (n, channels) float32, and the inputs to store now, shaped like `kept`.
         """
         table = torch.cat((kept.flatten(0, 1), inputs))
         out = torch.zeros(inputs.shape, dtype=torch.float32, device=inputs.device)
@@ -255,8 +257,8 @@ class _Convolution:
 class _ChunkedScan:
     """The recurrence over chunks of several tokens, longest first.
 
-    Chunks are cut into pieces; first come the first pieces of all, then the second ones, and so on.
-    firsts, counts: (num_chunks,) each chunk's first token, and how many.
+    Chunks are cut into pieces, ordered by round: the first pieces of all chunks, then the second
+    pieces, and so on. firsts, counts: (num_chunks,) first token and number of tokens of each chunk.
     """
 
     def __init__(self, firsts: _Ints, counts: _Ints, device: torch.device) -> None:
@@ -266,7 +268,7 @@ class _ChunkedScan:
         chunks = np.concatenate([np.arange(number) for number in self._num_active])
         offsets = np.repeat(nths, self._num_active)[:, None] * width + np.arange(width)
         is_token = offsets < counts[chunks, None]
-        # Padding repeats the chunk's own last token, so nothing of another sequence is computed on.
+        # Padding repeats the chunk's last token, so that no other sequence's tokens are used.
         tokens = firsts[chunks, None] + np.minimum(offsets, counts[chunks, None] - 1)
         places = np.empty(int(counts.sum()), np.int64)
         places[tokens[is_token]] = np.flatnonzero(is_token)
@@ -278,20 +280,22 @@ class _ChunkedScan:
     def run(
         self, state: Tensor, x: Tensor, b: Tensor, c: Tensor, dt: Tensor, decay: Tensor
     ) -> Tensor:
-        """state: (num_chunks, num_heads, head_dim, state_size), moves on; the rest as in `_advance`
-        for every token. Returns h' C, like x."""
+        """state: (num_chunks, num_heads, head_dim, state_size), updated in place; the rest as in
+        `_advance`, for every token. Returns h' C, shaped like x."""
         num_groups = b.shape[1]
-        dt = dt[self._tokens].masked_fill_(self._is_padding.unsqueeze(2), 0)  # moves no state
+        dt = dt[self._tokens].masked_fill_(
+            self._is_padding.unsqueeze(2), 0
+        )  # leaves the state unchanged
         b, c = (maps[self._tokens].transpose(1, 2) for maps in (b, c))  # (pieces, group, token, N)
         x = (x[self._tokens] * dt.unsqueeze(3)).permute(
             0, 2, 3, 1
         )  # (pieces, head, head_dim, token)
-        # Sums over a piece in float64: what counts are differences, near 0, of large numbers.
+        # Sums over a piece are float64, because small differences of large sums are needed.
         log = (dt.double() * decay).cumsum(1).transpose(1, 2)  # (pieces, head, token)
         between = (log.unsqueeze(3) - log.unsqueeze(2)).float()
         between = between.masked_fill_(self._is_later, float("-inf")).exp_()
         scores = between.unflatten(1, (num_groups, -1)).mul_((c @ b.mT).unsqueeze(2)).flatten(1, 2)
-        y = x @ scores.mT  # (pieces, head, head_dim, token), of tokens of the same piece
+        y = x @ scores.mT  # (pieces, head, head_dim, token), from tokens of the same piece
 
         at_end = x * (log[:, :, -1:] - log).float().exp_().unsqueeze(2)
         added = at_end.unflatten(1, (num_groups, -1)).flatten(2, 3) @ b
@@ -301,8 +305,8 @@ class _ChunkedScan:
         return y.permute(0, 3, 1, 2).flatten(0, 1).index_select(0, self._places)
 
     def _carry(self, state: Tensor, added: Tensor, log_decay: Tensor) -> Tensor:
-        """The state before each piece, like `added`, from what every piece adds to it and by how
-        much it decays; `state` becomes the one behind each chunk's last."""
+        """The state before each piece, shaped like `added`, given what every piece adds and how
+        much it decays. `state` becomes the state after each chunk."""
         before = torch.empty_like(added)
         decay = log_decay.float().exp_()[:, :, None, None]
         first = 0
@@ -315,13 +319,13 @@ class _ChunkedScan:
 
 
 def _tokens(counts: _Ints) -> tuple[_Ints, _Ints]:
-    """Each token's sequence, and its place in it, sequence after sequence."""
+    """The sequence of each token and its offset in it, sequence after sequence."""
     seqs = np.repeat(np.arange(len(counts)), counts)
     return seqs, np.arange(len(seqs)) - np.repeat(counts.cumsum() - counts, counts)
 
 
 def _upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """To the device, without waiting for it."""
+    """Copy to the device without waiting for it."""
     tensor = torch.from_numpy(values)
     if device.type != "cuda":
         return tensor

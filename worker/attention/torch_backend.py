@@ -1,12 +1,12 @@
 """Attention in plain torch operations, the same on a CPU and on CUDA.
 
-Decodes are batched: the blocks that they attend to are gathered into padded keys and values, and
-the query heads that share a KV head act as the rows of one small product. Prefill chunks run one by
-one, without copying keys per query head; where a token attends to a part of what is before it, they
-are cut into tiles, so that a tile has few keys that none of its tokens sees. What padding reads is
-finite (the null block is zeros, and the runner clears a block before its first use), so a masked
-position cannot turn a result into NaN. What is kept in fp8 is read, and attended to, in the model's
-dtype, a step's own keys and values too: how a prompt is cut into chunks changes nothing.
+Decodes are batched: their blocks are gathered into padded keys and values, and the query heads that
+share a KV head are the rows of one small product. Prefill chunks run one by one, without copying
+keys per query head. With a window or chunks they are cut into tiles, so that few keys of a tile are
+masked for all of its tokens. Padding is always finite (the null block is zeros, and the runner
+clears a block before its first use), so a masked position cannot make a result NaN. An fp8 cache is
+read in the model's dtype, and the step's own keys and values are rounded to fp8 too, so results do
+not depend on how a prompt is cut into chunks.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from longshore.worker.attention.kind import PagedAttentionKind
 
 MIN_TILE_TOKENS: Final = 256
-"""Of the tiles of a chunk, however short the reach: shorter ones are too many calls."""
+"""Minimum tile size of a chunk, even for a short reach; smaller tiles need too many calls."""
 
 MAX_SCORES: Final = 1 << 25
-"""Scores over all heads that are in memory at once where torch has no fused operation."""
+"""Scores over all heads in memory at once, where torch has no fused operation."""
 
 
 class TorchAttention:
@@ -55,7 +55,7 @@ class TorchAttention:
     def fused(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key_scale: float
     ) -> Tensor:
-        """(..., num_queries, head_dim) and (..., num_keys, head_dim); without a mask: causal."""
+        """q: (..., num_queries, head_dim); k, v: (..., num_keys, head_dim). No mask: causal."""
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale * key_scale
         )
@@ -69,7 +69,8 @@ class TorchAttention:
         sinks: Tensor | None,
         key_scale: float,
     ) -> Tensor:
-        """What no fused operation computes, in float32, some queries at a time.
+        """Attention with softcap or sinks, which no fused operation supports. Computed in float32,
+        some queries at a time.
 
         q: (n, num_kv_heads, group, num_queries, head_dim); k, v: (n, num_kv_heads, num_keys,
         head_dim). mask: broadcasts to the scores, (n, num_kv_heads, group, num_queries, num_keys);
@@ -78,7 +79,7 @@ class TorchAttention:
         n, kv_heads, group, num_queries, _ = q.shape
         if mask is None:
             positions = torch.arange(num_queries, device=q.device)
-            mask = _hiding(positions > positions[:, None], q.dtype)
+            mask = _mask(positions > positions[:, None], q.dtype)
         num_rows = max(1, MAX_SCORES // (n * self.num_heads * k.shape[2]))
         keys, values = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (k, v))
         results = []
@@ -98,7 +99,7 @@ class TorchAttention:
 
 
 class _PaddedSegment:
-    """Decodes computed together: where the blocks that they attend to are, and what to mask."""
+    """Decodes computed together: the blocks that they attend to, and their mask."""
 
     def __init__(
         self, cache: PagedKV, reach: Reach, metadata: AttentionMetadata, segment: DecodeSegment
@@ -110,22 +111,22 @@ class _PaddedSegment:
         firsts = reach.first_key(lens - 1)
         columns = torch.arange(segment.num_blocks, device=rows.device)
         columns = columns + firsts.clamp(min=0) // block_size
-        # Stale ids beyond a sequence's own blocks are replaced by the null block: those blocks may
-        # be anybody's now, and null is always finite.
+        # Stale ids after a sequence's own blocks are replaced by the null block, which is always
+        # finite; the stale ones may belong to other rows.
         is_own = columns * block_size < lens
         self.block_ids = (metadata.block_table[rows, columns * is_own].long() * is_own).flatten()
         offsets = torch.arange(block_size, device=rows.device)
         positions = (columns.unsqueeze(2) * block_size + offsets).flatten(1)
-        mask = _hiding((positions >= lens) | (positions < firsts), cache.dtype)
+        mask = _mask((positions >= lens) | (positions < firsts), cache.dtype)
         self.mask = mask[:, None, None, :]
 
 
 class _Tile:
-    """Neighbouring tokens of a chunk, and the keys that they attend to.
+    """Consecutive tokens of a chunk, and the keys that they attend to.
 
-    tokens: of the step.
-    keys:   of those that the chunk reads.
-    mask:   (tokens, keys); None: causal, and as many keys as tokens.
+    tokens: slice of the step's tokens.
+    keys:   slice of the keys that the chunk reads.
+    mask:   (tokens, keys); None: causal, with as many keys as tokens.
     """
 
     def __init__(self, tokens: slice, keys: slice, mask: Tensor | None) -> None:
@@ -135,9 +136,9 @@ class _Tile:
 
 
 class _PagedChunk:
-    """One prefill chunk: its tiles, and where the blocks that they attend to are.
+    """One prefill chunk: its tiles, and the blocks that they attend to.
 
-    A chunk that starts its sequence needs no cache: its keys are the step's own.
+    A chunk at the start of its sequence does not read the cache: its keys are the step's own.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class _PagedChunk:
                 keys = positions[read]
                 queries = keys[start - first :].unsqueeze(1)
                 is_hidden = (keys > queries) | (keys < reach.first_key(queries))
-                mask = _hiding(is_hidden, cache.dtype)
+                mask = _mask(is_hidden, cache.dtype)
             first_token = chunk.first_token - num_earlier
             tokens = slice(first_token + start, first_token + end)
             self.tiles.append(_Tile(tokens, read, mask))
@@ -180,7 +181,7 @@ class TorchAttentionStep:
         cache, reach = attention.cache, attention.reach
         self._num_kv_heads, self._head_dim = cache.num_kv_heads, cache.head_dim
         self._planes = cache.planes if cache.fp8 is None else cache.planes.view(torch.uint8)
-        # A line of a layer's keys or values per block: as one dimension, gathering is faster.
+        # A block's keys or values of a layer as one dimension, which gathers faster.
         self._lines = self._planes.view(*cache.planes.shape[:3], -1)
         slots = metadata.slot_mapping
         self._blocks = slots.div(cache.block_size, rounding_mode="floor")
@@ -225,7 +226,7 @@ class TorchAttentionStep:
         return out.view(len(q), -1)
 
     def _computable(self, stored: Tensor) -> Tensor:
-        """What the cache holds, in the dtype of the queries."""
+        """Stored keys or values in the dtype of the queries."""
         cache = self._attention.cache
         return stored if cache.fp8 is None else from_fp8(stored, cache.dtype)
 
@@ -242,7 +243,7 @@ class TorchAttentionStep:
         sinks: Tensor | None,
         key_scale: float,
     ) -> Tensor:
-        """q: (n, num_kv_heads, group, head_dim); the group is the query dimension."""
+        """q: (n, num_kv_heads, group, head_dim); the group acts as the query dimension."""
         keys, values = (
             self._read(layer, plane, segment.block_ids).unflatten(0, (len(q), -1)).transpose(1, 2)
             for plane in (0, 1)
@@ -263,7 +264,7 @@ class TorchAttentionStep:
         sinks: Tensor | None,
         key_scale: float,
     ) -> Tensor:
-        """q: (n, num_kv_heads, group, head_dim); KV heads are the batch, the group the heads."""
+        """q: (n, num_kv_heads, group, head_dim); KV heads act as the batch, the group as heads."""
         q, k, v = q.permute(1, 2, 0, 3), k.transpose(0, 1), v.transpose(0, 1)
         if sinks is None and self._attention.softcap is None:
             k, v = (x.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
@@ -272,7 +273,7 @@ class TorchAttentionStep:
         return out[0].permute(2, 0, 1, 3)
 
 
-def _hiding(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores: -infinity where they are hidden, else 0."""
+def _mask(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """An additive mask: -infinity where `is_hidden`, else 0."""
     mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
     return mask.masked_fill_(is_hidden, float("-inf"))

@@ -1,5 +1,5 @@
-"""Fused operations: one call each, in C++ where a compiler has built them, else in plain torch.
+"""Fused operations: one call each, in C++ if a compiler was available, else in plain torch.
 
-Every kernel has a module with its wrapper and the reference in torch that it is tested against;
-`native/` holds the C++, and `native.py` finds and loads it.
+Every kernel has a module with its wrapper and the torch reference that it is tested against.
+`native/` holds the C++ sources, and `native.py` finds and loads the library.
 """

@@ -1,4 +1,4 @@
-"""The most likely token of each line of logits, and whether the line is sound, in one pass."""
+"""The most likely token of each line of logits, and its non-finite values, in one pass."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from longshore.worker.kernels.native import ARGMAX, kernels_for, num_threads
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits: (n, vocab_size) float32, a line's elements adjacent -> (n,) int64, the lowest index
-    among a line's largest values, and (n,) int32, how many of its values are NaN or infinite. A
-    line with NaN gets an index that means nothing.
+    """logits: (n, vocab_size) float32, contiguous within each line.
 
+    Returns (n,) int64, the lowest index among each line's largest values, and (n,) int32, the
+    number of its values that are NaN or infinite. The index of a line with NaN is arbitrary.
     Raises ValueError for another shape or dtype.
     """
     if (

@@ -1,4 +1,4 @@
-"""All experts of a mixture in one call, from matrices that were packed for it once."""
+"""All experts of a mixture in one call, with matrices packed in advance."""
 
 import torch
 from torch import Tensor
@@ -10,21 +10,21 @@ from longshore.worker.kernels.native import EXPERTS, empty, native, num_threads
 
 
 def supports(gate_up: Tensor, down: Tensor) -> bool:
-    """Whether the kernel computes with such matrices: (num_experts, 2 * width, size) and
-    (num_experts, size, width)."""
+    """Whether the kernel supports these matrices: (num_experts, 2 * width, size) and (num_experts,
+    size, width)."""
     if gate_up.dtype == torch.float32:
         kernels = native()
         return (
             kernels is not None
-            and kernels.instruction_set != "generic"  # slower than what torch has
+            and kernels.instruction_set != "generic"  # slower than torch
             and gate_up.device.type == "cpu"
         )
     return linear.supports(gate_up[0]) and linear.supports(down[0])
 
 
 def pack_gate_up(gate_up: Tensor, gate: Gate) -> Tensor:
-    """A copy in panels of `PANEL` rows: the gates of half as many outputs, and then what they let
-    through. Each is padded with zeros. gate_up: see `supports`."""
+    """A copy in panels of `PANEL` rows: the gate rows of PANEL / 2 outputs, then their up rows.
+    Each half is padded with zeros. gate_up: see `supports`."""
     return _pack(gate_up, _gate_order(gate_up.shape[1] // 2, gate.is_interleaved))
 
 
@@ -34,11 +34,11 @@ def pack_down(down: Tensor) -> Tensor:
 
 
 class PackedExperts:
-    """gate_up, down:        of `pack_gate_up` and `pack_down`.
-    width, size:             of the matrices that they were made of.
-    gate_up_bias, down_bias: (num_experts, 2 * width), (num_experts, size), both or one or none.
-    gate:                    what combines gates and the others, and says where they are.
-    weighs_inputs:           a token's weights multiply what goes into its experts.
+    """gate_up, down:        results of `pack_gate_up` and `pack_down`.
+    width, size:             sizes of the original matrices.
+    gate_up_bias, down_bias: (num_experts, 2 * width), (num_experts, size); each may be None.
+    gate:                    the activation, and the order of gate and up rows.
+    weighs_inputs:           routing weights multiply the inputs of experts, not their outputs.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class PackedExperts:
     def __call__(
         self, x: Tensor, weights: Tensor, chosen: Tensor, shared: Tensor | None = None
     ) -> Tensor:
-        """x: (n, size) -> the same shape: the weighed sum of what the chosen experts compute, and
-        of `shared`, which is like it.
+        """x: (n, size) -> the same shape: the weighted sum of the chosen experts' outputs, plus
+        `shared`, which has the same shape.
 
         weights: (n, top_k) float32; chosen: (n, top_k) int64, below the number of experts; both
-        contiguous. Raises ValueError for what does not fit.
+        contiguous. Raises ValueError for arguments of a wrong shape or dtype.
         """
         num_tokens, top_k = chosen.shape
         shape = (num_tokens, self._size)
@@ -85,13 +85,13 @@ class PackedExperts:
                 f"torch.float32 {tuple(chosen.shape)}"
             )
         if chosen.dtype != torch.int64 or not (weights.is_contiguous() and chosen.is_contiguous()):
-            raise ValueError("experts must be torch.int64, and like weights contiguous")
+            raise ValueError("chosen must be torch.int64; chosen and weights must be contiguous")
         if x.stride(1) != 1:
             x = x.contiguous()
         if shared is not None:
             shared = shared.contiguous()
         kernels = native()
-        assert kernels is not None, "experts were packed for kernels that are gone"
+        assert kernels is not None, "experts were packed for kernels that are no longer selected"
         num_rows = num_tokens * top_k
         rows = empty((num_rows, self._size), x.dtype)
         hidden = empty((num_rows, self._width), x.dtype)
@@ -129,7 +129,7 @@ class PackedExperts:
 
 
 def _gate_order(width: int, is_interleaved: bool) -> Tensor:
-    """Which rows of `gate_up` are those of its panels; -1 is padding."""
+    """The row of `gate_up` for each row of its panels; -1 is padding."""
     half = PANEL // 2
     columns = torch.arange(-(-width // half) * half).view(-1, 1, half)
     both = torch.tensor([0, 1]).view(2, 1)
@@ -138,15 +138,15 @@ def _gate_order(width: int, is_interleaved: bool) -> Tensor:
 
 
 def _take(rows: Tensor, order: Tensor) -> Tensor:
-    """rows: (n, ...), of which `order` says where they go; zeros where it is negative."""
+    """The rows at `order`; zeros where it is negative. rows: (n, ...)."""
     taken = rows.index_select(0, order.clamp(min=0))
     taken[order < 0] = 0
     return taken
 
 
 def _pack(matrices: Tensor, order: Tensor) -> Tensor:
-    """(num_experts, panels, ...) of matrices (num_experts, rows, columns). Beside the result one
-    expert's rows are in memory at a time."""
+    """Pack matrices, (num_experts, rows, columns), to (num_experts, panels, ...). Needs temporary
+    memory for one expert at a time."""
     num_experts, _, num_columns = matrices.shape
     panels = empty_panels(
         num_experts * -(-len(order) // PANEL) * PANEL, num_columns, matrices.dtype

@@ -1,5 +1,4 @@
-"""What is between the two products of a gated feed-forward layer (Shazeer, 2020): an activation of
-the gates times what they let through."""
+"""The gated activation between the products of an MLP (Shazeer, 2020): activation(gate) * up."""
 
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
@@ -13,15 +12,16 @@ from longshore.worker.kernels.native import GATE, empty, kernels_for, num_thread
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 
 _ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
-"""As native/calls.h numbers them."""
+"""In the order of native/calls.h."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """gelu: Hendrycks and Gimpel, 2016. clamped_swiglu: that of GPT-OSS, gate * sigmoid(alpha *
-    gate) * (up + 1) with gates up to `limit` and the others within +- `limit`; only it reads these.
+    """gelu: Hendrycks and Gimpel, 2016. clamped_swiglu: the activation of GPT-OSS, gate *
+    sigmoid(alpha * gate) * (up + 1), with gate clamped to at most `limit` and up to +- `limit`.
 
-    is_interleaved: gates and what they let through lie in turn; otherwise all gates come first.
+    alpha, limit:   used by clamped_swiglu only.
+    is_interleaved: gate and up elements alternate; otherwise all gates come first.
     """
 
     activation: Activation
@@ -31,14 +31,14 @@ class Gate:
 
     @property
     def native(self) -> tuple[int, float, float]:
-        """As in native/calls.h."""
+        """The fields of Gate in native/calls.h."""
         return _ACTIVATIONS.index(self.activation), self.alpha, self.limit
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """gate_up: (n, 2 * size), a line's elements adjacent -> (n, size), contiguous.
+        """gate_up: (n, 2 * size), contiguous within each line -> (n, size), contiguous.
 
-        The activation is rounded to the dtype before the product, as where the two are computed
-        apart. Raises ValueError for another shape.
+        The activation is rounded to the dtype before the product, as in two separate operations.
+        Raises ValueError for another shape.
         """
         if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
             raise ValueError(

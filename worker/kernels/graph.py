@@ -1,9 +1,9 @@
-"""A fixed sequence of kernel calls, replayed in one: what a CUDA graph is to a GPU.
+"""A fixed sequence of kernel calls, replayed in one call: a CUDA graph for the CPU.
 
-Between two short calls the interpreter takes longer than the calls, the other cores wait for it,
-and so does whoever else needs its lock. A replay is one call without the lock, on one team of
-threads. Captured by running a function once: its kernels are recorded as they run, in memory that
-the graph keeps. A function that computes anything else, in torch, cannot be captured.
+Between short kernel calls the interpreter takes longer than the calls, while the other cores are
+idle and other threads wait for the GIL. A replay is one call without the GIL, on one team of
+threads. To capture a graph, a function is run once: its kernel calls are recorded, with memory that
+the graph owns. A function that runs other torch operations cannot be captured.
 """
 
 import ctypes
@@ -42,8 +42,8 @@ _ROWS: Final = {
     "route": (ROUTE, 7),
     "experts": (EXPERTS, 12),
 }
-"""In the order of Kernel in native/calls.h: where a call's number of rows is, which follows the
-tokens of a replay. Attention has its own, in its step."""
+"""In the order of Kernel in native/calls.h: the layout of a call's arguments and the field with its
+number of rows, which a replay scales with its tokens. Attention gets it from its step."""
 
 _KERNELS: Final = tuple(_ROWS)
 _CALL: Final = struct.Struct("@iiPq")
@@ -53,11 +53,11 @@ _Result = TypeVar("_Result")
 
 
 class NotCapturable(Exception):
-    """The function computes something that is no recorded kernel."""
+    """The function runs an operation that cannot be recorded."""
 
 
 class Graph:
-    """Calls that were recorded with `num_tokens` tokens, and the memory that they use."""
+    """Kernel calls recorded with `num_tokens` tokens, and the memory that they use."""
 
     def __init__(self, kernels: Native, num_tokens: int, calls: "Recording") -> None:
         self._run = kernels.run_graph[0]
@@ -74,19 +74,19 @@ class Graph:
 
     @property
     def num_bytes(self) -> int:
-        """What its memory takes."""
+        """Size of the graph's memory."""
         return self._memory.num_bytes
 
     def replay(self, num_tokens: int, steps: Sequence[bytes]) -> None:
-        """The same with other numbers, in the same places. steps: those of attention, of
-        `num_tokens` tokens, in the order of the capture's."""
+        """Run the calls again, on new data in the same memory. steps: attention steps of
+        `num_tokens` tokens, in the order of the captured ones."""
         pointers = (ctypes.c_char_p * len(steps))(*steps)
         threads = torch.get_num_threads()
         self._run(self._calls, self.num_calls, self._captured, num_tokens, pointers, threads)
 
 
 class Recording:
-    """What runs while a function is captured, on `steps` of attention."""
+    """Records the kernel calls of a function, which uses the attention steps `steps`."""
 
     def __init__(self, num_tokens: int, steps: Sequence[bytes]) -> None:
         self._num_tokens = num_tokens
@@ -99,17 +99,19 @@ class Recording:
 
     def record(self, kernel: str, dtype: torch.dtype, arguments: tuple[bytes, ...]) -> None:
         if kernel not in _KERNELS:
-            raise NotCapturable(f"{kernel} is no kernel for graphs")
+            raise NotCapturable(f"kernel {kernel} is not supported in graphs")
         step = -1
         if (rows := _ROWS[kernel]) is not None:
             layout, field = rows
             if layout.unpack(arguments[0])[field] % self._num_tokens:
-                raise NotCapturable(f"{kernel} of rows that are no multiple of the tokens")
+                raise NotCapturable(
+                    f"the rows of kernel {kernel} are not a multiple of the step's tokens"
+                )
         else:
             places = (i for i, one in enumerate(self._steps) if one is arguments[0])
             step = next(places, -1)
             if step < 0:
-                raise NotCapturable("this attention is no part of the step")
+                raise NotCapturable("an attention call does not belong to the step")
         call = (_KERNELS.index(kernel), dtype == torch.bfloat16, arguments[-1], step)
         self.calls.append(call)
 
@@ -117,10 +119,10 @@ class Recording:
 def capture(
     kernels: Native, function: Callable[[], _Result], num_tokens: int, steps: Sequence[bytes]
 ) -> tuple[_Result, Graph]:
-    """Run `function`, which computes `num_tokens` tokens; returns its result, whose tensors every
-    replay fills again, and the graph.
+    """Run `function`, which computes `num_tokens` tokens. Returns its result, whose tensors every
+    replay overwrites, and the graph.
 
-    What the function reads must stay where it is. Raises NotCapturable.
+    The memory that the function reads must stay at its address. Raises NotCapturable.
     """
     calls = Recording(num_tokens, steps)
     with recording(calls), _OnlyViews():
@@ -129,17 +131,17 @@ def capture(
 
 
 class _OnlyViews(TorchDispatchMode):
-    """Raises NotCapturable for an operation of torch that does more than look."""
+    """Raises NotCapturable for every torch operation that is not a view."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
-            raise NotCapturable(f"{func} is no recorded kernel")
+            raise NotCapturable(f"{func} is not a recorded kernel")
         return func(*args, **(kwargs or {}))
 
 
 class _Arena:
-    """Memory for what kernels make. What nothing refers to any more is given out again, also
-    within one capture: a replay writes and reads in the same order."""
+    """Memory for the outputs of kernels. Unreferenced memory is reused, also within one capture,
+    because a replay writes and reads in the same order."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -149,7 +151,7 @@ class _Arena:
         size = math.prod(shape) * dtype.itemsize
         free = self._free.setdefault(size, [])
         block = free.pop() if free else self._new(size)
-        memory = block[:]  # dies with the last tensor that uses it
+        memory = block[:]  # freed with the last tensor that uses it
         weakref.finalize(memory, free.append, block)
         return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 

@@ -1,16 +1,16 @@
-"""y = x W^T + b in bfloat16, from a matrix that was packed for it once."""
+"""y = x W^T + b in bfloat16, with a matrix packed in advance."""
 
 import torch
 from torch import Tensor
 
 from longshore.worker.kernels.native import LINEAR, empty, native, num_threads
 
-PANEL = 32  # outputs that are computed at once, as in native/linear.h
+PANEL = 32  # outputs computed at once, as in native/linear.h
 
 
 def supports(weight: Tensor) -> bool:
-    """Whether the kernel computes with such a matrix, and nothing here is faster: a processor with
-    tiles (AMX) is left to oneDNN."""
+    """Whether the kernel supports this matrix and is the fastest choice: with AMX tiles, oneDNN
+    is faster."""
     kernels = native()
     return (
         kernels is not None
@@ -23,15 +23,15 @@ def supports(weight: Tensor) -> bool:
 
 
 def empty_panels(num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
-    """For matrices in float32, or of an even number of columns in bfloat16: (panels, depth, PANEL,
-    columns / depth), words of four bytes, all zeros."""
+    """Zeroed panels for a matrix in float32, or in bfloat16 with an even number of columns:
+    (panels, depth, PANEL, columns / depth), in words of four bytes."""
     word = 4 // dtype.itemsize
     return torch.zeros((-(-num_rows // PANEL), num_columns // word, PANEL, word), dtype=dtype)
 
 
 def fill_panels(panels: Tensor, weight: Tensor) -> None:
-    """weight: (rows, columns); of the last panel, what is behind them is left as it is."""
-    # Panel by panel, or packing a large matrix would take its memory once more.
+    """Copy weight, (rows, columns), into panels. Extra rows of the last panel are not changed."""
+    # Panel by panel, so that packing needs no second copy of a large matrix.
     for panel, rows in zip(panels, weight.split(PANEL), strict=True):
         panel[:, : len(rows)] = rows.unflatten(1, (-1, panels.shape[-1])).transpose(0, 1)
 
@@ -45,8 +45,8 @@ class PackedMatrix:
         fill_panels(self._panels, weight)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x: (n, columns), bias: (rows,) -> x M^T + bias, (n, rows). Raises ValueError for what
-        does not fit."""
+        """x: (n, columns), bias: (rows,) -> x M^T + bias, (n, rows). Raises ValueError for
+        arguments of a wrong shape or dtype."""
         num_columns = self._num_columns
         if x.dtype != torch.bfloat16 or x.shape[1:] != (num_columns,):
             raise ValueError(
@@ -61,7 +61,7 @@ class PackedMatrix:
         if x.stride(1) != 1 or x.stride(0) % 2:
             x = x.contiguous()
         kernels = native()
-        assert kernels is not None, "a matrix was packed for kernels that are gone"
+        assert kernels is not None, "the matrix was packed for kernels that are no longer selected"
         num_rows = len(x)
         out = empty((num_rows, self._num_rows), x.dtype)
         kernels.run(

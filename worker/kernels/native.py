@@ -1,9 +1,9 @@
-"""The compiled kernels of the CPU: finding them, and choosing between them and plain torch.
+"""Loads the compiled CPU kernels, and chooses between them and plain torch.
 
-`pip install` builds `native/` where there is a C++ compiler; without one, everything here still
-works and the wrappers compute in torch. The library knows nothing of Python or torch: it is loaded
-with ctypes and gets addresses, so any torch and any Python can be used with it. It uses whatever
-OpenMP runtime the process has loaded, so torch must be imported first, and is.
+`pip install` builds `native/` if there is a C++ compiler; without one the wrappers compute in
+torch. The library does not depend on Python or torch: it is loaded with ctypes and gets addresses,
+so it works with every version of both. It uses the OpenMP runtime that the process has loaded, so
+torch must be imported first, as this module does.
 """
 
 import ctypes
@@ -23,16 +23,16 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-"""What the kernels compute in, and its place in their tables."""
+"""Dtypes that the kernels support, and their index in the function tables."""
 
 MIN_THREAD_BYTES: Final = 1 << 15
-"""What a thread should have to do at least: waking one up takes about a microsecond."""
+"""Minimum work per thread: waking a thread takes about a microsecond."""
 
 INTERFACE: Final = 4
-"""Of native/calls.h; raise both with every change."""
+"""Version of native/calls.h; raise both with every change."""
 
 INSTRUCTION_SETS: Final = ("generic", "avx2", "avx512", "avx512bf16")
-"""As library.cpp numbers them, each better than the one before."""
+"""In the order of library.cpp, each better than the one before."""
 
 
 class _Variant(ctypes.Structure):
@@ -84,21 +84,21 @@ class Native:
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """Whether there is a `linear`."""
+        """Whether the instruction set has bfloat16 products, and hence a `linear`."""
         return bool(self.linear[DTYPES[torch.bfloat16]])
 
     def run(self, kernel: str, dtype: torch.dtype, *arguments: bytes) -> None:
-        """Call a kernel, and have the call recorded where a graph is being captured."""
+        """Call a kernel. If a graph is being captured, the call is recorded."""
         getattr(self, kernel)[DTYPES[dtype]](*arguments)
         if _thread.recorder is not None:
             _thread.recorder.record(kernel, dtype, arguments)
 
 
 class Recorder(Protocol):
-    """Who is told of what runs while a graph is captured (graph.py)."""
+    """Receives the kernel calls while a graph is captured (graph.py)."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory that stays where it is for as long as the graph lives."""
+        """Memory that keeps its address as long as the graph exists."""
         ...
 
     def record(self, kernel: str, dtype: torch.dtype, arguments: tuple[bytes, ...]) -> None: ...
@@ -117,7 +117,7 @@ ATTENTION_LAYER: Final = struct.Struct("@PPPPPqqqPPff")
 
 
 def library_path() -> Path | None:
-    """Where the build put the library; None if there was no compiler."""
+    """The path of the library; None if it was not built."""
     folder = Path(__file__).parent
     for suffix in EXTENSION_SUFFIXES:
         path = folder / f"_native{suffix}"
@@ -127,18 +127,19 @@ def library_path() -> Path | None:
 
 
 def load(path: Path, instruction_set: str | None = None) -> Native:
-    """instruction_set: one of INSTRUCTION_SETS; None is the best that this processor has.
+    """Load the library. instruction_set: one of INSTRUCTION_SETS; None is the best one that this
+    processor supports.
 
-    Raises OSError if the library cannot be loaded, ValueError if the set is unknown or not this
-    processor's.
+    Raises OSError if the library cannot be loaded, ValueError if the instruction set is unknown or
+    not supported by this processor.
     """
     if instruction_set not in (None, *INSTRUCTION_SETS):
         raise ValueError(
-            f"there are no {instruction_set!r} kernels, only {', '.join(INSTRUCTION_SETS)}"
+            f"instruction set {instruction_set!r} is unknown; use {', '.join(INSTRUCTION_SETS)}"
         )
     library = ctypes.CDLL(str(path))
     if getattr(library, "longshore_interface", lambda: 1)() != INTERFACE:
-        raise OSError("it was built from other sources; reinstall Longshore")
+        raise OSError("it was built from other sources. Reinstall Longshore")
     library.longshore_variant.restype = ctypes.POINTER(_Variant)
     plan = library.longshore_plan_attention
     plan.restype = ctypes.c_int64
@@ -154,7 +155,7 @@ def load(path: Path, instruction_set: str | None = None) -> Native:
 
 
 class _Selection:
-    """What the wrappers use in this process; like torch's number of threads, there is one."""
+    """The kernels that the wrappers use: one setting per process, like torch's thread count."""
 
     def __init__(self) -> None:
         self.native: Native | None = None
@@ -165,7 +166,7 @@ _selection = _Selection()
 
 
 class _Thread(threading.local):
-    """Who records what this thread runs."""
+    """The recorder of the current thread."""
 
     recorder: Recorder | None = None
 
@@ -174,16 +175,16 @@ _thread = _Thread()
 
 
 def native() -> Native | None:
-    """The kernels in use; None means plain torch. Loaded at the first call."""
+    """The selected kernels; None means plain torch. Loaded at the first call."""
     if not _selection.is_made:
         select(use_native=True)
     return _selection.native
 
 
 def select(*, use_native: bool, instruction_set: str | None = None) -> Native | None:
-    """Use the compiled kernels, if there are any, or plain torch, from now on in this process.
+    """Select the compiled kernels, if they were built, or plain torch for this process.
 
-    Raises ValueError for an instruction set that this processor lacks.
+    Raises ValueError for an instruction set that this processor does not support.
     """
     _selection.native = _load(instruction_set) if use_native else None
     _selection.is_made = True
@@ -194,28 +195,28 @@ def _load(instruction_set: str | None) -> Native | None:
     path = library_path()
     if path is None:
         logger.warning(
-            "the CPU kernels were not built (no C++ compiler at installation?), so plain torch "
-            "computes, which is slower; install g++ and reinstall Longshore"
+            "the CPU kernels were not built (no C++ compiler at installation?), so plain torch is "
+            "used, which is slower; install g++ and reinstall Longshore"
         )
         return None
     try:
         loaded = load(path, instruction_set)
     except OSError as error:
-        logger.warning("%s cannot be loaded, so plain torch computes: %s", path, error)
+        logger.warning("%s cannot be loaded, so plain torch is used: %s", path, error)
         return None
     logger.info("CPU kernels: %s", loaded.instruction_set)
     return loaded
 
 
 def kernels_for(tensor: Tensor) -> Native | None:
-    """The kernels, if they can compute on such a tensor; None means plain torch."""
+    """The kernels if they support the tensor's dtype and device; None means plain torch."""
     if tensor.dtype not in DTYPES or tensor.device.type != "cpu":
         return None
     return native()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory on the CPU for what a kernel makes."""
+    """CPU memory for the output of a kernel."""
     if _thread.recorder is not None:
         return _thread.recorder.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype)
@@ -223,7 +224,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """All kernels that this thread runs inside are recorded."""
+    """Record all kernel calls of this thread within the block."""
     assert _thread.recorder is None, "a graph is being captured already"
     _thread.recorder = recorder
     try:
@@ -233,5 +234,5 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def num_threads(num_bytes: int) -> int:
-    """How many threads to use for an operation that reads or writes `num_bytes`."""
+    """Number of threads for an operation that reads or writes `num_bytes`."""
     return max(1, min(torch.get_num_threads(), num_bytes // MIN_THREAD_BYTES))

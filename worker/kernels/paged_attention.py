@@ -1,6 +1,6 @@
-"""Causal attention over a paged cache on the CPU, without gathering keys or values.
+"""Causal attention over a paged KV cache on the CPU, without gathering keys or values.
 
-Decodes and chunks of any lengths, one call per layer. The reference in plain torch is
+Handles decodes and chunks of any length in one call per layer. The reference in plain torch is
 `worker/attention/torch_backend.py`.
 """
 
@@ -21,12 +21,12 @@ _UNSCALED = KVScales()
 
 
 def supports(cache: PagedKV) -> bool:
-    """Whether the kernel can compute on such a cache."""
+    """Whether the kernel supports the cache's device, dtype and head size."""
     return cache.device.type == "cpu" and cache.dtype in DTYPES and cache.head_dim <= MAX_HEAD_DIM
 
 
 class PagedAttention:
-    """The kernel over one cache, with the memory it works in: one step at a time."""
+    """The kernel over one cache, with its workspace. Only one step can be in use at a time."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class PagedAttention:
         chunk: int = 0,
         softcap: float = 0.0,
     ) -> None:
-        """num_heads: query heads, a multiple of the KV heads. scale: of the scores.
+        """num_heads: query heads, a multiple of the KV heads. scale: factor on scores.
         window, chunk, softcap: as in PagedAttentionKind; 0 is none."""
         if not supports(cache) or num_heads % cache.num_kv_heads:
             raise ValueError(
                 f"{num_heads} heads over a cache of {cache.dtype} {tuple(cache.planes.shape)} on "
-                f"{cache.device} are not supported: it takes float32 or bfloat16 on the CPU, "
-                f"vectors of at most {MAX_HEAD_DIM}, and as many query heads per KV head"
+                f"{cache.device} are not supported: the kernel needs float32 or bfloat16 on the "
+                f"CPU, a head size of at most {MAX_HEAD_DIM}, and a multiple of the KV heads"
             )
         self._kernels = kernels
         self._cache = cache
@@ -57,13 +57,13 @@ class PagedAttention:
     def plan(
         self, block_table: Tensor, slots: Tensor, sequences: npt.NDArray[np.int64]
     ) -> "PagedAttentionStep":
-        """What all layers of a step share. The step before must have been computed.
+        """Prepare a step for all layers. The previous step must be complete.
 
-        block_table: (max_num_seqs, max_blocks) int32; of a sequence's entries, those alone are
-                     read whose tokens its new tokens attend to.
+        block_table: (max_num_seqs, max_blocks) int32; of each sequence, only entries with tokens
+                     that its new tokens attend to are read.
         slots:       (num_tokens,) int64, block_id * block_size + offset of each new token.
-        sequences:   (num_seqs, 4): row of the table, first token in the step, new tokens, and
-                     tokens in all, of which the new ones are the last.
+        sequences:   (num_seqs, 4): row of the table, index of the first new token in the step,
+                     number of new tokens, and total number of tokens, new ones included.
         """
         cache, num_seqs, threads = self._cache, len(sequences), torch.get_num_threads()
         sequences = np.ascontiguousarray(sequences)
@@ -112,7 +112,7 @@ class PagedAttention:
 
 
 class PagedAttentionStep:
-    """An AttentionStep, planned."""
+    """The AttentionStep of a planned step."""
 
     def __init__(
         self,
@@ -131,9 +131,9 @@ class PagedAttentionStep:
         self._scales = None if cache.fp8 is None else cache.fp8.scales
         itemsize = cache.planes.dtype.itemsize
         self._layer_bytes = cache.planes.stride(1) * itemsize
-        self._values_bytes = cache.planes.stride(2) * itemsize  # from a layer's keys to its values
+        self._values_bytes = cache.planes.stride(2) * itemsize  # offset of values after keys
         self.native_steps = (step,)
-        self._alive = alive  # what `step` holds the addresses of
+        self._alive = alive  # `step` holds addresses of these
 
     def forward(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
@@ -168,7 +168,8 @@ class PagedAttentionStep:
         return out
 
     def _checked(self, heads: Tensor, num_heads: int) -> Tensor:
-        """Neighbouring heads are adjacent. Raises ValueError for another shape or dtype."""
+        """`heads` with the heads of a token contiguous. Raises ValueError for another shape or
+        dtype."""
         head_dim = self._head_dim
         if heads.dtype != self._dtype or heads.shape[1:] != (num_heads, head_dim):
             raise ValueError(
@@ -182,7 +183,7 @@ class PagedAttentionStep:
     def _checked_sinks(self, sinks: Tensor) -> Tensor:
         if sinks.dtype != torch.float32 or sinks.shape != (self._num_heads,):
             raise ValueError(
-                f"sinks are {sinks.dtype} {tuple(sinks.shape)}, but one score per query head is "
-                f"needed: torch.float32 ({self._num_heads},)"
+                f"sinks are {sinks.dtype} {tuple(sinks.shape)}, but must be torch.float32 "
+                f"({self._num_heads},), one per query head"
             )
         return sinks.contiguous()

@@ -1,7 +1,7 @@
-"""Root mean square normalisation (Zhang and Sennrich, 2019), alone or of a residual stream.
+"""Root mean square normalisation (Zhang and Sennrich, 2019), optionally after adding to a residual.
 
-The normalised value is rounded to the weight's dtype before it: to the model's, as Llama was
-trained, or not at all, as Gemma was.
+The normalised value is rounded to the weight's dtype before it is multiplied by the weight: to the
+model's dtype, as in Llama, or not at all, as in Gemma.
 """
 
 import torch
@@ -10,47 +10,39 @@ from torch import Tensor
 from longshore.worker.kernels.native import RMS_NORM, empty, kernels_for, num_threads
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
-    """x: (..., size), each vector's elements adjacent -> the same shape.
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x: (..., size), each vector contiguous -> a new tensor of the same shape.
 
     weight: (size,), of x's dtype or float32, on its device.
-    out:    contiguous, of x's shape; may be x itself. None makes a new tensor.
-    Raises ValueError for what does not fit.
+    Raises ValueError for arguments of a wrong shape or dtype.
     """
-    return _normalise(x, None, weight, eps, out)
+    return _normalise(x, None, weight, eps)
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
-) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """residual += x, in place; returns the new residual, normalised.
 
-    x, residual, weight, out: as in `rms_norm`; residual is contiguous and like x.
+    x, weight: as in `rms_norm`; residual: contiguous, with x's shape and dtype.
     """
     if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
         raise ValueError(
             f"the residual, {residual.dtype} {tuple(residual.shape)} with strides "
-            f"{residual.stride()}, must be contiguous and like x, {x.dtype} {tuple(x.shape)}"
+            f"{residual.stride()}, must be contiguous {x.dtype} {tuple(x.shape)}, like x"
         )
-    return _normalise(x, residual, weight, eps, out)
+    return _normalise(x, residual, weight, eps)
 
 
-def _normalise(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None
-) -> Tensor:
+def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     size = x.shape[-1]
     if weight.shape != (size,) or weight.dtype not in (x.dtype, torch.float32):
         raise ValueError(
-            f"the weight is {weight.dtype} {tuple(weight.shape)}, but x, {x.dtype} "
-            f"{tuple(x.shape)}, needs one of {x.dtype} ({size},), or of float32"
+            f"the weight is {weight.dtype} {tuple(weight.shape)}, but x is {x.dtype} "
+            f"{tuple(x.shape)}; the weight must be {x.dtype} or torch.float32 ({size},)"
         )
     kernels = kernels_for(x)
-    if out is None:
-        out = torch.empty_like(x) if kernels is None else empty(x.shape, x.dtype)
-    elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous {x.dtype} {tuple(x.shape)}")
     if kernels is None:
-        return reference(x, residual, weight, eps, out)
+        return reference(x, residual, weight, eps, torch.empty_like(x))
+    out = empty(x.shape, x.dtype)
     lines = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, size)
     num_rows = len(lines)
     kernels.run(
@@ -77,7 +69,7 @@ def _normalise(
 def reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor
 ) -> Tensor:
-    """The same in plain torch."""
+    """The same in plain torch, written to `out`, which may be x."""
     if residual is not None:
         x = residual.add_(x)
     wide = x.float()

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., 2021) in place, after the per-head norms that some families have."""
+"""Rotary positions (Su et al., 2021), in place, after the per-head norms of some families."""
 
 import torch
 from torch import Tensor
@@ -17,16 +17,17 @@ def rotary_(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Turn queries and keys by the angles of their positions, in place.
+    """Rotate queries and keys by the angles of their positions, in place.
 
-    q, k:      (n, num_heads, head_dim) and (n, num_kv_heads, head_dim); a token's heads adjacent,
-               tokens any stride apart, so both may be views of one product.
+    q, k:      (n, num_heads, head_dim) and (n, num_kv_heads, head_dim); contiguous within a token,
+               with any stride between tokens, so both may be views of one product.
     positions: (n,) int64, below max_positions.
     table:     (max_positions, 2, num_pairs) float32, cosines and sines, times the rope's amplitude.
-               Elements (i, i + num_pairs) of a head are a pair; those from 2 * num_pairs on stay.
-    q_norm, k_norm: (head_dim,), weights of a root mean square norm of each head before it turns,
-               both of the dtype of q or both float32: see `rms_norm`.
-    Computed in float32 and rounded once. Raises ValueError for what does not fit.
+               Elements (i, i + num_pairs) of a head are a pair; elements from 2 * num_pairs on are
+               unchanged.
+    q_norm, k_norm: (head_dim,), weights of an RMS norm of each head before the rotation, both in
+               q's dtype or both float32: see `rms_norm`.
+    Computed in float32 and rounded once. Raises ValueError for arguments of a wrong shape or dtype.
     """
     head_dim, num_pairs = q.shape[2], table.shape[2]
     _check(q, k, positions, table, q_norm, k_norm)
@@ -71,8 +72,8 @@ def reference(
     cos, sin = table.index_select(0, positions).unsqueeze(1).unbind(2)
     first = heads[..., :num_pairs].float()
     second = heads[..., num_pairs : 2 * num_pairs].float()
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    heads[..., : 2 * num_pairs] = turned.to(heads.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    heads[..., : 2 * num_pairs] = rotated.to(heads.dtype)
 
 
 def _check(
@@ -100,11 +101,11 @@ def _check(
             norm.shape != (head_dim,) or norm.dtype not in (q.dtype, torch.float32)
         ):
             raise ValueError(
-                f"a head's norm is {norm.dtype} {tuple(norm.shape)}, not {q.dtype} ({head_dim},), "
-                "or float32"
+                f"q_norm or k_norm is {norm.dtype} {tuple(norm.shape)}; it must be {q.dtype} or "
+                f"torch.float32 ({head_dim},)"
             )
     if q_norm is not None and k_norm is not None and q_norm.dtype != k_norm.dtype:
-        raise ValueError(f"the heads' norms are {q_norm.dtype} and {k_norm.dtype}, not alike")
+        raise ValueError(f"q_norm is {q_norm.dtype}, but k_norm is {k_norm.dtype}; use one dtype")
     if (
         table.dtype != torch.float32
         or not table.is_contiguous()
@@ -116,4 +117,4 @@ def _check(
             f"(max_positions, 2, at most {head_dim // 2})"
         )
     if positions.dtype != torch.int64:
-        raise ValueError(f"positions are {positions.dtype}, not torch.int64")
+        raise ValueError(f"positions are {positions.dtype}; they must be torch.int64")

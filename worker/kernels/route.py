@@ -1,5 +1,5 @@
-"""The experts of each token: scores in float32, and the choice among them, in one call. What the
-choice is, and the same in plain torch, is in `worker/layers/moe_router.py`."""
+"""Routing: the scores of all experts in float32, and the choice for each token, in one call.
+`worker/layers/moe_router.py` describes the choice and has the reference in plain torch."""
 
 import torch
 from torch import Tensor
@@ -24,13 +24,16 @@ def route(
     """x: (n, size), float32 or bfloat16; weight: (num_experts, size) float32, contiguous; bias,
     correction: (num_experts,) float32. The settings: see Routing.
 
-    Returns weights, (n, top_k) float32, and experts, (n, top_k) int64, the best first, the lowest
-    of equal ones; a NaN counts as the best. Raises ValueError for what does not fit.
+    Returns weights, (n, top_k) float32, and experts, (n, top_k) int64, best first. Among equal
+    scores the lowest expert comes first; NaN counts as the highest score. Raises ValueError for
+    arguments of a wrong shape or dtype.
     """
     num_experts, size = weight.shape
     for tensor in (weight, bias, correction):
         if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_contiguous()):
-            raise ValueError(f"what routes is {tensor.dtype}, not contiguous torch.float32")
+            raise ValueError(
+                f"weight, bias and correction must be contiguous torch.float32, not {tensor.dtype}"
+            )
     if x.shape[1:] != (size,) or x.stride(1) != 1:
         raise ValueError(
             f"x {tuple(x.shape)} with strides {x.stride()} must be (n, {size}), contiguous within "

@@ -1,1 +1,1 @@
-"""The KV cache of one rank: its plan, its buffer, and the tables that lead into it."""
+"""The KV cache of one rank: its plan, its buffer and its block tables."""

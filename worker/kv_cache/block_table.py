@@ -1,8 +1,8 @@
-"""Which blocks each row holds, in order of position: one table per KV cache group.
+"""The blocks of each row in order of position: one block table per KV cache group.
 
-The host's copy follows the plans; the device's copy follows the host's, step by step, on the
-compute queue. Only rows that changed travel, all in one copy. A position, once given a block, keeps
-it; a row changes otherwise only when it is started, cut by a rewind, or dropped.
+Plans change the host's copy; each step then updates the device's copy on the compute queue. Only
+changed rows are transferred, all in one copy. A row is append-only, except that it is overwritten
+when it starts and truncated by a rewind.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,15 +22,17 @@ IntArray = npt.NDArray[np.integer]
 
 
 class BlockTable:
-    """The table of one group.
+    """The block table of one group.
 
-    block_size:        tokens of one allocated block that this rank keeps.
-    kernel_block_size: tokens of one block as attention sees it; a divisor of block_size. Where it
-                       is smaller, an allocated id k stands for k * r ... k * r + r - 1.
-    share:             of the tokens, that this rank keeps. An entry then stands for so many times
-                       the tokens as ranks share them, and so does the attribute `block_size`.
+    block_size:        tokens of one allocated block that this rank stores.
+    kernel_block_size: tokens of one block as attention sees it; a divisor of block_size. If it is
+                       smaller, an allocated id k expands to k * r ... k * r + r - 1, where r is
+                       block_size / kernel_block_size.
+    share:             this rank's share of the tokens, with context parallelism. An entry then
+                       covers the tokens of all sharing ranks, and so does the attribute
+                       `block_size`.
     host:              (max_num_seqs, max_blocks) int32.
-    num_blocks:        (max_num_seqs,) int64, entries of each row that count.
+    num_blocks:        (max_num_seqs,) int64, number of valid entries of each row.
     device_table:      like `host`, on the device, as of the last commit that was run.
     """
 
@@ -43,13 +45,17 @@ class BlockTable:
         device: torch.device,
         kernel_block_size: int | None = None,
         share: ContextShare = WHOLE_CONTEXT,
-        staging_depth: int = 3,
     ) -> None:
         self.kept_block_size = kernel_block_size or block_size
         if block_size % self.kept_block_size:
-            raise ValueError(f"kernel block {kernel_block_size} does not divide {block_size}")
+            raise ValueError(
+                f"kernel_block_size={kernel_block_size} does not divide block_size={block_size}"
+            )
         if self.kept_block_size % share.interleave:
-            raise ValueError(f"interleave {share.interleave} divides no {self.kept_block_size}")
+            raise ValueError(
+                f"interleave={share.interleave} does not divide the block size, "
+                f"{self.kept_block_size}"
+            )
         self.share = share
         self.block_size = self.kept_block_size * share.size
         self._blocks_per_id = block_size // self.kept_block_size
@@ -66,15 +72,14 @@ class BlockTable:
                 "entries": ((max_num_seqs * self.max_blocks,), torch.int32),
             },
             pin_memory=device.type == "cuda",
-            depth=staging_depth,
         )
 
     def append_row(self, row: int, block_ids: IntArray) -> None:
-        """Blocks at the end of one row; none is no change."""
+        """Append blocks to one row; an empty list changes nothing."""
         self.append_rows(np.full(len(block_ids), row, np.int64), block_ids)
 
     def append_rows(self, rows: IntArray, block_ids: IntArray) -> None:
-        """`block_ids[i]` goes to the end of row `rows[i]`; those of one row in the order given.
+        """Append `block_ids[i]` to row `rows[i]`; blocks of one row keep their order.
 
         Raises PlanMismatch if a row would hold more blocks than the longest request needs.
         """
@@ -95,29 +100,29 @@ class BlockTable:
         self._is_stale[held] = True
 
     def add_row(self, row: int, block_ids: IntArray) -> None:
-        """The row holds these blocks and no others."""
+        """Start a row with these blocks, overwriting its entries."""
         self.num_blocks[row] = 0
         self.append_row(row, block_ids)
 
     def truncate_row(self, row: int, num_tokens: int) -> None:
-        """The row keeps the allocated blocks that its first `num_tokens` tokens need."""
+        """Keep only the blocks that the row's first `num_tokens` tokens need."""
         num_ids = -(-num_tokens // (self.block_size * self._blocks_per_id))
         self.num_blocks[row] = min(self.num_blocks[row], num_ids * self._blocks_per_id)
 
     def move_row(self, source: int, destination: int) -> None:
-        """`destination` becomes what `source` is; `source` is empty afterwards."""
+        """Move a row's blocks to `destination`; `source` is empty afterwards."""
         self.add_row(destination, self.allocated(source))
         self.num_blocks[source] = 0
 
     def swap_row(self, one: int, other: int) -> None:
-        """The two rows change places."""
+        """Exchange the blocks of two rows."""
         pair, swapped = [one, other], [other, one]
         self.host[pair] = self.host[swapped]
         self.num_blocks[pair] = self.num_blocks[swapped]
         self._is_stale[pair] = True
 
     def allocated(self, row: int) -> npt.NDArray[np.int32]:
-        """The ids that the row was given, in order of position."""
+        """The row's allocated block ids, in order of position."""
         entries = self.host[row, : self.num_blocks[row]]
         return entries[:: self._blocks_per_id] // self._blocks_per_id
 
@@ -130,12 +135,13 @@ class BlockTable:
         rows: npt.NDArray[np.int64],
         places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
     ) -> npt.NDArray[np.int64]:
-        """Where the KV of each token goes, -1 if to another rank; every position must have a
-        block. places: which column each position is in, and where there."""
+        """The slot of each token, -1 if another rank stores it; every position must have a block.
+        places: the column of each position, and the offset in it."""
         return slots_at(self.host, rows, places, self.kept_block_size, self.share)
 
     def commit(self) -> "TableUpload | None":
-        """What brings the device's copy up to date, or None if it is. Run it in its turn."""
+        """The upload that brings the device's copy up to date; None if it is. Run uploads in
+        order."""
         rows = np.flatnonzero(self._is_stale)
         if len(rows) == 0:
             return None
@@ -162,10 +168,10 @@ class BlockTable:
 
 
 class TableUpload:
-    """Changed rows on their way to the device. `guard` it with the operation that runs it.
+    """Changed rows to copy to the device. `guard` it with the operation that runs it.
 
     rows:    (n,) int64, on the host.
-    entries: (n, widest) int32, on the host: each row's blocks from the first on.
+    entries: (n, width) int32, on the host: each row's first `width` entries.
     """
 
     def __init__(
@@ -181,7 +187,7 @@ class TableUpload:
         self.guard = guard
 
     def run(self) -> None:
-        """On the compute queue: one copy, whatever the number of rows."""
+        """Update the device's copy. On the compute queue; one copy for all rows."""
         device = self._device_table.device
         rows = self.rows.to(device, non_blocking=True)
         entries = self.entries.to(device, non_blocking=True)
@@ -189,7 +195,7 @@ class TableUpload:
 
 
 class MultiGroupBlockTable:
-    """The tables of all KV cache groups; every change of a row names its blocks per group."""
+    """The block tables of all KV cache groups."""
 
     def __init__(self, tables: Sequence[BlockTable]) -> None:
         self.tables = tuple(tables)
@@ -198,9 +204,11 @@ class MultiGroupBlockTable:
         self.share = tables[0].share if tables else WHOLE_CONTEXT
 
     def append_rows(self, group: int, rows: IntArray, block_ids: IntArray) -> None:
-        """Appended blocks arrive group by group. Raises PlanMismatch for a group not here."""
+        """Append blocks to rows of one group. Raises PlanMismatch if there is no such group."""
         if not 0 <= group < len(self.tables):
-            raise PlanMismatch(f"KV cache group {group} of {len(self.tables)} gets blocks")
+            raise PlanMismatch(
+                f"a plan appends blocks to KV cache group {group}; there are {len(self.tables)}"
+            )
         self.tables[group].append_rows(rows, block_ids)
 
     def append_row(self, row: int, block_ids: Sequence[IntArray]) -> None:
@@ -209,7 +217,10 @@ class MultiGroupBlockTable:
 
     def add_row(self, row: int, block_ids: Sequence[IntArray]) -> None:
         if len(block_ids) != len(self.tables):
-            raise PlanMismatch(f"row {row} has blocks for {len(block_ids)} KV cache groups")
+            raise PlanMismatch(
+                f"row {row} has blocks for {len(block_ids)} KV cache groups; there are "
+                f"{len(self.tables)}"
+            )
         for table, ids in zip(self.tables, block_ids, strict=True):
             table.add_row(row, ids)
 
@@ -226,7 +237,7 @@ class MultiGroupBlockTable:
             table.truncate_row(row, num_tokens)
 
     def allocated(self, row: int) -> list[npt.NDArray[np.int32]]:
-        """Per group, the ids that the row was given."""
+        """Per group, the row's allocated block ids."""
         return [table.allocated(row) for table in self.tables]
 
     def capacity(self) -> npt.NDArray[np.int64]:
@@ -236,7 +247,7 @@ class MultiGroupBlockTable:
     def slots(
         self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> list[npt.NDArray[np.int64]]:
-        """Per group, where the KV of each token goes, -1 if to another rank."""
+        """Per group, the slot of each token, -1 if another rank stores it."""
         places = {size: np.divmod(positions, size) for size in set(self.block_sizes)}
         return [table.step_slots(rows, places[table.block_size]) for table in self.tables]
 

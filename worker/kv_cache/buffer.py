@@ -1,9 +1,9 @@
 """The KV cache of one rank: one buffer of bytes, allocated once, in which a block is contiguous.
 
-Any block can serve any group of layers: each group sees the same blocks through a view of its own,
-which takes the first bytes of a block and leaves the rest, if its layers need less than the largest
-group's. A transfer moves a block with one copy: it starts at `block_id * block_size_bytes`. Paged
-as in PagedAttention (Kwon et al., 2023, section 4).
+Any block can serve any KV cache group: each group has its own view of the blocks. The view uses the
+first bytes of a block and leaves the rest as padding if the group's layers need less than the
+largest group's. A transfer moves a block with one copy: it starts at `block_id * block_size_bytes`.
+Paged as in PagedAttention (Kwon et al., 2023, section 4).
 """
 
 import logging
@@ -36,11 +36,11 @@ from longshore.worker.process.device import available_bytes
 logger = logging.getLogger(__name__)
 
 DEFAULT_MEMORY_FRACTION: Final = {"cpu": 0.25, "cuda": 0.85}
-"""Share of the memory left after loading the weights. The rest is for activations, which on a GPU
-are all that remains, and on a CPU share the machine with everybody else."""
+"""Share of the memory left after loading the weights. The rest is for activations and, on a CPU,
+for other processes of the machine."""
 
 MAX_DEFAULT_CPU_BYTES: Final = 4 << 30
-"""What a CPU rank takes at most without being asked to."""
+"""Maximum default size of the KV cache of a CPU rank."""
 
 _ALIGNMENT_BYTES: Final = 64  # of torch's own CPU memory
 _STATE_DTYPES: Final = {4: torch.float32, 8: torch.float64}
@@ -50,9 +50,9 @@ _STATE_DTYPES: Final = {4: torch.float32, 8: torch.float64}
 class PagedKV:
     """Keys and values of a group's layers.
 
-    planes: (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim). From block to block it
-            may be further than the layers need, so the first two dimensions cannot be made one.
-    fp8:    what else is to know if `planes` are in fp8.
+    planes: (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim). Blocks may be further
+            apart than the layers need, so the first two dimensions cannot be flattened.
+    fp8:    dtype and scales of the layers if `planes` are fp8.
     """
 
     planes: Tensor
@@ -80,18 +80,18 @@ class PagedKV:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That attention takes and gives."""
+        """The dtype of attention's inputs and outputs."""
         return self.planes.dtype if self.fp8 is None else self.fp8.dtype
 
     @property
     def device(self) -> torch.device:
         return self.planes.device
 
-    def zero_behind(self, num_tokens: Tensor) -> None:
-        """Block i keeps its first `num_tokens[i]` tokens; (num_blocks,) int64."""
-        is_behind = _positions(self.block_size, num_tokens) >= num_tokens[:, None]
+    def zero_after(self, num_tokens: Tensor) -> None:
+        """Zero block i after its first `num_tokens[i]` tokens; (num_blocks,) int64."""
+        is_after = _positions(self.block_size, num_tokens) >= num_tokens[:, None]
         planes = self.planes.view(torch.uint8) if self.planes.dtype == FP8 else self.planes
-        planes.masked_fill_(is_behind[:, None, None, :, None, None], 0)
+        planes.masked_fill_(is_after[:, None, None, :, None, None], 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,19 +127,19 @@ class PagedLatents:
     def device(self) -> torch.device:
         return self.latents.device
 
-    def zero_behind(self, num_tokens: Tensor) -> None:
-        """Block i keeps its first `num_tokens[i]` tokens; (num_blocks,) int64."""
-        is_behind = _positions(self.block_size, num_tokens) >= num_tokens[:, None]
-        self.latents.masked_fill_(is_behind[:, None, :, None], 0)
+    def zero_after(self, num_tokens: Tensor) -> None:
+        """Zero block i after its first `num_tokens[i]` tokens; (num_blocks,) int64."""
+        is_after = _positions(self.block_size, num_tokens) >= num_tokens[:, None]
+        self.latents.masked_fill_(is_after[:, None, :, None], 0)
 
 
 @dataclass(frozen=True, eq=False)
 class PagedStates:
     """States of a group's layers.
 
-    states:     per tensor of the spec's `shapes` (num_blocks, num_layers, *shape), any stride apart
-                but contiguous within a layer's state.
-    block_size: tokens that a block stands for.
+    states:     per tensor of the spec's `shapes`, (num_blocks, num_layers, *shape); contiguous
+                within a layer's state, with any stride between them.
+    block_size: tokens that a block covers.
     """
 
     states: tuple[Tensor, ...]
@@ -157,13 +157,13 @@ class PagedStates:
     def device(self) -> torch.device:
         return self.states[0].device
 
-    def zero_behind(self, num_tokens: Tensor) -> None:
-        """A state has no tokens of its own."""
+    def zero_after(self, num_tokens: Tensor) -> None:
+        """Does nothing: a state is not divided by tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class PagedBytes:
-    """What layers of a kind from another package keep.
+    """What layers of a kind from another package store.
 
     pages: (num_blocks, num_layers, page_size_bytes) uint8; blocks may be further apart.
     """
@@ -171,19 +171,20 @@ class PagedBytes:
     pages: Tensor
     block_size: int
 
-    def zero_behind(self, num_tokens: Tensor) -> None:
-        """Nothing is known of what a page holds."""
+    def zero_after(self, num_tokens: Tensor) -> None:
+        """Does nothing: the layout of a page is unknown."""
 
 
 BlockView: TypeAlias = PagedKV | PagedLatents | PagedStates | PagedBytes
 
 
 class KVCache:
-    """Blocks start as zeros; the null block stays so.
+    """The blocks of one rank. All start as zeros; the null block stays zero.
 
-    groups: their layers are those of this rank, of which a pipeline stage may have none.
-    dtype:  that the model computes in, and keeps, unless `config.dtype` is fp8_e4m3.
-    scales: of layers in fp8; those of others are 1.
+    groups: with the layers of this rank only; a pipeline stage may have none of a group's layers.
+    dtype:  dtype that the model computes in; the stored dtype too, unless `config.dtype` is
+            fp8_e4m3.
+    scales: fp8 scales by layer; layers without an entry have scale 1.
     buffer: (num_blocks, block_size_bytes) uint8.
     """
 
@@ -207,7 +208,7 @@ class KVCache:
         assert NULL_BLOCK == 0
 
     def view(self, group: int) -> BlockView:
-        """How a group sees the blocks; it must have layers here."""
+        """The group's view of the blocks; the group must have layers on this rank."""
         planned = self.groups[group]
         view = view_blocks(self.buffer, planned, self._stored_dtype)
         if isinstance(view, PagedKV) and self._stored_dtype == FP8:
@@ -226,12 +227,13 @@ class KVCache:
         num_tokens: Tensor,
         num_of_group: Sequence[int],
     ) -> None:
-        """The first `num_tokens[i]` tokens of block `source_ids[i]`, all layers, into
-        `target_ids[i]`, and zeros behind them: what the source's owner writes there meanwhile must
-        not be read, not even masked. A state is copied whole. All are read before any is written.
+        """Copy the first `num_tokens[i]` tokens, all layers, of block `source_ids[i]` to
+        `target_ids[i]`, and zero the rest of the target: attention would read, though mask, what
+        the source's owner has written there. A state is copied whole. All sources are read before
+        any target is written.
 
-        (n,) int64 each, on the cache's device, group by group; targets are all different.
-        num_of_group: how many of them each group has.
+        (n,) int64 each, on the cache's device, group by group; targets are distinct.
+        num_of_group: number of copies of each group.
         """
         blocks = self._words.index_select(0, source_ids)
         parts = zip(
@@ -242,13 +244,13 @@ class KVCache:
         )
         for group, copied, counts in parts:
             if len(counts) and group.layer_names:
-                view_blocks(copied, group, self._stored_dtype).zero_behind(counts)
+                view_blocks(copied, group, self._stored_dtype).zero_after(counts)
         self._words.index_copy_(0, target_ids, blocks)
 
 
 def view_blocks(buffer: Tensor, group: KVCacheGroup, dtype: torch.dtype) -> BlockView:
-    """buffer: (n, block bytes) uint8, contiguous. dtype: of elements as large as its own; others
-    (a state's) are float32 or float64."""
+    """A group's view of `buffer`, (n, block bytes) uint8, contiguous. dtype: of all elements of its
+    size; elements of another size, in states, are float32 or float64."""
     num_layers, spec = len(group.layer_names), group.spec
     pages = buffer[:, : group.block_size_bytes].unflatten(1, (num_layers, spec.page_size_bytes))
     if isinstance(spec, CustomSpec):
@@ -279,18 +281,18 @@ def measure_num_blocks(
     max_useful_blocks: int,
     num_ranks_on_device: int = 1,
 ) -> int:
-    """Blocks that fit into `kv_cache_bytes`, or else into a share of the memory that is left.
+    """The number of blocks that fit into `kv_cache_bytes` or, if None, into a share of free memory.
 
-    num_ranks_on_device: all of them measure the same memory, and each takes a part.
-    max_useful_blocks: what running requests can fill at most. A CPU rank takes no more unasked; a
-                       GPU has no better use for its memory than to remember prefixes.
-    Call it when the weights are loaded: what they take is no longer available.
+    num_ranks_on_device: ranks that measure the same memory; each takes an equal part.
+    max_useful_blocks: blocks that running requests can fill at most. By default a CPU rank takes no
+                       more; a GPU uses the rest as prefix cache.
+    Call it after loading the weights, so that their memory is not counted as free.
     """
     block_size_bytes = block_bytes(groups)
     if kv_cache_bytes is not None:
         return kv_cache_bytes // block_size_bytes
     left_bytes = available_bytes(device) // num_ranks_on_device
-    logger.info("%.2f GiB of memory are left on %s for this rank", left_bytes / 2**30, device)
+    logger.info("%.2f GiB of memory free on %s for this rank", left_bytes / 2**30, device)
     if memory_fraction is not None:
         return int(left_bytes * memory_fraction) // block_size_bytes
     default_bytes = int(left_bytes * DEFAULT_MEMORY_FRACTION[device.type])
@@ -305,8 +307,8 @@ def _positions(block_size: int, like: Tensor) -> Tensor:
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
-    """On a CPU the system provides each page, as zeros, when it is first touched: gigabytes of
-    cache do not delay the start."""
+    """A zeroed buffer. On a CPU the kernel zeroes each page at first access, so a large cache does
+    not delay startup."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     size_bytes = math.prod(shape)

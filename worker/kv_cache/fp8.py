@@ -1,9 +1,9 @@
 """Keys and values as float8_e4m3fn: a sign, four bits of exponent, three of mantissa.
 
-Its numbers reach from 2^-9 to 448; from 2^-6 on, rounding moves a number by a sixteenth of itself
-at most. What is stored is a number divided by the scale of its layer. Scales are not applied to
-what is read: they multiply scores and results, so that every way to compute attention reads the
-same numbers, exactly. The CPU kernel converts the same way (kernels/native/simd.h), bit by bit.
+Its range is 2^-9 to 448; from 2^-6 on, rounding changes a number by at most a sixteenth. Numbers
+are divided by their layer's scale before they are stored. Reads do not apply the scales, which
+multiply scores and results instead, so that all backends read exactly the same numbers. The CPU
+kernel converts to the same bits (kernels/native/simd.h).
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ FP8_MAX: Final = 448.0
 
 
 class KVScales(NamedTuple):
-    """Of one layer. What is stored, multiplied by these, is what was put in."""
+    """The scales of one layer: stored numbers times the scale are the original ones."""
 
     keys: float = 1.0
     values: float = 1.0
@@ -26,10 +26,10 @@ class KVScales(NamedTuple):
 
 @dataclass(frozen=True)
 class Fp8Layers:
-    """Of a group that is kept in fp8.
+    """The layers of an fp8 group.
 
-    dtype:  that attention takes and gives.
-    scales: by layer of the group.
+    dtype:  dtype of attention's inputs and outputs.
+    scales: one entry per layer of the group.
     """
 
     dtype: torch.dtype
@@ -37,11 +37,11 @@ class Fp8Layers:
 
 
 def to_fp8(x: Tensor, scale: float) -> Tensor:
-    """The bits, uint8. What is too large becomes the largest number; a NaN stays one."""
+    """x / scale as fp8 bits, uint8. Numbers out of range are clamped; NaN stays NaN."""
     inverse = float(np.float32(1) / np.float32(scale))
     return (x.float() * inverse).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
 
 
 def from_fp8(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that `to_fp8` made, which every dtype of a model can hold; not multiplied."""
+    """The stored numbers, without the scale; exact in every dtype of a model."""
     return bits.view(FP8).to(dtype)

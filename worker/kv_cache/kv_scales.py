@@ -1,4 +1,4 @@
-"""The scales of an fp8 KV cache, as tools that calibrate them leave them in a checkpoint."""
+"""The scales of an fp8 KV cache, which calibration tools write into a checkpoint."""
 
 import logging
 import math
@@ -16,20 +16,20 @@ logger = logging.getLogger(__name__)
 _SCALE: Final = re.compile(
     r"(?:model\.)?(?P<layer>layers\.\d+)\.self_attn\.(?:k_proj\.(?=k)|v_proj\.(?=v))?(?P<of>[kv])_scale"
 )
-_SMALLEST: Final = 2.0**-126  # by which a float32 can be divided
+_SMALLEST: Final = 2.0**-126  # smallest normal float32
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor of a checkpoint only says how to store keys or values in fp8."""
+    """Whether a tensor of a checkpoint is a scale for keys or values in fp8."""
     return _SCALE.fullmatch(name) is not None
 
 
 def read_kv_scales(model_dir: Path, layers: Collection[str]) -> dict[str, KVScales]:
-    """By layer, as `model.layers.0`; a scale that the checkpoint does not give is 1.
+    """The scales of each layer in `layers`, such as `model.layers.0`; missing scales are 1.
 
-    Read are `model.layers.N.self_attn.k_scale` and `v_scale`, or `k_proj.k_scale` and
-    `v_proj.v_scale` there, one number each; a decoder by itself stores them without
-    `model.`. Raises BrokenCheckpoint for one that is no scale.
+    The tensors are `model.layers.N.self_attn.k_scale` and `v_scale`, or `k_proj.k_scale` and
+    `v_proj.v_scale` in the same place, with one number each. Bare checkpoints have no `model.`
+    prefix. Raises BrokenCheckpoint for an invalid scale.
     """
     found: dict[tuple[str, str], float] = {}
     for path, names in find_tensors(model_dir).items():
@@ -41,15 +41,15 @@ def read_kv_scales(model_dir: Path, layers: Collection[str]) -> dict[str, KVScal
                 scale = file.get_tensor(name)
                 if scale.numel() != 1 or not _SMALLEST <= scale.float().item() < math.inf:
                     raise BrokenCheckpoint(
-                        f"{path}: {name} is {scale.tolist()}, but a scale of the KV cache is one "
-                        "positive number. Calibrate it again, or remove it: 1 is the default."
+                        f"{path}: {name} is {scale.tolist()}, but a KV cache scale must be one "
+                        "positive number. Calibrate it again, or remove it to use the default, 1."
                     )
                 if found.setdefault((layer, match["of"]), scale.item()) != scale.item():
                     raise BrokenCheckpoint(
                         f"{path}: {name} differs from the same scale under its other name. Remove "
                         "one of them."
                     )
-    logger.info("%d of %d scales of the KV cache are the checkpoint's", len(found), 2 * len(layers))
+    logger.info("KV cache: %d of %d scales come from the checkpoint", len(found), 2 * len(layers))
     return {
         layer: KVScales(found.get((layer, "k"), 1.0), found.get((layer, "v"), 1.0))
         for layer in layers

@@ -1,10 +1,10 @@
-"""How the layers of a model share one pool of blocks: which of them form a group, and what it
-costs. Loads no tensor library, so that a plan can be made without the weights.
+"""The KV cache plan: which layers of a model form a KV cache group, and the size of a block. Does
+not import torch, so that a plan can be made without loading the model.
 
-All groups take blocks from one pool, so a block has the bytes that the largest group needs, and
-what a smaller one leaves of them is padding. Little is left where layers of one kind are dealt out
-to several groups that need about the same: 20 layers with a window and 4 without make 5 groups and
-1, of 4 layers each. Where one layer needs more than another, the other's blocks hold more tokens.
+All groups take blocks from one pool, so a block has the bytes that the largest group needs; in
+smaller groups the rest is padding. Padding is small if layers of one kind are divided into groups
+of about equal size: 20 layers with a window and 4 without make 5 groups and 1 group of 4 layers
+each. If a layer of one kind needs less than a layer of another, its blocks hold more tokens.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,29 +28,29 @@ from longshore.protocol.kv_cache_spec import (
 from longshore.worker.errors import UnsupportedModel
 
 BLOCK_ALIGNMENT_BYTES: Final = 8
-"""Every element in a block lies at a multiple of its own size."""
+"""Block size is a multiple of this, so that every element is aligned to its size."""
 
 MAX_GROUPS: Final = 8
-"""Each group costs a step a little, whatever its number of layers; kinds may be more than that."""
+"""Each group adds a fixed cost to every step. A model with more kinds of layers has more groups."""
 
 TOLERANCE: Final = 1.05
-"""Of the plans that need at most so many times the least memory, the one with the smallest blocks
-(prefixes are found up to their borders) is taken, and of those the one with the fewest groups."""
+"""Among plans that need at most this factor times the least memory, the one with the smallest
+blocks is chosen, because prefix hits end at block borders, then the one with the fewest groups."""
 
 MAX_EXPANDED_ELEMENTS: Final = 1 << 25
-"""Of the memory in which keys and values are made of latents, beside the cache: some heads of one
-context at a time."""
+"""Size of the buffer, in addition to the cache, in which keys and values are expanded from latents:
+some heads of one context at a time."""
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of an element of what models compute in."""
+"""Bytes per element of the dtypes that models compute in."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSizes:
-    """What a rank keeps of a layer depends on these, beside the model.
+    """Settings that determine, with the model, what a rank stores of a layer.
 
     block_size:  tokens per block; a plan may give some groups a multiple of it.
-    dtype_bytes: of an element of keys, values and latents: `element_bytes`.
+    dtype_bytes: bytes per element of keys, values and latents: `element_bytes`.
     num_shards:  tensor parallel ranks.
     """
 
@@ -60,43 +60,44 @@ class CacheSizes:
 
 
 def element_bytes(kv_cache_dtype: KVCacheDtype, dtype_bytes: int) -> int:
-    """dtype_bytes: of an element of what the model computes in."""
+    """Bytes per stored element. dtype_bytes: those of the dtype the model computes in."""
     return 1 if kv_cache_dtype == FP8_E4M3 else dtype_bytes
 
 
 def check_cache_specs(specs: Mapping[str, KVCacheSpec], kv_cache_dtype: KVCacheDtype) -> None:
-    """Raise UnsupportedModel if such layers cannot be kept, or not in that dtype. specs: by the
-    layer's name."""
+    """Raise UnsupportedModel if layers with these specs cannot be stored, or not in that dtype.
+    specs: by layer name."""
     of_fp8 = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
     for name, spec in specs.items():
         key_size, value_size = getattr(spec, "head_size", None), getattr(spec, "head_size_v", None)
         if value_size not in (None, key_size):
             raise UnsupportedModel(
                 f"{name} has keys of {key_size} and values of {value_size} elements (head_dim and "
-                "v_head_dim, or what this family calls them, in config.json). Workers keep both "
-                "in vectors of one size, so this model cannot be served."
+                "v_head_dim, or this family's keys for them, in config.json). The KV cache stores "
+                "both in vectors of one size, so this model cannot be served."
             )
         if kv_cache_dtype == FP8_E4M3 and not isinstance(spec, of_fp8):
             raise UnsupportedModel(
                 f"kv_cache_dtype={kv_cache_dtype!r} is for keys and values only, but this model "
-                f"has layers of {type(spec).__name__} (latents, states, cross attention or a kind "
-                "of its own), which are kept as they are computed. Use kv_cache_dtype='auto'."
+                f"has layers of {type(spec).__name__} (latents, states, cross attention or a "
+                "custom kind), which cannot be stored in fp8. Use kv_cache_dtype='auto'."
             )
 
 
 def cache_name(layer: int) -> str:
-    """What is kept of a layer of the model, if that is one thing."""
+    """Cache name of a layer of the model that has one entry in the KV cache."""
     return f"model.layers.{layer}"
 
 
 def plan_groups(
     specs: Mapping[str, KVCacheSpec], *, max_model_len: int, max_num_batched_tokens: int
 ) -> tuple[KVCacheGroup, ...]:
-    """The groups in which a request of `max_model_len` tokens needs little memory.
+    """Divide the layers into groups in which a request of `max_model_len` tokens needs little
+    memory.
 
-    specs: of every layer of the model that keeps something, by name, in order.
+    specs: spec of every cached layer of the model, by name, in order.
 
-    Layers are dealt out in turn, so that a pipeline stage has its part of every group.
+    Layers are assigned to groups in turn, so that every pipeline stage has a part of each group.
     """
     names: list[tuple[KVCacheSpec, list[str]]] = []  # a custom spec cannot be hashed
     for name, spec in specs.items():
@@ -127,17 +128,17 @@ class _Kind:
 
     @property
     def is_scalable(self) -> bool:
-        """A block of more tokens is as many times as large."""
+        """Whether the size of a block is proportional to its tokens."""
         return not isinstance(self.spec, (MambaSpec, CustomSpec))
 
     def group_bytes(self, num_groups: int) -> int:
-        """Of a block of the largest of so many groups."""
+        """Block bytes of the largest group if the layers are divided into `num_groups`."""
         return -(-self.num_layers // num_groups) * self.spec.page_size_bytes
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A kind's share of a plan. spec: with the tokens that a block holds there."""
+    """One kind of layers in a plan. spec: with the block size that the plan gives it."""
 
     spec: KVCacheSpec
     num_groups: int
@@ -145,7 +146,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Plan:
-    """cost: bytes that the longest request holds."""
+    """cost: bytes of KV cache that the longest request holds."""
 
     parts: tuple[_Part, ...]
     cost: int
@@ -160,7 +161,7 @@ class _Plan:
 
 
 def _block_sizes(kinds: Sequence[_Kind]) -> Iterator[int]:
-    """Bytes of a block that fit a group of one kind exactly."""
+    """Candidate block sizes in bytes: those that fit a group of some kind exactly."""
     for kind in kinds:
         for num_groups in range(1, min(kind.num_layers, MAX_GROUPS) + 1):
             times = 1
@@ -170,7 +171,7 @@ def _block_sizes(kinds: Sequence[_Kind]) -> Iterator[int]:
 
 
 def _max_times(kind: _Kind, kinds: Sequence[_Kind]) -> int:
-    """How many times the tokens a block may hold: as its layers are smaller than the largest."""
+    """Largest factor for the block size of `kind`: the ratio of the largest layer to its layers."""
     if not kind.is_scalable:
         return 1
     largest = max(each.spec.page_size_bytes for each in kinds)
@@ -180,16 +181,17 @@ def _max_times(kind: _Kind, kinds: Sequence[_Kind]) -> int:
 def _fit(
     kinds: Sequence[_Kind], size_bytes: int, max_model_len: int, max_num_batched_tokens: int
 ) -> _Plan | None:
-    """The plan for blocks of `size_bytes` that needs the least memory; None if a kind does not fit,
-    or only in too many groups."""
+    """The cheapest plan with blocks of `size_bytes`; None if a kind does not fit or there would be
+    too many groups."""
 
     def cost(part: _Part) -> int:
         num_blocks = part.spec.max_blocks(max_model_len, max_num_batched_tokens)
         return num_blocks * part.num_groups * size_bytes
 
     def times(kind: _Kind, room: int) -> int:
-        """How many times the tokens a block holds if `room` of the smallest blocks fit. Powers of
-        two, so that borders meet; beside states, which have no borders of their own, any number."""
+        """Factor for the block size if `room` of the smallest blocks fit. A power of two, so that
+        the block borders of groups coincide; any number in models with states, which have no block
+        borders of their own."""
         if not kind.is_scalable:
             return 1
         if has_states:
@@ -200,7 +202,7 @@ def _fit(
     parts = []
     for kind in kinds:
         fitting = [
-            _Part(_scaled(kind.spec, times(kind, room)), num_groups)
+            _Part(_sized(kind.spec, kind.spec.block_size * times(kind, room)), num_groups)
             for num_groups in range(1, min(kind.num_layers, MAX_GROUPS) + 1)
             if (room := size_bytes // kind.group_bytes(num_groups))
         ]
@@ -208,7 +210,7 @@ def _fit(
             return None
         parts.append(min(fitting, key=lambda part: (cost(part), part.num_groups)))
     if has_states:
-        # One block size for all: a border that every group has is a state's border too.
+        # One block size for all groups, so that every common block border is a state's border too.
         scalable = [part for part, kind in zip(parts, kinds, strict=True) if kind.is_scalable]
         block_size = min((part.spec.block_size for part in scalable), default=None)
         if block_size is not None:
@@ -217,19 +219,15 @@ def _fit(
     return plan if plan.num_groups <= max(MAX_GROUPS, len(kinds)) else None
 
 
-def _scaled(spec: KVCacheSpec, times: int) -> KVCacheSpec:
-    return _sized(spec, spec.block_size * times)
-
-
 def _sized(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
-    """A custom spec is another package's."""
+    """The spec with another block size. Custom specs, which other packages define, are kept."""
     if isinstance(spec, CustomSpec):
         return spec
     return msgspec.structs.replace(spec, block_size=block_size)
 
 
 def expanded_bytes(groups: Sequence[KVCacheGroup]) -> int:
-    """That a rank takes beside the cache, once a long chunk is computed on latents."""
+    """Bytes that a rank allocates in addition to the cache when it first expands latents."""
     latents = [group.spec for group in groups if isinstance(group.spec, MLAAttentionSpec)]
     return sum(MAX_EXPANDED_ELEMENTS * spec.dtype_bytes for spec in latents)
 
@@ -237,7 +235,7 @@ def expanded_bytes(groups: Sequence[KVCacheGroup]) -> int:
 def groups_of_rank(
     groups: Sequence[KVCacheGroup], names: Collection[str]
 ) -> tuple[KVCacheGroup, ...]:
-    """The same groups with none but these layers: those of a pipeline stage."""
+    """The same groups with only the layers `names`, those of a pipeline stage."""
     return tuple(
         KVCacheGroup(tuple(name for name in group.layer_names if name in names), group.spec)
         for group in groups

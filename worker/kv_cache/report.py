@@ -1,5 +1,5 @@
-"""What a plan of the KV cache amounts to, in the words of `longshore doctor --plan` and of a rank's
-log at start. Loads no tensor library."""
+"""The numbers of a KV cache plan that `longshore doctor --plan` and a rank's startup log show. Does
+not import torch."""
 
 from collections.abc import Sequence
 from typing import assert_never
@@ -26,12 +26,13 @@ from longshore.worker.kv_cache.plan import block_bytes, expanded_bytes
 
 
 class GroupReport(msgspec.Struct, frozen=True):
-    """kind:          of its layers.
-    block_tokens:  tokens that a block holds, in all ranks that share them, or that a state stands
-                   for.
-    layer_bytes:   of a block's part for one layer.
-    padding_bytes: of a block, that the group leaves unused.
-    max_blocks:    that the longest request holds at most.
+    """One KV cache group.
+
+    kind:          description of its layers.
+    block_tokens:  tokens that a block covers, over all ranks that split them.
+    layer_bytes:   bytes of one layer in a block.
+    padding_bytes: bytes of a block that the group does not use.
+    max_blocks:    maximum number of blocks of the longest request.
     """
 
     kind: str
@@ -46,12 +47,12 @@ class CacheReport(msgspec.Struct, frozen=True):
     """One rank's cache.
 
     max_concurrency: requests of max_model_len tokens that fit.
-    num_tokens:      that so many requests have.
-    padding_share:   of the bytes that the longest request holds.
-    num_blocks_in_flight: of its blocks, those that it holds as `num_steps` steps of
-                     `max_tokens_in_flight` tokens may be in flight, instead of one of one token.
-    expanded_bytes:  of memory beside the cache, taken once keys and values are made of latents:
-                     never where ranks share tokens.
+    num_tokens:      tokens of these requests.
+    padding_share:   padding as a share of the bytes that the longest request holds.
+    num_blocks_in_flight: blocks of the longest request that it needs only because `num_steps` steps
+                     with `max_tokens_in_flight` tokens may be in flight, instead of one token.
+    expanded_bytes:  memory in addition to the cache, allocated when keys and values are first
+                     expanded from latents; 0 with context parallelism, which never expands.
     """
 
     groups: tuple[GroupReport, ...]
@@ -69,7 +70,7 @@ class CacheReport(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Of all blocks."""
+        """Bytes of all blocks."""
         return self.num_blocks * self.block_bytes
 
 
@@ -82,8 +83,12 @@ def report_on(
     num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
     context_parallel_size: int = 1,
 ) -> CacheReport:
-    """max_num_batched_tokens: of the `num_steps` steps in flight, which a request may have to
-    itself. context_parallel_size: ranks that share the tokens of a block."""
+    """Make the report of a plan.
+
+    max_num_batched_tokens: tokens of all `num_steps` steps in flight; one request may have them
+                            all.
+    context_parallel_size:  ranks that split the tokens of a block.
+    """
     longest = (max_model_len, max_num_batched_tokens, num_steps)
     size_bytes = block_bytes(groups)
     reports = tuple(
@@ -121,7 +126,7 @@ def report_on(
 
 
 def kind_of(spec: KVCacheSpec) -> str:
-    """As an operator would call it: `sliding window of 1,024`."""
+    """A description for operators, such as `sliding window of 1,024`."""
     match spec:
         case SlidingWindowSpec():
             return f"sliding window of {spec.sliding_window:,}"

@@ -1,7 +1,7 @@
-"""Where a token's KV lies: block_table[row][position // block_size] * block_size + offset.
+"""The slot of a token's KV: block_table[row][position // block_size] * block_size + offset.
 
-Where several ranks share the tokens out, an entry of the table stands for `block_size` tokens of
-each of them, and tokens of other ranks lie nowhere.
+With context parallelism, a table entry covers `block_size` tokens of each rank, and tokens that
+other ranks store have no slot.
 """
 
 from typing import Final
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from longshore.worker.kv_cache.context_share import WHOLE_CONTEXT, ContextShare
 
 NO_SLOT: Final = -1
-"""Of a token that another rank keeps."""
+"""Slot of a token that another rank stores."""
 
 
 def slots_at(
@@ -22,11 +22,10 @@ def slots_at(
     block_size: int,
     share: ContextShare = WHOLE_CONTEXT,
 ) -> npt.NDArray[np.int64]:
-    """block_table: (max_num_seqs, max_blocks); rows: (num_tokens,) -> (num_tokens,).
+    """block_table: (max_num_seqs, max_blocks); rows: (num_tokens,) -> slots, (num_tokens,).
 
-    places:     which column each token's position is in, and how far behind its start: divmod by
-                the tokens that an entry stands for.
-    block_size: tokens of a block that this rank keeps.
+    places:     column and offset of each token: divmod of its position by the tokens of an entry.
+    block_size: tokens of a block that this rank stores.
     """
     columns, offsets = places
     starts = block_table[rows, columns].astype(np.int64) * block_size

@@ -1,1 +1,1 @@
-"""Layers that model families are built from. Weights are plain tensors filled by the loader."""
+"""Layers from which model families are built. Weights are plain tensors filled by the loader."""

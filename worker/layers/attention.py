@@ -1,4 +1,4 @@
-"""Everything of self-attention but the attention itself: projections, norms, positions."""
+"""Self-attention layers: projections, norms and rotary positions around an attention backend."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -21,13 +21,14 @@ SPLIT_QKV: Final = ("q_proj", "k_proj", "v_proj")
 
 
 class SelfAttention:
-    """Grouped queries (Ainslie et al., 2023) with rotary positions; q, k and v are one product.
+    """Grouped-query attention (Ainslie et al., 2023) with rotary positions; q, k and v are one
+    product.
 
-    Query heads are cut among the shards, and KV heads with them: where there are fewer KV heads
-    than shards, several shards hold copies of one.
+    Query heads and KV heads are divided among the shards. If there are fewer KV heads than shards,
+    several shards hold copies of one KV head.
 
-    qkv_names: what the checkpoint calls the projections, or all three in one.
-    out_name:  the same of the one behind.
+    qkv_names: checkpoint names of the three projections, or of the one that stacks them.
+    out_name:  checkpoint name of the output projection.
     """
 
     def __init__(
@@ -65,13 +66,13 @@ class SelfAttention:
     def __call__(
         self, x: Tensor, layer: int, rotation: Rotation, attention: AttentionStep
     ) -> Tensor:
-        """x: (n, hidden_size) -> the same shape. layer: among those of this rank."""
+        """x: (n, hidden_size) -> the same shape. layer: index among the layers of this rank."""
         q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
         q, k = self.prepare(q, k, rotation)
         return self.out(attention.forward(layer, q, k, v))
 
     def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Turn queries and keys by their positions; a family may do more to them.
+        """Apply rotary positions to queries and keys. Families override this to do more.
 
         q, k: (n, local heads, head_dim), views of one product that may be overwritten.
         """
@@ -85,15 +86,15 @@ class SelfAttention:
         }
 
 
-class UnturnedAttention(SelfAttention):
-    """Queries and keys know no positions."""
+class NoPEAttention(SelfAttention):
+    """Self-attention without positions (NoPE): queries and keys are not rotated."""
 
     def prepare(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         return q, k
 
 
 class HeadNormAttention(SelfAttention):
-    """Each head of queries and keys is normalised by itself, all with the same weights.
+    """Each head of queries and keys is normalised separately; all heads share the weights.
 
     q_norm, k_norm: (head_dim,).
     """
@@ -118,7 +119,7 @@ class HeadNormAttention(SelfAttention):
 
 
 class OffsetHeadNormAttention(SelfAttention):
-    """The same with the norms of Gemma. q_norm, k_norm: over head_dim."""
+    """HeadNormAttention with the norms of Gemma. q_norm, k_norm: over head_dim."""
 
     def __init__(self, config: DecoderConfig, placement: Placement) -> None:
         super().__init__(config, placement)
@@ -140,7 +141,7 @@ class OffsetHeadNormAttention(SelfAttention):
 
 
 class WideNormAttention(SelfAttention):
-    """All queries of a token are normalised together, and so are all its keys.
+    """All query heads of a token are normalised together, and so are all its key heads.
 
     q_norm, k_norm: (local heads * head_dim,).
     """
@@ -162,8 +163,8 @@ class WideNormAttention(SelfAttention):
         return super().prepare(q_wide.view(q.shape), k_wide.view(k.shape), rotation)
 
     def _norm_over_shards(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, local width) each: the mean squares are those of all shards together. A KV head that
-        several shards have counts as often."""
+        """q, k: (n, local width). The mean squares are computed over all shards. A KV head counts
+        once for each shard that holds a copy."""
         num_copies = self.keys.num_local * self._parallel.num_shards // self.keys.size
         widths = q.new_tensor([self.queries.size, self.keys.size * num_copies], dtype=torch.float32)
         squares = torch.stack([part.float().square().sum(1) for part in (q, k)], dim=1)

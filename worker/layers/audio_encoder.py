@@ -19,7 +19,7 @@ KERNEL_WIDTH = 3
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderShape:
-    """num_channels: of the spectrogram. num_tokens: half as many as it has frames."""
+    """num_channels: channels of the spectrogram. num_tokens: half its number of frames."""
 
     num_channels: int
     num_tokens: int
@@ -32,7 +32,7 @@ class EncoderShape:
 
 
 class BidirectionalAttention:
-    """Every token attends to all. Heads are cut among the shards; keys have no bias."""
+    """Every token attends to all. Heads are divided among the shards; keys have no bias."""
 
     def __init__(self, size: int, num_heads: int, placement: Placement) -> None:
         self._head_dim = size // num_heads
@@ -43,7 +43,7 @@ class BidirectionalAttention:
         self.out = RowParallelLinear(size, size, bias=True, placement=placement)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: (n, size), of one sequence -> the same shape."""
+        """x: (n, size), one sequence -> the same shape."""
         heads = self.qkv(x).view(len(x), 3, -1, self._head_dim)
         q, k, v = heads.permute(1, 2, 0, 3).unsqueeze(1)
         return self.out(F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1))
@@ -69,7 +69,7 @@ class EncoderLayer:
         """x: (n, size), overwritten -> the same shape."""
         x = x.add_(self.attention(self.attention_norm(x)))
         x = x.add_(self.mlp(self.mlp_norm(x)))
-        if x.dtype == torch.float16:  # as it was trained: what is beyond would be infinite
+        if x.dtype == torch.float16:  # clamped as in training, because values could overflow
             limit = torch.finfo(x.dtype).max - 1000
             x = x.clamp_(-limit, limit)
         return x
@@ -84,9 +84,10 @@ class EncoderLayer:
 
 
 class Convolution:
-    """Over the frames of a sequence, with as many zeros at its ends as keep its length.
+    """A convolution over the frames of a sequence, zero-padded at both ends.
 
-    weight: (out_channels, in_channels, KERNEL_WIDTH); bias: (out_channels,). Every shard has all.
+    weight: (out_channels, in_channels, KERNEL_WIDTH); bias: (out_channels,). Every shard holds the
+    whole weights.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Convolution:
 
 
 class AudioEncoder:
-    """positions: (num_tokens, size), added to what the convolutions give."""
+    """positions: (num_tokens, size), added to the output of the convolutions."""
 
     def __init__(self, shape: EncoderShape, placement: Placement) -> None:
         size = shape.size

@@ -1,4 +1,4 @@
-"""Log-mel spectrograms: what Whisper's encoder hears of sound."""
+"""Log-mel spectrograms, the input of Whisper's encoder."""
 
 import math
 from typing import Final
@@ -11,9 +11,9 @@ from longshore.worker.models.whisper_config import AudioSettings
 MAX_FREQUENCY_HZ: Final = 8_000.0
 LEAST_POWER: Final = 1e-10
 MAX_DECADES: Final = 8.0
-"""What is further below the loudest is raised to that."""
+"""Values further below the maximum are raised to this distance."""
 
-# Slaney's mel scale: linear up to 1,000 Hz, which are 15 mel, then 27 mel per factor of 6.4.
+# Slaney's mel scale: linear up to 1,000 Hz, which is 15 mel, then 27 mel per factor of 6.4.
 HZ_PER_MEL: Final = 200 / 3
 LOG_BEGIN_HZ: Final = 1_000.0
 MELS_PER_E_FOLD: Final = 27 / math.log(6.4)
@@ -43,8 +43,8 @@ class LogMel:
 
 
 def mel_filters(settings: AudioSettings) -> Tensor:
-    """(num_mel_bins, num_frequencies) float64: triangles between neighbours that are equally far
-    apart on the mel scale, each with an area of one (in Hz, with a height of 2 / width)."""
+    """(num_mel_bins, num_frequencies) float64: triangular filters with corners that are evenly
+    spaced on the mel scale, each with an area of 1 (in Hz, with a height of 2 / width)."""
     num_bins = settings.num_mel_bins
     corners = _mel_to_hz(
         torch.linspace(0, _hz_to_mel(MAX_FREQUENCY_HZ), num_bins + 2, dtype=torch.float64)

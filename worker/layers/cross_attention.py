@@ -1,5 +1,5 @@
-"""Attention of a decoder's tokens to those of an encoder (Vaswani et al., 2017), all but the
-attention itself."""
+"""The cross-attention layer of an encoder-decoder model (Vaswani et al., 2017): projections around
+an attention backend."""
 
 from torch import Tensor
 
@@ -10,10 +10,11 @@ from longshore.worker.layers.stored_tensor import StoredTensors
 
 
 class CrossAttention:
-    """Keys and values are made of the encoder's tokens once per request and kept; queries, values
-    and the result have biases, keys have none. Heads are cut among the shards.
+    """Decoder tokens attend to encoder tokens. Keys and values are computed once per request and
+    cached. Queries, values and the output have biases, keys have none. Heads are divided among the
+    shards.
 
-    size: of decoder and encoder tokens, all heads together.
+    size: width of decoder and encoder tokens.
     """
 
     def __init__(self, size: int, num_heads: int, placement: Placement) -> None:
@@ -26,12 +27,12 @@ class CrossAttention:
         self.out = RowParallelLinear(size, size, bias=True, placement=placement)
 
     def __call__(self, x: Tensor, layer: int, attention: AttentionStep) -> Tensor:
-        """x: (n, size) -> the same shape. layer: as `attention` numbers it."""
+        """x: (n, size) -> the same shape. layer: its number in `attention`."""
         q = self.queries(x).view(len(x), -1, self._head_dim)
         return self.out(attention.forward(layer, q))
 
-    def keep(self, encoded: Tensor, layer: int, row: int, attention: EncodingStep) -> None:
-        """Put down what the tokens of a row attend to. encoded: (num_tokens, size)."""
+    def write_kv(self, encoded: Tensor, layer: int, row: int, attention: EncodingStep) -> None:
+        """Write the keys and values of a row's encoder tokens. encoded: (num_tokens, size)."""
         heads = self.keys_values(encoded).view(len(encoded), -1, self._head_dim)
         attention.write(layer, row, *heads.chunk(2, dim=1))
 

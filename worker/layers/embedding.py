@@ -1,4 +1,4 @@
-"""Token embeddings, and the output head that may share their table; both are cut by tokens."""
+"""Token embeddings and the output head, which may share a table; both are divided by tokens."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ from longshore.worker.ranks.parallel import Parallel
 
 @dataclass(frozen=True)
 class VocabShare:
-    """The tokens of one shard. All shards have equally many rows, so the last ones may have some
-    that stand for no token."""
+    """The tokens of one shard. All shards have the same number of rows, so the last ones may have
+    padding rows."""
 
     vocab_size: int
     num_rows: int
@@ -28,18 +28,18 @@ class VocabShare:
         return cls(vocab_size, num_rows, first, min(num_rows, vocab_size - first))
 
     def table(self, hidden_size: int, placement: Placement) -> Tensor:
-        """(num_rows, hidden_size), to be filled; rows that stand for no token are zero."""
+        """(num_rows, hidden_size), to be filled; padding rows are zero."""
         table = placement.empty(self.num_rows, hidden_size)
         table[self.num_tokens :].zero_()
         return table
 
     def stored(self, table: Tensor) -> StoredTensor:
-        """The checkpoint's table, of which `table` takes this share."""
+        """The checkpoint's table, of which `table` holds this share."""
         part = (table[: self.num_tokens], (slice(self.first, self.first + self.num_tokens),))
         return StoredTensor((self.vocab_size, table.shape[1]), (part,))
 
 
-class Embedding:
+class VocabParallelEmbedding:
     """weight: (num_rows, hidden_size), a vector per token of this rank."""
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
@@ -62,7 +62,7 @@ class Embedding:
 
 
 class OutputHead:
-    """Scores every token of the vocabulary. tied_to: the embeddings whose table it uses."""
+    """Computes the logits. tied_to: the embeddings whose table it shares."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class OutputHead:
         hidden_size: int,
         placement: Placement,
         *,
-        tied_to: Embedding | None = None,
+        tied_to: VocabParallelEmbedding | None = None,
     ) -> None:
         self._parallel = placement.parallel
         self._share = VocabShare.of(placement.parallel, vocab_size)
@@ -79,7 +79,7 @@ class OutputHead:
         self._matrix = Matrix(table, placement)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden: (n, hidden_size) -> (n, vocab_size) float32, all shards' tokens."""
+        """hidden: (n, hidden_size) -> (n, vocab_size) float32, over all shards."""
         logits = self._parallel.all_gather(self._matrix.product(hidden))
         return logits[:, : self._share.vocab_size].float()
 

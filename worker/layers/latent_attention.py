@@ -1,4 +1,4 @@
-"""Self-attention through a latent (multi-head latent attention, DeepSeek-V2, 2024)."""
+"""Multi-head latent attention (DeepSeek-V2, 2024): projections around an attention backend."""
 
 from typing import Final
 
@@ -16,15 +16,16 @@ from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors, w
 from longshore.worker.models.deepseek_config import DeepseekConfig
 
 NORM_EPS: Final = 1e-6
-"""Of the norms within the layer, whatever the model's own is."""
+"""Epsilon of the norms within the layer, independent of the model's."""
 
 
 class LatentAttention:
-    """Queries, and what is cached of a token, come from narrow products that one matrix computes.
+    """Self-attention through a latent. One matrix computes the down-projections of queries and of
+    the cached vector.
 
-    Heads are cut among the shards; what leads to the latents is not, so every shard caches the same
-    vectors. The rotary rows of the stored matrices are put where the kernels want them: the halves
-    of turned pairs apart, and, of the queries, the rotary parts of all heads before the rest.
+    Heads are divided among the shards; the projection to the latents is not, so every shard caches
+    the same vectors. After loading, rotary rows are reordered as the kernels need them: the halves
+    of rotated pairs apart and, in the queries, the rotary parts of all heads first.
     """
 
     def __init__(self, config: DeepseekConfig, placement: Placement) -> None:
@@ -32,7 +33,7 @@ class LatentAttention:
         heads = placement.parallel.share(config.num_heads)
         self._heads = heads
         self.num_heads = heads.stop - heads.start
-        placement.when_loaded(self._reorder)  # ahead of what lays the matrices out
+        placement.when_loaded(self._reorder)  # registered first: it must run before packing
         queries = Columns.of_heads(heads, config.num_heads, config.qk_head_dim)
         cached = _all(config.kv_lora_rank + config.qk_rope_head_dim)
         rank = config.q_lora_rank
@@ -43,7 +44,7 @@ class LatentAttention:
             placement=placement,
         )
         if self.down.bias is not None and rank is None:
-            self.down.bias[: queries.num_local].zero_()  # checkpoints with biases have none here
+            self.down.bias[: queries.num_local].zero_()  # no checkpoint has a bias for q_proj
         self.q_norm: RMSNorm | None = None
         self.q_up: ColumnParallelLinear | None = None
         if rank is not None:
@@ -64,7 +65,7 @@ class LatentAttention:
     def __call__(
         self, x: Tensor, layer: int, rotation: Rotation, attention: AttentionStep
     ) -> Tensor:
-        """x: (n, hidden_size) -> the same shape. layer: among those of this rank."""
+        """x: (n, hidden_size) -> the same shape. layer: index among the layers of this rank."""
         config = self._config
         latent_dim, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
         down = self.down(x)
@@ -99,7 +100,7 @@ class LatentAttention:
         }
 
     def _stored_projections(self) -> StoredTensor:
-        """Per head, the rows that make its keys, then those that make its values."""
+        """Per head, the rows that project to its keys, then those that project to its values."""
         config = self._config
         key_dim, value_dim = config.qk_nope_head_dim, config.v_head_dim
         size = key_dim + value_dim
@@ -126,7 +127,7 @@ class LatentAttention:
         _reorder_rows(self.down, torch.cat((queries, len(queries) + cached)))
 
     def _halves(self, rope: Tensor) -> Tensor:
-        """(..., rope_dim) -> the same, all first elements of pairs ahead of all second ones."""
+        """(..., rope_dim) -> the same shape, the first elements of all pairs before the second."""
         if not self._config.rope_interleave:
             return rope
         return torch.cat((rope[..., 0::2], rope[..., 1::2]), dim=-1)

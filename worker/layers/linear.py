@@ -1,7 +1,7 @@
-"""Linear maps. Projections of the same input are one matrix, so that one product computes them.
+"""Linear layers. Projections of the same input are one matrix, so that one product computes them.
 
-Tensor parallel as in Megatron-LM (Shoeybi et al., 2019): the maps into a layer's width are cut by
-columns of the result, those out of it by rows of the input, with one sum over the shards behind.
+Tensor parallel as in Megatron-LM (Shoeybi et al., 2019): projections into a layer's width are
+divided by output columns, those out of it by input rows, followed by one all-reduce.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 
 @dataclass(frozen=True)
 class Columns:
-    """A map's outputs, and which of them this rank computes."""
+    """The outputs of a linear map, and the slice that this rank computes."""
 
     size: int
     local: slice
@@ -32,7 +32,7 @@ class Columns:
 
 
 class ColumnParallelLinear:
-    """Several maps y = x W^T + b of one input, side by side; each rank computes some outputs.
+    """Several maps y = x W^T + b of one input, concatenated; each rank computes some outputs.
 
     weight: (local outputs of all maps, in_features); bias: (local outputs,) or None.
     """
@@ -45,7 +45,8 @@ class ColumnParallelLinear:
         bias: bool | Sequence[bool],
         placement: Placement,
     ) -> None:
-        """bias: of all maps, or of each; zeros stand for those that have none beside others."""
+        """bias: whether all maps, or each of them, have a bias. If only some do, the others get
+        zeros."""
         num_local = sum(column.num_local for column in columns)
         self._columns = columns
         self._has_bias = [bias] * len(columns) if isinstance(bias, bool) else list(bias)
@@ -59,11 +60,11 @@ class ColumnParallelLinear:
         return self.weight.product(x, self.bias)
 
     def checkpoint_tensors(self, names: Sequence[str]) -> StoredTensors:
-        """names: one per map, or a single one where the checkpoint stacks them too."""
+        """names: one per map, or a single one if the checkpoint stacks them too."""
         tensors = self._stored(self.weight.stored, [f"{name}.weight" for name in names])
         if self.bias is not None:
             biases = self._stored(self.bias, [f"{name}.bias" for name in names])
-            # Maps that the checkpoint stacks are all alike.
+            # Maps that the checkpoint stacks either all have a bias or have none.
             tensors |= {
                 name: stored
                 for (name, stored), is_there in zip(biases.items(), self._has_bias, strict=False)
@@ -88,9 +89,9 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """y = x W^T + b of an input that is cut among the ranks; every rank gets the whole result.
+    """y = x W^T + b of an input that is divided among the ranks; every rank gets the whole result.
 
-    weight: (out_features, local inputs); bias: (out_features,) or None. Shard 0 alone adds it.
+    weight: (out_features, local inputs); bias: (out_features,) or None. Only shard 0 adds it.
     """
 
     def __init__(

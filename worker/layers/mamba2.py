@@ -1,9 +1,9 @@
-"""The Mamba 2 layer (Dao and Gu, 2024) around its recurrence: projections, gate and norm.
+"""The Mamba 2 layer (Dao and Gu, 2024): projections, gate and norm around the recurrence.
 
-One product gives a token's gate, its heads' inputs x, their maps B and C, and the time steps. A
-convolution over x, B and C and the recurrence keep states and are the attention step's. Heads are
-cut among the shards, and the groups that share B and C with them: where there are fewer groups than
-shards, several shards compute the same one.
+One product computes a token's gate, the inputs x of its heads, the maps B and C, and the time
+steps. The attention backend computes the convolution over x, B and C and the recurrence, which have
+states. Heads and groups (heads with common B and C) are divided among the shards. If there are
+fewer groups than shards, several shards compute the same group.
 """
 
 import torch
@@ -21,7 +21,7 @@ from longshore.worker.ranks.parallel import Parallel
 
 
 def mamba_kind(shape: MambaShape, num_shards: int) -> MambaKind:
-    """What a shard's layers keep and compute."""
+    """The kind of a shard's Mamba layers."""
     own = shape.shard(num_shards)
     return MambaKind(
         num_heads=own.num_heads,
@@ -33,7 +33,7 @@ def mamba_kind(shape: MambaShape, num_shards: int) -> MambaKind:
 
 
 class Mamba2Mixer:
-    """Stands where attention does in a decoder's layer.
+    """Replaces attention in a decoder layer.
 
     conv_weight: (conv_width, local channels) float32, oldest token first; conv_bias: (channels,).
     decay, skip, dt_bias: (local heads,) float32. A decay is stored as log(-decay).
@@ -73,8 +73,8 @@ class Mamba2Mixer:
     def __call__(
         self, x: Tensor, layer: int, rotation: Rotation, attention: AttentionStep
     ) -> Tensor:
-        """x: (n, hidden_size) -> the same shape. layer: among those of this rank; a state knows no
-        positions, so there is nothing to turn."""
+        """x: (n, hidden_size) -> the same shape. layer: index among the layers of this rank. There
+        are no positions, so `rotation` is unused."""
         gate, convolved, dt = self.project(x).split(self._widths, dim=1)
         y = attention.forward(
             layer,
@@ -106,7 +106,7 @@ class Mamba2Mixer:
         return tensors
 
     def _stored_channels(self, local: Tensor) -> StoredTensor:
-        """local: (local channels, ...), a view of what takes them."""
+        """local: (local channels, ...), a view of the memory to fill."""
         parts, first = [], 0
         places = local.split([column.num_local for column in self._convolved])
         for column, place in zip(self._convolved, places, strict=True):
@@ -116,7 +116,7 @@ class Mamba2Mixer:
 
 
 class GatedGroupNorm:
-    """Root mean square normalisation of x * silu(gate), over the heads of each group, in float32.
+    """RMS normalisation of x * silu(gate) over the heads of each group, in float32.
 
     weight: (local width,) float32.
     """
@@ -132,7 +132,7 @@ class GatedGroupNorm:
         self.weight = _float32(placement, width.num_local)
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x: (n, local width) float32, is overwritten; gate: (n, local width) -> gate's dtype."""
+        """x: (n, local width) float32, overwritten; gate: (n, local width) -> gate's dtype."""
         x = x.mul_(F.silu(gate.float())).unflatten(1, (self._groups.stop - self._groups.start, -1))
         squares = x.square().sum(2)
         if self._parallel.num_shards > self._num_groups:
@@ -141,7 +141,7 @@ class GatedGroupNorm:
         return x.flatten(1).mul_(self.weight).to(gate.dtype)
 
     def _sum_over_shards(self, squares: Tensor) -> Tensor:
-        """squares: (n, 1), of this shard's part of its group."""
+        """squares: (n, 1), the sum over this shard's part of its group."""
         of_all = squares.new_zeros(len(squares), self._num_groups)
         of_all[:, self._groups] = squares
         return self._parallel.all_reduce(of_all)[:, self._groups]
@@ -151,7 +151,7 @@ class GatedGroupNorm:
 
 
 def _local_groups(parallel: Parallel, num_groups: int) -> slice:
-    """The groups of this shard's heads."""
+    """The groups that this shard's heads belong to."""
     if num_groups >= parallel.num_shards:
         return parallel.share(num_groups)
     group = parallel.shard * num_groups // parallel.num_shards
@@ -159,5 +159,5 @@ def _local_groups(parallel: Parallel, num_groups: int) -> slice:
 
 
 def _float32(placement: Placement, *shape: int) -> Tensor:
-    """Memory for small weights that a sum over many tokens depends on."""
+    """Memory for small weights, in float32 because their error accumulates over many tokens."""
     return torch.empty(shape, dtype=torch.float32, device=placement.device)

@@ -1,7 +1,7 @@
-"""A weight matrix, laid out for its product once it is loaded.
+"""A weight matrix that is packed for its product once it is loaded.
 
-On a CPU, products in bfloat16 read a matrix in tiles. Given one as it is stored, oneDNN rearranges
-it in every call, which for the few rows of a decode step costs as much as the product itself.
+On a CPU, products in bfloat16 read a matrix in tiles. If it is not packed, oneDNN rearranges it in
+every call, which for the few rows of a decode step costs as much as the product itself.
 """
 
 from typing import Protocol
@@ -19,7 +19,7 @@ class _Packed(Protocol):
 
 
 class _PackedForOneDNN:
-    """What is fastest where the processor multiplies tiles (AMX), or has no kernels of ours."""
+    """The fastest form on processors with AMX tiles, and where our kernels are not available."""
 
     def __init__(self, weight: Tensor) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -32,8 +32,8 @@ class _PackedForOneDNN:
 
 
 class Matrix:
-    """weight: (rows, columns), filled by the loader. Where it can be laid out better, it is let go
-    as soon as all is loaded: that of a tied head, which the embeddings need too, stays with them.
+    """weight: (rows, columns), filled by the loader. If it is packed after loading, this object
+    releases it; the embeddings still hold the weight of a tied head.
     """
 
     def __init__(self, weight: Tensor, placement: Placement) -> None:
@@ -44,7 +44,7 @@ class Matrix:
     @property
     def stored(self) -> Tensor:
         """The memory to fill."""
-        assert self._stored is not None, "the matrix has been filled"
+        assert self._stored is not None, "the matrix has already been packed"
         return self._stored
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -65,7 +65,7 @@ class Matrix:
 
 
 def _is_for_onednn(weight: Tensor) -> bool:
-    # Only bfloat16: products in float32 are MKL's, which are the faster ones there.
+    # Only bfloat16: MKL is faster in float32.
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16

@@ -1,5 +1,5 @@
-"""Feed-forward layers: the gated one of Llama, down(silu(gate(x)) * up(x)) (Shazeer, 2020), or with
-another activation in place of silu; and the one without a gate."""
+"""Feed-forward layers: the gated MLP, down(activation(gate(x)) * up(x)) (Shazeer, 2020), and the
+MLP without a gate."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,9 +25,9 @@ ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
 
 
 class GatedMLP:
-    """Gate and up are one product over the same input.
+    """The gated MLP. Gate and up projections are one product.
 
-    gate_up_names: what the checkpoint calls gate and up, or the two in one.
+    gate_up_names: checkpoint names of gate and up, or of the tensor that stacks them.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class MLP:
         return self.down(self._activation(self.up(x)))
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
-        """name: of what the two maps belong to."""
+        """name: checkpoint name of the layer that contains fc1 and fc2."""
         return {
             **self.up.checkpoint_tensors([f"{name}.fc1"]),
             **self.down.checkpoint_tensors(f"{name}.fc2"),

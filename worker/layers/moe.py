@@ -1,9 +1,9 @@
-"""Mixtures of experts: of many gated feed-forward layers each token is computed by a few, which a
-router chooses for it (Shazeer et al., 2017; `worker/layers/moe_router.py`).
+"""Mixtures of experts: a router chooses a few of many gated MLPs for each token (Shazeer et al.,
+2017; `worker/layers/moe_router.py`).
 
-Rows are sorted by expert, so that each matrix is one product with all its tokens, whichever these
-are: in one call of a kernel (`worker/kernels/experts.py`) where there is one, else in torch. Tensor
-parallel ranks cut the width of every expert, so all have equal work and sum up once.
+Rows are sorted by expert, so that each matrix is used in one product with all tokens of its expert:
+in one call of a kernel (`worker/kernels/experts.py`) if available, else in torch. Tensor parallel
+ranks divide the width of every expert, so all ranks have equal work and one all-reduce is enough.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 
 @dataclass(frozen=True)
 class SplitExperts:
-    """The checkpoint has every matrix apart: `experts.7.gate_proj.weight`."""
+    """The checkpoint has one tensor per matrix: `experts.7.gate_proj.weight`."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -32,17 +32,18 @@ class SplitExperts:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """The checkpoint has two tensors, of all experts, ready for x @ W: `experts.gate_up_proj`
+    """The checkpoint has two tensors for all experts, transposed for x @ W: `experts.gate_up_proj`
     (num_experts, hidden_size, 2 * width) and `experts.down_proj` (num_experts, width, hidden_size).
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertForm:
-    """What a family's experts are like.
+    """The form of a family's experts.
 
-    gate:          what is between their two products.
-    weighs_inputs: a token's weights multiply what goes into its experts, not what comes out.
+    stored:        their layout in the checkpoint.
+    gate:          the activation between their two products.
+    weighs_inputs: routing weights multiply the inputs of experts, not their outputs.
     """
 
     stored: SplitExperts | StackedExperts
@@ -52,10 +53,11 @@ class ExpertForm:
 
 
 class Experts:
-    """Gated feed-forward layers, of each of which this rank has a part of the width.
+    """The experts of a layer; this rank has a part of each expert's width.
 
-    gate_up: (2 * local width, hidden_size) of each; gate_up_bias: (num_experts, 2 * local width).
-    down:    (hidden_size, local width) of each; down_bias: (num_experts, hidden_size), shard 0's.
+    gate_up: (2 * local width, hidden_size) each; gate_up_bias: (num_experts, 2 * local width).
+    down:    (hidden_size, local width) each; down_bias: (num_experts, hidden_size), on shard 0
+             only.
     """
 
     def __init__(
@@ -84,11 +86,11 @@ class Experts:
             self.gate_up.pack()
             self.down.pack()
             return
-        # One copy after the other, so that the memory of both is never there twice.
+        # Pack one after the other, so that never both are in memory twice.
         gate_up = kernel.pack_gate_up(self.gate_up.all_stored, form.gate)
-        self.gate_up.let_go()
+        self.gate_up.release()
         down = kernel.pack_down(self.down.all_stored)
-        self.down.let_go()
+        self.down.release()
         self._packed = kernel.PackedExperts(
             gate_up,
             down,
@@ -101,8 +103,8 @@ class Experts:
         )
 
     def __call__(self, x: Tensor, routed: Routed, shared: Tensor | None = None) -> Tensor:
-        """x: (n, hidden_size) -> the same shape, this shard's part of the sum, and of `shared`,
-        which is like it."""
+        """x: (n, hidden_size) -> the same shape: this shard's part of the sum over the chosen
+        experts, plus `shared`, which has the same shape."""
         if self._packed is not None:
             return self._packed(x, *routed, shared)
         out = self._in_torch(x, routed)
@@ -128,7 +130,7 @@ class Experts:
         return torch.bmm(weights.unsqueeze(1), by_token).squeeze(1)
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
-        """name: of the module, as `model.layers.0.mlp.experts`."""
+        """name: checkpoint name of the module, such as `model.layers.0.mlp.experts`."""
         match self._form.stored:
             case SplitExperts() as names:
                 return dict(self._split(name, names))
@@ -141,7 +143,7 @@ class Experts:
                 )
 
     def _split(self, name: str, names: SplitExperts) -> Iterator[tuple[str, StoredTensor]]:
-        assert not self._form.bias, "no family stores biases so"
+        assert not self._form.bias, "no family has split experts with biases"
         into, back = (self._width, self._size), (self._size, self._width)
         for expert in range(len(self._ids)):
             gate, up = self.gate_up.stored(expert).chunk(2)
@@ -152,7 +154,7 @@ class Experts:
             yield f"{module}.{names.down}.weight", StoredTensor(back, (down,))
 
     def _stacked(self, name: str, columns: list[slice]) -> StoredTensors:
-        """columns: where in the stored width the parts of our `gate_up` are, in order."""
+        """columns: slices of the stored width for the parts of `gate_up`, in order."""
         num_experts, size, width = len(self._ids), self._size, self._width
         into, back = [], []
         for expert in range(num_experts):
@@ -174,7 +176,7 @@ class Experts:
 
 
 class SharedExpert:
-    """A gated feed-forward layer that computes every token."""
+    """A gated MLP that computes every token."""
 
     def __init__(self, hidden_size: int, width: int, placement: Placement) -> None:
         half = Columns(width, placement.parallel.share(width))
@@ -195,12 +197,12 @@ class SharedExpert:
 
 
 class MixtureOfExperts:
-    """In place of a layer's MLP.
+    """Replaces a layer's MLP.
 
-    width:        of one expert.
-    router_name:  what the checkpoint calls the router.
-    shared_width: of the expert that computes every token; 0 if there is none.
-    shared_name:  what the checkpoint calls that one.
+    width:        width of one expert.
+    router_name:  checkpoint name of the router.
+    shared_width: width of the shared expert, which computes every token; 0 if there is none.
+    shared_name:  checkpoint name of the shared expert.
     """
 
     def __init__(
@@ -228,7 +230,7 @@ class MixtureOfExperts:
         return self._parallel.all_reduce(out)
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
-        """name: of the layer's MLP, as `model.layers.0.mlp`."""
+        """name: checkpoint name of the layer's MLP, such as `model.layers.0.mlp`."""
         tensors = {
             **self.router.checkpoint_tensors(f"{name}.{self._router_name}"),
             **self.experts.checkpoint_tensors(f"{name}.experts"),

@@ -1,7 +1,7 @@
-"""The same product for every expert: rows that are sorted by expert, each with its expert's matrix.
+"""Grouped matrix products: rows sorted by expert, each multiplied by its expert's matrix.
 
-Only matrices of experts that have rows are read, so a decode step of few rows costs what these
-experts weigh. There is no padding: nobody waits for the expert with most rows.
+Only matrices of experts with rows are read, so the cost of a decode step of few rows is that of
+these experts. Rows are not padded to the expert with the most rows.
 """
 
 from itertools import pairwise
@@ -14,14 +14,14 @@ from torch import Tensor
 from longshore.worker.layers.placement import Placement
 
 _MIN_PACKED: Final = 1 << 18
-"""Elements of a matrix for which oneDNN's tiles are worth a call of their own per expert."""
+"""Minimum elements of a matrix for which packing for oneDNN, with one call per expert, pays."""
 
 
 class ExpertMatrices:
     """num_experts matrices of (rows, columns), filled by the loader.
 
-    On a CPU, big ones are laid out in oneDNN's tiles once they are loaded: an expert gets few rows
-    even of a long prefill, and for few rows it is the reading of the matrix that takes the time.
+    On a CPU, large ones are packed in oneDNN's tiles after loading: an expert gets few rows even in
+    a long prefill, and for few rows reading the matrix takes most of the time.
     """
 
     def __init__(self, num_experts: int, rows: int, columns: int, placement: Placement) -> None:
@@ -32,7 +32,7 @@ class ExpertMatrices:
     @property
     def all_stored(self) -> Tensor:
         """(num_experts, rows, columns): the memory to fill."""
-        assert self._stored is not None, "the matrices have been filled"
+        assert self._stored is not None, "the matrices have already been packed"
         return self._stored
 
     def stored(self, expert: int) -> Tensor:
@@ -40,18 +40,18 @@ class ExpertMatrices:
         return self.all_stored[expert]
 
     def pack(self) -> None:
-        """All are filled: lay them out, where that is better."""
+        """Pack the matrices if that is faster. Called once all are filled."""
         if _can_pack(self.all_stored):
             linear = torch.ops.mkldnn._reorder_linear_weight
             self._packed = [linear(matrix) for matrix in self.all_stored]
             self._stored = None
 
-    def let_go(self) -> None:
-        """All are filled, and copied elsewhere."""
+    def release(self) -> None:
+        """Free the stored matrices, which the caller has packed elsewhere."""
         self._stored = None
 
     def product(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x: (n, columns), sorted by expert; ends: (num_experts,) int32, where each one's rows end.
+        """x: (n, columns), sorted by expert; ends: (num_experts,) int32, end of each expert's rows.
         Returns (n, rows): each row times the transposed matrix of its expert."""
         if self._packed:
             pieces = _pieces(x, ends)
@@ -65,7 +65,7 @@ class ExpertMatrices:
 
 
 def _pieces(x: Tensor, ends: Tensor) -> list[tuple[int, Tensor]]:
-    """(expert, its rows) of each that has any."""
+    """(expert, its rows) for each expert with rows."""
     bounds = [0, *ends.tolist()]
     return [
         (expert, x[start:end])
@@ -75,7 +75,7 @@ def _pieces(x: Tensor, ends: Tensor) -> list[tuple[int, Tensor]]:
 
 
 def _can_group(matrices: Tensor) -> bool:
-    """torch's grouped product wants lines of whole 16 bytes."""
+    """Whether torch's grouped product supports them: it needs lines of a multiple of 16 bytes."""
     return (
         matrices.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and matrices.shape[2] * matrices.element_size() % 16 == 0

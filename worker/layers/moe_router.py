@@ -1,17 +1,17 @@
-"""Which experts compute a token, and how much each counts.
+"""The router: which experts compute a token, and with which weights.
 
 `Router(hidden_size, Routing(...), placement)(x)` gives `Routed(weights, experts)`, both (n, top_k).
-How is said by `Routing`:
+`Routing` selects the method:
 
 - Mixtral (Jiang et al., 2024), Qwen3: softmax over all experts, the best `top_k`, their weights
   renormalised or not. GPT-OSS: the same with a bias on the scores.
 - Llama 4: the sigmoid of each chosen score.
-- DeepSeek-V2 (2024): softmax; only experts of the best groups can be chosen, and a group is as
-  good as its best expert; weights are scaled.
-- DeepSeek-V3 (2024): sigmoid; a learned correction takes part in choosing but not in the weights,
-  and a group is as good as its best two.
+- DeepSeek-V2 (2024): softmax; only experts of the best groups can be chosen, and a group is
+  rated by its best expert; weights are scaled.
+- DeepSeek-V3 (2024): sigmoid; a learned correction affects the choice but not the weights, and a
+  group is rated by the sum of its best two experts.
 
-Scores are float32 whatever the model's dtype: a rounded score may choose another expert.
+Scores are always float32, because a rounded score may choose another expert.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from longshore.worker.layers.stored_tensor import StoredTensors, whole
 
 
 class Routed(NamedTuple):
-    """weights: (n, top_k) float32; experts: (n, top_k) int64, no expert twice in a row."""
+    """weights: (n, top_k) float32; experts: (n, top_k) int64, distinct within a row."""
 
     weights: Tensor
     experts: Tensor
@@ -38,13 +38,13 @@ class Routed(NamedTuple):
 class Routing:
     """How scores choose experts.
 
-    scoring:        turns scores into weights, over all experts.
-    renormalise:    the chosen weights sum to 1 (before `scale`).
-    scale:          multiplies the weights.
-    num_groups:     experts come in so many groups of equal size, in order; 1 has no groups.
-    top_k_groups:   only experts of the best so many groups can be chosen.
-    has_bias:       a bias on the scores.
-    has_correction: a bias on what is chosen by, which the weights do not contain.
+    scoring:        function that turns scores into weights, over all experts.
+    renormalise:    whether the chosen weights are normalised to a sum of 1 (before `scale`).
+    scale:          factor on the weights.
+    num_groups:     number of groups of equal size, in order of experts; 1 means no groups.
+    top_k_groups:   number of best groups from which experts are chosen.
+    has_bias:       whether scores have a bias.
+    has_correction: whether the choice, but not the weights, has a bias.
     """
 
     num_experts: int
@@ -58,22 +58,25 @@ class Routing:
     has_correction: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for numbers of experts or groups that cannot be chosen."""
+        """Raises ValueError if the numbers of experts and groups are inconsistent."""
         if self.num_experts % self.num_groups or not 1 <= self.top_k_groups <= self.num_groups:
             raise ValueError(
-                f"top {self.top_k_groups} of {self.num_groups} groups cannot be chosen among "
-                f"{self.num_experts} experts: groups must divide the experts, and be enough"
+                f"top_k_groups={self.top_k_groups} of num_groups={self.num_groups} cannot be "
+                f"chosen among {self.num_experts} experts: num_groups must divide the experts, and "
+                "top_k_groups must be 1 to num_groups"
             )
         num_eligible = self.num_experts // self.num_groups * self.top_k_groups
         if not 1 <= self.top_k <= num_eligible:
             raise ValueError(
-                f"top {self.top_k} of {num_eligible} eligible experts cannot be chosen"
+                f"top_k={self.top_k} must be 1 to {num_eligible}, the number of eligible experts"
             )
         if self.has_correction and self.num_experts == self.num_groups > 1:
-            raise ValueError("a corrected group is as good as its best two; groups have one expert")
+            raise ValueError(
+                "with a correction a group is rated by its best two experts, but groups have one"
+            )
 
     def choose(self, scores: Tensor, correction: Tensor | None = None) -> Routed:
-        """scores: (n, num_experts) float32, as the gate gives them; correction: (num_experts,)."""
+        """scores: (n, num_experts) float32, output of the gate; correction: (num_experts,)."""
         weights = scores.softmax(-1) if self.scoring == "softmax" else scores.sigmoid()
         eligible = weights if correction is None else weights + correction
         if self.top_k_groups < self.num_groups:
@@ -85,7 +88,8 @@ class Routing:
         return Routed(weights if self.scale == 1.0 else weights.mul_(self.scale), experts)
 
     def _of_best_groups(self, eligible: Tensor, num_best: int) -> Tensor:
-        """-inf outside the groups whose best `num_best` experts sum to the most."""
+        """Set experts outside the best groups to -inf. Groups are rated by the sum of their best
+        `num_best` experts."""
         grouped = eligible.view(len(eligible), self.num_groups, -1)
         quality = grouped.topk(num_best, dim=-1).values.sum(-1)
         best = quality.topk(self.top_k_groups, dim=-1).indices
@@ -94,7 +98,8 @@ class Routing:
 
 
 class Router:
-    """Held whole by every shard: all must choose the same experts, and do, from the same bits.
+    """Chooses the experts of each token. Every shard holds the whole router, because all shards
+    must choose the same experts.
 
     weight: (num_experts, hidden_size); bias, correction: (num_experts,) or None; all float32.
     """
@@ -109,7 +114,7 @@ class Router:
         self.correction = empty(routing.num_experts) if routing.has_correction else None
 
     def __call__(self, x: Tensor) -> Routed:
-        """x: (n, hidden_size), the model's dtype."""
+        """x: (n, hidden_size), in the model's dtype."""
         if kernels := kernels_for(x):
             return Routed(*self._route(kernels, x))
         return self.routing.choose(F.linear(x.float(), self.weight, self.bias), self.correction)
@@ -131,7 +136,7 @@ class Router:
         )
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
-        """name: of the gate, as `model.layers.0.mlp.gate`."""
+        """name: checkpoint name of the gate, such as `model.layers.0.mlp.gate`."""
         tensors = {f"{name}.weight": whole(self.weight)}
         if self.bias is not None:
             tensors[f"{name}.bias"] = whole(self.bias)

@@ -1,4 +1,4 @@
-"""Where a model's weights live: dtype, device, and this rank's place among the ranks."""
+"""The placement of a model's weights: dtype, device, and this rank's place among the ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from longshore.worker.ranks.parallel import ALONE, Parallel
 
 @dataclass(frozen=True)
 class Placement:
-    """What every layer of a model is built with."""
+    """Passed to every layer of a model at construction."""
 
     dtype: torch.dtype
     device: torch.device
@@ -19,14 +19,14 @@ class Placement:
     _when_loaded: list[Callable[[], None]] = field(default_factory=list)
 
     def empty(self, *shape: int) -> Tensor:
-        """Memory for a weight, uninitialised until it is loaded."""
+        """Uninitialised memory for a weight, filled by the loader."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def when_loaded(self, action: Callable[[], None]) -> None:
-        """`action` is called once all weights are filled."""
+        """Register an action to call once all weights are filled. Actions run in order."""
         self._when_loaded.append(action)
 
     def loaded(self) -> None:
-        """All weights are filled. Called once, by the model."""
+        """Run the registered actions. The model calls it once, when all weights are filled."""
         while self._when_loaded:
             self._when_loaded.pop(0)()

@@ -19,8 +19,8 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def after_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual). The sum is written to `residual`; None stands for
-        zeros, and the sum is then `x` itself. Both (n, size)."""
+        """Returns (norm(x + residual), x + residual), both (n, size). The sum is written to
+        `residual`. None means zeros; the sum is then `x` itself."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps), residual
@@ -30,10 +30,10 @@ class RMSNorm:
 
 
 class OffsetRMSNorm(RMSNorm):
-    """The checkpoint has weights less one, as Gemma was trained.
+    """RMSNorm whose checkpoint stores weight - 1, as in Gemma.
 
-    Once loaded, `weight` is whole and float32, since no half precision holds the sums; the product
-    with it is rounded to the model's dtype only then.
+    After loading, `weight` includes the 1 and is float32, because half precision cannot represent
+    the sum; only the product is rounded to the model's dtype.
     """
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:

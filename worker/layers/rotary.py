@@ -1,6 +1,6 @@
 """Rotary position embeddings (Su et al., 2021) with the scalings that checkpoints use.
 
-Angles are tabulated once for every position a request may have, so a step only gathers.
+Cosines and sines are tabulated for every position up to max_model_len, so a step only gathers.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rotation(NamedTuple):
-    """The angles of a step's tokens.
+    """The rotary positions of a step's tokens.
 
     positions: (n,) int64.
     table:     (max_positions, 2, rotary_dim / 2) float32, cosines and sines.
@@ -37,15 +37,14 @@ class Rotation(NamedTuple):
 def rotary_table(
     rope: RopeConfig, *, rotary_dim: int, max_positions: int, device: torch.device
 ) -> Tensor:
-    """Cosines and sines of every position that a request may have, for `Rotation`.
+    """Cosines and sines of positions below `max_positions`, for `Rotation`.
 
-    rotary_dim: the leading elements of a head that are turned, as pairs (i, i + rotary_dim / 2).
+    rotary_dim: leading elements of a head that are rotated, as pairs (i, i + rotary_dim / 2).
     """
     if isinstance(rope, LongRope):
         is_long = rope.is_long(max_positions)
         logger.info(
-            "longrope: requests of up to %d tokens use the %s factors, whatever their own length "
-            "(trained on %d)",
+            "longrope: with max_model_len=%d all requests use the %s factors (trained length: %d)",
             max_positions,
             "long" if is_long else "short",
             rope.original_max_position_embeddings,
@@ -58,7 +57,7 @@ def rotary_table(
 def rope_frequencies(rope: RopeConfig, rotary_dim: int, max_model_len: int) -> tuple[Tensor, float]:
     """Radians per position, (rotary_dim / 2,) float32, and the factor on cosines and sines.
 
-    max_model_len: the longest request, in tokens; longrope chooses its factors by it.
+    max_model_len: maximum tokens of a request; it determines which factors longrope uses.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     plain = 1.0 / (rope.theta**exponents)
@@ -89,18 +88,18 @@ def _llama3_frequencies(rope: Llama3Rope, plain: Tensor) -> Tensor:
 
 
 def _yarn_frequencies(rope: YarnRope, exponents: Tensor, rotary_dim: int) -> Tensor:
-    def dimension_that_turns(num_turns: float) -> float:
-        """The (fractional) dimension that makes `num_turns` turns over the trained length."""
-        length = rope.original_max_position_embeddings / (num_turns * 2 * math.pi)
+    def dimension_of(num_rotations: float) -> float:
+        """The (fractional) dimension with `num_rotations` rotations over the trained length."""
+        length = rope.original_max_position_embeddings / (num_rotations * 2 * math.pi)
         return rotary_dim * math.log(length) / (2 * math.log(rope.theta))
 
-    low = dimension_that_turns(rope.beta_fast)
-    high = dimension_that_turns(rope.beta_slow)
+    low = dimension_of(rope.beta_fast)
+    high = dimension_of(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
-        high += 0.001  # a ramp of no width would divide by zero
+        high += 0.001  # avoids division by zero
     ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)
     keep = 1 - ramp.clamp(0, 1)
     wavelengths = rope.theta**exponents

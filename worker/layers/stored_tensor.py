@@ -1,4 +1,4 @@
-"""Where a tensor of a checkpoint goes. A rank may hold a part of it, or several parts."""
+"""The destination of a checkpoint tensor. A rank may hold the whole tensor or parts of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint and the memory that takes it, or parts of it.
+    """One tensor of a checkpoint, and the memory for it or for parts of it.
 
-    shape: as it is stored.
-    parts: (place, index): `stored[index]` is copied to `place`, which has its shape or one that it
-           broadcasts to. Without parts this rank needs nothing of it.
+    shape: its shape in the checkpoint.
+    parts: (place, index): `stored[index]` is copied to `place`, which has the same shape or one
+           that it broadcasts to. Empty if this rank does not need the tensor.
     """
 
     shape: tuple[int, ...]
@@ -21,9 +21,9 @@ class StoredTensor:
 
 
 StoredTensors: TypeAlias = dict[str, StoredTensor]
-"""By the checkpoint's name."""
+"""By name in the checkpoint."""
 
 
 def whole(place: Tensor) -> StoredTensor:
-    """The stored tensor is `place`."""
+    """`place` holds the whole stored tensor."""
     return StoredTensor(tuple(place.shape), ((place, (slice(None),) * place.dim()),))

@@ -1,1 +1,1 @@
-"""From a checkpoint's files to a model's tensors."""
+"""Loading: from a checkpoint's files to a model's tensors."""

@@ -1,15 +1,15 @@
-"""Checkpoints of a decoder by itself, as embedding models are saved: without an output head, and
-with `layers.0...` where a model for generation has `model.layers.0...`."""
+"""Bare checkpoints: a decoder without its output head, as embedding models are saved. Their tensors
+are named `layers.0...` instead of `model.layers.0...`."""
 
 from collections.abc import Set as AbstractSet
 
 from longshore.worker.layers.stored_tensor import StoredTensors
-from longshore.worker.loading.loadable import LoadableModel
-from longshore.worker.loading.stored_names import HEAD
+from longshore.worker.loading.loadable_model import LoadableModel
+from longshore.worker.loading.tensor_names import HEAD
 
 
 class BareNames:
-    """A model by the names that such a checkpoint has. prefix: what they lack."""
+    """A model under the tensor names of a bare checkpoint. prefix: what these names lack."""
 
     def __init__(self, model: LoadableModel, prefix: str) -> None:
         self._model = model
@@ -34,7 +34,7 @@ class BareNames:
 
 
 def as_stored(model: LoadableModel, found: AbstractSet[str]) -> LoadableModel:
-    """The model by the names that the tensors `found` have."""
+    """The model under the naming scheme of the tensors `found` in its checkpoint."""
     beginnings = {name.partition(".")[0] for name in model.checkpoint_tensors() if name != HEAD}
     if len(beginnings) != 1:
         return model

@@ -1,8 +1,8 @@
-"""Fills a model from safetensors files: one, or shards listed by an index.
+"""Loads a model's weights from safetensors files: one file, or shards listed by an index.
 
-Files are mapped, so a tensor is read once, straight into its place, in the dtype the model runs
-in, and a rank that holds a part of a tensor reads that part only. Every tensor of the model must be
-found, with its shape, and every one of the checkpoint used.
+Files are memory-mapped, so each tensor is read once, directly into its memory and in the model's
+dtype. A rank reads only its part of a tensor. Every tensor of the model must be in the checkpoint
+with the expected shape, and every tensor of the checkpoint must be used.
 """
 
 import logging
@@ -20,8 +20,8 @@ from tqdm import tqdm
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 from longshore.worker.loading.bare_checkpoint import as_stored
-from longshore.worker.loading.loadable import LoadableModel
-from longshore.worker.loading.stored_names import INDEX_FILE, SINGLE_FILE
+from longshore.worker.loading.loadable_model import LoadableModel
+from longshore.worker.loading.tensor_names import INDEX_FILE, SINGLE_FILE
 from longshore.worker.models.json_fields import read_json_object
 from longshore.worker.process.byte_size import byte_size
 
@@ -36,26 +36,26 @@ def load_weights(
 ) -> None:
     """Copy every tensor of the checkpoint in `model_dir`, or this rank's part, into `model`.
 
-    show_progress: None shows a bar when stderr is a terminal.
-    Raises BrokenCheckpoint naming files and tensors that are missing, truncated, or have the wrong
-    shape, and UnsupportedModel for tensors that have no place in the model.
+    show_progress: None shows a progress bar if stderr is a terminal.
+    Raises BrokenCheckpoint naming files and tensors that are missing, truncated or have the wrong
+    shape, and UnsupportedModel for tensors that the model does not use.
     """
     started = time.monotonic()
     num_tensors, num_bytes = _fill(model, model_dir, show_progress)
     filled = time.monotonic()
     logger.info(
-        "loaded %d tensors, %s, in %.1f s; laying them out for this device",
+        "loaded %d tensors, %s, in %.1f s; packing weights for this device",
         num_tensors,
         byte_size(num_bytes),
         filled - started,
     )
     model.loaded()
-    logger.info("laid out in %.1f s", time.monotonic() - filled)
+    logger.info("packed weights in %.1f s", time.monotonic() - filled)
 
 
 def _fill(model: LoadableModel, model_dir: Path, show_progress: bool | None) -> tuple[int, int]:
-    """Returns how many tensors there are, and the bytes that this rank holds of them. Keeps no
-    reference to the memory it fills, which the model may lay out anew."""
+    """Returns the number of tensors and the bytes that this rank has loaded. Keeps no reference to
+    the filled memory, because the model may replace it with packed weights."""
     files = find_tensors(model_dir)
     found = {name for names in files.values() for name in names}
     model = as_stored(model, found)
@@ -79,9 +79,9 @@ def _fill(model: LoadableModel, model_dir: Path, show_progress: bool | None) -> 
 
 
 def find_tensors(model_dir: Path) -> dict[Path, set[str]]:
-    """The checkpoint's files and the tensors to take from each.
+    """The checkpoint's files and the tensors to read from each.
 
-    Raises BrokenCheckpoint when a file is missing, truncated, or lacks a tensor the index promises.
+    Raises BrokenCheckpoint if a file is missing, truncated, or lacks a tensor listed in the index.
     """
     single = model_dir / SINGLE_FILE
     if single.exists():
@@ -89,41 +89,43 @@ def find_tensors(model_dir: Path) -> dict[Path, set[str]]:
     index = model_dir / INDEX_FILE
     if not index.exists():
         raise BrokenCheckpoint(
-            f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}. "
-            "Weights are read from safetensors files only; convert other formats first."
+            f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}. Only safetensors files are "
+            "supported; convert other formats first."
         )
     weight_map = read_json_object(index).table("weight_map")
     if weight_map is None or not weight_map.values:
-        raise BrokenCheckpoint(f"{index} has no weight_map, so no tensor can be found.")
-    promised: dict[Path, set[str]] = {}
+        raise BrokenCheckpoint(
+            f"{index} has no weight_map, so no tensor can be found. Fetch the file again."
+        )
+    listed: dict[Path, set[str]] = {}
     for name, file_name in weight_map.values.items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
             raise weight_map.wrong(name, "the name of a file in the same folder")
-        promised.setdefault(model_dir / file_name, set()).add(name)
-    absent = sorted(path.name for path in promised if not path.exists())
+        listed.setdefault(model_dir / file_name, set()).add(name)
+    absent = sorted(path.name for path in listed if not path.exists())
     if absent:
         raise BrokenCheckpoint(
-            f"{index} names {_some(absent)}, not in the folder. Fetch the missing shards."
+            f"{index} lists {_some(absent)}, not in the folder. Fetch the missing shards."
         )
-    for path, names in promised.items():
+    for path, names in listed.items():
         lacking = sorted(names - _tensor_names(path))
         if lacking:
             raise BrokenCheckpoint(
-                f"{path} lacks {_some(lacking)}, which {INDEX_FILE} promises. "
+                f"{path} lacks {_some(lacking)}, listed in {INDEX_FILE}. "
                 "Index and shards are of different checkpoints; fetch both again."
             )
-    return promised
+    return listed
 
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[safe_open]:
-    """Raises BrokenCheckpoint, also for what goes wrong while it is read."""
+    """Open a safetensors file. Raises BrokenCheckpoint for errors on opening and on reading."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise BrokenCheckpoint(
-            f"{path} is no complete safetensors file: {error}. Fetch it again."
+            f"{path} is not a complete safetensors file: {error}. Fetch it again."
         ) from error
 
 
@@ -138,29 +140,29 @@ def _check_names(
     missing = sorted(wanted - found)
     if missing:
         raise BrokenCheckpoint(
-            f"{model_dir} lacks {_some(missing)}, which config.json calls for. "
-            "The weights are incomplete, or config.json is of another model."
+            f"{model_dir} lacks {_some(missing)}, which config.json requires. "
+            "The weights are incomplete, or config.json belongs to another model."
         )
     extra = sorted(name for name in found - wanted if not model.is_redundant(name))
     if extra:
         raise UnsupportedModel(
-            f"{model_dir} has {_some(extra)}, which this model would ignore; its answers would be "
+            f"{model_dir} has {_some(extra)}, which this model does not use; its output would be "
             "wrong. Check that config.json belongs to these weights."
         )
 
 
 def _copy_tensor(path: Path, file: safe_open, name: str, stored: StoredTensor) -> int:
-    """Returns the bytes that its places take."""
+    """Copy one tensor into the model; returns the bytes loaded."""
     view = file.get_slice(name)
     if tuple(view.get_shape()) != stored.shape:
         raise BrokenCheckpoint(
-            f"{path}: {name} has shape {tuple(view.get_shape())}, but config.json makes it "
-            f"{stored.shape}. Config and weights are of different models."
+            f"{path}: {name} has shape {tuple(view.get_shape())}, but config.json implies "
+            f"{stored.shape}. Config and weights belong to different models."
         )
     if view.get_dtype() not in _FLOATS:
         raise UnsupportedModel(
-            f"{path}: {name} is stored as {view.get_dtype()}; only plain float weights are "
-            "computed here. Use a checkpoint that is not quantised."
+            f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(_FLOATS)} are "
+            "supported. Use a checkpoint that is not quantised."
         )
     for place, index in stored.parts:
         place.copy_(view[index])

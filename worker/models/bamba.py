@@ -1,4 +1,4 @@
-"""Bamba: a Llama in most of whose layers a Mamba 2 mixer stands in place of attention."""
+"""Bamba: a Llama in which Mamba 2 mixers replace attention in most layers."""
 
 from typing import ClassVar
 
@@ -9,13 +9,13 @@ from longshore.worker.layers.mlp import GatedMLP
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
 from longshore.worker.models.bamba_config import HybridConfig
-from longshore.worker.models.decoder import DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer
 from longshore.worker.models.llama import Attention, PreNormLayer
-from longshore.worker.models.renamed import RenamedDecoder
+from longshore.worker.models.renamed_decoder import RenamedDecoder
 
 
 class HybridDecoder(RenamedDecoder):
-    """Some layers attend, the others are Mamba layers."""
+    """A decoder with attention in some layers and Mamba in the others."""
 
     config: HybridConfig
 
@@ -25,7 +25,7 @@ class HybridDecoder(RenamedDecoder):
         return mamba_kind(self.config.mamba, self.parallel.num_shards)
 
     def make_mixer(self, placement: Placement, layer: int) -> SelfAttention | Mamba2Mixer:
-        """What mixes the tokens in a layer of the model, counted from its first."""
+        """The attention or Mamba mixer of a layer. layer: index in the whole model."""
         config = self.config
         if layer in config.attention_layers:
             return SelfAttention(config, placement)
@@ -33,7 +33,7 @@ class HybridDecoder(RenamedDecoder):
 
 
 def mixer_tensors(mixer: Attention, layer_name: str) -> StoredTensors:
-    """layer_name: of the layer in the checkpoint."""
+    """layer_name: checkpoint name of the layer."""
     name = "mamba" if isinstance(mixer, Mamba2Mixer) else "self_attn"
     return mixer.checkpoint_tensors(f"{layer_name}.{name}")
 

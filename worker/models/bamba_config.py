@@ -1,4 +1,4 @@
-"""Bamba (IBM, Princeton, CMU and UIUC, 2024), and what hybrids of Mamba 2 and attention share."""
+"""Bamba (IBM, Princeton, CMU and UIUC, 2024), and the base config of Mamba-attention hybrids."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from longshore.worker.models.mamba2_config import MambaShape, read_hybrid_mamba
 
 @dataclass(frozen=True, kw_only=True)
 class HybridConfig(DecoderConfig):
-    """attention_layers: numbers of the layers that attend; all others are Mamba layers."""
+    """attention_layers: indices of the attention layers; all others are Mamba layers."""
 
     mamba: MambaShape
     attention_layers: frozenset[int]
@@ -29,7 +29,7 @@ class HybridConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BambaConfig(HybridConfig):
-    """Half of every attention head is turned by its position, unless the file says otherwise."""
+    """By default, rotary positions apply to half of every attention head."""
 
     model_type = "bamba"
     model = "longshore.worker.models.bamba:Bamba"

@@ -1,7 +1,7 @@
-"""The shape of a dense decoder, read from its config.json by hand, and how it is cut among ranks.
+"""The base class of model configs: sizes read from config.json, and the division among ranks.
 
-Whatever would change the computation and is not implemented is refused here by name, before a
-weight is read: a model that loads and answers wrongly is worse than one that does not load.
+Settings that would change the computation but are not implemented are rejected here, before weights
+are read: a model that loads and gives wrong output is worse than one that does not load.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ from longshore.worker.models.rope_config import (
 )
 
 _NOT_COMPUTED: Final[dict[str, tuple[object, str]]] = {
-    # key: (value under which it changes nothing, what it would mean)
+    # key: (neutral value, reason for rejecting others)
     "quantization_config": (None, "quantised weights are not supported"),
     "compression_config": (None, "compressed weights are not supported"),
     "attention_chunk_size": (None, "chunked local attention is not part of this family"),
@@ -56,7 +56,7 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 
-# What `layer_types` of a config.json calls the layers that attend.
+# Types of attention layers in `layer_types` of config.json.
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 CHUNKED: Final = "chunked_attention"
@@ -64,22 +64,22 @@ CHUNKED: Final = "chunked_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ABC):
-    """Sizes in elements, lengths in tokens. A family subclasses it; see docs/models.md.
+    """Sizes in elements, lengths in tokens. Each family has a subclass; see docs/models.md.
 
-    model_type:  what config.json may say instead of an architecture.
-    model:       `package.module:Class` of the Decoder that computes it, imported when it is needed:
-                 settings are read in processes that have no tensor library.
-    default_block_size: tokens per KV block, unless somebody asks for another size.
-    rotary_dim:  leading elements of a head that positions turn; the rest pass.
-    rope:        of all layers, or of those for which `rope_of` names no other.
-    reaches:     of each layer; empty: every layer attends to everything.
-    activation:  of the gates of the MLP.
-    qkv_bias:    of queries, keys and values, or of each of them.
-    score_scale: of the attention's scores; None: head_dim ** -0.5.
-    score_softcap, logit_softcap: c, if scores or logits are c * tanh(value / c) of what they were.
-    logit_scale: multiplies the logits.
-    has_head:    whether there are logits; a model without gives vectors alone.
-    dtype:       the checkpoint's own, "float32" when it does not say.
+    model_type:  the `model_type` of config.json, used if it has no architecture.
+    model:       `package.module:Class` of the DecoderModel that computes it. It is imported only
+                 when it is needed, because processes without torch read settings too.
+    default_block_size: tokens per KV block, unless --block-size sets another size.
+    rotary_dim:  leading elements of a head that are rotated; the rest is unchanged.
+    rope:        rope of all layers, unless `rope_of` returns another.
+    reaches:     window or chunk of each layer; empty: every layer has full attention.
+    activation:  activation of the MLP.
+    qkv_bias:    whether queries, keys and values, or each of them, have a bias.
+    score_scale: factor on attention scores; None: head_dim ** -0.5.
+    score_softcap, logit_softcap: c, if scores or logits are replaced by c * tanh(value / c).
+    logit_scale: factor on the logits.
+    has_head:    whether there is an output head; a model without one can only pool vectors.
+    dtype:       the checkpoint's dtype, "float32" if config.json does not give it.
     """
 
     model_type: ClassVar[str]
@@ -113,47 +113,47 @@ class DecoderConfig(ABC):
     @classmethod
     @abstractmethod
     def read(cls, fields: JsonFields) -> "DecoderConfig":
-        """What a config.json of this family describes.
+        """Read the config of this family from config.json.
 
         Raises UnsupportedModel or BrokenCheckpoint naming file, key and value.
         """
 
     @property
     def max_supported_len(self) -> int:
-        """Longest request, in tokens, for which positions are well defined."""
+        """Maximum tokens of a request for which positions are well defined."""
         return max_supported_len(self.rope, self.max_position_embeddings)
 
     @property
     def default_max_len(self) -> int:
-        """Of a request, in tokens, unless somebody asks for another."""
+        """Default of max_model_len, in tokens."""
         return self.max_supported_len
 
     @property
     def max_encoder_tokens(self) -> int:
-        """That the encoder makes of what a request brings; 0: the family has no encoder."""
+        """Maximum encoder tokens per request; 0: the family has no encoder."""
         return 0
 
     @property
     def max_audio_samples(self) -> int:
-        """That a request may bring; 0: the family takes no sound."""
+        """Maximum audio samples per request; 0: the family has no audio input."""
         return 0
 
     @property
     def sampling_rate(self) -> int:
-        """Of that sound, in Hz; 0: the family takes none."""
+        """Sampling rate of audio input in Hz; 0: the family has no audio input."""
         return 0
 
     def reach_of(self, layer: int) -> Reach:
-        """layer: of the whole model, from 0."""
+        """layer: index in the whole model."""
         return self.reaches[layer] if self.reaches else Reach()
 
     def rope_of(self, layer: int) -> RopeConfig:
-        """layer: of the whole model, from 0."""
+        """layer: index in the whole model."""
         return self.rope
 
     def cache_spec(self, layer: int, sizes: CacheSizes) -> KVCacheSpec:
-        """What a rank keeps of a layer of the model, counted from its first. What is computed from
-        it says `Decoder.attention_kind`."""
+        """What a rank caches of a layer; `DecoderModel.attention_kind` says how it is computed.
+        layer: index in the whole model."""
         reach = self.reach_of(layer)
         shape = {
             "block_size": sizes.block_size,
@@ -168,23 +168,24 @@ class DecoderConfig(ABC):
         return FullAttentionSpec(**shape)
 
     def cache_specs(self, sizes: CacheSizes) -> dict[str, KVCacheSpec]:
-        """Of all layers of the model, in order; a family whose layers keep nothing, or several
-        things, overrides this and `Decoder.cached_layers`."""
+        """The specs of all cached layers of the model, in order. A family whose layers cache
+        nothing, or several things, overrides this and `DecoderModel.cached_layers`."""
         return {
             cache_name(layer): self.cache_spec(layer, sizes) for layer in range(self.num_layers)
         }
 
     def cut_sizes(self) -> dict[str, int]:
-        """What tensor parallel shards cut into equal parts, by its key in config.json."""
+        """Sizes that tensor parallel shards divide into equal parts, by their key in
+        config.json."""
         return {
             "num_attention_heads": self.num_heads,
             "intermediate_size": self.intermediate_size,
         }
 
     def check_split(self, *, num_shards: int, num_stages: int = 1) -> None:
-        """Raise UnsupportedModel unless `num_shards` tensor parallel ranks and `num_stages`
-        pipeline stages can share the model evenly. KV heads may also be fewer than shards, if
-        whole groups of shards can hold copies of one."""
+        """Raise UnsupportedModel unless the model can be divided evenly among `num_shards` tensor
+        parallel ranks, and has a layer for each of `num_stages` pipeline stages. There may be fewer
+        KV heads than shards if each can be copied to the same number of shards."""
         uneven = [f"{name}={size}" for name, size in self.cut_sizes().items() if size % num_shards]
         if self.num_kv_heads % num_shards and num_shards % self.num_kv_heads:
             uneven.append(f"num_key_value_heads={self.num_kv_heads}")
@@ -200,7 +201,7 @@ class DecoderConfig(ABC):
             )
 
     def num_local_kv_heads(self, num_shards: int) -> int:
-        """KV heads that each of `num_shards` ranks holds."""
+        """KV heads per rank with `num_shards` tensor parallel ranks."""
         return max(1, self.num_kv_heads // num_shards)
 
 
@@ -220,18 +221,17 @@ def read_dense_fields(
     rope_theta: float = DEFAULT_THETA,
     computed: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The fields of DecoderConfig that all dense families spell alike, as keyword arguments.
+    """The fields of DecoderConfig whose keys are the same in all families, as keyword arguments.
 
-    rms_norm_eps, max_position_embeddings, rope_theta: the family's own values where the file says
-                        nothing.
-    head_dim:           the same; None is hidden_size / num_attention_heads.
-    window, chunk:      tokens that layers of these types reach; None: the family has none of them.
-    layer_type:         the type of each layer, where the file has no `layer_types`.
-    activations:        of its MLP that the family computes.
-    activation_key:     what the family calls that activation.
-    has_partial_rotary: the family turns a part of each head.
+    rms_norm_eps, max_position_embeddings, rope_theta: the family's defaults.
+    head_dim:           the family's default; None is hidden_size / num_attention_heads.
+    window, chunk:      tokens that layers of these types attend to; None: the family has none.
+    layer_type:         the type of each layer if the file has no `layer_types`.
+    activations:        MLP activations that the family supports.
+    activation_key:     the family's key for the activation.
+    has_partial_rotary: the family may rotate a part of each head.
     rope_aliases:       other names of rope types in this family.
-    computed:           keys of settings refused elsewhere that the family computes itself.
+    computed:           keys of settings, rejected for other families, that this family supports.
     """
     refuse_uncomputed(fields, computed)
     max_len = fields.integer("max_position_embeddings", max_position_embeddings)
@@ -274,21 +274,21 @@ def read_dense_fields(
 
 
 def refuse_uncomputed(fields: JsonFields, computed: Collection[str] = ()) -> None:
-    """Raise UnsupportedModel for settings that would change what is computed. computed: keys of
-    those that the family computes itself."""
+    """Raise UnsupportedModel for settings that would change the computation but are not supported.
+    computed: keys of settings that the family supports."""
     for key in _NOT_COMPUTED.keys() - set(computed):
         fields.refuse_unless_neutral(key, *_NOT_COMPUTED[key])
 
 
 def sliding_window(fields: JsonFields, default: int | None = None) -> int | None:
-    """`sliding_window`, in tokens; null is none. default: what its absence means."""
+    """`sliding_window` in tokens; null is none. default: its value if absent."""
     if "sliding_window" not in fields.values:
         return default
     return fields.integer("sliding_window", 0) or None
 
 
 def read_layer_types(fields: JsonFields, default: Callable[[int], str]) -> tuple[str, ...]:
-    """`layer_types`, one per layer. default: of each layer, where the file does not say."""
+    """`layer_types`, one per layer. default: the type of each layer if absent."""
     num_layers = fields.integer("num_hidden_layers")
     types = fields.values.get("layer_types")
     if types is None:
@@ -301,27 +301,27 @@ def read_layer_types(fields: JsonFields, default: Callable[[int], str]) -> tuple
 def _reaches(
     fields: JsonFields, reaches: Mapping[str, Reach], layer_type: Callable[[int], str]
 ) -> tuple[Reach, ...]:
-    """reaches: by the types of layers that the family computes."""
+    """reaches: by layer type that the family supports."""
     types = read_layer_types(fields, layer_type)
     others = sorted(set(types) - reaches.keys())
     if others:
         raise UnsupportedModel(
-            f"{fields.source}: layers are {', '.join(others)}, but this family computes, with the "
-            f"sizes that the file gives, {', '.join(reaches)} only. Check layer_types, "
+            f"{fields.source}: layers of type {', '.join(others)} are not supported; this family "
+            f"supports, with the sizes in the file, {', '.join(reaches)}. Check layer_types, "
             "sliding_window and attention_chunk_size, or use another checkpoint."
         )
     return tuple(reaches[kind] for kind in types)
 
 
 def read_activation(fields: JsonFields, key: str, computed: Collection[str]) -> Activation:
-    """The MLP's, under `key`. computed: those that the family computes; others raise
+    """The MLP's activation, under `key`. computed: those that the family supports; others raise
     UnsupportedModel."""
     name = fields.text(key, "silu")
     known = [name for name, activation in _ACTIVATIONS.items() if activation in computed]
     if name not in known:
         raise UnsupportedModel(
-            f"{fields.source}: {key}={name!r}; the MLP of this family computes "
-            f"{', '.join(known)} only. Use another checkpoint."
+            f"{fields.source}: {key}={name!r} is not supported; the MLP of this family supports "
+            f"{', '.join(known)}. Use another checkpoint."
         )
     return _ACTIVATIONS[name]
 
@@ -334,7 +334,7 @@ def _head_dim(fields: JsonFields, num_heads: int, default: int | None) -> int:
         default = hidden_size // num_heads
     head_dim = fields.integer("head_dim", default)
     if head_dim % 2:
-        raise fields.wrong("head_dim", "even: rotary positions turn pairs of elements")
+        raise fields.wrong("head_dim", "even, because rotary positions rotate pairs of elements")
     return head_dim
 
 
@@ -344,20 +344,21 @@ def read_rotary_dim(fields: JsonFields, head_dim: int, has_partial_rotary: bool 
     places = [place for place in (*ropes, fields) if place is not None]
     if not has_partial_rotary:
         for place in places:
-            place.refuse_unless_neutral(key, 1.0, "this family turns whole heads")
+            place.refuse_unless_neutral(key, 1.0, "this family rotates whole heads")
         return head_dim
     place = next((place for place in places if place.values.get(key) is not None), fields)
     rotary_dim = int(head_dim * place.real(key, 1.0))
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise place.wrong(key, f"a part of head_dim={head_dim} that holds whole pairs")
+        raise place.wrong(key, f"a factor that gives an even part of head_dim={head_dim}")
     return rotary_dim
 
 
 def checkpoint_dtype(fields: JsonFields) -> str:
-    """The checkpoint's own dtype, by name. Raises UnsupportedModel for what is not computed."""
+    """The name of the checkpoint's dtype. Raises UnsupportedModel if it is not supported."""
     dtype = fields.text("dtype", fields.text("torch_dtype", "float32"))
     if dtype not in _DTYPES:
         raise UnsupportedModel(
-            f"{fields.source}: dtype={dtype!r}; weights are computed in {', '.join(_DTYPES)} only."
+            f"{fields.source}: dtype={dtype!r} is not supported. Use a checkpoint in "
+            f"{', '.join(_DTYPES)}."
         )
     return dtype

@@ -10,7 +10,7 @@ from longshore.worker.layers.mlp import GatedMLP
 from longshore.worker.layers.moe import ExpertForm, MixtureOfExperts, SplitExperts
 from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
-from longshore.worker.models.decoder import Decoder, DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 from longshore.worker.models.deepseek_config import DeepseekConfig, DeepseekV3Config
 from longshore.worker.models.llama import PreNormLayer
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 EXPERTS: Final = ExpertForm(stored=SplitExperts())
 
 
-class Deepseek(Decoder):
-    """A Llama with latent attention and, behind some dense layers, mixtures of experts."""
+class Deepseek(DecoderModel):
+    """A Llama with latent attention and, after some dense layers, mixtures of experts."""
 
     config: DeepseekConfig
 
@@ -47,17 +47,17 @@ class Deepseek(Decoder):
         )
 
     def is_redundant(self, name: str) -> bool:
-        """Also layers behind the last, which predict further tokens."""
-        last = self.config.num_layers + self.config.num_mtp_layers
-        behind = tuple(f"model.layers.{layer}." for layer in range(self.config.num_layers, last))
-        return name.startswith(behind) or super().is_redundant(name)
+        """Multi-token prediction layers, which follow the last layer, are redundant too."""
+        end = self.config.num_layers + self.config.num_mtp_layers
+        mtp = tuple(f"model.layers.{layer}." for layer in range(self.config.num_layers, end))
+        return name.startswith(mtp) or super().is_redundant(name)
 
     def loaded(self) -> None:
         super().loaded()
         if self.config.num_mtp_layers:
             logger.info(
-                "num_nextn_predict_layers=%d: what the checkpoint has from model.layers.%d on is "
-                "left out; nothing here drafts with it",
+                "num_nextn_predict_layers=%d: layers from model.layers.%d on are not loaded; "
+                "multi-token prediction is not supported",
                 self.config.num_mtp_layers,
                 self.config.num_layers,
             )

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (2024): attention through a latent, dense layers first, then mixtures."""
+"""DeepSeek-V2 and V3 (2024): latent attention; dense layers first, then mixtures of experts."""
 
 import math
 from dataclasses import dataclass
@@ -19,29 +19,29 @@ _SIZES: Final = {
     "v_head_dim": 128,
 }
 _NULLABLE: Final = ("q_lora_rank", "n_shared_experts")
-"""Null is none; absent is the family's default."""
+"""Keys for which null means none, and absence the family's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(DecoderConfig):
     """Sizes in elements.
 
-    num_kv_heads:     1, the latents: shards do not cut them.
-    q_lora_rank:      width that queries are made from; None: from the hidden states themselves.
-    kv_lora_rank:     width of a token's latent, from which keys and values are made.
-    qk_nope_head_dim: of a head's queries and keys, without positions; head_dim counts the rest,
-                      which is turned.
-    v_head_dim:       of a head's values.
-    rope_interleave:  rows of the checkpoint that make a rotary pair are neighbours.
-    first_k_dense_replace: so many leading layers are dense,
-    moe_layer_freq:   and of the others those whose number it does not divide.
+    num_kv_heads:     1, the latents, which are not divided among shards.
+    q_lora_rank:      width of the queries' down-projection; None: queries are projected directly
+                      from hidden states.
+    kv_lora_rank:     width of a token's latent, from which keys and values are projected.
+    qk_nope_head_dim: part of a head's queries and keys without positions; head_dim is the rotated
+                      rest.
+    v_head_dim:       width of a head's values.
+    rope_interleave:  the two rows of a rotary pair are adjacent in the checkpoint.
+    first_k_dense_replace: number of leading dense layers.
+    moe_layer_freq:   later layers whose index it does not divide are dense too.
     num_experts, top_k, num_groups, top_k_groups: see Routing in worker/layers/moe_router.py.
-    expert_dim:       intermediate width of an expert.
-    num_shared_experts: experts of that width that every token has.
-    routed_scale:     multiplies the weights of the chosen experts.
-    renormalises:     the chosen weights sum to 1 before that.
-    num_mtp_layers:   layers behind the last one in the checkpoint, which predict further tokens;
-                      they are left out.
+    expert_dim:       intermediate size of an expert.
+    num_shared_experts: shared experts of that size, which compute every token.
+    routed_scale:     factor on the weights of the chosen experts.
+    renormalises:     the chosen weights are normalised to a sum of 1 before that.
+    num_mtp_layers:   multi-token prediction layers after the last layer; they are not loaded.
     """
 
     model = "longshore.worker.models.deepseek:Deepseek"
@@ -72,7 +72,7 @@ class DeepseekConfig(DecoderConfig):
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def is_dense(self, layer: int) -> bool:
-        """Whether that layer of the whole model has no experts."""
+        """Whether a layer has no experts. layer: index in the whole model."""
         return layer < self.first_k_dense_replace or layer % self.moe_layer_freq != 0
 
     def cut_sizes(self) -> dict[str, int]:
@@ -88,7 +88,7 @@ class DeepseekConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV2Config(DeepseekConfig):
-    """The router is a softmax whose groups, if any, are as good as their best expert."""
+    """The router is a softmax; groups, if any, are rated by their best expert."""
 
     model_type = "deepseek_v2"
 
@@ -112,8 +112,8 @@ class DeepseekV2Config(DeepseekConfig):
         method = fields.text("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             raise UnsupportedModel(
-                f"{fields.source}: topk_method={method!r}; experts of this family are chosen by "
-                "'greedy' or 'group_limited_greedy' only. Use another checkpoint."
+                f"{fields.source}: topk_method={method!r} is not supported; this family supports "
+                "'greedy' and 'group_limited_greedy'. Use another checkpoint."
             )
         return cls(
             **_read(fields, has_groups=method == "group_limited_greedy"),
@@ -124,8 +124,8 @@ class DeepseekV2Config(DeepseekConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(DeepseekConfig):
-    """The router is a sigmoid with a learned correction of what is chosen; groups are as good as
-    their best two experts."""
+    """The router is a sigmoid with a learned correction of the choice; groups are rated by their
+    best two experts."""
 
     model_type = "deepseek_v3"
 
@@ -157,7 +157,7 @@ class DeepseekV3Config(DeepseekConfig):
 
 
 def _read(fields: JsonFields, *, has_groups: bool) -> dict[str, Any]:
-    """What both versions spell alike. has_groups: experts are chosen from the best groups."""
+    """The fields that both versions have. has_groups: experts are chosen from the best groups."""
     nope_dim, rope_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
     shape = read_dense_fields(fields, head_dim=rope_dim)
     if shape["head_dim"] != rope_dim:
@@ -191,7 +191,9 @@ def _read_routing(fields: JsonFields, has_groups: bool) -> dict[str, int]:
     if top_k_groups > num_groups:
         raise fields.wrong("topk_group", f"at most n_group={num_groups}")
     if top_k > num_experts // num_groups * top_k_groups:
-        raise fields.wrong("num_experts_per_tok", "at most the experts of topk_group groups")
+        raise fields.wrong(
+            "num_experts_per_tok", "at most the number of experts in topk_group groups"
+        )
     return {
         "num_experts": num_experts,
         "top_k": top_k,
@@ -201,7 +203,7 @@ def _read_routing(fields: JsonFields, has_groups: bool) -> dict[str, int]:
 
 
 def _score_scale(rope: RopeConfig, qk_head_dim: int) -> float:
-    """Stretched positions sharpen the scores (the temperature of YaRN)."""
+    """The factor on scores, which YaRN's temperature increases for stretched positions."""
     sharpness = 1.0
     if isinstance(rope, YarnRope) and rope.mscale_all_dim and rope.factor > 1:
         sharpness = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1

@@ -1,8 +1,12 @@
-"""Which model families are known, by what config.json calls them.
+"""The supported model families, by their architecture in config.json.
 
-No tensor library is needed for this: settings are derived from a model's config before anything is
-loaded. Other packages bring families of their own in the entry point group `longshore.models`: the
-name is the architecture, the value the subclass of DecoderConfig that reads it (docs/models.md).
+A family has two files: `<family>_config.py` reads config.json, and `<family>.py` computes with
+torch. They are separate because the command line and the supervisor derive settings from a model's
+config (lengths, KV cache plan, parallel sizes) in processes that must not load torch, whose import
+takes seconds. Only the worker imports the second file, through `DecoderConfig.model`.
+
+Other packages add families in the entry point group `longshore.models`: the name is the
+architecture, the value the subclass of DecoderConfig that reads it (docs/models.md).
 """
 
 import re
@@ -12,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from longshore.worker.errors import UnsupportedModel
-from longshore.worker.loading.stored_names import is_body_alone
+from longshore.worker.loading.tensor_names import is_bare_checkpoint
 from longshore.worker.models.bamba_config import BambaConfig
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
@@ -58,21 +62,23 @@ ARCHITECTURES: Final[dict[str, type[DecoderConfig]]] = {
 
 
 def read_model_config(model_dir: Path) -> DecoderConfig:
-    """What `model_dir/config.json` describes. Whether a model with a head of its own has it, the
-    checkpoint's names say: many that give vectors alone are published as if they had one.
+    """Read `model_dir/config.json`. `has_head` follows the checkpoint's tensor names, because many
+    embedding models declare an architecture with a head but do not contain one.
 
-    Raises UnsupportedModel for an architecture or feature that is not computed here, and
-    BrokenCheckpoint for a file that is missing or makes no sense.
+    Raises UnsupportedModel for an architecture or feature that is not supported, and
+    BrokenCheckpoint for a missing or invalid file.
     """
     fields = read_json_object(model_dir / "config.json")
     config = _family(fields).read(fields)
-    if not config.tie_word_embeddings and (_is_bare(fields) or is_body_alone(model_dir)):
+    if not config.tie_word_embeddings and (
+        _is_bare_architecture(fields) or is_bare_checkpoint(model_dir)
+    ):
         config = replace(config, has_head=False)
     return config
 
 
-def _is_bare(fields: JsonFields) -> bool:
-    """It is of a decoder by itself, as embedding models are saved."""
+def _is_bare_architecture(fields: JsonFields) -> bool:
+    """Whether the architecture is a decoder without an output head, such as `Qwen3Model`."""
     names = _architectures(fields)
     is_known = any(name in ARCHITECTURES for name in names)
     return not is_known and any(_with_head(name) in ARCHITECTURES for name in names)
@@ -86,7 +92,7 @@ def _architectures(fields: JsonFields) -> list[str]:
 
 
 def _with_head(name: str) -> str:
-    """What the architecture of a decoder by itself, as `Qwen3Model`, is called with its head."""
+    """The architecture with an output head for a bare one: `Qwen3ForCausalLM` for `Qwen3Model`."""
     return re.sub("Model$", "ForCausalLM", name)
 
 
@@ -115,8 +121,8 @@ def _checked_family(name: str, family: object) -> type[DecoderConfig]:
     if isinstance(family, type) and issubclass(family, DecoderConfig):
         return family
     raise UnsupportedModel(
-        f"The entry point {name} of {ENTRY_POINT_GROUP} leads to {family!r}, which is no subclass "
-        "of DecoderConfig (docs/models.md)."
+        f"The entry point {name} of {ENTRY_POINT_GROUP} refers to {family!r}, which is not a "
+        "subclass of DecoderConfig (docs/models.md)."
     )
 
 

@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and behind attention and MLP, embeddings scaled up."""
+"""Gemma 2: norms before and after attention and MLP, scaled embeddings."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import OffsetRMSNorm
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
-from longshore.worker.models.decoder import Decoder, DecoderLayer
 from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 
 
 class SandwichNormLayer:
@@ -52,7 +52,7 @@ class SandwichNormLayer:
         }
 
 
-class Gemma2(Decoder):
+class Gemma2(DecoderModel):
     norm_type = OffsetRMSNorm
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
@@ -61,6 +61,6 @@ class Gemma2(Decoder):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         vectors = super().embed(token_ids)
-        # The factor is rounded to the model's dtype, as it was in training.
+        # The factor is rounded to the model's dtype, as in training.
         factor = torch.tensor(self.config.hidden_size**0.5, dtype=vectors.dtype)
         return vectors.mul_(factor)

@@ -1,4 +1,4 @@
-"""Gemma 2 (Gemma Team, 2024): every second layer has a window, scores and logits are capped."""
+"""Gemma 2 (Gemma Team, 2024): a window in every second layer; soft caps on scores and logits."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -31,12 +31,12 @@ DEFAULTS: Final = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-"""Published files leave out what they have in common with the first checkpoint."""
+"""Published files leave out values that are the same as in the first checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(DecoderConfig):
-    """Biases on both sides of attention or on neither."""
+    """All attention projections have biases, or none has."""
 
     model_type = "gemma2"
     model = "longshore.worker.models.gemma2:Gemma2"
@@ -71,7 +71,7 @@ def refuse_bidirectional(fields: JsonFields) -> None:
 
 
 def score_scale(fields: JsonFields) -> float:
-    """Queries are scaled as those of heads of another size would be."""
+    """query_pre_attn_scalar replaces the head size in the factor on scores."""
     size = fields.real("query_pre_attn_scalar")
     if size <= 0:
         raise fields.wrong("query_pre_attn_scalar", "above 0")
@@ -79,7 +79,7 @@ def score_scale(fields: JsonFields) -> float:
 
 
 def softcap(fields: JsonFields, key: str) -> float | None:
-    """null is none."""
+    """The soft cap under `key`; null is none."""
     if fields.values.get(key) is None:
         return None
     cap = fields.real(key)

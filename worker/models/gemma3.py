@@ -1,12 +1,12 @@
-"""Gemma 3, text: a Gemma 2 whose queries and keys are normalised head by head."""
+"""Gemma 3, text: a Gemma 2 that normalises each head of queries and keys."""
 
 from typing import ClassVar, Final
 
 from longshore.worker.layers.attention import OffsetHeadNormAttention
 from longshore.worker.layers.placement import Placement
-from longshore.worker.models.decoder import DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer
 from longshore.worker.models.gemma2 import Gemma2, SandwichNormLayer
-from longshore.worker.models.renamed import RenamedDecoder
+from longshore.worker.models.renamed_decoder import RenamedDecoder
 
 OTHER_PARTS: Final = ("vision_tower.", "multi_modal_projector.")
 
@@ -18,7 +18,7 @@ class Gemma3(Gemma2):
 
 
 class Gemma3Images(RenamedDecoder, Gemma3):
-    """The text part of a checkpoint that has one for images beside it."""
+    """The text part of a checkpoint with images and text."""
 
     names: ClassVar[dict[str, str]] = {"": "language_model."}
 

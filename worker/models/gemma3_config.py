@@ -1,5 +1,5 @@
-"""Gemma 3 (Gemma Team, 2025), text: five layers with a window, then one without, and so on; the two
-kinds turn positions at different speeds."""
+"""Gemma 3 (Gemma Team, 2025), text: five layers with a window alternate with one without; the two
+kinds have different ropes."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -35,12 +35,12 @@ DEFAULTS: Final = {
     "rope_local_base_freq": 10_000.0,
 }
 OF_ALL_PARTS: Final = ("dtype", "torch_dtype", "quantization_config", "compression_config")
-"""Said once where a checkpoint has several parts."""
+"""Keys that are at the top level if config.json has several parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(DecoderConfig):
-    """rope: of the layers without a window; local_rope: of those with one."""
+    """rope: rope of layers without a window; local_rope: rope of layers with one."""
 
     model_type = "gemma3_text"
     model = "longshore.worker.models.gemma3:Gemma3"
@@ -50,7 +50,7 @@ class Gemma3Config(DecoderConfig):
 
     @property
     def max_supported_len(self) -> int:
-        """Files of this family give the stretched length."""
+        """Files of this family give the length after scaling."""
         return self.max_position_embeddings
 
     def rope_of(self, layer: int) -> RopeConfig:
@@ -92,7 +92,7 @@ class Gemma3Config(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3ImagesConfig(Gemma3Config):
-    """Of a checkpoint that takes images too: its text part, which is all that is computed."""
+    """The text part of a checkpoint with images and text; images are not supported."""
 
     model_type = "gemma3"
     model = "longshore.worker.models.gemma3:Gemma3Images"
@@ -106,10 +106,10 @@ class Gemma3ImagesConfig(Gemma3Config):
 
 
 def _with_rope(fields: JsonFields, layer_type: str, theta_key: str) -> JsonFields:
-    """The file with the rope of one type of layers where other families have the only one.
+    """The fields with the rope of one layer type under the keys that other families use.
 
-    theta_key: has its base where transformers 4 wrote the file, whose scaling is that of the layers
-    without a window.
+    theta_key: key of the base in files written by transformers 4. In these files the scaling
+    applies to layers without a window only.
     """
     scaling = fields.table("rope_scaling")
     ropes = fields.table("rope_parameters")

@@ -1,4 +1,4 @@
-"""GPT-OSS: a Llama whose heads may attend to nothing, with a mixture of experts for the MLP."""
+"""GPT-OSS: a Llama with attention sinks, and a mixture of experts instead of the MLP."""
 
 import torch
 from torch import Tensor
@@ -11,14 +11,14 @@ from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
-from longshore.worker.models.decoder import Decoder, DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 from longshore.worker.models.gpt_oss_config import GptOssConfig
 from longshore.worker.models.llama import PreNormLayer
 
 
 class SinkAttention(SelfAttention):
-    """Each head has a learned logit that takes part in its softmax and stands for no token (Xiao et
-    al., 2023).
+    """Attention with a learned sink per head: a logit in the softmax that belongs to no token (Xiao
+    et al., 2023).
 
     sinks: (local heads,) float32.
     """
@@ -42,7 +42,7 @@ class SinkAttention(SelfAttention):
         return {**super().checkpoint_tensors(name), f"{name}.sinks": sinks}
 
 
-class GptOss(Decoder):
+class GptOss(DecoderModel):
     config: GptOssConfig
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:

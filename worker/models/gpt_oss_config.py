@@ -1,4 +1,4 @@
-"""GPT-OSS (OpenAI, 2025): sinks, a window in every second layer, a mixture of experts in all."""
+"""GPT-OSS (OpenAI, 2025): attention sinks, windows in every second layer, mixtures of experts."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -25,10 +25,10 @@ DEFAULT_ROPE: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(DecoderConfig):
-    """top_k: experts that compute a token. intermediate_size is that of one expert.
+    """top_k: experts per token. intermediate_size is that of one expert.
 
-    swiglu_alpha: of the experts' gates, gate * sigmoid(alpha * gate).
-    swiglu_limit: what enters a gate is at most this, and what it lets through within it.
+    swiglu_alpha: alpha of the experts' activation, gate * sigmoid(alpha * gate).
+    swiglu_limit: gate is clamped to at most this, up to plus or minus this.
     """
 
     model_type = "gpt_oss"

@@ -1,11 +1,11 @@
-"""Granite 4 hybrid: pre-norm layers of Mamba 2 or attention, everything with a multiplier."""
+"""Granite 4 hybrid: pre-norm layers of Mamba 2 or attention, with several multipliers."""
 
 from typing import ClassVar
 
 from torch import Tensor
 
 from longshore.worker.attention.backend import AttentionStep
-from longshore.worker.layers.attention import SelfAttention, UnturnedAttention
+from longshore.worker.layers.attention import NoPEAttention, SelfAttention
 from longshore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from longshore.worker.layers.mamba2 import Mamba2Mixer
 from longshore.worker.layers.mlp import GatedMLP
@@ -15,21 +15,21 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors, whole
 from longshore.worker.models.bamba import HybridDecoder, mixer_tensors
-from longshore.worker.models.decoder import DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer
 from longshore.worker.models.granite_hybrid_config import GraniteHybridConfig
 from longshore.worker.models.llama import PreNormLayer
 
 
 class SharedMLP(GatedMLP):
-    """Computes every token, alone or beside a mixture of experts."""
+    """The MLP that computes every token, alone or in addition to a mixture of experts."""
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
-        """name: of the layer."""
+        """name: checkpoint name of the layer."""
         return _shared_tensors(name, self.gate_up, self.down)
 
 
 class GraniteMixture(MixtureOfExperts):
-    """The best `top_k` of the experts, and one that computes every token."""
+    """The best `top_k` experts, and a shared expert that computes every token."""
 
     def __init__(self, config: GraniteHybridConfig, placement: Placement) -> None:
         routing = Routing(num_experts=config.num_experts, top_k=config.top_k, renormalise=True)
@@ -44,7 +44,8 @@ class GraniteMixture(MixtureOfExperts):
         self._sizes = (config.num_experts, config.hidden_size, config.expert_width)
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
-        """name: of the layer. Experts are stacked there, as (outputs, inputs), gates first."""
+        """name: checkpoint name of the layer. Experts are stacked in it, as (outputs, inputs),
+        gates first."""
         assert self.shared is not None
         num_experts, size, width = self._sizes
         share = self._parallel.share(width)
@@ -76,7 +77,7 @@ def _shared_tensors(
 
 
 class GraniteHybridLayer(PreNormLayer):
-    """What a layer adds to the hidden states is multiplied."""
+    """A pre-norm layer that multiplies the outputs of mixer and MLP by a factor."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class GraniteHybrid(HybridDecoder):
 
     def make_mixer(self, placement: Placement, layer: int) -> SelfAttention | Mamba2Mixer:
         if layer in self.config.attention_layers and not self.config.has_rope:
-            return UnturnedAttention(self.config, placement)
+            return NoPEAttention(self.config, placement)
         return super().make_mixer(placement, layer)
 
     def embed(self, token_ids: Tensor) -> Tensor:

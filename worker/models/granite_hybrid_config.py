@@ -1,4 +1,4 @@
-"""Granite 4 hybrid (IBM, 2025): Mamba 2 and attention, with a multiplier at every turn."""
+"""Granite 4 hybrid (IBM, 2025): Mamba 2 and attention, with several multipliers."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -23,15 +23,15 @@ _LAYER_TYPES: Final = {
     "attention": True,
     "full_attention": True,
 }
-"""Whether a layer of this type attends, in the spelling of versions 4 and 5 of transformers."""
+"""Whether a layer type is attention, in the spelling of transformers 4 and 5."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteHybridConfig(HybridConfig):
-    """The layer that computes every token has `intermediate_size`.
+    """intermediate_size is that of the shared MLP, which computes every token.
 
-    has_rope:    attention turns its heads; otherwise the Mamba layers alone know the order.
-    num_experts: beside that layer, of which a token takes `top_k`; 0 has none.
+    has_rope:    whether attention layers have rotary positions.
+    num_experts: experts in addition to the shared MLP, `top_k` per token; 0 means none.
     """
 
     model_type = "granitemoehybrid"
@@ -82,7 +82,7 @@ def _has_rope(fields: JsonFields) -> bool:
     kind = fields.text(key, "nope")
     if kind not in ("nope", "rope"):
         raise UnsupportedModel(
-            f"{fields.source}: {key}={kind!r}; this family has rope or none. Use another one."
+            f"{fields.source}: {key}={kind!r} is not supported; use a checkpoint with rope or nope."
         )
     return kind == "rope"
 

@@ -1,4 +1,4 @@
-"""Typed reads from a checkpoint's config.json: a wrong value is refused with its key and file."""
+"""Typed access to a checkpoint's config.json; errors name the file, the key and the value."""
 
 import json
 import sys
@@ -12,9 +12,9 @@ Number = TypeVar("Number", int, float)
 
 
 class JsonFields:
-    """One JSON object of a checkpoint, and where it came from.
+    """One JSON object of a checkpoint, and its source.
 
-    A key that is absent and one that is null read the same: writers differ in which they choose.
+    An absent key and null mean the same, because writers use either.
     """
 
     def __init__(self, values: Mapping[str, object], source: str) -> None:
@@ -65,28 +65,28 @@ class JsonFields:
             raise self.wrong(key, "an object")
         return JsonFields(value, f"{self.source}, {key}")
 
-    def beside(self, file_name: str) -> "JsonFields | None":
-        """The object in another file of the checkpoint, or None if there is no such file; of the
-        object that a whole file holds. Raises BrokenCheckpoint."""
+    def sibling_file(self, file_name: str) -> "JsonFields | None":
+        """The object in another file of the same folder, or None if there is no such file. Only for
+        the top-level object of a file. Raises BrokenCheckpoint."""
         path = Path(self.source).with_name(file_name)
         return read_json_object(path) if path.exists() else None
 
     def with_defaults(
         self, defaults: Mapping[str, object], *, nullable: Collection[str] = ()
     ) -> "JsonFields":
-        """The same with what a family takes keys for that are absent or null.
+        """The same fields with a family's defaults for absent and null keys.
 
-        nullable: keys whose null says something else than their absence.
+        nullable: keys for which null differs from absence.
         """
         given = {k: v for k, v in self.values.items() if v is not None or k in nullable}
         return JsonFields({**defaults, **given}, self.source)
 
     def refuse_unless_neutral(self, key: str, neutral: object, why: str) -> None:
-        """Raise UnsupportedModel when `key` asks for something that is not computed here."""
+        """Raise UnsupportedModel if `key` is set to anything but `neutral`."""
         value = self.values.get(key)
         if value is not None and value != neutral:
             raise UnsupportedModel(
-                f"{self.source}: {key}={value!r}, {why}. Use a checkpoint without it."
+                f"{self.source}: {key}={value!r}: {why}. Use a checkpoint without it."
             )
 
     def wrong(self, key: str, expected: str) -> BrokenCheckpoint:
@@ -124,5 +124,5 @@ def read_json_object(path: Path) -> JsonFields:
     except (OSError, ValueError) as error:
         raise BrokenCheckpoint(f"{path} is not readable JSON: {error}") from error
     if not isinstance(values, dict):
-        raise BrokenCheckpoint(f"{path} holds no JSON object.")
+        raise BrokenCheckpoint(f"{path} does not hold a JSON object. Fetch it again.")
     return JsonFields(values, str(path))

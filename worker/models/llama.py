@@ -11,17 +11,17 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
-from longshore.worker.models.decoder import Decoder, DecoderLayer
 from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 
 
 class Attention(Protocol):
-    """What a layer computes over the tokens of a sequence."""
+    """The part of a layer that combines the tokens of a sequence."""
 
     def __call__(
         self, x: Tensor, layer: int, rotation: Rotation, attention: AttentionStep
     ) -> Tensor:
-        """x: (n, hidden_size) -> the same shape. layer: among those of this rank."""
+        """x: (n, hidden_size) -> the same shape. layer: index among the layers of this rank."""
         ...
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
@@ -30,7 +30,7 @@ class Attention(Protocol):
 
 
 class FeedForward(Protocol):
-    """What a layer computes of each token by itself."""
+    """The part of a layer that computes each token separately."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: (n, hidden_size) -> the same shape."""
@@ -53,7 +53,7 @@ class PreNormLayer:
         mlp: FeedForward,
         mlp_name: str = "mlp",
     ) -> None:
-        """mlp_name: what the checkpoint calls it."""
+        """mlp_name: checkpoint name of the MLP."""
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(size, eps, placement)
         self.attention = attention
@@ -83,8 +83,8 @@ class PreNormLayer:
         }
 
 
-class Llama(Decoder):
-    """Norms before, rotary positions, grouped queries, a gated MLP."""
+class Llama(DecoderModel):
+    """Pre-norm layers with rotary positions, grouped-query attention and a gated MLP."""
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         config = self.config

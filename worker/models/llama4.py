@@ -12,7 +12,7 @@ from longshore.worker.layers.moe import ExpertForm, MixtureOfExperts, StackedExp
 from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rotary import Rotation
-from longshore.worker.models.decoder import Decoder, DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 from longshore.worker.models.llama import FeedForward, PreNormLayer
 from longshore.worker.models.llama4_config import Llama4Config
 
@@ -20,14 +20,16 @@ EXPERTS: Final = ExpertForm(stored=StackedExperts(), weighs_inputs=True)
 
 
 class RopeAttention(SelfAttention):
-    """Elements (2 i, 2 i + 1) of a stored head are a pair that positions turn. Queries and keys are
-    reordered once, so that pairs are (i, i + head_dim / 2) as elsewhere: their products are equal.
+    """Rotary attention. The rotary pairs of the checkpoint are elements (2 i, 2 i + 1) of a head.
+    Queries and keys are reordered after loading, so that pairs are (i, i + head_dim / 2) as in
+    other families; this does not change their products.
 
-    Heads are normalised before the turn, which keeps lengths: behind it, the norm is the same.
+    Heads are normalised before the rotation. The reference does it after, which is equal, because
+    a rotation keeps the length.
     """
 
     def __init__(self, config: Llama4Config, placement: Placement) -> None:
-        placement.when_loaded(self._reorder)  # ahead of what lays the matrices out
+        placement.when_loaded(self._reorder)  # registered first: it must run before packing
         super().__init__(config, placement)
         self._eps = config.rms_norm_eps
         self._ones = placement.empty(config.head_dim).fill_(1) if config.use_qk_norm else None
@@ -46,8 +48,8 @@ class RopeAttention(SelfAttention):
 
 
 class NoPositionAttention(SelfAttention):
-    """Queries and keys know no positions; queries far from the start are longer, so that the
-    softmax over many tokens stays as sharp (Nakanishi, 2025)."""
+    """Attention without positions. Queries grow with their position, so that the softmax over many
+    tokens stays equally sharp (Nakanishi, 2025)."""
 
     def __init__(self, config: Llama4Config, placement: Placement) -> None:
         super().__init__(config, placement)
@@ -62,7 +64,7 @@ class NoPositionAttention(SelfAttention):
         return (q * factors).to(q.dtype), k
 
 
-class Llama4(Decoder):
+class Llama4(DecoderModel):
     config: Llama4Config
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:

@@ -1,5 +1,5 @@
-"""Llama 4 (Meta, 2025), text: most layers attend within chunks, the others know no positions, and
-some or all have a mixture of experts."""
+"""Llama 4 (Meta, 2025), text: most layers attend within chunks, the others have no positions; some
+or all layers have a mixture of experts."""
 
 from dataclasses import dataclass
 
@@ -19,13 +19,13 @@ from longshore.worker.models.rope_config import DefaultRope, LinearRope, Llama3R
 class Llama4Config(DecoderConfig):
     """intermediate_size is that of the dense layers, `intermediate_size_mlp` in the file.
 
-    expert_width:  of an expert, and of the one that computes every token.
-    top_k:         experts that compute a token beside that one.
-    expert_layers: those with a mixture of experts.
-    rope_layers:   those whose queries and keys are turned by their positions.
+    expert_width:  intermediate size of an expert and of the shared expert.
+    top_k:         experts per token in addition to the shared expert.
+    expert_layers: layers with a mixture of experts.
+    rope_layers:   layers with rotary positions.
     use_qk_norm:   in these layers, each head of queries and keys is normalised, without weights.
-    floor_scale:   in the others, queries grow by log(1 + floor((position + 1) / floor_scale)) times
-    attn_scale;    0: they do not.
+    floor_scale, attn_scale: in the other layers, queries are multiplied by
+                   1 + attn_scale * log(1 + floor((position + 1) / floor_scale)).
     """
 
     model_type = "llama4_text"
@@ -65,7 +65,7 @@ class Llama4Config(DecoderConfig):
         )
         if not isinstance(shape["rope"], DefaultRope | LinearRope | Llama3Rope):
             raise UnsupportedModel(
-                f"{fields.source}: {type(shape['rope']).__name__} also stretches queries and keys, "
+                f"{fields.source}: {type(shape['rope']).__name__} also scales queries and keys, "
                 "which this family's norm would undo. Use default, linear or llama3 rope."
             )
         shape["intermediate_size"] = fields.integer("intermediate_size_mlp", 16_384)
@@ -86,8 +86,8 @@ class Llama4Config(DecoderConfig):
 
 
 def _rope_layers(fields: JsonFields) -> frozenset[int]:
-    """`no_rope_layers` has a 1 for each layer that has rope. Without it, each
-    `no_rope_layer_interval`th has none."""
+    """Layers with a 1 in `no_rope_layers`. If it is absent, all but every
+    `no_rope_layer_interval`-th layer."""
     num_layers = fields.integer("num_hidden_layers")
     flags = fields.values.get("no_rope_layers") or None
     if flags is None:
@@ -99,7 +99,7 @@ def _rope_layers(fields: JsonFields) -> frozenset[int]:
 
 
 def _expert_layers(fields: JsonFields) -> frozenset[int]:
-    """`moe_layers`, or each `interleave_moe_layer_step`th."""
+    """The layers in `moe_layers`. If it is absent, every `interleave_moe_layer_step`-th layer."""
     num_layers = fields.integer("num_hidden_layers")
     layers = fields.values.get("moe_layers")
     if layers is None:

@@ -8,7 +8,7 @@ from longshore.worker.models.json_fields import JsonFields
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """Biases on both sides of attention or on neither."""
+    """All attention projections have biases, or none has."""
 
     model_type = "llama"
     model = "longshore.worker.models.llama:Llama"

@@ -1,4 +1,4 @@
-"""Mamba 2: layers of a norm and a state space mixer."""
+"""Mamba 2: layers with a norm and a state space mixer."""
 
 from typing import ClassVar
 
@@ -12,9 +12,9 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
-from longshore.worker.models.decoder import DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer
 from longshore.worker.models.mamba2_config import Mamba2Config
-from longshore.worker.models.renamed import RenamedDecoder
+from longshore.worker.models.renamed_decoder import RenamedDecoder
 
 
 class Mamba2Layer:
@@ -63,4 +63,4 @@ class Mamba2(RenamedDecoder):
 
     def forward(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
         hidden = super().forward(inputs, positions, attention)
-        return hidden.to(self._placement.dtype)  # where the residual is wider
+        return hidden.to(self._placement.dtype)  # the residual may be float32

@@ -1,4 +1,4 @@
-"""Mamba 2 (Dao and Gu, 2024): state space layers alone, without attention and without positions."""
+"""Mamba 2 (Dao and Gu, 2024): state space layers only, without attention or positions."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,28 +16,28 @@ from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.rope_config import DEFAULT_THETA, DefaultRope
 
 STATE_BYTES: Final = 4
-"""Of an element of a state: float32, whatever the model's dtype. Rounding would add up."""
+"""Bytes per element of a state. States are always float32, because rounding errors accumulate."""
 
 DEFAULT_MAX_LEN: Final = 2048
-"""Tokens of a request unless told otherwise: no file says what a state has been trained for."""
+"""Default of max_model_len; config files do not give the trained length."""
 
 DEFAULT_BLOCK_SIZE: Final = 256
-"""Tokens per state that is kept: states do not shrink with their blocks, so small ones would fill
-the pool with snapshots of one request."""
+"""Default tokens per block. The size of a state does not depend on it, so small blocks would fill
+the pool with the states of one request."""
 
 MAX_LEN: Final = 1 << 24
-"""Tokens of a request at most; states know no positions, but block tables have columns."""
+"""Maximum of max_model_len. States have no positions, but the width of block tables is limited."""
 
 _NO_LIMITS: Final = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
-"""`time_step_limit` as versions 4 and 5 of transformers write it when it limits nothing."""
+"""Values of `time_step_limit` that mean no limit, as transformers 4 and 5 write them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MambaShape:
-    """The sizes of a Mamba 2 layer, of a model or of one shard.
+    """The sizes of a Mamba 2 layer, of the whole model or of one shard.
 
-    num_groups: heads of one group have the same B and C.
-    conv_width: tokens that the causal convolution sees, the newest included.
+    num_groups: number of groups; heads of a group share B and C.
+    conv_width: tokens that the causal convolution covers, the newest included.
     """
 
     num_heads: int
@@ -59,8 +59,8 @@ class MambaShape:
         return self.width + 2 * self.num_groups * self.state_size
 
     def shard(self, num_shards: int) -> "MambaShape":
-        """What each of `num_shards` ranks computes: where there are fewer groups than ranks, copies
-        of one on several."""
+        """The sizes on each of `num_shards` ranks. If there are fewer groups than ranks, several
+        ranks compute the same group."""
         return replace(
             self,
             num_heads=self.num_heads // num_shards,
@@ -68,7 +68,7 @@ class MambaShape:
         )
 
     def check_split(self, num_shards: int) -> None:
-        """Raise UnsupportedModel unless heads and groups can be cut among `num_shards` ranks."""
+        """Raise UnsupportedModel unless heads and groups divide evenly among `num_shards` ranks."""
         if self.num_heads % num_shards or (
             self.num_groups % num_shards and num_shards % self.num_groups
         ):
@@ -79,7 +79,7 @@ class MambaShape:
             )
 
     def spec(self, sizes: CacheSizes) -> MambaSpec:
-        """What a rank keeps of one layer: the state, and the convolution's last inputs."""
+        """What a rank caches of one layer: the state, and the last inputs of the convolution."""
         own = self.shard(sizes.num_shards)
         shapes = (
             (own.num_heads, own.head_dim, own.state_size),
@@ -97,9 +97,9 @@ class MambaShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Config(DecoderConfig):
-    """Heads and their size stand for those of attention.
+    """num_heads and head_dim are those of the Mamba layers.
 
-    has_wide_residual: the residual stream is float32 in a model of another dtype.
+    has_wide_residual: the residual stream is float32, whatever the model's dtype.
     """
 
     model_type = "mamba2"
@@ -158,7 +158,7 @@ class Mamba2Config(DecoderConfig):
 
 
 def read_hybrid_mamba(fields: JsonFields) -> MambaShape:
-    """The Mamba layers of a hybrid, whose keys begin with `mamba_`."""
+    """The sizes of a hybrid's Mamba layers, from keys with the prefix `mamba_`."""
     num_heads = fields.integer("mamba_n_heads", 128)
     width = fields.integer("mamba_expand", 2) * fields.integer("hidden_size")
     is_derived = fields.values.get("mamba_d_head") in (None, "auto")
@@ -178,18 +178,19 @@ def read_hybrid_mamba(fields: JsonFields) -> MambaShape:
 
 
 def check_mamba(fields: JsonFields, mamba: MambaShape) -> None:
-    """Raise BrokenCheckpoint or UnsupportedModel for Mamba layers that cannot be computed."""
+    """Raise BrokenCheckpoint or UnsupportedModel if these Mamba layers are not supported."""
     if mamba.num_heads % mamba.num_groups:
         key = "n_groups" if "n_groups" in fields.values else "mamba_n_groups"
         raise fields.wrong(key, f"a divisor of the {mamba.num_heads} heads")
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(
-            f"{fields.source}: hidden_act={activation!r}; Mamba layers are computed with silu only."
+            f"{fields.source}: hidden_act={activation!r} is not supported; Mamba layers support "
+            "silu only. Use another checkpoint."
         )
     limit = fields.values.get("time_step_limit")
     if limit is not None and limit not in _NO_LIMITS:
         raise UnsupportedModel(
-            f"{fields.source}: time_step_limit={limit!r}; time steps are not limited here. Use a "
-            "checkpoint without it."
+            f"{fields.source}: time_step_limit={limit!r} is not supported. Use a checkpoint "
+            "without it."
         )

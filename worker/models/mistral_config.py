@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al., 2023): a Llama whose layers all have a sliding window, or none."""
+"""Mistral (Jiang et al., 2023): a Llama with a sliding window in all layers or in none."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,7 +13,7 @@ from longshore.worker.models.decoder_config import (
 from longshore.worker.models.json_fields import JsonFields
 
 DEFAULT_WINDOW: Final = 4096
-"""A config.json that does not mention the window has the first version's."""
+"""The window if config.json does not give one: that of the first version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class MistralConfig(DecoderConfig):
 
 
 def same_window(fields: JsonFields, window: int | None) -> dict[str, Any]:
-    """For `read_dense_fields`: all layers have this window, in tokens, or all have none."""
+    """Arguments of `read_dense_fields`: all layers have this window, in tokens; None: no window."""
     layer_type = FULL if window is None else SLIDING
     fields.refuse_unless_neutral(
         "layer_types",

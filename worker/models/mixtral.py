@@ -1,4 +1,4 @@
-"""Mixtral: a Llama with a mixture of experts in place of the MLP."""
+"""Mixtral: a Llama with a mixture of experts instead of the MLP."""
 
 from typing import Final
 
@@ -6,14 +6,14 @@ from longshore.worker.layers.attention import SelfAttention
 from longshore.worker.layers.moe import ExpertForm, MixtureOfExperts, SplitExperts
 from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
-from longshore.worker.models.decoder import Decoder, DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 from longshore.worker.models.llama import PreNormLayer
 from longshore.worker.models.mixtral_config import MixtralConfig
 
 EXPERTS: Final = ExpertForm(stored=SplitExperts(gate="w1", up="w3", down="w2"))
 
 
-class Mixtral(Decoder):
+class Mixtral(DecoderModel):
     config: MixtralConfig
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al., 2024): a Mistral whose MLP is a mixture of experts in every layer."""
+"""Mixtral (Jiang et al., 2024): a Mistral with a mixture of experts in every layer."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from longshore.worker.models.mistral_config import same_window
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralConfig(DecoderConfig):
-    """top_k: experts that compute a token. intermediate_size is that of one expert."""
+    """top_k: experts per token. intermediate_size is that of one expert."""
 
     model_type = "mixtral"
     model = "longshore.worker.models.mixtral:Mixtral"
@@ -36,7 +36,7 @@ class MixtralConfig(DecoderConfig):
 
 
 def read_top_k(fields: JsonFields, default: int, num_experts: int) -> int:
-    """`num_experts_per_tok`; raises BrokenCheckpoint if there are not so many."""
+    """`num_experts_per_tok`; raises BrokenCheckpoint if it exceeds the number of experts."""
     top_k = fields.integer("num_experts_per_tok", default)
     if top_k > num_experts:
         raise fields.wrong("num_experts_per_tok", f"at most the number of experts, {num_experts}")

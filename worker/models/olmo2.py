@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP, and over all queries and all keys of a token."""
+"""OLMo 2: norms after attention and MLP, and over all query heads and all key heads of a token."""
 
 from torch import Tensor
 
@@ -9,8 +9,8 @@ from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
-from longshore.worker.models.decoder import Decoder, DecoderLayer
 from longshore.worker.models.decoder_config import DecoderConfig
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 
 
 class PostNormLayer:
@@ -31,7 +31,7 @@ class PostNormLayer:
         rotation: Rotation,
         attention: AttentionStep,
     ) -> tuple[Tensor, None]:
-        assert residual is None, "no layer of this family leaves one"
+        assert residual is None, "layers of this family return no residual"
         x = self.post_attention_norm(self.attention(x, layer, rotation, attention)).add_(x)
         return self.post_mlp_norm(self.mlp(x)).add_(x), None
 
@@ -44,6 +44,6 @@ class PostNormLayer:
         }
 
 
-class Olmo2(Decoder):
+class Olmo2(DecoderModel):
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
         return PostNormLayer(self.config, placement)

@@ -8,7 +8,7 @@ from longshore.worker.models.json_fields import JsonFields
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo2Config(DecoderConfig):
-    """Biases on both sides of attention or on neither."""
+    """All attention projections have biases, or none has."""
 
     model_type = "olmo2"
     model = "longshore.worker.models.olmo2:Olmo2"

@@ -12,12 +12,12 @@ from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.mistral_config import same_window
 
 ROPE_ALIASES: Final = {"su": "longrope", "yarn": "longrope"}
-"""What the first checkpoints of this family called its scaling."""
+"""Rope types as the first checkpoints of this family named them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phi3Config(DecoderConfig):
-    """No biases; positions may turn a part of each head; all layers have a window or none has."""
+    """No biases; partial rotary positions are possible; all layers have a window or none has."""
 
     model_type = "phi3"
     model = "longshore.worker.models.phi3:Phi3"

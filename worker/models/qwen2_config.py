@@ -15,7 +15,7 @@ from longshore.worker.models.json_fields import JsonFields
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(DecoderConfig):
-    """The later layers may have a window; some checkpoints state one that none of them uses."""
+    """Later layers may have a window. Some checkpoints give a window but do not enable it."""
 
     model_type = "qwen2"
     model = "longshore.worker.models.llama:Llama"
@@ -27,8 +27,8 @@ class Qwen2Config(DecoderConfig):
 
 
 def later_windows(fields: JsonFields) -> dict[str, Any]:
-    """For `read_dense_fields`: the layers from `max_window_layers` on have a window, if it is
-    switched on."""
+    """Arguments of `read_dense_fields`: layers from `max_window_layers` on have a window, if
+    `use_sliding_window` is true."""
     if not fields.boolean("use_sliding_window", False):
         return {}
     first_layer = fields.integer("max_window_layers", 28, minimum=0)

@@ -9,7 +9,7 @@ from longshore.worker.models.qwen2_config import later_windows
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(DecoderConfig):
-    """Heads of 128 elements unless the file says otherwise, whatever the hidden size."""
+    """The default head size is 128, whatever the hidden size."""
 
     model_type = "qwen3"
     model = "longshore.worker.models.qwen3:Qwen3"

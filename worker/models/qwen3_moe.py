@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts in place of the MLP, where a layer is not dense."""
+"""Qwen3-MoE: a Qwen3 with mixtures of experts in all layers that are not dense."""
 
 from typing import Final
 
@@ -7,14 +7,14 @@ from longshore.worker.layers.mlp import GatedMLP
 from longshore.worker.layers.moe import ExpertForm, MixtureOfExperts, SplitExperts
 from longshore.worker.layers.moe_router import Routing
 from longshore.worker.layers.placement import Placement
-from longshore.worker.models.decoder import Decoder, DecoderLayer
+from longshore.worker.models.decoder_model import DecoderLayer, DecoderModel
 from longshore.worker.models.llama import FeedForward, PreNormLayer
 from longshore.worker.models.qwen3_moe_config import Qwen3MoeConfig
 
 EXPERTS: Final = ExpertForm(stored=SplitExperts())
 
 
-class Qwen3Moe(Decoder):
+class Qwen3Moe(DecoderModel):
     config: Qwen3MoeConfig
 
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:

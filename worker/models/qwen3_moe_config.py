@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts (Yang et al., 2025), in all layers or in some."""
+"""Qwen3-MoE (Yang et al., 2025): mixtures of experts in all layers or in some."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,10 @@ from longshore.worker.models.mixtral_config import read_top_k
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(DecoderConfig):
-    """top_k:        experts that compute a token.
+    """top_k:        experts per token.
     expert_width: intermediate size of an expert; intermediate_size is that of the dense layers.
-    renormalise:  the weights of a token's experts sum to 1.
-    dense_layers: those without experts.
+    renormalise:  the weights of a token's experts are normalised to a sum of 1.
+    dense_layers: layers without experts.
     """
 
     model_type = "qwen3_moe"
@@ -34,7 +34,7 @@ class Qwen3MoeConfig(DecoderConfig):
 
     @classmethod
     def read(cls, fields: JsonFields) -> "Qwen3MoeConfig":
-        # transformers 4 says num_experts, 5 num_local_experts.
+        # transformers 4 writes num_experts, version 5 num_local_experts.
         num_experts = fields.integer("num_local_experts", fields.integer("num_experts", 128))
         bias = fields.boolean("attention_bias", False)
         has_window = fields.boolean("use_sliding_window", False)
@@ -58,7 +58,7 @@ class Qwen3MoeConfig(DecoderConfig):
 
 
 def _dense_layers(fields: JsonFields, num_layers: int) -> frozenset[int]:
-    """Those that are named, and those between every `decoder_sparse_step`th."""
+    """The layers in `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
     named = fields.values.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):
         raise fields.wrong("mlp_only_layers", "a list of layers, counted from 0")

@@ -1,6 +1,6 @@
-"""Rotary position scaling as a checkpoint states it, in either spelling.
+"""The rope settings of a checkpoint, in either spelling.
 
-Until transformers 4 the base is `rope_theta` and the scaling `rope_scaling` (kind under `type` or
+Up to transformers 4 the base is `rope_theta` and the scaling `rope_scaling` (with `type` or
 `rope_type`); transformers 5 writes both into `rope_parameters`.
 """
 
@@ -30,11 +30,11 @@ class LinearRope:
 
 @dataclass(frozen=True)
 class DynamicRope:
-    """NTK-aware base that grows with the sequence once it is longer than the trained length.
+    """NTK-aware scaling: the base grows with the sequence beyond the trained length.
 
-    Up to that length it is no scaling at all. Beyond it, each new length would rotate *all* keys
-    by other angles, but cached keys stay as they were rotated, so what a request sees would depend
-    on who computed its prefix: longer requests are refused (`max_supported_len`).
+    Up to that length there is no scaling. Beyond it, each new length would rotate *all* keys by
+    other angles, but cached keys keep their rotation, so output would depend on which request
+    computed the prefix. Longer requests are therefore rejected (`max_supported_len`).
     """
 
     theta: float
@@ -43,7 +43,7 @@ class DynamicRope:
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """Low frequencies divided by `factor`, high ones kept, a smooth ramp between (Llama 3.1)."""
+    """Low frequencies divided by `factor`, high ones kept, interpolated between (Llama 3.1)."""
 
     theta: float
     factor: float
@@ -73,13 +73,13 @@ class YarnRope:
 
 @dataclass(frozen=True)
 class LongRope:
-    """Each frequency divided by a factor of its own (LongRoPE, Ding et al., 2024).
+    """Each frequency divided by its own factor (LongRoPE, Ding et al., 2024).
 
-    There are two sets of factors, for requests up to the trained length and beyond it. Which one
-    is used is decided once, by the longest request that is admitted: keys that are cached cannot
-    be turned again when a request grows out of the short set.
+    There are two sets of factors, for requests up to the trained length and beyond it. The choice
+    is made once, by max_model_len, because cached keys cannot be rotated again when a request
+    exceeds the trained length.
 
-    short_factors, long_factors: one per pair of elements that is turned.
+    short_factors, long_factors: one per rotary pair.
     attention_factor: multiplies cosines and sines; None derives it from factor and trained length.
     """
 
@@ -97,11 +97,11 @@ class LongRope:
 RopeConfig: TypeAlias = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope | LongRope
 
 DEFAULT_THETA: Final = 10_000.0
-# `finetuned` is written into some checkpoints and read by nobody.
+# `finetuned` is in some checkpoints and has no effect.
 _COMMON_KEYS: Final = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
 _KEYS_OF_TYPE: Final[dict[str, set[str]]] = {
     "default": set(),
-    # The original length changes nothing in these two; transformers accepts it.
+    # The original length has no effect in these two; transformers accepts it.
     "linear": {"factor", "original_max_position_embeddings"},
     "dynamic": {"factor", "original_max_position_embeddings"},
     "llama3": {
@@ -138,11 +138,11 @@ def read_rope_config(
     aliases: Mapping[str, str] | None = None,
     default_theta: float = DEFAULT_THETA,
 ) -> RopeConfig:
-    """The rope of a config.json. Raises UnsupportedModel for a kind or key that is not computed.
+    """The rope of a config.json. Raises UnsupportedModel for an unsupported type or key.
 
-    rotary_dim:    elements of a head that are turned.
-    aliases:       what a family calls a kind, and the kind.
-    default_theta: the family's base where the file says nothing.
+    rotary_dim:    elements of a head that are rotated.
+    aliases:       other names of rope types in this family.
+    default_theta: the family's default base.
     """
     rope = config.table("rope_scaling") or config.table("rope_parameters")
     theta = config.real("rope_theta", default_theta, minimum=1.0)
@@ -161,7 +161,7 @@ def read_rope_config(
         return DefaultRope(theta)
     key = "original_max_position_embeddings"
     place = rope if config.values.get(key) is None else config
-    # longrope chooses its factors by this length, so nothing may stand in for it.
+    # longrope chooses its factors by this length, so it has no default.
     original = place.integer(key, None if kind == "longrope" else max_position_embeddings)
     if kind == "longrope":
         stretched = max(1.0, max_position_embeddings / original)
@@ -187,11 +187,11 @@ def read_rope_config(
 
 
 def max_supported_len(rope: RopeConfig, max_position_embeddings: int) -> int:
-    """Longest request this rope gives well-defined positions for, in tokens.
+    """Maximum tokens of a request for which this rope gives well-defined positions.
 
-    Scaling stretches the trained length by its factor where the config gives the unstretched one;
-    llama3's and longrope's give the stretched one, and dynamic scaling is held to the trained
-    length (see DynamicRope).
+    With linear and YaRN scaling the config gives the trained length, which is multiplied by the
+    factor. With llama3 and longrope it gives the length after scaling. Dynamic scaling is limited
+    to the trained length (see DynamicRope).
     """
     match rope:
         case LinearRope(factor=factor):
@@ -232,6 +232,6 @@ def _refuse_unknown_keys(rope: JsonFields, kind: str, known: AbstractSet[str]) -
     unknown = sorted(rope.values.keys() - known - _COMMON_KEYS)
     if unknown:
         raise UnsupportedModel(
-            f"{rope.source}: {', '.join(unknown)} mean nothing to rope type {kind!r} here; "
+            f"{rope.source}: {', '.join(unknown)} not supported for rope type {kind!r}; "
             "ignoring them could give wrong positions. Remove them or use a supported rope type."
         )

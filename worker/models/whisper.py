@@ -1,5 +1,5 @@
-"""Whisper: learned positions, and decoder layers that attend to their own tokens, then to those
-that the encoder makes of a request's sound."""
+"""Whisper: an audio encoder, and a decoder with learned positions whose layers have self-attention
+and cross-attention to the encoder's tokens."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -10,7 +10,7 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.cross_backend import CrossAttentionKind
 from longshore.worker.attention.kind import CachedLayer
-from longshore.worker.layers.attention import UnturnedAttention
+from longshore.worker.layers.attention import NoPEAttention
 from longshore.worker.layers.audio_encoder import AudioEncoder, EncoderShape
 from longshore.worker.layers.audio_features import LogMel
 from longshore.worker.layers.cross_attention import CrossAttention
@@ -19,7 +19,7 @@ from longshore.worker.layers.mlp import MLP
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensors, whole
-from longshore.worker.models.renamed import RenamedDecoder
+from longshore.worker.models.renamed_decoder import RenamedDecoder
 from longshore.worker.models.whisper_config import WhisperConfig, cross_name
 from longshore.worker.ranks.parallel import ALONE, Parallel
 
@@ -34,7 +34,7 @@ class WhisperLayer:
         size, eps = config.hidden_size, config.rms_norm_eps
         self._num_layers = config.num_layers
         self.attention_norm = LayerNorm(size, eps, placement)
-        self.attention = UnturnedAttention(config, placement, out_name="out_proj")
+        self.attention = NoPEAttention(config, placement, out_name="out_proj")
         self.cross_norm = LayerNorm(size, eps, placement)
         self.cross = CrossAttention(size, config.num_heads, placement)
         self.mlp_norm = LayerNorm(size, eps, placement)
@@ -55,9 +55,9 @@ class WhisperLayer:
         x, residual = self.mlp_norm.after_add(x, residual)
         return self.mlp(x), residual
 
-    def keep(self, encoded: Tensor, layer: int, row: int, attention: EncodingStep) -> None:
-        """encoded: (num_tokens, hidden_size), that a row's tokens attend to from now on."""
-        self.cross.keep(encoded, self._num_layers + layer, row, attention)
+    def write_kv(self, encoded: Tensor, layer: int, row: int, attention: EncodingStep) -> None:
+        """Write the cross-attention KV of a row. encoded: (num_tokens, hidden_size)."""
+        self.cross.write_kv(encoded, self._num_layers + layer, row, attention)
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
         return {
@@ -113,7 +113,7 @@ class Whisper(RenamedDecoder):
         return WhisperLayer(self.config, placement)
 
     def cached_layers(self) -> tuple[CachedLayer, ...]:
-        """What the decoder's tokens leave of each layer, then what the encoder's do."""
+        """The self-attention of all layers, then their cross-attention."""
         cross = CrossAttentionKind(num_heads=self.num_local_heads)
         return super().cached_layers() + tuple(
             CachedLayer(cross_name(layer), cross) for layer in self._layer_indices
@@ -123,7 +123,7 @@ class Whisper(RenamedDecoder):
         spectrogram = self.log_mel(samples).to(self._placement.dtype)
         encoded = self.encoder(spectrogram)[:num_tokens]
         for index, layer in enumerate(self.layers):
-            layer.keep(encoded, index, row, attention)
+            layer.write_kv(encoded, index, row, attention)
 
     def forward(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
         x = self.embed(inputs).add_(self.positions.index_select(0, positions))

@@ -1,4 +1,4 @@
-"""Whisper (Radford et al., 2022): an encoder of sound, and a decoder that attends to its tokens."""
+"""Whisper (Radford et al., 2022): an audio encoder, and a decoder that attends to its tokens."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -16,19 +16,19 @@ from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.rope_config import DEFAULT_THETA, DefaultRope
 
 NORM_EPS: Final = 1e-5
-"""No file gives it."""
+"""Not in config.json."""
 
 FRAMES_PER_TOKEN: Final = 2
-"""The second of the encoder's convolutions takes every other frame."""
+"""The second convolution of the encoder has stride 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AudioSettings:
-    """Of the log-mel spectrogram; lengths in samples.
+    """Settings of the log-mel spectrogram; lengths in samples.
 
-    hop_length:    from frame to frame.
-    window_length: of a frame.
-    num_samples:   of the window that everything is padded to.
+    hop_length:    distance between frames.
+    window_length: length of a frame.
+    num_samples:   length to which all audio is padded.
     """
 
     num_mel_bins: int
@@ -126,29 +126,29 @@ class WhisperConfig(DecoderConfig):
     def check_split(self, *, num_shards: int, num_stages: int = 1) -> None:
         if num_stages > 1:
             raise UnsupportedModel(
-                f"pipeline_parallel_size={num_stages}: a model with an encoder is not cut into "
-                "pipeline stages. Use pipeline_parallel_size=1, and tensor_parallel_size to share "
-                "it among devices."
+                f"pipeline_parallel_size={num_stages}: models with an encoder do not support "
+                "pipeline stages. Use pipeline_parallel_size=1, and tensor_parallel_size to divide "
+                "the model among devices."
             )
         super().check_split(num_shards=num_shards)
 
 
 def cross_name(layer: int) -> str:
-    """What is kept of the encoder's tokens for a layer of the decoder."""
+    """Cache name of the encoder tokens' KV for a layer of the decoder."""
     return f"{cache_name(layer)}.cross"
 
 
 def _read_audio(fields: JsonFields, num_encoder_tokens: int) -> AudioSettings:
-    """What the folder's feature extractor is set to, or by default is. Raises UnsupportedModel or
-    BrokenCheckpoint, also where the two files do not belong together."""
-    given = fields.beside("preprocessor_config.json")
+    """The settings of the folder's feature extractor, or their defaults. Raises UnsupportedModel or
+    BrokenCheckpoint, also if they contradict config.json."""
+    given = fields.sibling_file("preprocessor_config.json")
     if given is None:
-        processor = fields.beside("processor_config.json")
+        processor = fields.sibling_file("processor_config.json")
         given = None if processor is None else processor.table("feature_extractor")
     if given is None:
         given = JsonFields({}, f"{fields.source} alone")
-    given.refuse_unless_neutral("dither", 0.0, "noise is not added to what is heard")
-    given.refuse_unless_neutral("padding_value", 0.0, "short items are continued by silence")
+    given.refuse_unless_neutral("dither", 0.0, "adding noise is not supported")
+    given.refuse_unless_neutral("padding_value", 0.0, "short audio is padded with silence")
     num_mel_bins = fields.integer("num_mel_bins", 80)
     if given.integer("feature_size", num_mel_bins) != num_mel_bins:
         raise given.wrong("feature_size", f"num_mel_bins={num_mel_bins} of config.json")
@@ -159,11 +159,11 @@ def _read_audio(fields: JsonFields, num_encoder_tokens: int) -> AudioSettings:
     if samples // hop_length != num_frames:
         raise given.wrong(
             "chunk_length",
-            f"{default_s:g}: max_source_positions={num_encoder_tokens} in config.json takes "
+            f"{default_s:g}: max_source_positions={num_encoder_tokens} in config.json needs "
             f"{num_frames} frames of hop_length={hop_length}",
         )
     num_samples, window_length = int(samples), given.integer("n_fft", 400)
-    if window_length // 2 >= num_samples:  # so much is mirrored at both ends
+    if window_length // 2 >= num_samples:  # reflection padding at both ends
         raise given.wrong("n_fft", f"below twice the {num_samples} samples of chunk_length")
     return AudioSettings(
         num_mel_bins=num_mel_bins,

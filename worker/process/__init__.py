@@ -1,1 +1,1 @@
-"""The process around a rank: start-up, the loop, the host it runs on."""
+"""The worker process: startup, the loop, and the host and device it runs on."""

@@ -1,8 +1,8 @@
-"""Bytes for people to read. Loads no tensor library."""
+"""Human-readable byte sizes. Does not import torch."""
 
 
 def byte_size(num_bytes: int) -> str:
-    """In the largest unit up to GiB that leaves a number of at least 1."""
+    """`num_bytes` in the largest unit, up to GiB, that gives a number of at least 1."""
     size, unit = float(num_bytes), "bytes"
     for larger in ("KiB", "MiB", "GiB"):
         if size < 1024:

@@ -1,4 +1,4 @@
-"""What a device is called, how much memory it has left, and which dtype a model runs in on it."""
+"""The compute device: its name, its free memory, and the dtypes that a model runs in."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from longshore.protocol.errors import ConfigError
-from longshore.worker.process.host import available_host_bytes
+from longshore.worker.process.host_resources import available_host_bytes
 
 TORCH_DTYPES: Final = {
     "float32": torch.float32,
@@ -17,7 +17,7 @@ TORCH_DTYPES: Final = {
 
 
 def open_device(name: str) -> torch.device:
-    """The torch device called `name`. Raises ConfigError when this machine does not have it."""
+    """The torch device called `name`. Raises ConfigError if this machine does not have it."""
     kind, _, index_text = name.partition(":")
     if kind not in ("cpu", "cuda") or (
         index_text and not (kind == "cuda" and index_text.isdigit())
@@ -40,7 +40,7 @@ def open_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint_dtype: str) -> torch.dtype:
-    """The dtype to run in: "auto" is the checkpoint's own."""
+    """The dtype to compute in: "auto" is the checkpoint's own."""
     return TORCH_DTYPES[checkpoint_dtype if name == "auto" else name]
 
 
@@ -51,7 +51,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @contextmanager
 def fits_in_memory(what: str, device: torch.device) -> Iterator[None]:
-    """An allocation inside that fails raises ConfigError naming `what` and the device."""
+    """Turn a failed allocation in the block into a ConfigError that names `what` and the device."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -62,20 +62,20 @@ def fits_in_memory(what: str, device: torch.device) -> Iterator[None]:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Block until everything launched so far, on any stream, has ended."""
+    """Block until everything launched so far, on any stream, has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def held_bytes(device: torch.device) -> int:
-    """Bytes of a GPU's memory that torch holds in this process; 0 for a CPU."""
+    """Bytes of GPU memory that torch has reserved in this process; 0 for a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def available_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on `device`.
 
-    For a CPU: what the kernel calls available, and not more than the control group allows.
+    For a CPU: MemAvailable of the kernel, limited by the control groups.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,10 +1,10 @@
-"""The worker's loop: plans come in, answers go out, in order.
+"""The worker's loop: receives plans and sends their outputs, in order.
 
-Every rank of an engine gets every plan; the one that samples answers, the others say only why they
-cannot go on. All of them report about once a second what their steps took.
+Every rank of an engine receives every plan. Only the sampling rank sends outputs; the others send
+failures. All ranks send step statistics about once a second.
 
-The loop itself computes nothing. It sleeps until a plan arrives or the compute thread has an
-answer, so the next plan is taken in while the last one still runs.
+The loop computes nothing. It sleeps until a plan arrives or the compute thread has an output, so
+it prepares the next plan while the previous one still runs.
 """
 
 import logging
@@ -23,8 +23,8 @@ from longshore.protocol.outputs import WorkerFailed, WorkerReport
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.transport.channel import Channel
 from longshore.worker.errors import RankLost
-from longshore.worker.process.host import resident_bytes
-from longshore.worker.process.request_log import RequestLog
+from longshore.worker.process.host_resources import resident_bytes
+from longshore.worker.process.row_log import RowLog
 from longshore.worker.process.step_statistics import StepStatistics
 from longshore.worker.step.model_runner import ModelRunner
 
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerEngine:
-    """Carries out one scheduler's plans until it says Shutdown.
+    """Executes one scheduler's plans until it sends Shutdown.
 
-    answers: this rank samples; the other ones report failures and statistics only.
-    device_bytes: memory that this rank holds of a GPU.
+    sends_outputs: this is the sampling rank; other ranks send failures and statistics only.
+    device_bytes:  returns the bytes of GPU memory that this rank has reserved.
     """
 
     def __init__(
@@ -45,28 +45,28 @@ class WorkerEngine:
         *,
         epoch: int,
         rank: int,
-        answers: bool = True,
+        sends_outputs: bool = True,
         device_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._channel = channel
         self._runner = runner
         self._epoch = epoch
         self._rank = rank
-        self._answers = answers
+        self._sends_outputs = sends_outputs
         self._device_bytes = device_bytes
         self._statistics = StepStatistics(epoch=epoch, rank=rank)
         self._unanswered: deque[int] = deque()  # tokens of each plan
         self._is_stopping = False
-        self._request_log = RequestLog()
-        # The compute thread appends and then rings; the loop alone uses the channel.
+        self._row_log = RowLog()
+        # The compute thread appends a report and wakes the loop; only the loop uses the channel.
         self._reports: deque[WorkerReport] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def run(self) -> None:
-        """Serve until Shutdown, with every plan received before it answered.
+        """Run until Shutdown has arrived and every plan received before it is answered.
 
-        Raises PlanMismatch or EngineDead when this worker cannot go on; the scheduler has been
-        told why by then.
+        Raises PlanMismatch or EngineDead if this worker cannot continue, after it has sent the
+        reason to the scheduler.
         """
         poller = zmq.Poller()
         poller.register(self._channel.socket, zmq.POLLIN)
@@ -82,7 +82,7 @@ class WorkerEngine:
                 self._send_reports()
                 self._take_messages()
         except EngineDead:
-            raise  # the scheduler has been told with the failed step's report
+            raise  # the failed step's report has already been sent
         except PlanMismatch as error:
             self._channel.send(WorkerFailed(self._epoch, self._rank, str(error)))
             raise
@@ -97,18 +97,20 @@ class WorkerEngine:
                 case SchedulerOutput():
                     if self._runner.submit(message, self._on_report) is not None:
                         self._unanswered.append(message.num_scheduled_tokens)
-                        self._request_log.taken_in(message)
+                        self._row_log.log_plan(message)
                 case Shutdown(reason=reason):
-                    logger.info("told to stop: %s", reason)
+                    logger.info("shutdown requested by the scheduler: %s", reason)
                     self._is_stopping = True
                     return
                 case SampleMask(step=step):
                     raise PlanMismatch(
-                        f"a token mask for step {step} came, but this worker does not support "
+                        f"received a token mask for step {step}, but this worker does not support "
                         "structured output; switch it off in the scheduler"
                     )
                 case WorkerAccepted() | Rejected():
-                    raise PlanMismatch(f"a second {type(message).__name__} came; plans were due")
+                    raise PlanMismatch(
+                        f"received a second {type(message).__name__} instead of a plan"
+                    )
                 case _:
                     assert_never(message)
             self._send_reports()
@@ -124,7 +126,7 @@ class WorkerEngine:
             if isinstance(report, WorkerFailed):
                 self._channel.send(report)
                 raise (RankLost if report.is_consequence else EngineDead)(report.reason)
-            if self._answers:
+            if self._sends_outputs:
                 self._channel.send(report)
             self._statistics.count(report.compute_s, num_tokens, time.monotonic())
 

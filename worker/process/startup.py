@@ -1,4 +1,4 @@
-"""From a configuration to a serving worker: the other ranks, weights, handshake, cache, loop."""
+"""Startup of a worker process: join the other ranks, load weights, handshake, warm up, run."""
 
 import gc
 import logging
@@ -35,21 +35,22 @@ from longshore.worker.errors import RankLost
 from longshore.worker.kv_cache.plan import block_bytes
 from longshore.worker.process.device import held_bytes, open_device
 from longshore.worker.process.engine_loop import WorkerEngine
-from longshore.worker.process.host import num_physical_cores
-from longshore.worker.ranks.groups import joined_ranks
+from longshore.worker.process.host_resources import num_physical_cores
 from longshore.worker.ranks.parallel import Parallel
+from longshore.worker.ranks.rendezvous import joined_ranks
 from longshore.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 NO_EPOCH: Final = 0
-"""Epoch of a worker that nobody has welcomed yet."""
+"""Epoch of a worker that the scheduler has not accepted yet."""
 
 
 def serve(config: WorkerProcessConfig, lifeline: Lifeline) -> None:
-    """Run one rank until its scheduler says Shutdown.
+    """Run one rank until its scheduler sends Shutdown.
 
-    Raises LongshoreError for everything an operator can cause; the scheduler has been told.
+    Raises LongshoreError for every error an operator can cause, after reporting it to the
+    scheduler.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel: Channel[FromWorker, ToWorker] = Channel(
@@ -68,12 +69,13 @@ def _serve(
     torch.set_num_threads(
         config.threads or max(1, num_physical_cores() // config.num_ranks_on_device)
     )
-    logger.info("%d threads compute", torch.get_num_threads())
+    logger.info("computing with %d threads", torch.get_num_threads())
     with ExitStack() as stack:
-        with _telling_the_scheduler(channel, config.rank, NO_EPOCH):
+        with _reporting_failures(channel, config.rank, NO_EPOCH):
             device = open_device(config.device)
             if config.ranks.num_ranks > 1:
-                lifeline.report(Progress(f"meeting the other {config.ranks.num_ranks - 1} ranks"))
+                others = config.ranks.num_ranks - 1
+                lifeline.report(Progress(f"waiting for the other {others} ranks"))
             parallel = stack.enter_context(
                 joined_ranks(
                     config.ranks, config.rank, device, startup_timeout_s=config.startup_timeout_s
@@ -89,35 +91,35 @@ def _load_and_run(
     lifeline: Lifeline,
     channel: Channel[FromWorker, ToWorker],
 ) -> None:
-    part = _part_of_the_model(parallel)
+    part = _part_description(parallel)
     lifeline.report(Progress(f"loading {part}{Path(config.model).name} on {config.device}"))
-    with _telling_the_scheduler(channel, config.rank, NO_EPOCH):
+    with _reporting_failures(channel, config.rank, NO_EPOCH):
         worker = Worker(config.worker, parallel)
     with worker:
-        welcome = _shake_hands(config, worker, lifeline, channel)
-        if welcome is None:
+        accepted = _handshake(config, worker, lifeline, channel)
+        if accepted is None:
             return
         lifeline.report(Progress("warming up"))
-        with _telling_the_scheduler(channel, config.rank, welcome.epoch):
-            runner = worker.start(epoch=welcome.epoch, num_blocks=welcome.num_blocks)
-            parallel.wait_at_most(config.ranks.timeout_s)
+        with _reporting_failures(channel, config.rank, accepted.epoch):
+            runner = worker.start(epoch=accepted.epoch, num_blocks=accepted.num_blocks)
+            parallel.set_timeout(config.ranks.timeout_s)
         channel.send(WorkerReady(config.rank))
-        lifeline.report(Ready(_details(config, worker, welcome)))
-        # What exists now lives as long as the process; the collector need not visit it.
+        lifeline.report(Ready(_details(config, worker, accepted)))
+        # All objects so far live as long as the process; the garbage collector can skip them.
         gc.collect()
         gc.freeze()
         WorkerEngine(
             channel,
             runner,
-            epoch=welcome.epoch,
+            epoch=accepted.epoch,
             rank=config.rank,
-            answers=parallel.samples,
+            sends_outputs=parallel.samples,
             device_bytes=partial(held_bytes, device),
         ).run()
 
 
-def _part_of_the_model(parallel: Parallel) -> str:
-    """`shard 1 of 2, stage 2 of 2 of `, as far as there are several."""
+def _part_description(parallel: Parallel) -> str:
+    """`shard 1 of 2, stage 2 of 2 of `; sizes of 1 are left out."""
     parts = [
         f"{name} {index + 1} of {count}"
         for name, index, count in (
@@ -130,10 +132,10 @@ def _part_of_the_model(parallel: Parallel) -> str:
 
 
 @contextmanager
-def _telling_the_scheduler(
+def _reporting_failures(
     channel: Channel[FromWorker, ToWorker], rank: int, epoch: int
 ) -> Iterator[None]:
-    """A failure inside is the scheduler's news too: it waits for this rank."""
+    """Report a failure in the block to the scheduler, which is waiting for this rank."""
     try:
         yield
     except LongshoreError as error:
@@ -141,14 +143,15 @@ def _telling_the_scheduler(
         raise
 
 
-def _shake_hands(
+def _handshake(
     config: WorkerProcessConfig,
     worker: Worker,
     lifeline: Lifeline,
     channel: Channel[FromWorker, ToWorker],
 ) -> WorkerAccepted | None:
-    """None: the engine is shut down before it began. Raises HandshakeRejected or EngineDead."""
-    # What this rank has loaded and does, wherever the configuration came from.
+    """Send the hello and wait for the scheduler's answer. None: the engine shut down during
+    startup. Raises HandshakeRejected or EngineDead."""
+    # These describe what this rank has actually loaded.
     identity = msgspec.structs.replace(
         config.identity,
         model_fingerprint=model_fingerprint(Path(config.model)),
@@ -156,31 +159,33 @@ def _shake_hands(
         cp_kv_cache_interleave_size=config.ranks.cp_kv_cache_interleave_size,
     )
     channel.send(WorkerHello(config.rank, identity, worker.kv_cache, worker.features))
-    lifeline.report(Progress("loaded; waiting for the scheduler's welcome"))
+    lifeline.report(Progress("loaded; waiting for the scheduler's handshake"))
     answer = channel.receive(config.startup_timeout_s)
     match answer:
         case WorkerAccepted():
             return answer
         case None:
             raise EngineDead(
-                f"the scheduler did not answer within {config.startup_timeout_s:g} s; is it "
-                "running, and do all ranks come up? If they need longer, raise --startup-timeout-s."
+                f"the scheduler did not answer within {config.startup_timeout_s:g} s. Check that "
+                "it and all ranks are running. If they need longer, raise --startup-timeout-s."
             )
         case Shutdown():
             return None
         case Rejected(reason=reason):
             raise HandshakeRejected(reason)
         case _:
-            raise HandshakeRejected(f"the scheduler began with {type(answer).__name__}")
+            raise HandshakeRejected(
+                f"the scheduler answered the hello with {type(answer).__name__}"
+            )
 
 
 def _details(
-    config: WorkerProcessConfig, worker: Worker, welcome: WorkerAccepted
+    config: WorkerProcessConfig, worker: Worker, accepted: WorkerAccepted
 ) -> dict[str, str]:
     return {
         "device": config.device,
         "dtype": config.identity.dtype,
         "threads": str(torch.get_num_threads()),
-        "num_blocks": str(welcome.num_blocks),
+        "num_blocks": str(accepted.num_blocks),
         "block_bytes": str(block_bytes(worker.kv_cache.groups)),
     }

@@ -1,4 +1,4 @@
-"""What this rank's steps took, counted step by step and reported about once a second."""
+"""Times and token counts of this rank's steps, reported about once a second."""
 
 from bisect import bisect_left
 from typing import Final
@@ -9,7 +9,7 @@ REPORT_INTERVAL_S: Final = 1.0
 
 
 class StepStatistics:
-    """Counts of one rank in one epoch. Times of day are arguments, on one monotonic clock."""
+    """Statistics of one rank in one epoch. `now_s` arguments are times of one monotonic clock."""
 
     def __init__(self, *, epoch: int, rank: int) -> None:
         self._epoch = epoch
@@ -22,7 +22,7 @@ class StepStatistics:
         self._due_s: float | None = None
 
     def count(self, compute_s: float, num_tokens: int, now_s: float) -> None:
-        """A step has ended: seconds on the device, and tokens computed."""
+        """Add one finished step: its seconds on the device and its tokens."""
         self._by_seconds[bisect_left(STEP_SECONDS_BOUNDS, compute_s)] += 1
         self._by_tokens[bisect_left(STEP_TOKENS_BOUNDS, num_tokens)] += 1
         self._compute_s += compute_s
@@ -32,11 +32,11 @@ class StepStatistics:
             self._due_s = now_s + REPORT_INTERVAL_S
 
     def due_in_s(self, now_s: float) -> float | None:
-        """Until the next report, 0 if it is due; None while there is nothing to report."""
+        """Seconds until the next report, 0 if it is due; None if there is nothing to report."""
         return None if self._due_s is None else max(0.0, self._due_s - now_s)
 
     def take(self, *, resident_bytes: int, device_bytes: int) -> WorkerStats:
-        """The report. Nothing is due until another step has been counted."""
+        """The report to send now. The next one is due only after another step."""
         longest_step_s, self._longest_step_s = self._longest_step_s, 0.0
         self._due_s = None
         return WorkerStats(

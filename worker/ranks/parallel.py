@@ -1,9 +1,9 @@
-"""Where a rank stands among the ranks of its engine, and how they exchange tensors.
+"""The place of a rank among the ranks of its engine, and how they exchange tensors.
 
 An engine of T x P ranks cuts every layer into T shards (tensor parallel, Shoeybi et al., 2019) and
 its layers into P stages (pipeline parallel): rank = stage * T + shard. Groups of neighbouring
-shards may share the tokens of what they keep (context parallel). All calls run on the compute
-queue, so every rank makes them in the same order. The last stage's shard 0 samples.
+shards may split the tokens of the KV cache among them (context parallel). All calls run on the
+compute queue, so every rank makes them in the same order. Shard 0 of the last stage samples.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ from longshore.worker.kv_cache.context_share import WHOLE_CONTEXT, ContextShare
 
 @dataclass(frozen=True)
 class Parallel:
-    """One rank's place. Without groups it is alone, and every exchange is the identity.
+    """One rank's place. Without groups it is the only rank, and every exchange is the identity.
 
-    Exchanges raise RankLost if another rank has died or does not come in time.
+    Exchanges raise RankLost if another rank has died or does not answer in time.
 
-    shard, num_shards: of each layer.
-    stage, num_stages: of the layers.
-    shard_group: the ranks of this stage; None if there is one.
-    all_ranks:   every rank of the engine; None if there is one.
-    context_share: of the tokens, that this rank keeps.
-    context_group: the shards that keep the others; None if this one keeps all.
+    shard, num_shards: the tensor parallel shard of each layer.
+    stage, num_stages: the pipeline stage.
+    shard_group: the ranks of this stage; None if there is only one.
+    all_ranks:   every rank of the engine; None if there is only one.
+    context_share: the tokens whose KV this rank stores.
+    context_group: the shards that store the KV of the same sequences; None if this one stores all.
     """
 
     shard: int = 0
@@ -41,7 +41,7 @@ class Parallel:
     all_ranks: dist.ProcessGroup | None = None
     context_share: ContextShare = WHOLE_CONTEXT
     context_group: dist.ProcessGroup | None = None
-    _patience: list[timedelta] = field(default_factory=list, compare=False)
+    _timeout: list[timedelta] = field(default_factory=list, compare=False)
 
     @property
     def rank(self) -> int:
@@ -61,12 +61,12 @@ class Parallel:
 
     @property
     def sampling_rank(self) -> int:
-        """The rank that samples and answers."""
+        """The rank that samples and sends outputs."""
         return (self.num_stages - 1) * self.num_shards
 
     @property
     def samples(self) -> bool:
-        """This is that rank."""
+        """Whether this is the sampling rank."""
         return self.rank == self.sampling_rank
 
     def all_reduce(self, partial_sum: Tensor) -> Tensor:
@@ -77,14 +77,14 @@ class Parallel:
         return partial_sum
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """What shard 0 has in `tensor`, in place on the others of its stage."""
+        """Copy shard 0's `tensor` to the other shards of its stage, in place."""
         if self.shard_group is not None:
             with self._exchange():
                 dist.broadcast(tensor, group=self.shard_group, group_src=0)
         return tensor
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """(..., n) of each shard -> (..., num_shards * n), shard by shard."""
+        """Concatenate (..., n) of every shard to (..., num_shards * n), in shard order."""
         if self.shard_group is None:
             return part
         part = part.contiguous()
@@ -94,14 +94,15 @@ class Parallel:
         return torch.cat(parts, dim=-1)
 
     def gather_context(self, part: Tensor) -> Tensor:
-        """Of each rank that shares its tokens with this one, in order: (context ranks, ...)."""
+        """`part` of every rank of the context group, in order: (context ranks, ...)."""
         gathered = part.new_empty(self.context_share.size, *part.shape)
         with self._exchange():
             dist.all_gather(list(gathered), part.contiguous(), group=self.context_group)
         return gathered
 
     def exchange_context(self, parts: Tensor) -> Tensor:
-        """(context ranks, ...): part i goes to rank i of them, and comes from it."""
+        """All-to-all within the context group. parts: (context ranks, ...); part i goes to rank i,
+        and part i of the result comes from it."""
         parts = parts.contiguous()
         received = torch.empty_like(parts)
         with self._exchange():
@@ -109,7 +110,7 @@ class Parallel:
         return received
 
     def send(self, tensor: Tensor) -> dist.Work:
-        """Start sending to the same shard of the next stage. `tensor`, contiguous, must live
+        """Start sending to the same shard of the next stage. `tensor` must be contiguous and stay
         unchanged until `finish_sending` has returned."""
         with self._exchange():
             sending = dist.isend(tensor, self.rank + self.num_shards, group=self.all_ranks)
@@ -117,34 +118,34 @@ class Parallel:
         return sending
 
     def finish_sending(self, sending: dist.Work) -> None:
-        """Wait until what `send` began has ended."""
+        """Wait until a `send` has completed."""
         with self._exchange():
             self._wait(sending)
 
     def receive(self, out: Tensor) -> Tensor:
-        """What the same shard of the stage before sent, in `out`, contiguous."""
+        """Receive into `out`, contiguous, from the same shard of the previous stage."""
         with self._exchange():
             coming = dist.irecv(out, self.rank - self.num_shards, group=self.all_ranks)
             assert coming is not None, "this rank is in the group"
             self._wait(coming)
         return out
 
-    def wait_at_most(self, timeout_s: float) -> None:
-        """How long this rank waits for another one in every exchange from now on."""
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long this rank waits for another one in every later exchange."""
         for group in {self.shard_group, self.context_group, self.all_ranks} - {None}:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-        self._patience[:] = [timedelta(seconds=timeout_s)]
+        self._timeout[:] = [timedelta(seconds=timeout_s)]
 
     def _wait(self, work: dist.Work) -> None:
-        # Between two ranks gloo goes by the group's first timeout unless it is told another. NCCL
-        # goes by the group's, and would make the host wait if it were told.
-        if self._patience and dist.get_backend(self.all_ranks) == "gloo":
-            work.wait(self._patience[0])
+        # For point-to-point transfers gloo uses the group's initial timeout unless `wait` gets one.
+        # NCCL uses the group's current timeout; an argument would block the host.
+        if self._timeout and dist.get_backend(self.all_ranks) == "gloo":
+            work.wait(self._timeout[0])
         else:
             work.wait()
 
     def meet(self, device: torch.device) -> None:
-        """Wait until every rank of the engine has come here."""
+        """Barrier: wait until every rank of the engine has called this."""
         if self.all_ranks is not None:
             with self._exchange():
                 dist.all_reduce(torch.zeros(1, device=device), group=self.all_ranks)
@@ -157,13 +158,13 @@ class Parallel:
             reason = str(error).partition("] ")[2].partition(". ")[0] or str(error)
             raise RankLost(
                 f"rank {self.rank} has lost the other ranks of its engine ({reason}): one has "
-                "ended, or did not come within rank_timeout_s (startup_timeout_s in the warm-up)"
+                "died, or did not answer within rank_timeout_s (startup_timeout_s in the warm-up)"
             ) from error
 
     def share(self, size: int, multiple: int = 1) -> slice:
-        """This shard's part of `size` things that come in groups of `multiple`: equal parts.
+        """This shard's part of `size` items that come in groups of `multiple`. All parts are equal.
 
-        Raises ValueError if they cannot be.
+        Raises ValueError if `size` cannot be divided so.
         """
         if size % (multiple * self.num_shards):
             raise ValueError(f"{size} cannot be cut into {self.num_shards} parts of {multiple}s")
@@ -171,8 +172,8 @@ class Parallel:
         return slice(self.shard * part, (self.shard + 1) * part)
 
     def layers(self, num_layers: int) -> range:
-        """This stage's layers; earlier stages take what is left over. Empty stages are refused:
-        raises ValueError."""
+        """This stage's layers; earlier stages take the remainder. Raises ValueError if a stage
+        would be empty."""
         if num_layers < self.num_stages:
             raise ValueError(f"{num_layers} layers cannot be cut into {self.num_stages} stages")
         part, rest = divmod(num_layers, self.num_stages)

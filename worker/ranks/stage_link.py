@@ -1,8 +1,8 @@
-"""Hidden states on their way from one pipeline stage to the next.
+"""Transfer of hidden states from one pipeline stage to the next.
 
-Sending does not wait for the receiver, which may be a step behind; so each tensor is kept until it
-has gone. All calls are on the compute queue. Stages as in GPipe (Huang et al., 2019), with whole
-steps for micro-batches.
+Sending does not wait for the receiver, which may be a step behind, so each tensor is kept until it
+has been sent. All calls are on the compute queue. Stages as in GPipe (Huang et al., 2019), with
+whole steps as micro-batches.
 """
 
 from collections import deque
@@ -15,9 +15,9 @@ from longshore.worker.ranks.parallel import Parallel
 
 
 class StageLink:
-    """The ends that this rank holds of the links to its neighbours.
+    """This rank's links to the previous and the next stage.
 
-    hidden_size, dtype, device: of the hidden states.
+    hidden_size, dtype, device: properties of the hidden states.
     """
 
     def __init__(
@@ -30,20 +30,20 @@ class StageLink:
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def receive(self, num_tokens: int) -> Tensor:
-        """(num_tokens, hidden_size) of the stage before."""
+        """(num_tokens, hidden_size) from the previous stage."""
         out = torch.empty((num_tokens, self._hidden_size), dtype=self._dtype, device=self._device)
         return self._parallel.receive(out)
 
     def finish(self) -> None:
-        """Wait until the next stage has taken everything: a rank that leaves earlier takes what is
-        on its way along."""
+        """Wait until the next stage has received everything. If a rank exits earlier, tensors in
+        transit are lost."""
         while self._sending:
             self._parallel.finish_sending(self._sending.popleft()[0])
 
     def send(self, hidden: Tensor) -> None:
-        """(n, hidden_size) to the next stage. The caller must not change it any more.
+        """Send (n, hidden_size) to the next stage. The caller must not change the tensor later.
 
-        Waits if the stages behind are as many steps late as there are stages.
+        Blocks if as many sends as there are stages are still in transit.
         """
         while len(self._sending) >= self._parallel.num_stages:
             self._parallel.finish_sending(self._sending.popleft()[0])

@@ -1,4 +1,4 @@
-"""How each row samples, in columns that a step gathers from."""
+"""The sampling settings of all rows, as columns from which a step gathers its rows."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.worker.sampling.logit_edits import RowEdits
 from longshore.worker.sampling.uniform import SEED_MASK
 
-# What a row may ask for beyond a token; bits of `SamplingColumns.asks`.
+# What a row may need in addition to a token; bits of `SamplingColumns.asks`.
 ASKS_EDITS: Final = 1
 ASKS_PENALTIES: Final = 2
 ASKS_LOGPROBS: Final = 4
@@ -19,16 +19,16 @@ ASKS_PROMPT_LOGPROBS: Final = 8
 
 
 _OF_POOLING: Final = SamplingParams(temperature=0.0)
-"""Of a request for a vector, whose own settings mean nothing."""
+"""Settings of pooling requests, whose own sampling settings are ignored."""
 
 
 class SamplingColumns:
     """Sampling settings by row, (max_num_seqs,) each.
 
-    num_prompt: tokens before output position 0.
-    asks:       bits `ASKS_*`: what the row needs that most rows do not.
-    logprobs, prompt_logprobs: most likely tokens to list; meaningless where not asked for.
-    edits:      of rows with `ASKS_EDITS`.
+    num_prompt: prompt tokens; output position 0 comes after them.
+    asks:       bits `ASKS_*`: features of this row that most rows do not use.
+    logprobs, prompt_logprobs: number of most likely tokens to list; unused without the `asks` bit.
+    edits:      logit edits of rows with `ASKS_EDITS`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SamplingColumns:
         self.edits: list[RowEdits | None] = [None] * max_num_seqs
 
     def start(self, start: RowStart) -> None:
-        """Every column of the row. Its ids must lie within the vocabulary."""
+        """Set every column of the row. Token ids must be within the vocabulary."""
         row = start.row
         sampling = start.sampling if start.pooling is None else _OF_POOLING
         self.num_prompt[row] = len(start.prompt_token_ids)
@@ -86,5 +86,5 @@ def _asked_for(sampling: SamplingParams) -> int:
 
 
 def _seed_of_id(request_id: str) -> int:
-    """For a request whose gateway chose no seed: still a function of the request alone."""
+    """A seed that depends on the request alone, for a request without one."""
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")

@@ -1,7 +1,7 @@
-"""What some rows of a step ask for beyond a token: edited logits, penalties, log probabilities.
+"""What some rows of a step need in addition to a token: logit edits, penalties, log probabilities.
 
-Only a step with such rows has one, and only such rows pay for it. Packed on the host, carried out
-on the device.
+They are packed on the host and applied on the device. Steps without such rows have no extras, and
+only rows that ask for them pay for them.
 """
 
 from collections.abc import Callable
@@ -40,12 +40,11 @@ from longshore.worker.step.upload import PackedUpload, Upload
 
 @dataclass(frozen=True)
 class SamplingExtras:
-    """One step's, on the host.
+    """The extras of one step, on the host. The slices are of `upload`.
 
-    upload:        the numbers that the places below are in.
-    prompt_places: of the prompt tokens that are scored, in the step and in the token table; the
-                   first entries of `scored`.
-    samples:       of the sampling rows whose token is scored; the entries behind those.
+    prompt_places: scored prompt tokens: their indices in the step and in the token table. They are
+                   the first entries of `scored`.
+    samples:       indices of the sampling rows whose token is scored: the remaining entries.
     """
 
     upload: PackedUpload
@@ -56,7 +55,7 @@ class SamplingExtras:
     scored: ScoredTokens | None
 
     def on_device(self, device: torch.device) -> "DeviceExtras":
-        """On the compute queue; two copies."""
+        """The same on the device: two copies, on the compute queue."""
         ints, reals = self.upload.to_device(device)
         prompt = None
         if self.prompt_places is not None:
@@ -73,10 +72,10 @@ class SamplingExtras:
 
 @dataclass(frozen=True)
 class DeviceExtras:
-    """The same on the device; all calls are on the compute queue.
+    """The extras of one step, on the device. All calls are on the compute queue.
 
-    prompt: of the prompt tokens that are scored, (n,) int64 each: the token of the step before each
-            of them, and its own flat index into the token table.
+    prompt: of each scored prompt token, (n,) int64 each: the index in the step of the token before
+            it, and its own flat index into the token table.
     """
 
     edits: LogitEdits | None
@@ -88,8 +87,10 @@ class DeviceExtras:
     def score_prompt(
         self, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], tokens: TokenTable
     ) -> None:
-        """hidden: (num_tokens, hidden_size) of the step. In pieces, because the logits of a chunk
-        are far larger than it."""
+        """Score the prompt tokens of the step. hidden: (num_tokens, hidden_size).
+
+        Computed in pieces, because the logits of a chunk are far larger than its hidden states.
+        """
         if self.prompt is None or self.scored is None:
             return
         sources, targets = self.prompt
@@ -101,8 +102,8 @@ class DeviceExtras:
             self.scored.receive(start, score(logits, token_ids, self.scored.num_listed))
 
     def edit(self, logits: Tensor, tokens: TokenTable) -> Tensor | None:
-        """logits: (num_sampled, vocab_size), changed in place. What `score_sampled` needs of them
-        as they were."""
+        """Apply edits and penalties to logits, (num_sampled, vocab_size), in place. Returns a copy
+        of the original rows that `score_sampled` needs."""
         raw = None if self.samples is None else logits.index_select(0, self.samples)
         if self.edits is not None:
             self.edits.apply(logits, tokens)
@@ -111,7 +112,7 @@ class DeviceExtras:
         return raw
 
     def score_sampled(self, raw: Tensor | None, sampled: Tensor) -> None:
-        """raw: from `edit`; sampled: (num_sampled,) int32."""
+        """Score the sampled tokens, (num_sampled,) int32. raw: the result of `edit`."""
         if raw is None or self.samples is None or self.scored is None:
             return
         num_prompt = 0 if self.prompt is None else len(self.prompt[0])
@@ -129,7 +130,7 @@ def make_extras(
     vocab_size: int,
     pin_memory: bool,
 ) -> SamplingExtras | None:
-    """None if no row of the step asks for anything. Arguments as in `StepInputsBuilder.build`."""
+    """None if no row of the step needs any. Arguments as in `StepInputsBuilder.build`."""
     asked = columns.asks[batch.rows]
     if not asked.any():
         return None
@@ -156,13 +157,14 @@ def make_extras(
         prompt_places=packing.prompt(prompt) if len(prompt.rows) else None,
         samples=packing.upload.ints(samples) if len(samples) else None,
         scored=scored,
-        upload=packing.upload.pack(pin_memory=pin_memory),  # the last: it holds all before it
+        upload=packing.upload.pack(pin_memory=pin_memory),  # last, after everything is added
     )
 
 
 @dataclass(frozen=True)
 class _PromptTokens:
-    """Prompt tokens to score, (n,) each: whose and where, and the token of the step before it."""
+    """Prompt tokens to score, (n,) each: row, position, and index in the step of the token before
+    it."""
 
     rows: Int64s
     positions: Int64s
@@ -170,8 +172,8 @@ class _PromptTokens:
 
 
 def _prompt_tokens(columns: SamplingColumns, batch: StepBatch, chosen: Int64s) -> _PromptTokens:
-    """Those of the sequences `chosen` that the step's logits are about: a chunk from `start` to
-    `end` scores start + 1 to end, as far as the prompt goes."""
+    """The prompt tokens that the step's logits predict, of the sequences `chosen`: a chunk of
+    positions [start, end) predicts positions start + 1 to end, up to the end of the prompt."""
     rows, starts = batch.rows[chosen], batch.starts[chosen]
     counts = np.minimum(batch.ends[chosen] + 1, columns.num_prompt[rows]) - (starts + 1)
     counts = np.maximum(counts, 0)
@@ -184,7 +186,7 @@ def _prompt_tokens(columns: SamplingColumns, batch: StepBatch, chosen: Int64s) -
 
 
 class _Packing:
-    """Puts what the sampling rows ask for into one upload."""
+    """Packs the extras of the sampling rows into one upload."""
 
     def __init__(
         self,
@@ -203,7 +205,7 @@ class _Packing:
         self._vocab_size = vocab_size
 
     def asking_for(self, asks: int) -> Int64s:
-        """Their places among the sampling rows."""
+        """Indices of the sampling rows that have the bit `asks`."""
         return np.flatnonzero(self._asks & asks)
 
     def edits(self) -> EditPlaces | None:

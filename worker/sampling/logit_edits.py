@@ -1,8 +1,8 @@
-"""Logits that a request raises, lowers or forbids: logit_bias, min_tokens and bad words.
+"""Logit edits: logit_bias, min_tokens and bad words.
 
-All of them are numbers added to logits, -inf to forbid a token. Which ones depends on how many
-tokens the output has, which the host knows; only whether a bad word is about to be completed
-depends on the tokens themselves, and is decided on the device.
+Each edit adds a number to a logit; -inf forbids a token. Most edits depend only on the length of
+the output, which the host knows. Whether a bad word of several tokens is about to be completed
+depends on the tokens themselves, so the device decides it.
 """
 
 import math
@@ -24,7 +24,7 @@ Float64s: TypeAlias = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AddedLogits:
-    """ids: (n,); values: (n,), added to the logits of those ids."""
+    """values, (n,), are added to the logits of the tokens ids, (n,)."""
 
     ids: Int64s
     values: Float64s
@@ -34,8 +34,8 @@ class RowEdits:
     """The edits of one request.
 
     before, after: added while the output has fewer than min_tokens tokens, and from then on.
-    Bad words of several tokens, by rising length: `word_ends` (w,) is each one's last token; the
-    tokens before it stand behind each other in `prefixes`, `prefix_lens` (w,) of each word.
+    Bad words of several tokens are sorted by length. word_ends: (w,) last token of each word;
+    prefixes: the tokens before it, concatenated; prefix_lens: (w,) their number per word.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RowEdits:
         return self.before if num_outputs < self.min_tokens else self.after
 
     def num_words(self, num_outputs: int) -> int:
-        """How many of the words, the shortest, such an output can be about to complete."""
+        """The number of words, shortest first, that an output of this length can complete."""
         return int(np.searchsorted(self.prefix_lens, num_outputs, side="right"))
 
 
@@ -90,12 +90,12 @@ def _added(values: dict[int, float]) -> AddedLogits:
 
 @dataclass(frozen=True)
 class Words:
-    """Bad words that some rows may be about to complete; tensors on the device.
+    """Bad words that rows may be about to complete; tensors on the device.
 
-    ends:     (w,) int64, flat indices into the logits of each word's last token.
-    index:    (m,) int64, flat indices into the token table of the tokens before it.
-    expected: (m,) int64, what would complete the word.
-    word_of:  (m,) int64, which word each belongs to.
+    ends:     (w,) int64, flat index into the logits of each word's last token.
+    index:    (m,) int64, flat indices into the token table of the last tokens of the row.
+    expected: (m,) int64, the word's tokens at these places; if all match, the last is forbidden.
+    word_of:  (m,) int64, the word that each of them belongs to.
     """
 
     ends: Tensor
@@ -108,7 +108,7 @@ class Words:
 class LogitEdits:
     """Edits of one step, on the device.
 
-    index, values: (n,), int64 flat indices into the logits, and float32s to add there.
+    index, values: (n,), int64 flat indices into the logits, and the float32s to add there.
     """
 
     index: Tensor
@@ -131,7 +131,7 @@ class LogitEdits:
 
 @dataclass(frozen=True)
 class EditPlaces:
-    """Where a step's edits were packed."""
+    """Slices of a step's packed edits."""
 
     index: slice
     values: slice
@@ -151,8 +151,11 @@ def pack_edits(
     vocab_size: int,
     upload: Upload,
 ) -> EditPlaces:
-    """edits: of n rows. samples, num_outputs, table_ends: (n,) their places among the sampling
-    rows, the lengths of their outputs, and the flat index into the token table behind each.
+    """Pack the edits of n rows.
+
+    samples:     (n,) indices among the sampling rows.
+    num_outputs: (n,) lengths of their outputs.
+    table_ends:  (n,) flat index into the token table after the last token of each row.
     """
     outputs = num_outputs.tolist()
     added = [row.added(count) for row, count in zip(edits, outputs, strict=True)]
@@ -182,7 +185,7 @@ def _pack_words(
     expected = np.concatenate(
         [row.prefixes[: row.prefix_lens[:count].sum()] for row, count in some]
     )
-    # Counted from the end of the output, a prefix of n tokens begins n tokens before it.
+    # A prefix of n tokens is compared with the last n tokens of the output.
     in_prefix = np.arange(len(expected)) - np.repeat(np.cumsum(lens) - lens, lens)
     begins = np.repeat(table_ends, counts) - lens
     return (

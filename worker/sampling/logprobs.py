@@ -1,7 +1,7 @@
-"""Log probabilities of sampled tokens and of prompt tokens, from the model's own logits.
+"""Log probabilities of sampled tokens and of prompt tokens, from the model's unedited logits.
 
-The device scores, the answer lists: each row gets as many of the most likely tokens as it asked
-for, but what is computed for a row never depends on what others ask.
+The device always computes the maximum number of most likely tokens, and each row's result is cut
+to the number it asked for. So a row's scores do not depend on what other rows ask for.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from longshore.protocol.outputs import TokenLogprobs
 from longshore.protocol.sampling import MAX_LOGPROBS
 
 MAX_SCORED_ELEMENTS: Final = 1 << 24
-"""Logits of prompt tokens that are held at once."""
+"""Logits of prompt tokens that are in memory at once."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of n tokens.
+    """Scores of n tokens.
 
-    ranks:     (n,) int32; 1 if no other token is likelier.
+    ranks:     (n,) int32; 1 if no other token is more likely.
     token_ids: (n, 1 + k) int32: the token itself, then the k most likely ones.
     logprobs:  (n, 1 + k) float32.
     """
@@ -48,11 +48,11 @@ def score(logits: Tensor, token_ids: Tensor, num_listed: int) -> Scores:
 
 
 class ScoredTokens:
-    """The tokens that one step scores, and where their scores arrive on the host.
+    """The tokens that one step scores, and the host memory of their scores.
 
     owners, positions: (n,) int64, as in TokenLogprobs.
-    num_best: (n,) int64, most likely tokens that each one lists.
-    num_listed: tokens that are computed for each, itself included.
+    num_best: (n,) int64, number of most likely tokens to list for each.
+    num_listed: tokens whose log probabilities are computed for each, itself included.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ScoredTokens:
         self.vocab_size = vocab_size
         self._owners = owners
         self._positions = positions
-        # As many as the most that can be asked for, so that nobody's ties hang on others' wishes.
+        # Always the maximum: among ties, topk may choose other tokens for another k.
         longest = min(MAX_LOGPROBS, vocab_size)
         self._num_listed = 1 + np.minimum(num_best, longest)
         self.num_listed = 1 + longest if num_best.any() else 1
@@ -79,14 +79,15 @@ class ScoredTokens:
         )
 
     def receive(self, start: int, scores: Scores) -> None:
-        """Scores of the tokens from `start` on, on their way to the host. On the compute queue."""
+        """Start copying the scores of the tokens from `start` on to the host. On the compute
+        queue."""
         place = slice(start, start + len(scores.ranks))
         self._host.ranks[place].copy_(scores.ranks, non_blocking=True)
         self._host.token_ids[place].copy_(scores.token_ids, non_blocking=True)
         self._host.logprobs[place].copy_(scores.logprobs, non_blocking=True)
 
-    def answer(self) -> TokenLogprobs:
-        """Once the step is complete."""
+    def result(self) -> TokenLogprobs:
+        """The scores; call it after the step is complete."""
         is_listed = np.arange(self.num_listed) < self._num_listed[:, np.newaxis]
         token_ids: Int32Array = self._host.token_ids.numpy()[is_listed]
         logprobs: Float32Array = self._host.logprobs.numpy()[is_listed]

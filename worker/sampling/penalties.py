@@ -1,7 +1,7 @@
 """Repetition, presence and frequency penalties, counted on the device.
 
-The newest token of a row may be known to the device alone, so what was said is counted there, from
-the token table, anew in every step: nothing to keep in order over preemption and rewinds.
+Only the device may know the newest token of a row, so tokens are counted there. The counts are
+computed from the token table in every step, so preemption and rewinds have no state to correct.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from longshore.worker.step.token_table import TokenTable
 from longshore.worker.step.upload import Upload
 
 MAX_COUNTED_ELEMENTS: Final = 1 << 24
-"""Counters, or tokens, that are held at once; bounds the temporaries to a few hundred MiB."""
+"""Counters or tokens that are in memory at once; limits temporaries to a few hundred MiB."""
 
 
 @dataclass(frozen=True)
 class Penalties:
     """Rows with a penalty. Tensors are (n,), on the device.
 
-    samples:    int64, their places among the sampling rows.
-    rows:       int64, of the token table.
-    num_prompt, num_tokens: int64, tokens of the prompt, and of prompt and output.
+    samples:    int64, indices among the sampling rows.
+    rows:       int64, rows of the token table.
+    num_prompt, num_tokens: int64, prompt tokens, and prompt and output tokens.
     repetition, presence, frequency: float32, see SamplingParams.
     longest:    the largest of num_tokens, on the host.
     """
@@ -51,23 +51,23 @@ class Penalties:
         positions = torch.arange(self.longest, device=logits.device)
         is_known = positions < self.num_tokens[part].unsqueeze(1)
         is_output = is_known & (positions >= self.num_prompt[part].unsqueeze(1))
-        # Only what was said changes. Behind its end a row says its first token again.
+        # Only logits of tokens that occur change. Padding repeats the row's first token.
         ids = torch.where(is_known, ids, ids[:, :1])
         counts = torch.zeros((len(ids), vocab_size), dtype=torch.int32, device=logits.device)
         num_outputs = counts.scatter_add_(1, ids, is_output.int()).gather(1, ids)
         index = (self.samples[part].unsqueeze(1) * vocab_size + ids).view(-1)
-        said = logits.view(-1).index_select(0, index).view_as(ids)
+        penalised = logits.view(-1).index_select(0, index).view_as(ids)
         repetition = self.repetition[part].unsqueeze(1)
-        said = torch.where(said > 0, said / repetition, said * repetition)
-        said -= self.frequency[part].unsqueeze(1) * num_outputs
-        said -= self.presence[part].unsqueeze(1) * (num_outputs > 0)
-        # A token said twice is written twice, with the same value.
-        logits.view(-1).index_copy_(0, index, said.view(-1))
+        penalised = torch.where(penalised > 0, penalised / repetition, penalised * repetition)
+        penalised -= self.frequency[part].unsqueeze(1) * num_outputs
+        penalised -= self.presence[part].unsqueeze(1) * (num_outputs > 0)
+        # A token that occurs twice is written twice, with the same value.
+        logits.view(-1).index_copy_(0, index, penalised.view(-1))
 
 
 @dataclass(frozen=True)
 class PenaltyPlaces:
-    """Where a step's penalties were packed: in the order of the fields of `Penalties`."""
+    """Slices of a step's packed penalties, in the order of the fields of `Penalties`."""
 
     ints: tuple[slice, slice, slice, slice]
     reals: tuple[slice, slice, slice]
@@ -99,7 +99,7 @@ def pack_penalties(
     frequency: npt.NDArray[np.float64],
     upload: Upload,
 ) -> PenaltyPlaces:
-    """(n,) each, n at least 1; see `Penalties`."""
+    """Pack the penalties of n rows, n at least 1. Arrays are (n,); see `Penalties`."""
     return PenaltyPlaces(
         (upload.ints(samples), upload.ints(rows), upload.ints(num_prompt), upload.ints(num_tokens)),
         (upload.reals(repetition), upload.reals(presence), upload.reals(frequency)),

@@ -1,7 +1,8 @@
-"""Vectors of pooling requests: each is the mean of some hidden states behind the last norm.
+"""Vectors of pooling requests: the final-norm hidden state of the last or the first token, or the
+mean over all tokens.
 
-Of the last token, of the first, or of all; what a chunk brings is added up until the prompt's end.
-The sums are float64: neither their order nor how a prompt was cut shows in a float32.
+Each chunk adds its hidden states to the row's sum until the end of the prompt. Sums are float64, so
+that neither their order nor the way a prompt was cut into chunks changes the float32 result.
 """
 
 from collections.abc import Callable
@@ -23,13 +24,13 @@ from longshore.worker.step.step_batch import Int64s, StepBatch
 from longshore.worker.step.upload import PackedUpload, Upload
 
 MAX_SUMMED_ELEMENTS: Final = 1 << 22
-"""Of hidden states that are widened at once."""
+"""Elements of hidden states that are converted to float64 at once."""
 
 _SMALLEST_LENGTH: Final = 1e-12
 
 
 class PoolingRows:
-    """Which rows want a vector, and how far each has come.
+    """The pooling rows, and the number of tokens each has summed.
 
     is_pooling: (max_num_seqs,).
     """
@@ -41,7 +42,7 @@ class PoolingRows:
         self._num_summed = np.zeros(max_num_seqs, np.int64)
 
     def start(self, start: RowStart) -> None:
-        """Raises PlanMismatch for a row whose first states this worker will not see."""
+        """Start a row. Raises PlanMismatch if it needs hidden states that are not computed here."""
         pooling = start.pooling
         self.is_pooling[start.row] = pooling is not None
         self._params[start.row] = pooling
@@ -50,12 +51,13 @@ class PoolingRows:
         if pooling is not None and pooling.needs_all_states and start.num_computed_tokens:
             raise PlanMismatch(
                 f"request {start.request_id} pools all its tokens ({pooling.kind}), but starts "
-                f"with {start.num_computed_tokens} computed; it must not read the prefix cache"
+                f"with {start.num_computed_tokens} computed; the scheduler must not let it read "
+                "the prefix cache"
             )
 
     def take(self, batch: StepBatch, hidden_size: int, *, pin_memory: bool) -> "StepPooling | None":
-        """What the step adds to vectors, and those that it completes; None if it has no pooling
-        row. Raises PlanMismatch if a row goes back behind states that are in its sum."""
+        """What the step adds to the sums, and the vectors that it completes; None if it has no
+        pooling row. Raises PlanMismatch if a row is rewound to states that are already summed."""
         chosen = np.flatnonzero(self.is_pooling[batch.rows])
         if not len(chosen):
             return None
@@ -70,8 +72,8 @@ class PoolingRows:
             assert pooling is not None
             if pooling.needs_all_states and start not in (0, self._num_summed[row]):
                 raise PlanMismatch(
-                    f"row {row} pools all its tokens ({pooling.kind}) and goes on from {start}, "
-                    f"with {self._num_summed[row]} of them summed"
+                    f"row {row} pools all its tokens ({pooling.kind}) and continues at {start}, "
+                    f"but {self._num_summed[row]} of them are already summed"
                 )
             self._num_summed[row] = end
             is_done = end >= self._num_prompt[row]
@@ -118,7 +120,7 @@ class PoolingRows:
 
 
 def _summed_tokens(pooling: PoolingParams, start: int, end: int, *, is_done: bool) -> Int64s:
-    """Positions of [start, end) whose states are part of the vector."""
+    """Positions in [start, end) whose hidden states are part of the vector."""
     match pooling.kind:
         case "mean":
             return np.arange(start, end)
@@ -129,14 +131,14 @@ def _summed_tokens(pooling: PoolingParams, start: int, end: int, *, is_done: boo
 
 
 class PooledSums:
-    """One sum of hidden states per row, on the device; the compute queue alone touches it."""
+    """One sum of hidden states per row, on the device; only the compute queue touches it."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
-        self._sums: Tensor | None = None  # until somebody wants a vector
+        self._sums: Tensor | None = None  # allocated for the first pooling request
 
     def of_states(self, hidden: Tensor) -> Tensor:
-        """(max_num_seqs, hidden_size) float64, beside hidden states (n, hidden_size)."""
+        """(max_num_seqs, hidden_size) float64, for hidden states (n, hidden_size)."""
         if self._sums is None:
             shape = (self._max_num_seqs, hidden.shape[1])
             self._sums = torch.zeros(shape, dtype=torch.float64, device=hidden.device)
@@ -144,9 +146,9 @@ class PooledSums:
 
 
 @dataclass(frozen=True)
-class PooledAnswer:
-    """Of rows whose vectors are complete: those of finite ones, with the vector, and the others,
-    with the number of elements that are not."""
+class PooledResult:
+    """Completed vectors: rows and vectors if finite, otherwise nan_rows and their number of
+    non-finite elements."""
 
     rows: Int32Array
     vectors: tuple[Float32Array, ...]
@@ -156,7 +158,7 @@ class PooledAnswer:
     def added_to(
         self, output: ModelRunnerOutput, generates: npt.NDArray[np.bool_]
     ) -> ModelRunnerOutput:
-        """generates: of the rows that are answered, those that `output` has tokens of."""
+        """generates: which of the rows with results have a token in `output`."""
         sampled = np.zeros(len(generates), np.int32)
         sampled[generates] = output.sampled_tokens
         return msgspec.structs.replace(
@@ -171,15 +173,15 @@ class PooledAnswer:
 
 @dataclass(frozen=True)
 class StepPooling:
-    """One step's part; the slices are places in `upload`.
+    """Pooling of one step; the slices are of `upload`.
 
     begun:  rows whose sum begins.
     tokens, owners: the step's tokens that are added to sums, and the row of each.
     done:   rows whose vector is complete.
-    num_summed, kept, is_normalized: of each of those: states in its sum, elements of its vector,
-            whether that gets length 1.
+    num_summed, kept, is_normalized: of each of these, the states in its sum, the elements of its
+            vector, and whether it is normalised to length 1.
     rows, num_kept: the same as `done` and `kept`, on the host.
-    vectors: (num_done, hidden_size) float32, on the host; zeros behind what is kept.
+    vectors: (num_done, hidden_size) float32, on the host; zeros after the kept elements.
     """
 
     begun: slice
@@ -195,8 +197,8 @@ class StepPooling:
     upload: PackedUpload
 
     def run(self, hidden: Tensor, norm: Callable[[Tensor], Tensor], pooled: PooledSums) -> None:
-        """hidden: (num_tokens, hidden_size) of the step, before the last norm. On the compute
-        queue."""
+        """Add the step's hidden states, (num_tokens, hidden_size) before the final norm, and
+        compute completed vectors. On the compute queue."""
         ints, _ = self.upload.to_device(hidden.device)
         sums = pooled.of_states(hidden)
         sums.index_fill_(0, ints[self.begun], 0)
@@ -216,12 +218,12 @@ class StepPooling:
         vectors.div_(lengths.where(is_normalized, torch.ones_like(lengths)))
         self.vectors.copy_(vectors.float(), non_blocking=True)
 
-    def answer(self) -> PooledAnswer:
-        """Once the step is complete."""
+    def result(self) -> PooledResult:
+        """The completed vectors; call it after the step is complete."""
         vectors: npt.NDArray[np.float32] = self.vectors.numpy()
         num_nans = np.count_nonzero(~np.isfinite(vectors), axis=1)
         is_good = num_nans == 0
-        return PooledAnswer(
+        return PooledResult(
             rows=int32_array(self.rows[is_good]),
             vectors=tuple(
                 vectors[index, : self.num_kept[index]] for index in np.flatnonzero(is_good)

@@ -1,8 +1,8 @@
-"""From logits to tokens, for all sampling rows of a step at once, on the device.
+"""The sampler: from logits to tokens, for all sampling rows of a step at once, on the device.
 
-Each drawn row brings one uniform number and takes the token at which the cumulative probability
-passes it. Rows do not see each other, so a token depends on the row's logits, settings and number
-alone. Nothing here waits for the device.
+Each randomly drawn row has one uniform number and takes the token at which the cumulative
+probability exceeds it. A token depends only on its row's logits, settings and number. Nothing here
+waits for the device.
 """
 
 from dataclasses import dataclass
@@ -14,26 +14,26 @@ from torch import Tensor
 from longshore.worker.kernels.argmax import argmax
 
 MAX_DRAW_ELEMENTS: Final = 1 << 25
-"""Logits that are drawn from at once; bounds the float64 temporaries to a few hundred MiB."""
+"""Logits that are processed at once; limits float64 temporaries to a few hundred MiB."""
 
 
 NUM_CANDIDATES: Final = 256
-"""Most likely tokens that are looked at first; with the usual settings no more are needed."""
+"""Most likely tokens that are sorted first; usual settings need no more."""
 
 
 PART_SIZE: Final = 512
-"""Tokens of the vocabulary whose mass is summed in float32, before float64 adds up the parts."""
+"""Tokens of the vocabulary whose mass is summed in float32; the parts are summed in float64."""
 
 MIN_TEMPERATURE: Final = 1e-30
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Rows that are not greedy. Tensors are (n,), on the device.
+    """Rows that draw at random. Tensors are (n,), on the device.
 
     rows:        int64, indices into the step's sampling rows.
     temperature: float64, above 0.
-    top_k:       int64; 0 keeps every token. Of equal logits the lower ids are kept first.
+    top_k:       int64; 0 keeps every token. Among equal logits, lower ids are kept first.
     top_p:       float64; the most likely tokens are kept until their mass (after top_k) reaches it.
     u:           float64, uniform in [0, 1).
     min_p:       float64; tokens less than min_p times as likely as the most likely one are dropped
@@ -48,7 +48,7 @@ class Draws:
     min_p: Tensor | None = None
 
     def some(self, rows: slice | Tensor) -> "Draws":
-        """Those at `rows`: a slice, or (m,) int64."""
+        """The subset at `rows`: a slice, or (m,) int64."""
         return Draws(
             self.rows[rows],
             self.temperature[rows],
@@ -65,11 +65,11 @@ def sample(
     """logits: (n, vocab_size) float32 -> (n,) int32 token ids.
 
     whole: rows with top_k = 0 and top_p = 1; they need no sort.
-    cut:   rows drawn from their most likely tokens.
-    All others are greedy: the lowest id among the largest logits.
-    best:  those ids, (n,), where they are known; overwritten.
+    cut:   rows that draw from their most likely tokens.
+    All other rows are greedy: the lowest id among the largest logits.
+    best:  these ids, (n,), if already computed; overwritten.
 
-    A row with logits that are not finite gets a valid id that means nothing.
+    A row with non-finite logits gets an arbitrary valid id.
     """
     token_ids = argmax(logits)[0] if best is None else best
     for draws, draw in ((whole, _draw_from_all), (cut, _draw_from_best)):
@@ -84,8 +84,8 @@ def sample(
 
 
 def _draw_from_all(logits: Tensor, draws: Draws) -> Tensor:
-    """(n, vocab_size), unordered -> (n,) int64 token ids: first a part of the vocabulary is drawn,
-    then a token of it, so that only a part needs more than one pass."""
+    """(n, vocab_size) -> (n,) int64 token ids. First a part of the vocabulary is drawn, then a
+    token in it, so that only that part needs a second pass."""
     vocab_size = logits.shape[1]
     weights = _weights(logits, draws, torch.float32)
     mass = _part_masses(weights)
@@ -107,26 +107,26 @@ def _part_masses(weights: Tensor) -> Tensor:
 
 
 def _draw_from_best(logits: Tensor, draws: Draws) -> Tensor:
-    """(n, vocab_size) -> (n,) int64 token ids, from the tokens that top_k and top_p keep."""
+    """(n, vocab_size) -> (n,) int64 token ids, drawn from the tokens that top_k and top_p keep."""
     if logits.device.type == "cpu" and logits.shape[1] > NUM_CANDIDATES:
         return _draw_from_candidates(logits, draws)
     return _draw_from_sorted(logits, draws)
 
 
 def _draw_from_sorted(logits: Tensor, draws: Draws) -> Tensor:
-    # Stable: which of two equal logits comes first must not depend on the batch or the device.
+    # Stable: the order of equal logits must not depend on the batch or the device.
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     kept = _keep(ordered, draws, None)
     return _draw_kept(kept, ids, draws)
 
 
 def _draw_from_candidates(logits: Tensor, draws: Draws) -> Tensor:
-    """The same, sorting the most likely tokens alone: on a CPU a whole vocabulary takes 20 ms a
-    row. A row that may keep more than these is sorted whole. Which way a row goes depends on the
-    row alone; looking at a result to choose is for devices that need not be waited for.
+    """The same, but sorts only the most likely tokens: on a CPU, sorting a whole vocabulary takes
+    20 ms per row. A row that may keep more tokens is sorted completely; that depends on the row
+    alone. CPU only, because the choice reads results, which on a GPU would wait for the device.
     """
     best, ids = logits.topk(NUM_CANDIDATES, dim=-1)
-    ids, order = ids.sort(dim=-1)  # equal logits by rising id, as a stable sort of all leaves them
+    ids, order = ids.sort(dim=-1)  # equal logits by ascending id, as in a stable sort
     best, order = best.gather(1, order).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
     total = torch.zeros(len(logits), 1, dtype=torch.float64)
@@ -136,7 +136,7 @@ def _draw_from_candidates(logits: Tensor, draws: Draws) -> Tensor:
         total[without_k] = _part_masses(_weights(logits[without_k], some, torch.float32))[:, -1:]
     kept = _keep(best, draws, total)
     token_ids = _draw_kept(kept, ids, draws)
-    # Of logits equal to the last candidate's some are no candidates.
+    # Tokens whose logit equals the last candidate's may be missing among the candidates.
     is_among = best.gather(1, kept.num_kept - 1) > best[:, -1:]
     rest = (~is_among.squeeze(1) | (draws.top_k >= NUM_CANDIDATES)).nonzero().squeeze(1)
     if len(rest):
@@ -153,8 +153,8 @@ class _Kept:
 
 
 def _keep(ordered: Tensor, draws: Draws, total: Tensor | None) -> _Kept:
-    """ordered: (n, m) falling logits, the m most likely of each row. total: (n, 1) weights of the
-    whole vocabulary, of rows without top_k; None if `ordered` is the whole."""
+    """ordered: (n, m) the m largest logits of each row, descending. total: (n, 1) sum of weights of
+    the whole vocabulary, for rows without top_k; None if `ordered` is the whole vocabulary."""
     num_tokens = ordered.shape[1]
     ranks = torch.arange(num_tokens, device=ordered.device)
     top_k = torch.where(draws.top_k > 0, draws.top_k, num_tokens).unsqueeze(1)
@@ -162,23 +162,23 @@ def _keep(ordered: Tensor, draws: Draws, total: Tensor | None) -> _Kept:
     whole = mass[:, -1:]
     if total is not None:
         whole = torch.where(draws.top_k.unsqueeze(1) > 0, whole, total)
-    # A token is kept if what lies before it does not reach top_p: at least the first always is.
+    # A token is kept if the mass before it is below top_p; so the first is always kept.
     num_kept = 1 + (mass[:, :-1] < draws.top_p.unsqueeze(1) * whole).sum(dim=-1, keepdim=True)
     return _Kept(mass, num_kept)
 
 
 def _draw_kept(kept: _Kept, ids: Tensor, draws: Draws) -> Tensor:
-    """ids: (n, m), of the tokens in `kept` -> (n,) token ids."""
+    """ids: (n, m) ids of the tokens in `kept` -> (n,) token ids."""
     kept_mass = kept.mass.gather(1, kept.num_kept - 1).squeeze(1)
     rank = _first_beyond(kept.mass, draws.u * kept_mass, kept_mass)
     return ids.gather(1, rank.unsqueeze(1)).squeeze(1)
 
 
 def _weights(logits: Tensor, draws: Draws, dtype: torch.dtype) -> Tensor:
-    """(n, vocab_size) probabilities up to a factor per row; the largest is 1. 0 for what min_p
-    drops."""
+    """(n, vocab_size) probabilities up to a factor per row; the largest is 1. Tokens that min_p
+    drops get 0."""
     wide = logits.to(dtype)
-    # A smaller temperature is greedy already, and must not become 0 in float32.
+    # Smaller temperatures are greedy anyway, and must not become 0 in float32.
     temperature = draws.temperature.to(dtype).clamp_min(MIN_TEMPERATURE).unsqueeze(1)
     weights = (wide - wide.amax(dim=-1, keepdim=True)).div_(temperature).exp_()
     if draws.min_p is not None:
@@ -188,6 +188,7 @@ def _weights(logits: Tensor, draws: Draws, dtype: torch.dtype) -> Tensor:
 
 def _first_beyond(mass: Tensor, target: Tensor, total: Tensor) -> Tensor:
     """mass: (n, m), cumulative; target, total: (n,) -> (n,) index of the first entry above the
-    target. Where rounding has brought that up to the total: of the first that reaches the total."""
+    target. If rounding has raised the target to the total, the first entry that reaches the
+    total."""
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     return (mass <= target.unsqueeze(1)).sum(dim=-1)

@@ -1,7 +1,7 @@
-"""The random number of one output position: a function of (seed, position) and nothing else.
+"""The random number of an output position: a function of (seed, position) alone.
 
-A counter-based generator (SplitMix64, Steele et al., 2014): no state to keep or replay, so
-preemption, resubmission and batch composition cannot change what a request draws.
+A counter-based generator (SplitMix64, Steele et al., 2014). It has no state to keep or replay, so
+preemption, resubmission and the batch do not change what a request draws.
 """
 
 from typing import Final
@@ -17,7 +17,7 @@ def uniform(
     seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
     """seeds, positions: (n,) -> (n,) in [0, 1), 53 random bits each."""
-    # Seeds are mixed first: neighbouring seeds must not be neighbouring positions of one stream.
+    # Mix the seeds first: consecutive seeds must not be consecutive positions of one stream.
     counters = _mix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     return (_mix(counters) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
 

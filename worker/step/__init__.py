@@ -1,1 +1,1 @@
-"""One step on the device: rows, inputs, the forward pass, and the queue that it runs on."""
+"""One step on the device: rows, inputs, forward pass, and the compute queue."""

@@ -1,8 +1,8 @@
-"""Where a worker's computation happens: a queue of operations, executed in order.
+"""The compute queue: a worker's operations, executed in order of submission.
 
-The caller submits and goes on; it must not touch what a submitted operation reads until that is
-complete. On CUDA the queue is a stream. The CPU twin is a thread, and tests may delay it at will:
-a well-behaved single thread would hide every mistake in that rule.
+`submit` does not wait. The caller must not modify what a submitted operation reads until the
+operation is complete. On CUDA the queue is a stream; on a CPU it is a thread, which tests delay at
+random, because without delays violations of that rule would go unnoticed.
 """
 
 import logging
@@ -25,9 +25,9 @@ HANDOVER_TIMEOUT_S: Final = 0.005
 class Completion:
     """One submitted operation.
 
-    error:     why it did not run to its end, or None.
-    elapsed_s: time it took on the device.
-    step_id:   whose operation it is, for the log.
+    error:     why it failed, or None.
+    elapsed_s: its time on the device.
+    step_id:   the step it belongs to, for log lines.
     """
 
     def __init__(self, step_id: int | None = None) -> None:
@@ -38,7 +38,7 @@ class Completion:
         self._done = threading.Event()
 
     def is_done(self) -> bool:
-        """Whether the operation, and its `on_done`, have ended. Never blocks."""
+        """Whether the operation and its `on_done` have finished. Never blocks."""
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -46,20 +46,20 @@ class Completion:
         return self._done.wait(timeout_s)
 
     def wait_until_begun(self, timeout_s: float) -> None:
-        """Block until the queue's thread has taken up the operation, at most `timeout_s`."""
+        """Block until the queue's thread has started the operation, at most `timeout_s`."""
         self._begun.wait(timeout_s)
 
     def begin(self) -> None:
-        """For the queue alone: the operation's turn has come."""
+        """Called by the queue only: the operation starts."""
         self._begun.set()
 
     def finish(self) -> None:
-        """For the queue alone: everybody who waits may go on."""
+        """Called by the queue only: the operation is complete; wakes all waiters."""
         self._done.set()
 
 
 class ComputeQueue(Protocol):
-    """In order, without gaps: when an operation fails, all after it fail with the same error."""
+    """Runs operations in order. If one fails, all later ones fail with the same error."""
 
     def submit(
         self,
@@ -71,18 +71,21 @@ class ComputeQueue(Protocol):
         """Execute `operation` after everything submitted before.
 
         on_done: called once, on a thread of the queue, in order of submission, when the results
-                 are visible on the host (also after a failure: look at `error`). Must be short.
-        step_id: whose operation it is; the log of a failure says it.
+                 are visible on the host. Also called after a failure: check `error`. Must be short.
+        step_id: the step of the operation, for the log line of a failure.
         """
         ...
 
     def close(self) -> None:
-        """Finish what was submitted, then stop. No `submit` may follow."""
+        """Finish all submitted operations, then stop. No `submit` may follow."""
         ...
 
 
-def _tell(on_done: Callable[[Completion], None] | None, completion: Completion) -> Exception | None:
-    """End an operation. Returns why nothing may follow it: its own failure, or its listener's."""
+def _complete(
+    on_done: Callable[[Completion], None] | None, completion: Completion
+) -> Exception | None:
+    """Call `on_done` and finish the operation. Returns the failure of the operation or of
+    `on_done`, after which no operation may run."""
     failure = completion.error
     try:
         if on_done is not None:
@@ -100,9 +103,9 @@ def open_compute_queue(device: torch.device) -> ComputeQueue:
 
 
 class CpuComputeQueue:
-    """One thread that runs operations when their turn comes.
+    """One thread that runs the operations.
 
-    before_each: called on that thread before every operation; tests delay there.
+    before_each: called on that thread before every operation; tests insert delays with it.
     """
 
     def __init__(self, before_each: Callable[[], None] | None = None) -> None:
@@ -127,8 +130,8 @@ class CpuComputeQueue:
         self._last = completion
         self._submitted.put((operation, on_done, completion))
         if was_idle:
-            # The thread needs the interpreter's lock to wake up, and whoever submits would go on
-            # with the next step under it: the first token of a request would wait for that.
+            # Let the thread take the GIL now. Otherwise the caller would prepare the next step
+            # first, which would delay the first token of a request.
             completion.wait_until_begun(HANDOVER_TIMEOUT_S)
         return completion
 
@@ -144,7 +147,7 @@ class CpuComputeQueue:
                 if self._failure is None:
                     self._execute(operation, completion)
                 completion.error = self._failure
-                self._failure = _tell(on_done, completion)
+                self._failure = _complete(on_done, completion)
 
     def _execute(self, operation: Callable[[], object], completion: Completion) -> None:
         try:
@@ -154,14 +157,14 @@ class CpuComputeQueue:
             operation()
             completion.elapsed_s = time.perf_counter() - started
         except Exception as error:
-            if not isinstance(error, LongshoreError):  # those say all that is known
+            if not isinstance(error, LongshoreError):  # its message is complete without a traceback
                 about = fields(step_id=completion.step_id)
                 logger.exception("a compute operation failed", extra=about)
             self._failure = error
 
 
 class CudaComputeQueue:
-    """One stream. Operations are launched by `submit` itself; a thread waits for their events."""
+    """One stream. `submit` launches the operations; a thread waits for their events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -210,23 +213,23 @@ class CudaComputeQueue:
 
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
-        failure: Exception | None = None  # of this or an earlier operation: none after it counts
+        failure: Exception | None = None  # of this or an earlier operation; fails all later ones
         while (item := self._launched.get()) is not None:
             started, ended, on_done, completion = item
             completion.error = failure or completion.error or _await(started, ended, completion)
-            failure = _tell(on_done, completion)
-            # Nothing more is launched; `submit` may have set a reason of its own meanwhile.
+            failure = _complete(on_done, completion)
+            # From now on nothing is launched. Keep a failure that `submit` has set meanwhile.
             self._failure = self._failure or failure
 
 
 def _await(
     started: torch.cuda.Event, ended: torch.cuda.Event, completion: Completion
 ) -> Exception | None:
-    """Wait for a launched operation; why it failed on the device, if it did."""
+    """Wait for a launched operation. Returns its error on the device, if any."""
     try:
         ended.synchronize()
         completion.elapsed_s = started.elapsed_time(ended) / 1000
-    except Exception as error:  # a kernel that failed is reported at the next synchronisation
+    except Exception as error:  # CUDA reports a failed kernel at the next synchronisation
         about = fields(step_id=completion.step_id)
         logger.exception("a compute operation failed", extra=about)
         return error

@@ -1,7 +1,7 @@
-"""The device's part of one step: everything between its numbers and its sampled tokens.
+"""The device's part of one step: from packed inputs to sampled tokens.
 
-Runs on the compute queue, where the operations of a step are in order with those of the steps
-around it. Nothing here waits for the device.
+Runs on the compute queue, in order with the operations of earlier and later steps. Nothing here
+waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment
 from longshore.worker.kernels.argmax import argmax
 from longshore.worker.kv_cache.block_table import TableUpload
 from longshore.worker.kv_cache.buffer import KVCache
-from longshore.worker.models.decoder import Decoder
+from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.ranks.parallel import Parallel
 from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.extras import DeviceExtras
 from longshore.worker.sampling.pooling import PooledSums, StepPooling
 from longshore.worker.sampling.sampler import sample
 from longshore.worker.step.encoder_rows import EncoderInput
-from longshore.worker.step.fed_back import FedBackTokens
+from longshore.worker.step.fed_back_tokens import FedBackTokens
 from longshore.worker.step.model_forward import ModelForward
 from longshore.worker.step.step_inputs import StepInputs
 from longshore.worker.step.token_table import TokenTable
@@ -35,14 +35,14 @@ Preparation: TypeAlias = Callable[[Tensor, Tensor, AttentionStep], None]
 
 @dataclass(frozen=True)
 class DeviceState:
-    """What lives on the device from start to end; only the compute queue touches the tensors.
+    """State on the device that all steps use; only the compute queue touches the tensors.
 
     block_tables: per group, (max_num_seqs, max_blocks) int32.
-    pooled:      what steps add up for pooling rows.
-    link:        to the other pipeline stages; None if there are none.
+    link:        link to the other pipeline stages; None if there is one stage.
+    pooled:      running sums of pooling rows.
     """
 
-    model: Decoder
+    model: DecoderModel
     forward: ModelForward
     cache: KVCache
     attention: GroupedAttention
@@ -57,14 +57,14 @@ class DeviceState:
 class DeviceStep:
     """One step, ready to run.
 
-    segments: of the decodes, per group.
-    copied_of_group: how many of the step's block copies each group has.
-    started:  (row, token ids on the host) of rows that were added.
-    encoded:  what the encoder gets, for rows among them.
+    segments: segments of the decodes, per group.
+    copied_of_group: number of block copies of each group.
     uploads:  changes of the block tables.
-    fed_back: tokens that another rank sampled in an earlier step and this one computes.
-    pooling:  of rows that want a vector.
-    prepare:  gets what the model gets, before it is computed; for warming up.
+    started:  (row, token ids on the host) of added rows.
+    encoded:  encoder inputs of added rows.
+    fed_back: tokens that another rank sampled in an earlier step and this step computes.
+    pooling:  the step's part of pooled vectors, if any.
+    prepare:  called with the model's inputs before the forward pass; used in the warm-up.
     """
 
     state: DeviceState
@@ -80,7 +80,7 @@ class DeviceStep:
     prepare: Preparation | None = None
 
     def run(self) -> None:
-        """Compute, sample, and start copying the answer into the step's staging set."""
+        """Compute, sample, and start copying the results into the step's staging set."""
         state, inputs = self.state, self.inputs
         for row, known_ids in self.started:
             state.tokens.start_row(row, known_ids)
@@ -121,7 +121,7 @@ class DeviceStep:
             state.link.send(hidden)
 
     def _metadata(self, ints: Tensor) -> list[AttentionMetadata]:
-        """By group."""
+        """The attention metadata of each group."""
         state, inputs = self.state, self.inputs
         decodes = ints[inputs.decode_rows], ints[inputs.decode_lens], self.chunks
         to_encoder = ints[inputs.cross_rows], ints[inputs.cross_lens], ()
@@ -139,7 +139,7 @@ class DeviceStep:
         return metadata
 
     def _finish(self, hidden: Tensor, ints: Tensor, reals: Tensor) -> None:
-        """Logits, which all shards compute together, and tokens, of which one tells the others."""
+        """Compute logits on all shards, sample on the sampling rank, and broadcast the tokens."""
         state, inputs = self.state, self.inputs
         if self.pooling is not None:
             self.pooling.run(hidden, state.model.last_norm, state.pooled)
@@ -159,16 +159,17 @@ class DeviceStep:
     def _sample(
         self, logits: Tensor, extras: DeviceExtras | None, ints: Tensor, reals: Tensor
     ) -> Tensor:
-        """(num_sampled,) int32, on the device; to the host they are on their way."""
+        """Sample, and start copying the ids to the host. Returns (num_sampled,) int32 on the
+        device."""
         state, inputs = self.state, self.inputs
         best: Tensor | None
-        best, non_finite = argmax(logits)  # before tokens are forbidden by infinities
+        best, non_finite = argmax(logits)  # before edits set forbidden tokens to -inf
         raw = None
         if extras is not None:
-            logits = logits.contiguous()  # a head in shards may leave columns behind its vocabulary
+            logits = logits.contiguous()  # a sharded head may pad the vocabulary with columns
             raw = extras.edit(logits, state.tokens)
             best = None
-            if extras.edits is not None:  # a row that may sample nothing has no token to give
+            if extras.edits is not None:  # a row with every token forbidden counts as non-finite
                 non_finite += logits.amax(dim=-1).isneginf()
         whole, cut = inputs.whole_draws, inputs.cut_draws
         sampled = sample(

@@ -1,8 +1,8 @@
-"""Rows that attend to an encoder's tokens: what each brings, and how many tokens that becomes.
+"""Rows with cross attention: their encoder inputs and the number of encoder tokens.
 
-A row's item is encoded in the step in which it takes its row, in every life of a request, straight
-into the row's blocks of cross attention. Those come with the start and stay until the row is
-dropped: they neither grow nor are they cut by a rewind.
+A request's item is encoded in the step that starts its row, again after each preemption, directly
+into the row's cross-attention blocks. These blocks come with the row's start and stay until the row
+is dropped: they do not grow, and a rewind does not free them.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ _NO_TOKENS: Final = np.empty(0, np.int64)
 _UNLIMITED: Final = np.iinfo(np.int64).max
 _SAMPLE: Final = np.dtype("<f4")
 _LOUDEST: Final = float(1 << 31)
-"""Of a sample. Sound lies within -1 and 1, or within this if it kept the scale of its integers. The
-squares of much more are infinite, and the spectrogram then is no number anywhere."""
+"""Samples are clipped to this magnitude. Audio lies within -1 and 1, or within this if it has kept
+an integer scale. Squares of much larger samples overflow, which makes the whole spectrogram NaN."""
 
 
 class CrossBlockTable(BlockTable):
-    """Blocks of the encoder's tokens, which do not follow the positions of the row's own."""
+    """Blocks of the encoder's tokens, which are independent of the row's own positions."""
 
     def truncate_row(self, row: int, num_tokens: int) -> None:
-        """A rewind takes back none of the encoder's tokens."""
+        """A rewind does not affect the encoder's tokens."""
 
     def capacity(self) -> Int64Array:
         return np.full(len(self.num_blocks), _UNLIMITED)
@@ -40,18 +40,18 @@ class CrossBlockTable(BlockTable):
     def step_slots(
         self, rows: Int64Array, places: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
     ) -> Int64Array:
-        """A step's own tokens leave nothing here."""
+        """A step's own tokens write nothing here."""
         return _NO_TOKENS
 
     def holds(self, row: int) -> int:
-        """Of the encoder's tokens, for how many the row has blocks."""
+        """The number of encoder tokens that the row's blocks hold."""
         return int(self.num_blocks[row]) * self.block_size
 
 
 @dataclass(frozen=True)
 class EncoderInput:
     """samples: (max_audio_samples,) float32, on the host (pinned for CUDA).
-    num_tokens: of the encoder's, that the row attends to."""
+    num_tokens: encoder tokens that the row attends to."""
 
     row: int
     num_tokens: int
@@ -59,10 +59,11 @@ class EncoderInput:
 
 
 class EncoderRows:
-    """Of a model without an encoder: nothing, and a plan that asks for it is refused.
+    """Encoder inputs and lengths of all rows. Without an encoder there are none, and a plan with
+    encoder inputs is rejected.
 
-    lens: (max_num_seqs,) tokens of the encoder that each row attends to. Rows that have not begun
-          attend to as many as there can be, all in the null block: for warming up.
+    lens: (max_num_seqs,) encoder tokens that each row attends to. Rows that have not started have
+          the maximum, all in the null block, for the warm-up.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class EncoderRows:
         max_samples: int,
         pin_memory: bool,
     ) -> None:
-        """tables: of all groups. max_tokens: that the encoder makes; 0: there is none."""
+        """tables: block tables of all groups. max_tokens: maximum tokens that the encoder produces;
+        0 if there is no encoder."""
         self._tables = [table for table in tables if isinstance(table, CrossBlockTable)]
         self._max_tokens = max_tokens
         self._max_samples = max_samples
@@ -82,13 +84,15 @@ class EncoderRows:
         self.lens = np.full(max_num_seqs, max_tokens, np.int64)
 
     def lens_of(self, token_rows: Int64Array) -> Int64Array:
-        """(num_tokens,) what each token of a step attends to; empty if there is no encoder."""
+        """(num_tokens,) encoder tokens that each token of a step attends to; empty without an
+        encoder."""
         return self.lens[token_rows] if self._max_tokens else _NO_TOKENS
 
     def take(self, plan: SchedulerOutput, num_scheduled: IntArray) -> list[EncoderInput]:
-        """What `plan`, whose rows the tables have, encodes. num_scheduled: (max_num_seqs,).
+        """The encoder inputs of `plan`, which the tables have applied. num_scheduled:
+        (max_num_seqs,).
 
-        Raises PlanMismatch unless that is one item of every row that it starts.
+        Raises PlanMismatch unless the plan encodes one item of every row that it starts.
         """
         if not self._max_tokens:
             if plan.encoder_inputs:
@@ -110,7 +114,7 @@ class EncoderRows:
         ]
 
     def silence(self, row: int) -> EncoderInput | None:
-        """For warming up; None if there is no encoder."""
+        """Input for the warm-up; None without an encoder."""
         if not self._max_tokens:
             return None
         return EncoderInput(row, self._max_tokens, torch.zeros(self._max_samples))
@@ -120,24 +124,24 @@ class EncoderRows:
     ) -> EncoderInput:
         if not 0 <= index < len(items):
             raise PlanMismatch(
-                f"step {step} encodes item {index} of row {row}, which brings {len(items)}"
+                f"step {step} encodes item {index} of row {row}, whose request has {len(items)}"
             )
         if not count:
             raise PlanMismatch(f"step {step} encodes an item of row {row}, which computes nothing")
         num_tokens = items[index].num_tokens
-        room = min(self._max_tokens, *(table.holds(row) for table in self._tables))
-        if not 0 < num_tokens <= room:
+        capacity = min(self._max_tokens, *(table.holds(row) for table in self._tables))
+        if not 0 < num_tokens <= capacity:
             raise PlanMismatch(
                 f"step {step} encodes {num_tokens} tokens for row {row}; its blocks and the "
-                f"encoder's {self._max_tokens} tokens make room for 1 to {room}"
+                f"encoder, which produces {self._max_tokens}, allow 1 to {capacity}"
             )
         self.lens[row] = num_tokens
         return EncoderInput(row, num_tokens, self._samples(items[index]))
 
     def _samples(self, item: MultimodalFeature) -> Tensor:
-        """Memory of its own, which the message does not share. What is no number is silence, and so
-        is what a short item lacks; a long one is cut, and so is what is louder than any sound. A
-        bad item must not end the engine, or its request."""
+        """The item's samples in new memory, so that the message can be freed. A bad item must not
+        stop the engine: NaN and missing samples become silence, extra samples are dropped, and loud
+        ones are clipped."""
         given = item.data[: 4 * min(self._max_samples, len(item.data) // 4)].view(_SAMPLE)
         samples = np.zeros(self._max_samples, np.float32)
         np.copyto(samples[: len(given)], given, where=np.isfinite(given))

@@ -1,7 +1,7 @@
-"""A model's layers, step by step: as a captured graph of kernel calls where that is faster.
+"""The forward pass of a model: kernel by kernel, or as a replayed graph where that is faster.
 
 On a CPU, a step of few tokens is hundreds of microseconds of arithmetic in dozens of calls, and the
-interpreter between them costs more than they do.
+interpreter between the calls takes longer than the calls.
 """
 
 import logging
@@ -15,21 +15,21 @@ from torch import Tensor
 from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.kernels.graph import Graph, NotCapturable, capture
 from longshore.worker.kernels.native import native
-from longshore.worker.models.decoder import Decoder
+from longshore.worker.models.decoder_model import DecoderModel
 
 logger = logging.getLogger(__name__)
 
 GRAPH_TOKENS: Final = (256, 64, 16)
-"""Sizes of steps for which a graph is tried, the largest first."""
+"""Step sizes for which a graph is tried, largest first."""
 
 LONG_STEP_S: Final = 0.05
-"""A step that takes as long has nothing to gain from a graph."""
+"""A step that takes this long or longer does not profit from a graph."""
 
 NUM_TIMINGS: Final = 3
 
 
 def least_seconds(function: Callable[[], object], num_runs: int) -> float:
-    """Of several runs: whatever else the machine does makes them longer."""
+    """The shortest of several runs; other load on the machine only makes runs longer."""
     best = float("inf")
     for _ in range(num_runs):
         started = time.perf_counter()
@@ -39,15 +39,15 @@ def least_seconds(function: Callable[[], object], num_runs: int) -> float:
 
 
 class ModelForward:
-    """What computes the hidden states of a step. Everything happens on the compute queue.
+    """Computes the hidden states of a step. All calls are on the compute queue.
 
-    seconds: runs a function so many times and says how long it takes.
-    is_capturable: whether it is worth trying; the same on all ranks of a model.
+    seconds: runs a function the given number of times and returns its time.
+    is_capturable: whether to try to capture a graph; the same on all ranks of a model.
     """
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         *,
         seconds: Callable[[Callable[[], object], int], float] = least_seconds,
     ) -> None:
@@ -55,15 +55,15 @@ class ModelForward:
         self._seconds = seconds
         self._layers: _LayerGraph | None = None
         self._max_graph_tokens = 0
-        self._computes_more = False
+        self._is_not_capturable = False
         self.is_capturable = (
-            type(model).forward is Decoder.forward  # replays do what that does
+            type(model).forward is DecoderModel.forward  # `replay` repeats what it does
             and model.parallel.num_shards == 1
             and native() is not None
         )
 
     def __call__(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
-        """See Decoder.forward."""
+        """See DecoderModel.forward."""
         if self._layers is not None and len(positions) <= self._max_graph_tokens:
             return self._layers.replay(inputs, positions, attention)
         return self._model.forward(inputs, positions, attention)
@@ -74,13 +74,13 @@ class ModelForward:
 
     @property
     def max_graph_tokens(self) -> int:
-        """Steps of up to so many tokens replay a graph; 0: none does."""
+        """The largest step, in tokens, that replays the graph; 0 if none does."""
         return self._max_graph_tokens
 
     def capture(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> None:
-        """Make a graph for steps of up to as many tokens as this one has, unless such a step takes
-        long or the model computes anything that cannot be captured."""
-        if self._layers is not None or self._computes_more:
+        """Capture a graph for steps of up to as many tokens as this one, unless such a step takes
+        long or the model runs an operation that cannot be captured."""
+        if self._layers is not None or self._is_not_capturable:
             return
         made: list[_LayerGraph] = []
 
@@ -91,20 +91,24 @@ class ModelForward:
             if self._seconds(make, 1) <= LONG_STEP_S:
                 self._layers = made[0]
         except NotCapturable as reason:
-            logger.info("no graph for steps of few tokens: %s", reason)
-            self._computes_more = True
+            logger.info("small steps do not use a graph: %s", reason)
+            self._is_not_capturable = True
 
     def verify(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> None:
-        """Give the graph up unless it computes, bit by bit, what its kernels do one by one.
+        """Discard the graph unless a replay gives the same bits as running its kernels one by one.
 
-        The step: other inputs than the captured ones, and no two tokens in one slot of the cache.
+        Call it with other inputs than the captured ones, and no two tokens in one slot of the
+        cache.
         """
         if self._layers is not None and not self._layers.is_right(inputs, positions, attention):
-            logger.warning("the graph for steps of few tokens is wrong and not used")
+            logger.warning(
+                "the graph for small steps gives wrong results and is not used; steps run kernel "
+                "by kernel. Please report this."
+            )
             self._layers = None
 
     def time(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> None:
-        """Use the graph for steps of up to as many tokens as this one has, if it is faster."""
+        """Use the graph for steps of up to as many tokens as this one, if that is faster."""
         layers = self._layers
         if layers is None or len(positions) > layers.max_tokens or self._max_graph_tokens:
             return
@@ -124,10 +128,10 @@ class ModelForward:
 
 
 class _LayerGraph:
-    """The layers of a model, captured, with what goes in and what comes out of them."""
+    """The captured layers of a model, with the memory of their inputs and outputs."""
 
     def __init__(
-        self, model: Decoder, inputs: Tensor, positions: Tensor, attention: AttentionStep
+        self, model: DecoderModel, inputs: Tensor, positions: Tensor, attention: AttentionStep
     ) -> None:
         kernels = native()
         assert kernels is not None
@@ -178,5 +182,5 @@ class _LayerGraph:
 
 
 def _sum(x: Tensor, residual: Tensor | None, num_tokens: int) -> Tensor:
-    """A copy: the next replay writes to the same place."""
+    """x + residual as a copy, because the next replay overwrites both."""
     return x.clone() if residual is None else x + residual[:num_tokens]

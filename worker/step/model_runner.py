@@ -1,9 +1,9 @@
-"""Carries out plans: a plan becomes row changes, numbers for the device, and sampled tokens.
+"""Executes plans: updates rows, packs inputs for the device, and returns sampled tokens.
 
-`submit` returns at once; the device may be a step behind. The host's part of a step (rows, slots,
-random numbers) is done before it returns, the rest is one operation on the compute queue, and the
-answer comes from the queue's own thread, in order. So two steps overlap: while one computes, the
-next is prepared, and its tokens are read on the device without a round trip.
+`submit` does not wait for the device, which may be a step behind. It does the host's part of a step
+(rows, slots, random numbers); the rest is one operation on the compute queue, and outputs come
+from the queue's thread, in order. So two steps overlap: while one computes, the next is prepared,
+and its input tokens are read on the device without a round trip to the host.
 """
 
 import logging
@@ -31,7 +31,7 @@ from longshore.worker.errors import RankLost
 from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.kv_cache.context_share import ContextShare
-from longshore.worker.models.decoder import Decoder
+from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.pooling import PooledSums, StepPooling
@@ -46,13 +46,8 @@ from longshore.worker.step.encoder_rows import (
     EncoderInput,
     EncoderRows,
 )
-from longshore.worker.step.fed_back import FedBackTokens, fed_back_tokens
+from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
 from longshore.worker.step.model_forward import GRAPH_TOKENS, ModelForward
-from longshore.worker.step.row_state import (
-    NO_COPIES,
-    BlockCopies,
-    RowState,
-)
 from longshore.worker.step.step_batch import (
     Int64s,
     StepBatch,
@@ -61,6 +56,11 @@ from longshore.worker.step.step_batch import (
 )
 from longshore.worker.step.step_inputs import StepInputs, StepInputsBuilder
 from longshore.worker.step.token_table import TokenTable, known_token_ids
+from longshore.worker.step.worker_rows import (
+    NO_COPIES,
+    BlockCopies,
+    WorkerRows,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +69,11 @@ NO_TOKENS: Final = NO_BLOCKS
 
 
 class ModelRunner:
-    """One rank's model, cache and rows. Plans come from one thread, in order."""
+    """One rank's model, KV cache and rows. Plans must come from one thread, in order."""
 
     def __init__(
         self,
-        model: Decoder,
+        model: DecoderModel,
         cache: KVCache,
         attention: GroupedAttention,
         queue: ComputeQueue,
@@ -85,8 +85,8 @@ class ModelRunner:
         parallel: Parallel = ALONE,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """parallel: this rank's place; one rank samples, and only its answers have tokens.
-        eos_token_ids: forbidden to a request until it has its min_tokens."""
+        """parallel: this rank's place; only the outputs of the sampling rank have tokens.
+        eos_token_ids: not sampled until a request has min_tokens."""
         device = cache.device
         self._queue = queue
         self._epoch = epoch
@@ -100,7 +100,8 @@ class ModelRunner:
                 for group in cache.groups
             ]
         )
-        # States, and what an encoder leaves, are written whole: nothing of an earlier owner stays.
+        # Blocks of states and of cross attention are always written whole, so they need no
+        # clearing.
         self._cleared_tables = [
             table
             for table, group in zip(self._tables.tables, cache.groups, strict=True)
@@ -113,7 +114,7 @@ class ModelRunner:
             max_samples=model.config.max_audio_samples,
             pin_memory=self._pin_memory,
         )
-        self._rows = RowState(
+        self._rows = WorkerRows(
             tables=self._tables,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -153,16 +154,16 @@ class ModelRunner:
     def submit(
         self, plan: SchedulerOutput, on_report: Callable[[WorkerReport], None]
     ) -> Completion | None:
-        """Start carrying out `plan`. A repeat of the plan before is ignored: None, and no report.
+        """Start executing `plan`. A repeat of the last plan is ignored: returns None, no report.
 
-        on_report: gets the answer, on a thread of the compute queue, in the order of the plans:
-                   WorkerFailed if this step or one before it could not be computed.
-        Raises PlanMismatch when the plan does not continue what this worker holds. No plan can be
-        carried out after that.
+        on_report: called with the output on a thread of the compute queue, in order of the plans,
+                   or with WorkerFailed if this step or an earlier one failed.
+        Raises PlanMismatch if the plan does not match this worker's state. No further plan can be
+        executed then.
         """
         if self._rows.is_repeat(plan):
             about = fields(step_id=plan.step, epoch=plan.epoch)
-            logger.info("a plan came again and is ignored", extra=about)
+            logger.info("ignored a repeated plan", extra=about)
             return None
         num_scheduled = self._rows.apply(plan)
         table = self._rows.rows
@@ -190,7 +191,7 @@ class ModelRunner:
         )
 
     def _pooling(self, batch: StepBatch) -> StepPooling | None:
-        """What this rank answers of the rows that want a vector."""
+        """The step's pooling; None if no row pools or another rank samples."""
         if not (self._parallel.samples and self._rows.pooling.is_pooling.any()):
             return None
         hidden_size = self._device_state.model.config.hidden_size
@@ -200,8 +201,8 @@ class ModelRunner:
         if self._parallel.num_stages == 1:
             if len(plan.sampled_rows):
                 raise PlanMismatch(
-                    f"step {plan.step} has sampled_rows, which are for pipeline parallelism; this "
-                    "worker has every stage. Switch feed_back_tokens off in the scheduler."
+                    f"step {plan.step} has sampled_rows, which only pipeline parallelism needs; "
+                    "this engine has one stage. Switch feed_back_tokens off in the scheduler."
                 )
             return None
         return fed_back_tokens(
@@ -214,12 +215,12 @@ class ModelRunner:
         )
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Carry out `plan` and wait for its answer. Raises PlanMismatch (a repeat has no second
-        answer, so it is one too), or EngineDead when the step failed."""
+        """Execute `plan` and wait for its output. Raises PlanMismatch, also for a repeated plan, or
+        EngineDead if the step failed."""
         reports: list[WorkerReport] = []
         completion = self.submit(plan, reports.append)
         if completion is None:
-            raise PlanMismatch(f"step {plan.step} was answered already")
+            raise PlanMismatch(f"step {plan.step} has already been executed")
         completion.wait()
         (report,) = reports
         if isinstance(report, WorkerFailed):
@@ -227,12 +228,12 @@ class ModelRunner:
         return report
 
     def warm_up(self, num_prefill_tokens: int, num_decodes: int) -> None:
-        """Compute a prompt in two chunks, and a step of decodes, on the null block; then clear it.
-        A model with an encoder hears silence first.
+        """Compute a prompt in two chunks and a step of decodes on the null block, then clear it.
+        A model with an encoder encodes silence first.
 
         The first calls of a process choose kernels and grow memory pools; requests must not wait
-        for that. Call it before the first plan, on all ranks. Raises EngineDead if the model cannot
-        be computed, RankLost if another rank does not.
+        for that. Call it on all ranks before the first plan. Raises EngineDead if the model cannot
+        be computed, RankLost if another rank is lost.
         """
         row_zero, half = np.zeros(1, np.int64), np.array([max(1, num_prefill_tokens // 2)])
         rows = np.arange(num_decodes)
@@ -259,7 +260,7 @@ class ModelRunner:
         for size in sizes:
             self._warm_up(_first_tokens(size), forward.capture)
         if forward.has_graph or self._parallel.num_stages > 1:  # stages step together
-            # In the null block alone, this many tokens have slots of their own.
+            # The null block alone has distinct slots for this many tokens.
             num_verified = min(*self._tables.block_sizes, sizes[0])
             self._warm_up(_first_tokens(num_verified), forward.verify)
             for size in sizes:
@@ -289,7 +290,7 @@ class ModelRunner:
             ) from completion.error
 
     def close(self) -> None:
-        """Wait until the next pipeline stage has what this one computed. No plan may follow."""
+        """Wait until the next pipeline stage has received everything. No plan may follow."""
         link = self._device_state.link
         if link is not None:
             self._queue.submit(link.finish).wait()
@@ -330,8 +331,8 @@ class ModelRunner:
             size: decode_segments(batch.decode_blocks(size), size)
             for size in set(tables.block_sizes)
         }
-        # Those of an encoder are in the order of the step's tokens. In practice all are equal; else
-        # there are more segments than need be.
+        # Segments of cross attention follow the order of the step's tokens. If the lengths differ,
+        # there are more segments than necessary; in practice all are equal.
         step = DeviceStep(
             state=self._device_state,
             inputs=inputs,
@@ -365,26 +366,26 @@ class ModelRunner:
         pooling: StepPooling | None,
         completion: Completion,
     ) -> WorkerReport:
-        """generates: of the rows that are answered, those that sample; the others get vectors."""
+        """generates: which of the rows with results sample a token; the others get vectors."""
         if completion.error is not None:
             error = completion.error
             reason = f"step {step} failed on the device: {type(error).__name__}: {error}"
-            if is_lost := isinstance(error, RankLost):
+            if is_lost := isinstance(error, RankLost):  # its message says all
                 reason = f"step {step}: {error}"
             return WorkerFailed(self._epoch, self._parallel.rank, reason, is_consequence=is_lost)
         if not self._parallel.samples:
             return ModelRunnerOutput(self._epoch, step, compute_s=completion.elapsed_s)
-        answer = inputs.answer()
+        result = inputs.result()
         output = ModelRunnerOutput(
             epoch=self._epoch,
             step=step,
-            sampled_tokens=answer.sampled,
-            logprobs=answer.logprobs,
-            nan_rows=answer.nan_rows,
-            num_nans=answer.num_nans,
+            sampled_tokens=result.sampled,
+            logprobs=result.logprobs,
+            nan_rows=result.nan_rows,
+            num_nans=result.num_nans,
             compute_s=completion.elapsed_s,
         )
-        return output if pooling is None else pooling.answer().added_to(output, generates)
+        return output if pooling is None else pooling.result().added_to(output, generates)
 
 
 def _block_table(
@@ -407,5 +408,5 @@ def _block_table(
 
 
 def _first_tokens(count: int) -> StepBatch:
-    """The beginning of a prompt in the first row."""
+    """The first `count` tokens of a prompt in row 0."""
     return StepBatch(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([count]), num_decodes=0)

@@ -1,7 +1,7 @@
 """Host buffers that asynchronous copies read from, reused in turn.
 
-A copy to a device reads its source some time after it was issued. Whoever refills a buffer must
-know that the last copy out of it has ended: each set of buffers carries a fence for that.
+A copy to a device may read its source long after it was issued. A buffer must not be refilled
+before the last copy from it has finished, so each set of buffers has a fence.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from longshore.worker.step.compute_queue import Completion
 class StagingSet:
     """Buffers that are filled and copied together.
 
-    tensors: by name, in pinned memory if the ring was told so.
+    tensors: by name; pinned memory if `pin_memory`.
     arrays:  the same memory as numpy arrays.
     """
 
@@ -34,18 +34,18 @@ class StagingSet:
         self._fence: Completion | None = None
 
     def guard(self, fence: Completion) -> None:
-        """Whoever takes this set next waits until `fence` is done."""
+        """The next `acquire` of this set waits until `fence` is done."""
         self._fence = fence
 
     def wait_until_free(self) -> None:
-        """Block until no copy reads from this set any more."""
+        """Block until no copy reads from this set."""
         if self._fence is not None:
             self._fence.wait()
             self._fence = None
 
 
 class StagingRing:
-    """`depth` equal sets. Three let two steps be in flight while a third is being written."""
+    """`depth` equal sets. With three, two steps can be in flight while a third is written."""
 
     def __init__(
         self,
@@ -58,7 +58,8 @@ class StagingRing:
         self._next = 0
 
     def acquire(self) -> StagingSet:
-        """The set used longest ago, free to be overwritten. Guard it with what will read it."""
+        """The least recently used set, once it is free. `guard` it with the operation that will
+        read it."""
         staging = self._sets[self._next]
         self._next = (self._next + 1) % len(self._sets)
         staging.wait_until_free()

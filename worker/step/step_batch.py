@@ -1,4 +1,4 @@
-"""Who computes what in one step, in the order in which the device sees it."""
+"""The sequences of one step and their tokens, in the order in which the device computes them."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,12 +14,12 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Sequences with one new token first, by length class, then the longer chunks.
+    """Sequences with one new token come first, by length class, then the longer chunks.
 
-    rows:   (num_seqs,) of each sequence.
+    rows:   (num_seqs,) row of each sequence.
     starts: (num_seqs,) tokens computed before the step.
     counts: (num_seqs,) tokens computed in the step, at least 1.
-    num_decodes: sequences with one new token.
+    num_decodes: number of sequences with one new token.
     """
 
     rows: Int64s
@@ -62,7 +62,7 @@ class StepBatch:
 
 
 def make_batch(num_scheduled: Int64s, num_computed: Int64s, block_size: int) -> StepBatch:
-    """num_scheduled, num_computed: (max_num_seqs,), the latter after the step."""
+    """num_scheduled, num_computed: (max_num_seqs,); num_computed is the count after the step."""
     rows = np.flatnonzero(num_scheduled)
     counts = num_scheduled[rows]
     starts = num_computed[rows] - counts
@@ -75,10 +75,11 @@ def make_batch(num_scheduled: Int64s, num_computed: Int64s, block_size: int) -> 
 def blocks_to_clear(
     batch: StepBatch, block_table: npt.NDArray[np.int32], block_size: int
 ) -> Int64s:
-    """(n,) ids of blocks that this step begins and does not fill.
+    """(n,) ids of blocks that this step begins but does not fill.
 
-    Their last positions are read, and masked, before anything is written there; what an earlier
-    owner left must not reach the result, and a masked NaN would. block_table: the host's.
+    Attention reads the positions behind the last token, and masks them. A NaN that an earlier owner
+    left there would reach the result in spite of the mask, so the blocks are cleared.
+    block_table: the host's copy.
     """
     ends = batch.ends
     columns = (ends - 1) // block_size

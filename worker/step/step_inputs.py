@@ -1,4 +1,4 @@
-"""The numbers of one step, packed on the host: two copies bring all of them to the device."""
+"""The inputs of one step, packed on the host so that two copies move them to the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from longshore.worker.step.step_batch import Int64s, StepBatch
 
 
 class Packer:
-    """Puts arrays of one element type behind each other in a host buffer."""
+    """Concatenates arrays of one element type in a host buffer."""
 
     def __init__(self, buffer: npt.NDArray[np.generic]) -> None:
         self._buffer = buffer
         self.num_used = 0
 
     def put(self, values: npt.NDArray[np.generic]) -> slice:
-        """Where `values` will be, in the buffer and in its copy on the device."""
+        """Append `values`; returns their slice of the buffer and of its copy on the device."""
         place = slice(self.num_used, self.num_used + len(values))
         self._buffer[place] = values
         self.num_used = place.stop
@@ -35,7 +35,7 @@ class Packer:
 
 @dataclass(frozen=True)
 class DrawPlaces:
-    """Where the columns of one `Draws` were packed: integers, then float64s."""
+    """Slices of the packed columns of one `Draws`, in the integers or in the float64s."""
 
     rows: slice
     top_k: slice
@@ -56,11 +56,11 @@ class DrawPlaces:
 
 
 @dataclass(frozen=True)
-class StepAnswer:
-    """What a step brought to the host, in memory of its own.
+class StepResult:
+    """The results of a step on the host, copied out of the staging set.
 
     sampled:  (num_sampled,) ids.
-    nan_rows, num_nans: rows among them whose logits were not finite, and how many of them.
+    nan_rows, num_nans: sampled rows with non-finite logits, and the number of these logits.
     """
 
     sampled: Int32Array
@@ -71,21 +71,21 @@ class StepAnswer:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One step's numbers in a staging set, and where each of them is.
+    """One step's inputs in a staging set, and the slice of each of them.
 
     token_index:  flat indices into the token table of the ids to embed.
-    positions:    of each token.
-    slots:        of each token, per group; -1 if another rank keeps it.
-    kept_tokens:  indices, in the step, of the tokens that this rank keeps, if it shares them.
+    positions:    position of each token.
+    slots:        slot of each token, per group; -1 if another rank stores it.
+    kept_tokens:  indices in the step of the tokens that this rank stores, with context parallelism.
     decode_rows, decode_lens: see AttentionMetadata.
-    cross_rows, cross_lens: the same for cross attention: of each token, if there is any.
-    last_tokens:  indices, in the step, of the tokens that are sampled from; by ascending row.
+    cross_rows, cross_lens: the same for cross attention, one entry per token.
+    last_tokens:  indices in the step of the tokens that are sampled from, by ascending row.
     destinations: flat indices into the token table where the sampled ids go.
-    copied_blocks: ids of blocks to copy from, then to copy to, then the tokens to copy of each,
-                   each group by group.
-    cleared_blocks: ids of blocks to zero behind that, before anything is written.
+    copied_blocks: source block ids, then target block ids, then the number of tokens to copy of
+                   each; each of the three group by group.
+    cleared_blocks: ids of blocks to zero after the copies and before any KV is written.
     sampled_rows: (num_sampled,) on the host.
-    extras: None if no row asks for more than a token.
+    extras: None if no row needs more than a token.
     """
 
     staging: StagingSet
@@ -109,37 +109,38 @@ class StepInputs:
     extras: SamplingExtras | None
 
     def receive(self, sampled: Tensor, non_finite: Tensor) -> None:
-        """(num_sampled,) int32 each, on their way to the host. On the compute queue."""
+        """Start copying the results, (num_sampled,) int32 each, to the host. On the compute
+        queue."""
         num_sampled = len(self.sampled_rows)
         tensors = self.staging.tensors
         tensors["sampled"][:num_sampled].copy_(sampled, non_blocking=True)
         tensors["non_finite"][:num_sampled].copy_(non_finite, non_blocking=True)
 
-    def answer(self) -> StepAnswer:
-        """To be called once the step is complete and before its staging set is used again."""
+    def result(self) -> StepResult:
+        """Call it after the step is complete and before its staging set is reused."""
         num_sampled = len(self.sampled_rows)
         sampled = np.array(self.staging.arrays["sampled"][:num_sampled], np.int32)
         num_nans = np.array(self.staging.arrays["non_finite"][:num_sampled], np.int32)
         is_bad = num_nans != 0
         scored = None if self.extras is None else self.extras.scored
-        return StepAnswer(
+        return StepResult(
             sampled=int32_array(sampled),
             nan_rows=int32_array(self.sampled_rows[is_bad]),
             num_nans=int32_array(num_nans[is_bad]),
-            logprobs=None if scored is None else scored.answer(),
+            logprobs=None if scored is None else scored.result(),
         )
 
     def to_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Integers and float64s. On the compute queue; two copies."""
+        """The integers and the float64s on the device: two copies, on the compute queue."""
         ints = self.staging.tensors["ints"][: self.num_ints]
         reals = self.staging.tensors["reals"][: self.num_reals]
         return ints.to(device, non_blocking=True), reals.to(device, non_blocking=True)
 
 
 class StepInputsBuilder:
-    """Packs steps into a ring of staging sets.
+    """Packs the inputs of steps into a ring of staging sets.
 
-    token_width: ids that one row of the token table holds.
+    token_width: token ids per row of the token table.
     """
 
     def __init__(
@@ -157,10 +158,10 @@ class StepInputsBuilder:
         self._pin_memory = pin_memory
         self._max_num_seqs = max_num_seqs
         self._token_width = token_width
-        # Per token: index, position, its place among those kept, cross row and length, slots. Per
-        # row: decode row and length, last token, destination, rows and top_k of the draws, and per
-        # group a cleared block, and a copied one with target and number of tokens. A plan may clear
-        # every block besides.
+        # Per token: index, position, kept token, cross row and length, slots. Per row: decode row
+        # and length, last token, destination, row and top_k of the draw, and per group a cleared
+        # block and a copied block with its target and number of tokens. In addition a plan may
+        # clear every block.
         num_ints = (5 + num_groups) * max_num_batched_tokens + num_blocks
         num_ints += (6 + 4 * num_groups) * max_num_seqs
         self._ring = StagingRing(
@@ -187,7 +188,7 @@ class StepInputsBuilder:
         sampling: SamplingColumns,
     ) -> StepInputs:
         """slots: per group. kept_tokens, cross_lens, copied_blocks, cleared_blocks: see StepInputs.
-        sampled_rows, sampled_positions: (n,) ascending rows, and the position each token takes.
+        sampled_rows, sampled_positions: (n,) ascending rows, and the position of each new token.
 
         The caller must guard the inputs' staging set with the operation that reads it.
         """
@@ -229,7 +230,7 @@ class StepInputsBuilder:
 
 
 class _Drawn:
-    """Which sampling rows of a step are drawn, and with what."""
+    """The sampling rows of a step that draw at random, and their settings."""
 
     def __init__(self, columns: SamplingColumns, rows: Int64s, positions: Int64s) -> None:
         self._temperature = columns.temperature[rows]

@@ -1,7 +1,7 @@
-"""The token ids of every row, on the device, so that a step never waits for the host to learn them.
+"""The token ids of every row on the device, so that no step waits for the host to pass them on.
 
-A row's prompt arrives with its start; what the row samples is written here by the step that samples
-it, and the next step reads it from here.
+The prompt is written when a row starts. Each sampled token is written by the step that samples it
+and read by the next step.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from longshore.protocol.plan import RowStart
 
 
 class TokenTable:
-    """ids: (max_num_seqs, width) int32; the last place is for a token sampled at the limit."""
+    """ids: (max_num_seqs, width) int32; the last column is for a token sampled at max_model_len."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
         self.width = max_model_len + 1
@@ -27,12 +27,12 @@ class TokenTable:
         self.ids.view(-1).index_copy_(0, index, token_ids)
 
     def start_row(self, row: int, known_ids: Tensor) -> None:
-        """known_ids: (n,) int32, on the host (pinned for CUDA): prompt and earlier outputs."""
+        """Write a row's prompt and earlier outputs: (n,) int32, on the host (pinned for CUDA)."""
         self.ids[row, : len(known_ids)].copy_(known_ids, non_blocking=True)
 
 
 def known_token_ids(start: RowStart, *, pin_memory: bool) -> Tensor:
-    """Prompt and outputs of a started row in memory of their own, which the message does not share.
+    """Prompt and outputs of a started row, copied out of the message.
 
     Pinned memory comes from torch's caching allocator, which reuses it only after the copy.
     """

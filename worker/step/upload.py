@@ -1,6 +1,7 @@
-"""Arrays of one step, of any number and size, that two copies bring to the device.
+"""Any number of arrays of any size, moved to the device with two copies.
 
-What every step needs has fixed staging buffers (`staging.py`); this is for what some steps need.
+This is for data that only some steps need; data of every step has fixed staging buffers
+(`staging.py`).
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 
 
 class Upload:
-    """Collects integers and float32s on the host; `pack` puts each kind behind each other."""
+    """Collects integers and float32s on the host; `pack` concatenates each kind."""
 
     def __init__(self) -> None:
         self._ints: list[npt.NDArray[np.int64]] = []
@@ -21,31 +22,31 @@ class Upload:
         self._num_reals = 0
 
     def ints(self, values: npt.NDArray[np.int64]) -> slice:
-        """Where `values` will be among the integers."""
+        """Add `values`; returns their slice of the integers."""
         place = slice(self._num_ints, self._num_ints + len(values))
         self._ints.append(values)
         self._num_ints = place.stop
         return place
 
     def reals(self, values: npt.NDArray[np.float64]) -> slice:
-        """Where `values` will be among the float32s."""
+        """Add `values`; returns their slice of the float32s."""
         place = slice(self._num_reals, self._num_reals + len(values))
         self._reals.append(values)
         self._num_reals = place.stop
         return place
 
     def pack(self, *, pin_memory: bool) -> "PackedUpload":
-        """Memory of its own. Pinned memory comes from torch's caching allocator, which reuses it
-        only after the copy."""
-        ints = torch.from_numpy(_joined(self._ints, np.int64))
-        reals = torch.from_numpy(_joined(self._reals, np.float32))
+        """Concatenate the arrays in new memory. Pinned memory comes from torch's caching allocator,
+        which reuses it only after the copy."""
+        ints = torch.from_numpy(_concatenate(self._ints, np.int64))
+        reals = torch.from_numpy(_concatenate(self._reals, np.float32))
         if pin_memory:
             ints, reals = ints.pin_memory(), reals.pin_memory()
         return PackedUpload(ints, reals)
 
 
 class PackedUpload:
-    """Integers and float32s on the host, ready to be copied."""
+    """Integers and float32s on the host, ready to copy to the device."""
 
     def __init__(self, ints: Tensor, reals: Tensor) -> None:
         self._ints = ints
@@ -59,7 +60,7 @@ class PackedUpload:
         )
 
 
-def _joined(
+def _concatenate(
     parts: Sequence[npt.NDArray[np.generic]], dtype: type[np.generic]
 ) -> npt.NDArray[np.generic]:
     return np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)

@@ -242,7 +242,7 @@ def test_ranks_that_share_tokens_hold_as_many_times_more_of_them(
     ("settings", "words"),
     [
         ({"tensor_parallel_size": 3}, "does not divide tensor_parallel_size=3"),
-        ({"tensor_parallel_size": 2}, "keeps SlidingWindowSpec"),
+        ({"tensor_parallel_size": 2}, "has a SlidingWindowSpec"),
     ],
 )
 def test_ranks_that_cannot_share_tokens_have_no_plan(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from longshore.deploy.machine.processors import kernels, processor_findings
-from longshore.worker.process.host import quota_cores
+from longshore.worker.process.host_resources import quota_cores
 from tests.deploy.machine.fake_host import fake_host
 
 CPUFREQ = "sys/devices/system/cpu/cpu0/cpufreq"

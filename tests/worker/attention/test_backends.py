@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from longshore.worker.attention import segments, torch_backend
 from longshore.worker.attention.backend import AttentionBackend
-from longshore.worker.attention.choice import make_attention
 from longshore.worker.attention.kind import PagedAttentionKind
 from longshore.worker.attention.native_backend import NativeAttention
 from longshore.worker.attention.segments import capped_segments, decode_segments, length_classes
+from longshore.worker.attention.selector import make_attention
 from longshore.worker.attention.torch_backend import TorchAttention
 from longshore.worker.kernels.native import Native
 from longshore.worker.kv_cache.buffer import PagedKV
@@ -55,7 +55,7 @@ every_backend = pytest.mark.parametrize(
 
 
 class PagedSequences:
-    """Sequences with random keys and values, of which the cache holds what was computed."""
+    """Sequences with random keys and values; the cache holds those of the computed tokens."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class PagedSequences:
         return attention_oracle.attention(self.kind, self.q[row][span], k, v, self.sinks).flatten(1)
 
     def take_back(self) -> None:
-        """What no token to come attends to is somebody else's from now on."""
+        """Give blocks that no later token attends to to other sequences."""
         for row, num_computed in enumerate(self.computed):
             if num_computed < len(self.q[row]):
                 first_block = first_seen(self.kind, num_computed) // self.cache.block_size
@@ -233,7 +233,7 @@ def test_entries_beyond_a_sequence_are_not_read(make: MakeBackend) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """What torch computes, and of which shapes the results are."""
+    """Records torch operations and the shapes of their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def test_the_kernel_is_chosen_where_it_can_compute_and_torch_elsewhere(kernels: 
 
 
 @given(st.lists(st.integers(1, 5000), max_size=60), st.sampled_from([1, 16, 64]))
-def test_segments_cover_every_decode_once_and_waste_less_than_half(
+def test_segments_cover_every_decode_once_with_less_than_half_padding(
     lens: list[int], block_size: int
 ) -> None:
     num_blocks = np.array(lens, np.int64)
@@ -305,7 +305,7 @@ def test_segments_cover_every_decode_once_and_waste_less_than_half(
 
 
 @given(st.lists(st.integers(1, 5000), max_size=60), st.integers(1, 400))
-def test_capped_segments_cover_the_same_decodes_and_gather_no_more_than_the_cap(
+def test_capped_segments_cover_the_same_decodes_and_gather_at_most_the_cap(
     lens: list[int], max_blocks: int
 ) -> None:
     num_blocks = np.sort(np.array(lens, np.int64))

@@ -1,4 +1,4 @@
-"""Attention of ranks that share the tokens out, as threads, against attention to all of them."""
+"""Context parallel attention, with ranks as threads, against attention over all tokens."""
 
 import math
 import random
@@ -47,9 +47,9 @@ FP8_SCALES = KVScales(0.02, 0.5)
 
 
 class SharedSequences:
-    """Sequences with random queries, keys and values on shuffled blocks; of every rank's cache, all
-    that is no part of a sequence is NaN: other blocks, and what blocks held before they were
-    cleared. A rank has HEADS of `size` times as many heads."""
+    """Sequences with random queries, keys and values on shuffled blocks. On every rank, cache
+    memory that belongs to no sequence is NaN: other blocks, and the former contents of blocks that
+    were not cleared. A rank has HEADS of `size` times as many heads."""
 
     def __init__(
         self, lens: list[int], *, size: int, interleave: int, block_size: int, seed: int
@@ -79,7 +79,7 @@ class SharedSequences:
         return batch, begun, [(row, slice(start, end)) for row, start, end in ends]
 
     def on_every_rank(self, compute: Any, batch: StepBatch) -> list[list[Tensor]]:
-        """By rank and layer, what `compute(place, metadata)` gives."""
+        """The results of `compute(place, metadata)`, by rank and layer."""
 
         def run(places: list[ThreadParallel]) -> list[Tensor]:
             (place,) = places
@@ -90,7 +90,7 @@ class SharedSequences:
 
 
 class AttentionSequences(SharedSequences):
-    """Of layers with keys and values."""
+    """Sequences of layers with keys and values."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class AttentionSequences(SharedSequences):
 
 
 class LatentSequences(SharedSequences):
-    """Of layers with latents."""
+    """Sequences of layers with latents."""
 
     def __init__(self, lens: list[int], **settings: int) -> None:
         super().__init__(lens, **settings)
@@ -199,7 +199,7 @@ class LatentSequences(SharedSequences):
                 torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=2e-5)
 
     def reference(self, rank: int, layer: int, row: int, span: slice) -> Tensor:
-        """With a key and a value of every head for every token."""
+        """Computed with a key and a value of every head for every token."""
         vectors = self.vectors[row][layer, : span.stop].double()
         latents, rope = vectors.split((LATENT.latent_dim, LATENT.rope_dim), dim=-1)
         to_keys, to_values = (x[layer, rank].double() for x in (self.to_keys, self.to_values))
@@ -219,7 +219,7 @@ def shares() -> st.SearchStrategy[dict[str, int]]:
 
 
 def runs() -> st.SearchStrategy[list[list[int]]]:
-    """Tokens of up to three sequences in each of up to five steps; none, one or a chunk."""
+    """Tokens of up to three sequences in each of up to five steps: none, one, or a chunk."""
     counts = st.one_of(st.integers(0, 1), st.integers(2, 40))
     return st.integers(1, 3).flatmap(
         lambda n: st.lists(st.lists(counts, min_size=n, max_size=n), min_size=1, max_size=5)
@@ -279,7 +279,7 @@ def test_the_tiles_of_a_chunk_change_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Echo(Parallel):
-    """The other ranks have what this one has."""
+    """A Parallel whose other ranks have the same tensors as this one."""
 
     def gather_context(self, part: Tensor) -> Tensor:
         return torch.stack([part] * self.context_share.size)
@@ -288,8 +288,8 @@ class Echo(Parallel):
         return parts
 
 
-def test_no_value_of_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without values would raise where one is asked for."""
+def test_the_host_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta tensors raise if a value is read."""
     monkeypatch.setitem(context_parallel.MAX_SCORES, "meta", 1 << 10)
     share, counts = ContextShare(1, 2), np.array([1, 1, 40, 3])
     batch = make_batch(counts, counts + 30, 16)
@@ -305,20 +305,20 @@ def test_no_value_of_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Ones:
-    """Of a context what `attend` asks for."""
+    """A context with the attributes that `attend` needs."""
 
     def attend(self, layer: int, q: Tensor) -> Tensor:
         return torch.ones(*q.shape[:3], q.shape[3] + 1)
 
 
 class Copying(Echo):
-    """What is received has memory of its own."""
+    """A Parallel that receives into new memory."""
 
     def exchange_context(self, parts: Tensor) -> Tensor:
         return parts.clone()
 
 
-def test_two_parts_are_in_memory_at_once_the_one_sent_and_the_one_received() -> None:
+def test_only_the_sent_and_the_received_part_are_in_memory_at_once() -> None:
     place, context = Copying(context_share=ContextShare(0, 4)), cast(KeptContext, Ones())
     q = torch.zeros(50, HEADS, 127)
     part_bytes = 4 * 50 * HEADS * 128 * 4
@@ -326,31 +326,36 @@ def test_two_parts_are_in_memory_at_once_the_one_sent_and_the_one_received() -> 
     assert 2 * part_bytes <= peak < 2.1 * part_bytes
 
 
-def test_parts_are_weighed_where_they_were_received() -> None:
+def test_parts_are_merged_in_the_memory_in_which_they_were_received() -> None:
     parts = torch.randn(4, 2, 3, 5, generator=torch.Generator().manual_seed(0))
     merged = merge(parts)
     torch.testing.assert_close(parts[..., :-1].sum(0), merged, rtol=0, atol=0)
 
 
-def test_the_log_says_once_that_ranks_share_tokens(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_once_that_context_parallelism_is_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     place = Parallel(num_shards=2, context_share=ContextShare(0, 2))
     cache = attention_cache(3, num_layers=2, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM)
     kind = PagedAttentionKind(num_heads=HEADS)
     layers = [CachedLayer(name, kind) for name in cache.groups[0].layer_names]
     with caplog.at_level("DEBUG"):
         GroupedAttention(cache, layers, place)
-    assert caplog.messages == [f"attention: torch, 2 ranks share tokens, {kind}"]
+    assert caplog.messages == [f"attention: torch, context parallel over 2 ranks, {kind}"]
     latents = PagedLatents(torch.zeros(2, 1, 4, LATENT.latent_dim + LATENT.rope_dim))
-    assert str(shared_backend(LATENT, latents, place)) == f"torch, 2 ranks share tokens, {LATENT}"
+    assert (
+        str(shared_backend(LATENT, latents, place))
+        == f"torch, context parallel over 2 ranks, {LATENT}"
+    )
 
 
-def test_a_rank_that_sees_no_token_has_no_say_in_the_result() -> None:
+def test_a_rank_without_visible_tokens_does_not_affect_the_result() -> None:
     nothing = torch.cat((torch.zeros(1, 2, 3, 4), torch.full((1, 2, 3, 1), -math.inf)), -1)
     found = torch.randn(1, 2, 3, 5, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(merge(torch.cat((nothing, found))), found[0, ..., :-1])
 
 
-def test_parts_count_as_much_as_their_weights() -> None:
+def test_parts_are_merged_by_the_sum_of_their_weights() -> None:
     logs = torch.tensor([math.log(1.0), math.log(3.0)]).view(2, 1, 1, 1)
     values = torch.tensor([2.0, 6.0]).view(2, 1, 1, 1)
     assert merge(torch.cat((values, logs), -1)).item() == pytest.approx((2 + 3 * 6) / 4)
@@ -358,7 +363,7 @@ def test_parts_count_as_much_as_their_weights() -> None:
     assert merge(torch.cat((values, logs), -1), sinks).item() == pytest.approx((2 + 3 * 6) / 8)
 
 
-def test_a_nan_that_a_rank_keeps_reaches_the_result_of_all() -> None:
+def test_a_nan_on_one_rank_reaches_the_result_of_all() -> None:
     parts = torch.zeros(2, 1, 1, 2)
     parts[1] = math.nan
     assert merge(parts).isnan().all()
@@ -372,9 +377,9 @@ def test_a_nan_that_a_rank_keeps_reaches_the_result_of_all() -> None:
         "states",
     ],
 )
-def test_layers_that_forget_are_refused_by_name(kind: object) -> None:
+def test_layers_with_windows_or_states_do_not_support_context_parallelism(kind: object) -> None:
     place = Parallel(num_shards=2, context_share=ContextShare(0, 2))
-    with pytest.raises(UnsupportedModel, match=r"decode_context_parallel_size=2.*tokens out"):
+    with pytest.raises(UnsupportedModel, match=r"_size=2.*do not support context parallelism"):
         shared_backend(kind, None, place)
 
 

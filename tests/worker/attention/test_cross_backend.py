@@ -1,4 +1,4 @@
-"""Cross attention beside a softmax over all pairs of tokens, in float64."""
+"""Cross attention against a softmax over all pairs of tokens, in float64."""
 
 import math
 
@@ -44,7 +44,7 @@ def test_every_token_of_a_step_attends_to_all_that_its_row_was_given(
     num_kv_heads: int,
     data: st.DataObject,
 ) -> None:
-    """Whatever lay in the blocks before, and in whatever steps rows are written and read."""
+    """For any former contents of the blocks, and any steps in which rows are written and read."""
     lens = lens[:4]
     generator = torch.Generator().manual_seed(len(lens) + sum(lens))
     num_heads = 2 * num_kv_heads
@@ -101,7 +101,7 @@ def test_every_token_of_a_step_attends_to_all_that_its_row_was_given(
     assert not cache.planes[0].any(), "the null block holds data"
 
 
-def test_what_lies_behind_the_last_token_of_a_row_is_zeros() -> None:
+def test_blocks_are_zero_after_the_last_token_of_a_row() -> None:
     cache = paged_kv(4, num_layers=1, block_size=4, num_kv_heads=1, head_dim=HEAD_DIM)
     cache.planes[1:] = math.nan
     attention = CrossAttentionKind(num_heads=1).make_backend(cache)

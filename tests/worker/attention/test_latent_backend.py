@@ -1,4 +1,4 @@
-"""Attention through latents against a reference that makes every key and value, one by one."""
+"""Latent attention against a reference that expands every key and value."""
 
 import math
 import random
@@ -35,9 +35,9 @@ NARROW = LatentAttentionKind(  # fewer products with latents than with keys: nev
 
 
 class PagedSequences:
-    """Sequences of random tokens on shuffled blocks of a strided cache; whatever is no part of a
-    sequence is NaN: other blocks, the padding of blocks, what blocks held before they were
-    cleared, the memory for expanded keys and values."""
+    """Sequences of random tokens on shuffled blocks of a strided cache. Memory that belongs to no
+    sequence is NaN: other blocks, the padding of blocks, the former contents of blocks that were
+    not cleared, and the expansion buffer."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class PagedSequences:
             torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=1e-5)
 
     def compute(self, batch: StepBatch) -> list[Tensor]:
-        """Every layer's result, (num_tokens, num_heads * value_dim)."""
+        """The results of all layers, (num_tokens, num_heads * value_dim) each."""
         for memory in self.backend._expanded.values():
             memory.keys[:1024], memory.values[:1024] = math.nan, math.nan
         step = self.backend.begin_step(metadata(batch, self.table, self.view.block_size))

@@ -27,8 +27,8 @@ KIND = MambaKind(num_heads=6, head_dim=4, num_groups=2, state_size=5, conv_width
 
 
 def make_states(kind: MambaKind) -> PagedStates:
-    """The group's blocks in a wider pool, as they lie beside those of other groups. What nobody
-    has written is not a number, so that nobody reads it unnoticed; the null block is zeros."""
+    """The group's view of blocks in a wider pool. Unwritten blocks are NaN, so that reading them is
+    noticed; the null block is zeros."""
     tensors = []
     for shape in (
         (kind.num_heads, kind.head_dim, kind.state_size),
@@ -42,7 +42,7 @@ def make_states(kind: MambaKind) -> PagedStates:
 
 
 def num_channels(kind: MambaKind) -> int:
-    """Of the convolution: all heads' inputs, B and C."""
+    """Channels of the convolution: the inputs of all heads, B and C."""
     return kind.width + 2 * kind.num_groups * kind.state_size
 
 
@@ -96,7 +96,7 @@ class Layer:
 
 
 class Serving:
-    """Sequences on rows of a block table; steps of any of their tokens."""
+    """Sequences on the rows of a block table, computed in steps of any of their tokens."""
 
     def __init__(self, layer: Layer, lengths: list[int], seed: int = 0) -> None:
         self.layer = layer
@@ -144,14 +144,15 @@ class Serving:
             self.outputs[row].append(part)
 
     def _append(self, row: int, start: int, end: int) -> None:
-        """As the scheduler does: the last token's block alone; the last read one stays."""
+        """Like the scheduler: allocates only the block of the last token, and keeps the one last
+        read."""
         column = (end - 1) // BLOCK_SIZE
         if self.table[row, column] == NOT_OURS:
             self.table[row, column] = self.free.pop()
         self.table[row, : max(start - 1, 0) // BLOCK_SIZE] = NOT_OURS
 
     def block(self, row: int) -> int:
-        """Where the state behind the row's last token is."""
+        """The block of the state after the row's last token."""
         return int(self.table[row, (self.computed[row] - 1) // BLOCK_SIZE])
 
     def state(self, row: int, layer: int = 0) -> list[Tensor]:
@@ -159,7 +160,7 @@ class Serving:
 
 
 def check(serving: Serving, rows: list[int] | None = None) -> None:
-    """Outputs and states are the recurrence's, of all layers."""
+    """Outputs and states of all layers equal those of the recurrence."""
     for row in range(len(serving.sequences)) if rows is None else rows:
         inputs, dt = (of_row[: serving.computed[row]] for of_row in serving.sequences[row])
         outputs = torch.cat(serving.outputs[row], dim=1)
@@ -203,10 +204,10 @@ def test_sequences_of_all_lengths_share_a_step() -> None:
 
 
 @pytest.mark.parametrize("heads_at_once", [1, 2, 3, 4, 5, 6])
-def test_heads_are_moved_on_together_in_any_number(
+def test_any_number_of_heads_is_updated_together(
     heads_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within a group of three, or groups at once."""
+    """Parts of a group of three heads, or several groups at once."""
     head_bytes = 2 * KIND.head_dim * KIND.state_size * 4  # of two sequences
     monkeypatch.setattr(state_backend, "SLAB_BYTES", heads_at_once * head_bytes + 1)
     serving = Serving(Layer(KIND, seed=9), [20, 3])
@@ -257,8 +258,8 @@ def test_a_full_block_is_a_snapshot_that_others_continue_from() -> None:
 
 
 def test_every_state_of_a_step_is_read_before_any_is_written() -> None:
-    """The block that one sequence gives back is where another's state goes in the same step, be
-    they single tokens or chunks."""
+    """A block that one sequence frees receives another one's state in the same step, for single
+    tokens and for chunks."""
     leaving = {0: 1, 2: 16, 4: 16, 6: 1}
     coming = {1: 1, 3: 16, 5: 1, 7: 16}
     counts = leaving | coming
@@ -271,7 +272,7 @@ def test_every_state_of_a_step_is_read_before_any_is_written() -> None:
     check(serving)
 
 
-def test_a_poisoned_sequence_harms_no_other() -> None:
+def test_a_nan_in_one_sequence_does_not_reach_others() -> None:
     serving = Serving(Layer(KIND, seed=7), [100, 70, 20, 1])
     serving.sequences[1][0][50:] = float("nan")
     serving.step({0: 96, 1: 64, 2: 16, 3: 1})
@@ -279,8 +280,8 @@ def test_a_poisoned_sequence_harms_no_other() -> None:
     check(serving, [0, 2, 3])
 
 
-def test_strong_decay_behind_weak_loses_no_precision() -> None:
-    """Sums of logarithms over a piece are large where a single token's is tiny."""
+def test_strong_decay_after_weak_loses_no_precision() -> None:
+    """Sums of logarithms over a piece are large, but those of a single token are tiny."""
     layer = Layer(KIND, seed=8)
     layer.weights["decay"] = torch.full((KIND.num_heads,), -16.0)
     serving = Serving(layer, [128])
@@ -293,7 +294,7 @@ def test_strong_decay_behind_weak_loses_no_precision() -> None:
 
 @dataclass
 class Snapshot:
-    """A block that holds the state behind `inputs` and `dt`."""
+    """A block that holds the state after `inputs` and `dt`."""
 
     inputs: Tensor
     dt: Tensor
@@ -301,7 +302,8 @@ class Snapshot:
 
 
 class Rows(RuleBasedStateMachine):
-    """Requests come, hit snapshots, are computed as the scheduler cuts them, and go."""
+    """Requests that start, hit snapshots, are computed in steps like the scheduler's, and
+    finish."""
 
     NUM_ROWS = 5
 
@@ -371,7 +373,7 @@ class Rows(RuleBasedStateMachine):
                 self.release(block)
 
     def is_kept(self, block: int) -> bool:
-        """By a snapshot, or a row whose next step reads it."""
+        """Whether a snapshot holds the block, or a row whose next step reads it."""
         serving = self.serving
         return any(snapshot.block == block for snapshot in self.snapshots) or any(
             wanted is not None and serving.computed[row] and serving.block(row) == block
@@ -385,7 +387,8 @@ class Rows(RuleBasedStateMachine):
 
 
 def aligned(num_computed: int, num_new: int) -> int:
-    """A step ends in the block in which it begins, or at a border: see MambaManager."""
+    """Whether a step ends in the block in which it begins, or at a block border: see
+    MambaManager."""
     offset = num_computed % BLOCK_SIZE
     if offset + num_new <= BLOCK_SIZE:
         return num_new

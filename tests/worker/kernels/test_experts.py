@@ -29,7 +29,7 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 class Case:
-    """Experts, tokens, and which chooses which: not all experts need be chosen."""
+    """Experts, tokens, and the choice; some experts may not be chosen."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Case:
     num_threads=st.sampled_from([1, 3]),
     data=st.data(),
 )
-def test_each_token_gets_the_weighed_sum_of_its_experts(
+def test_each_token_gets_the_weighted_sum_of_its_experts(
     variant: str,
     dtype: torch.dtype,
     num_experts: int,
@@ -165,7 +165,7 @@ def test_a_replay_computes_other_tokens_with_other_experts(
 
 
 @every_set
-def test_what_does_not_fit_is_refused(variant: str, dtype: torch.dtype) -> None:
+def test_wrong_shapes_and_dtypes_are_refused(variant: str, dtype: torch.dtype) -> None:
     case = Case(dtype)
     with using(variant):
         packed = case.packed()

@@ -81,7 +81,7 @@ def test_gates_far_from_zero_open_or_close_and_nan_stays(
 
 @every_variant
 @floats
-def test_gates_may_alternate_with_what_they_let_through(variant: str, dtype: torch.dtype) -> None:
+def test_gates_may_alternate_with_up_elements(variant: str, dtype: torch.dtype) -> None:
     apart = torch.randn(5, 46).to(dtype)
     in_turn = torch.stack(apart.chunk(2, dim=1), dim=2).flatten(1)
     for gate, formula in GATES.values():
@@ -90,7 +90,7 @@ def test_gates_may_alternate_with_what_they_let_through(variant: str, dtype: tor
             torch.testing.assert_close(alternating(in_turn), formula(*apart.chunk(2, dim=1)))
 
 
-def test_what_is_not_two_halves_is_refused() -> None:
+def test_a_wrong_shape_of_gate_up_is_refused() -> None:
     for wrong in (torch.zeros(2, 7), torch.zeros(8), torch.zeros(8, 2).t()):
         with pytest.raises(ValueError, match="must be"):
             Gate(activation="silu")(wrong)

@@ -1,4 +1,5 @@
-"""Captured graphs: a replay computes what the kernels compute one by one, and nothing is missed."""
+"""Captured graphs: a replay gives the same results as the kernels one by one, and covers all of
+them."""
 
 from collections.abc import Callable
 
@@ -27,7 +28,7 @@ def captured(function: Callable[[], Tensor]) -> tuple[Tensor, Graph]:
 
 
 def layer(x: Tensor, residual: Tensor, positions: Tensor, table: Tensor, norm: Tensor) -> Tensor:
-    """Norms, a gate, and a turn of what are two heads of queries and one of keys."""
+    """Norms, a gate, and rotary positions of two query heads and one key head."""
     x = add_rms_norm(x, residual, norm, 1e-6)
     heads = rms_norm(x, norm, 1e-6).view(len(x), 3, SIZE // 3)
     rotary_(heads[:, :2], heads[:, 2:], positions, table)
@@ -70,7 +71,7 @@ def test_products_are_replayed() -> None:
 
 
 @every_set
-def test_memory_that_nothing_needs_any_more_serves_again(variant: str) -> None:
+def test_unreferenced_memory_is_reused(variant: str) -> None:
     norm, x = torch.ones(SIZE), torch.randn(TOKENS, SIZE)
 
     def chain() -> Tensor:
@@ -90,7 +91,7 @@ def test_memory_that_nothing_needs_any_more_serves_again(variant: str) -> None:
 @every_set
 def test_rows_that_are_not_of_tokens_cannot_be_captured(variant: str) -> None:
     others = torch.rand(TOKENS + 1, SIZE)
-    with using(variant), pytest.raises(NotCapturable, match="no multiple of the tokens"):
+    with using(variant), pytest.raises(NotCapturable, match="not a multiple of the step"):
         captured(lambda: rms_norm(others, others[0], 1e-6))
 
 
@@ -107,7 +108,7 @@ def test_rows_that_are_not_of_tokens_cannot_be_captured(variant: str) -> None:
     ],
     ids=["memory", "sum", "value", "copy", "kernel", "in place"],
 )
-def test_whatever_is_no_recorded_kernel_cannot_be_captured(
+def test_an_operation_that_is_not_a_recorded_kernel_cannot_be_captured(
     foreign: Callable[[Tensor], Tensor],
 ) -> None:
     with using("generic"), pytest.raises(NotCapturable, match="is no"):

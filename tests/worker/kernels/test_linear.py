@@ -1,4 +1,4 @@
-"""Products with packed matrices: right, and the same for a row whatever is beside it."""
+"""Products with packed matrices: correct, and independent of the other rows."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_rows_may_lie_apart_and_columns_too() -> None:
             assert torch.equal(matrix.product(part), matrix.product(part.clone()))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_shapes_and_dtypes_are_refused() -> None:
     with using(BEST):
         matrix = PackedMatrix(bfloat16(4, 6, seed=8))
         for wrong in (bfloat16(2, 8, seed=9), torch.zeros(2, 6), bfloat16(6, seed=9)):

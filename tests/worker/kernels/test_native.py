@@ -1,4 +1,4 @@
-"""Finding and choosing the compiled kernels."""
+"""Loading and selecting the compiled kernels."""
 
 import logging
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_a_library_of_another_version_is_not_used(
 def test_an_unknown_instruction_set_is_refused(kernels: Native) -> None:
     path = library_path()
     assert path is not None
-    with pytest.raises(ValueError, match="there are no 'sse9' kernels"):
+    with pytest.raises(ValueError, match="instruction set 'sse9' is unknown"):
         load(path, "sse9")
 
 

@@ -26,8 +26,8 @@ TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 1e-2}
 
 
 class Step:
-    """Sequences of (tokens in all, new tokens). Whatever of the cache and of the block table their
-    new tokens do not attend to is NaN, or leads there."""
+    """Sequences of (total tokens, new tokens). Cache and block table entries that new tokens do not
+    attend to are NaN or refer to NaN."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ def lengths_and_counts(max_len: int) -> st.SearchStrategy[tuple[int, int]]:
 
 
 def drawn_kind(data: st.DataObject, max_tokens: int) -> dict[str, Any]:
-    """Fields of a PagedAttentionKind, but for the number of heads."""
+    """Fields of a PagedAttentionKind, without the number of heads."""
     fields = dict(vars(data.draw(kinds(1, max_tokens), "kind")))
     del fields["num_heads"]
     return fields
@@ -303,7 +303,7 @@ def test_what_the_kernel_cannot_compute_is_refused(kernels: Native) -> None:
 
 
 @native_only
-def test_a_sink_takes_weight_and_gives_nothing(kernels: Native) -> None:
+def test_a_sink_takes_weight_but_has_no_value(kernels: Native) -> None:
     step = Step([(20, 1), (1600, 2)], head_dim=32, num_kv_heads=2, group=2, has_sinks=True)
     assert step.sinks is not None
     step.sinks[:] = torch.tensor([-math.inf, 1e4, -1e4, 0.0])

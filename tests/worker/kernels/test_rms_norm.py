@@ -20,20 +20,20 @@ def expected(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def assert_close(actual: Tensor, wanted: Tensor) -> None:
-    """Twice rounded to its dtype, before and after the weight."""
+    """With a tolerance for rounding twice to the dtype, before and after the weight."""
     tolerance = 4 * torch.finfo(actual.dtype).eps
     torch.testing.assert_close(actual.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
 @every_variant
-@given(rows=st.integers(0, 5), size=SIZES, dtype=DTYPES, in_place=st.booleans())
+@given(rows=st.integers(0, 5), size=SIZES, dtype=DTYPES)
 def test_lines_of_any_length_are_normalised(
-    variant: str, rows: int, size: int, dtype: torch.dtype, in_place: bool
+    variant: str, rows: int, size: int, dtype: torch.dtype
 ) -> None:
     x, weight = torch.randn(rows, size).to(dtype), torch.randn(size).to(dtype)
     wanted = expected(x, weight)
     with using(variant):
-        assert_close(rms_norm(x, weight, EPS, out=x if in_place else None), wanted)
+        assert_close(rms_norm(x, weight, EPS), wanted)
 
 
 @every_variant
@@ -95,15 +95,13 @@ def test_a_line_depends_neither_on_its_neighbours_nor_on_the_threads(
     assert together.isnan().sum() == 515
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_shapes_and_dtypes_are_refused() -> None:
     x = torch.zeros(2, 8)
-    with pytest.raises(ValueError, match=r"needs one of torch.float32 \(8,\)"):
+    with pytest.raises(ValueError, match=r"must be torch.float32 or torch.float32 \(8,\)"):
         rms_norm(x, torch.ones(7), EPS)
     with pytest.raises(ValueError, match=r"weight is torch.bfloat16"):
         rms_norm(x, torch.ones(8).bfloat16(), EPS)
     with pytest.raises(ValueError, match=r"weight is torch.float64"):
         rms_norm(x, torch.ones(8).double(), EPS)
-    with pytest.raises(ValueError, match="out must be contiguous"):
-        rms_norm(x, torch.ones(8), EPS, out=torch.empty(8, 2).t())
     with pytest.raises(ValueError, match=r"the residual, torch.float32"):
         add_rms_norm(x, torch.zeros(3, 8), torch.ones(8), EPS)

@@ -45,7 +45,7 @@ def routings(draw: st.DrawFn) -> Routing:
 
 
 def least_gap(router: Router, x: Tensor) -> float:
-    """Between the merits of two experts, or of two groups, of one token."""
+    """The smallest difference between the merits of two experts, or of two groups, of one token."""
     routing = router.routing
     scores = F.linear(x.double(), router.weight.double())
     if router.bias is not None:
@@ -104,7 +104,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(variant: str) -> None:
 @every_set
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("has_correction", [False, True])
-def test_what_is_no_number_shows_in_the_weights_of_real_experts(
+def test_nan_reaches_the_weights_of_valid_experts(
     variant: str, scoring: str, has_correction: bool
 ) -> None:
     routing = Routing(
@@ -149,12 +149,12 @@ def test_a_replay_routes_other_tokens(variant: str) -> None:
 
 
 @every_set
-def test_what_does_not_fit_is_refused(variant: str) -> None:
+def test_wrong_shapes_and_dtypes_are_refused(variant: str) -> None:
     router = make_router(Routing(num_experts=4, top_k=2), 8)
     with using(variant):
         for wrong in (torch.zeros(3, 7), torch.zeros(8, 3).t(), torch.zeros(8)):
             with pytest.raises(ValueError, match=r"must be \(n, 8\)"):
                 router(wrong)
         router.weight = router.weight.half()
-        with pytest.raises(ValueError, match=r"what routes is torch.float16"):
+        with pytest.raises(ValueError, match=r"contiguous torch.float32, not torch.float16"):
             router(torch.zeros(3, 8))

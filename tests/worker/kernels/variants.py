@@ -40,7 +40,7 @@ every_variant = pytest.mark.parametrize("variant", ["torch", *NATIVE])
 
 @contextmanager
 def using(variant: str, *, num_threads: int = 1) -> Iterator[None]:
-    """The wrappers use this variant, and torch so many threads, inside."""
+    """Within the block, the wrappers use this variant and torch this number of threads."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     if variant == "torch":

@@ -1,4 +1,4 @@
-"""Block tables and slots: the worked numbers, every operation against lists, and the commit."""
+"""Block tables and slots: worked examples, every operation against lists, and the commit."""
 
 import threading
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def ints(values: Sequence[int]) -> np.ndarray:
 
 
 def slots_of(table: BlockTable, rows: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """As a step asks for them."""
+    """The slots as a step computes them."""
     (slots,) = MultiGroupBlockTable([table]).slots(np.array(rows), np.array(positions))
     return slots
 
@@ -84,7 +84,7 @@ def test_a_slot_is_its_block_times_the_block_size_plus_the_offset(
 
 
 @pytest.mark.req("NUM-07", "WBT-04")
-def test_an_allocated_block_is_several_blocks_to_a_smaller_kernel() -> None:
+def test_an_allocated_block_is_several_kernel_blocks() -> None:
     table = table_of([[0, 1, 2]], block_size=32, kernel_block_size=16, max_model_len=96)
     assert table.host[0].tolist() == [0, 1, 2, 3, 4, 5]
     assert table.num_blocks[0] == 6
@@ -95,7 +95,7 @@ def test_an_allocated_block_is_several_blocks_to_a_smaller_kernel() -> None:
 
 @pytest.mark.req("WBT-04")
 def test_a_kernel_block_must_divide_the_allocated_block() -> None:
-    with pytest.raises(ValueError, match="kernel block 12 does not divide 32"):
+    with pytest.raises(ValueError, match="kernel_block_size=12 does not divide block_size=32"):
         table_of(block_size=32, kernel_block_size=12)
 
 
@@ -197,14 +197,14 @@ def test_every_change_reaches_the_tables_of_all_groups() -> None:
 
 def test_blocks_for_a_group_that_is_not_here_are_refused() -> None:
     tables = MultiGroupBlockTable([table_of()])
-    with pytest.raises(PlanMismatch, match="group 1 of 1"):
+    with pytest.raises(PlanMismatch, match="KV cache group 1; there are 1"):
         tables.append_rows(1, ints([0]), ints([1]))
     with pytest.raises(PlanMismatch, match="blocks for 2 KV cache groups"):
         tables.add_row(0, [ints([1]), ints([2])])
 
 
 class TablesAgainstLists(RuleBasedStateMachine):
-    """Any sequence of operations leaves what the same operations do to plain lists."""
+    """Any sequence of operations has the same result as on plain lists."""
 
     MAX_BLOCKS = 6
     rows = st.integers(0, 3)
@@ -268,7 +268,7 @@ TestTablesAgainstLists = pytest.mark.req("WBT-02")(TablesAgainstLists.TestCase)
 
 
 class SlowDevice:
-    """A compute queue whose copies wait until the test lets them happen."""
+    """A compute queue whose copies wait until the test releases them."""
 
     def __init__(self) -> None:
         self.may_copy = threading.Semaphore(0)
@@ -283,8 +283,8 @@ class SlowDevice:
 
 
 def run_ahead(num_steps: int, device: SlowDevice) -> list[list[int]]:
-    """The host changes a row in every step, and waits for nothing but the staging ring; returns
-    what each copy left on the device."""
+    """The host changes a row in every step and waits only for the staging ring. Returns the
+    device's table after each copy."""
     table = table_of(max_model_len=64)
     seen: list[list[int]] = []
 

@@ -67,7 +67,7 @@ def test_copying_a_block_of_the_70b_model_moves_5_24_megabytes() -> None:
 
 
 @pytest.mark.req("COW-03")
-def test_a_copy_has_keys_and_values_of_all_layers_and_nothing_behind_its_tokens() -> None:
+def test_a_copy_has_keys_and_values_of_all_layers_and_zeros_after_its_tokens() -> None:
     cache = allocated(group_of(3, 2, head_dim=4), 6)
     torch.manual_seed(0)
     planes = cache.view(0).planes
@@ -128,7 +128,7 @@ def allocated(group: KVCacheGroup, num_blocks: int) -> kv_cache.KVCache:
     return kv_cache.KVCache(config, dtype=torch.float16, device=CPU)
 
 
-def test_a_cpu_takes_no_more_than_its_default_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_cache_of_a_cpu_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "available_bytes", lambda device: 1 << 40)
 
     def default(group: KVCacheGroup, max_useful_blocks: int) -> int:
@@ -197,7 +197,7 @@ def hybrid(num_blocks: int) -> kv_cache.KVCache:
     return kv_cache.KVCache(config, dtype=torch.float16, device=CPU)
 
 
-def test_every_group_sees_the_same_blocks_in_its_own_way() -> None:
+def test_every_group_has_its_own_view_of_the_same_blocks() -> None:
     cache = hybrid(5)
     assert cache.block_size_bytes == 4 * 2 * 32 * 4 * 2
     views = [cache.view(group) for group in range(5)]
@@ -241,7 +241,7 @@ def test_the_parts_of_a_block_that_layers_have_do_not_overlap() -> None:
 
 
 @pytest.mark.req("COW-03")
-def test_a_copy_is_cut_in_the_way_of_its_group() -> None:
+def test_a_copy_is_truncated_according_to_the_spec_of_its_group() -> None:
     cache = hybrid(12)
     cache.buffer[1:] = torch.randint(1, 100, cache.buffer[1:].shape, dtype=torch.uint8)
     before = cache.buffer.clone()
@@ -261,7 +261,7 @@ def test_a_copy_is_cut_in_the_way_of_its_group() -> None:
 
 
 @pytest.mark.req("COW-03")
-def test_a_copy_in_fp8_holds_zeros_behind_the_tokens_that_are_shared() -> None:
+def test_a_copy_in_fp8_holds_zeros_after_the_shared_tokens() -> None:
     spec = FullAttentionSpec(16, num_kv_heads=2, head_size=4, dtype_bytes=1)
     config = KVCacheConfig(4, (KVCacheGroup(("a", "b"), spec),), "fp8_e4m3")
     scales = {"b": KVScales(0.5, 2.0)}

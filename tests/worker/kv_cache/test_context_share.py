@@ -1,4 +1,4 @@
-"""Which rank keeps which token, and where: worked numbers, and turns dealt out one by one."""
+"""Which rank stores which token, and where: worked examples, and tokens assigned one by one."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def table_of(
 
 
 def slots_of_row_0(table: BlockTable, num_tokens: int) -> list[int]:
-    """As a step asks for them."""
+    """The slots as a step computes them."""
     positions = np.arange(num_tokens)
     (slots,) = MultiGroupBlockTable([table]).slots(np.zeros_like(positions), positions)
     return slots.tolist()
@@ -98,7 +98,7 @@ def test_decode_ranks_are_neighbours_among_prefill_ranks(
     st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.sampled_from([4, 8]),
     st.integers(1, 150),
 )  # fmt: skip
-def test_slots_are_those_of_tokens_dealt_out_one_by_one(
+def test_slots_equal_those_of_tokens_assigned_one_by_one(
     pcp_size: int, dcp_size: int, interleave: int, block_size: int, num_tokens: int
 ) -> None:
     world = pcp_size * dcp_size
@@ -160,8 +160,8 @@ def test_a_table_counts_in_blocks_of_all_ranks() -> None:
 
 
 @pytest.mark.req("WBT-05", "WBT-04")
-def test_an_allocated_block_is_several_blocks_to_a_smaller_kernel_on_each_rank() -> None:
-    """An id is 8 tokens on each of 2 ranks, and 2 entries of 4 tokens each there."""
+def test_an_allocated_block_is_several_kernel_blocks_on_each_rank() -> None:
+    """An id covers 8 tokens on each of 2 ranks, as 2 entries of 4 tokens each."""
     share = ContextShare(1, 2, 2)
     table = table_of([[3, 1]], share, block_size=8, kernel_block_size=4)
     assert table.host[0, :4].tolist() == [6, 7, 2, 3]
@@ -169,8 +169,8 @@ def test_an_allocated_block_is_several_blocks_to_a_smaller_kernel_on_each_rank()
     assert slots_of_row_0(table, 32) == slots_of_row_0(whole, 32)
 
 
-def test_a_turn_must_divide_the_block() -> None:
-    with pytest.raises(ValueError, match="interleave 3"):
+def test_the_interleave_must_divide_the_block() -> None:
+    with pytest.raises(ValueError, match="interleave=3"):
         table_of([], ContextShare(0, 2, 3), block_size=4)
 
 
@@ -192,10 +192,10 @@ def test_ranks_that_fit_are_accepted() -> None:
         CrossAttentionSpec(16, 1, 8, 2, max_encoder_tokens=4),
     ],
 )
-def test_layers_that_do_not_attend_to_everything_are_refused_by_name(spec: KVCacheSpec) -> None:
+def test_layers_without_full_attention_are_refused_by_name(spec: KVCacheSpec) -> None:
     with pytest.raises(
         UnsupportedModel,
-        match=f"decode_context_parallel_size=2: b of this model keeps {type(spec).__name__}",
+        match=f"decode_context_parallel_size=2: b of this model has a {type(spec).__name__}",
     ):
         check_context_parallel({"a": FULL, "b": spec}, **FIT)
 

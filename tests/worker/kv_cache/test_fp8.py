@@ -1,4 +1,4 @@
-"""Numbers in fp8: every way to convert them against the definition, bit by bit."""
+"""fp8 numbers: every conversion against the definition, bit by bit."""
 
 import math
 
@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def interesting() -> Tensor:
-    """Every number, what lies between two, their float32 neighbours, and what is out of range."""
+    """Every number, midpoints, their float32 neighbours, and numbers out of range."""
     numbers = fp8_oracle.NUMBERS
     exact = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2, [2.0**-10, 464.0, 480.0]])
     exact = exact.astype(np.float32)
@@ -36,7 +36,7 @@ def interesting() -> Tensor:
 
 
 def written(kernels: Native, vectors: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The bytes that the kernel leaves of keys and values (tokens, 1, head_dim)."""
+    """The bytes that the kernel writes for keys and values (tokens, 1, head_dim)."""
     num_tokens, _, head_dim = vectors.shape
     cache = paged_kv(
         num_tokens // 4 + 2,
@@ -84,7 +84,7 @@ def test_the_kernel_stores_the_bits_that_torch_stores(
 def test_the_kernel_reads_every_number_exactly(
     kernels: Native, num_new: int, dtype: torch.dtype
 ) -> None:
-    """With one key in reach a result is that key's value."""
+    """With a single visible key the result is its value."""
     codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
     values = from_fp8(codes, dtype).view(num_new, 1, -1)
     cache = paged_kv(
@@ -111,7 +111,7 @@ def test_numbers_of_every_dtype_of_a_model_hold_what_was_stored() -> None:
         torch.testing.assert_close(numbers, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_is_too_large_becomes_the_largest_number_and_nan_stays() -> None:
+def test_numbers_out_of_range_are_clamped_and_nan_stays_nan() -> None:
     values = torch.tensor([449.0, 1e30, math.inf, -math.inf, math.nan, -500.0])
     numbers = to_fp8(values, 1.0).view(FP8).float()
     assert numbers[:4].tolist() == [448.0, 448.0, 448.0, -448.0]

@@ -1,4 +1,4 @@
-"""Which layers share a group, what a block costs, and what that amounts to."""
+"""The KV cache plan: groups of layers, block sizes, and the report."""
 
 import math
 import subprocess
@@ -70,7 +70,7 @@ def test_a_model_of_one_kind_has_one_group_of_unchanged_blocks() -> None:
      (2, 24, [12], 12)],
     ids=["20 and 4", "22 and 4", "52 and 10", "12 and 12"],
 )  # fmt: skip
-def test_windows_are_dealt_out_to_groups_of_the_size_of_the_full_one(
+def test_layers_with_windows_are_divided_into_groups_of_the_size_of_the_full_one(
     pattern: int, num_layers: int, windows: list[int], num_full: int
 ) -> None:
     is_full = [layer % pattern == pattern - 1 for layer in range(num_layers)]
@@ -86,7 +86,7 @@ def test_layers_that_need_less_have_blocks_of_more_tokens() -> None:
     assert len({group.block_size_bytes for group in groups}) == 1
 
 
-def test_attention_beside_states_has_blocks_as_large_as_a_state_and_the_same_borders() -> None:
+def test_attention_in_a_hybrid_has_blocks_as_large_as_a_state_and_the_same_borders() -> None:
     mamba = state(128, 64, 128)
     groups = planned([full() if i in (9, 18, 27) else mamba for i in range(32)], 131_072)
     size_bytes = block_bytes(groups)
@@ -98,7 +98,7 @@ def test_attention_beside_states_has_blocks_as_large_as_a_state_and_the_same_bor
     assert report.padding_share < 0.05
 
 
-def test_a_block_stands_for_no_more_tokens_than_a_request_has() -> None:
+def test_a_block_covers_at_most_the_tokens_of_a_request() -> None:
     groups = planned([state(128, 64, 128)] * 8 + [full(1, 16)], max_model_len=100)
     assert {group.spec.block_size for group in groups} <= {16, 32, 48, 64, 80, 96, 112}
 
@@ -174,7 +174,7 @@ def test_what_a_request_may_hold_counts_every_group_and_sinks_are_set_aside() ->
 
 
 @pytest.mark.req("NUM-18", "NUM-20")
-def test_the_report_says_what_fits() -> None:
+def test_the_report_has_the_tokens_and_requests_that_fit() -> None:
     group = KVCacheGroup(tuple(f"layer {i}" for i in range(80)), full())
     report = report_on([group], 11_469, max_model_len=131_072, max_num_batched_tokens=4096)
     assert report.block_bytes == 5_242_880
@@ -188,7 +188,7 @@ def test_the_report_says_what_fits() -> None:
     assert report.max_concurrency == (8192 + 258) / (8192 + report.groups[1].max_blocks)
 
 
-def test_a_plan_is_made_without_a_tensor_library() -> None:
+def test_a_plan_is_made_without_torch() -> None:
     program = (
         "import sys, longshore.deploy.cli.cache_plan;"
         "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"

@@ -1,4 +1,4 @@
-"""Log-mel spectrograms beside those of transformers."""
+"""Log-mel spectrograms against those of transformers."""
 
 from pathlib import Path
 

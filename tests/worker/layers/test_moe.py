@@ -1,4 +1,4 @@
-"""Mixtures of experts against the plainest computation: token by token, expert by expert."""
+"""Mixtures of experts against a plain computation, token by token and expert by expert."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -119,7 +119,7 @@ def mixture(reference: Reference, placement: Placement, **more: object) -> Mixtu
     size=st.sampled_from([4, 6, 16]),
     data=st.data(),
 )
-def test_each_token_gets_what_its_experts_compute_whatever_the_cut(
+def test_each_token_gets_the_output_of_its_experts_for_every_number_of_shards(
     form: ExpertForm,
     num_tokens: int,
     num_experts: int,
@@ -128,7 +128,8 @@ def test_each_token_gets_what_its_experts_compute_whatever_the_cut(
     size: int,
     data: st.DataObject,
 ) -> None:
-    """Sizes with lines of whole 16 bytes and without, experts with and without tokens."""
+    """With lines that are and are not multiples of 16 bytes, and experts with and without
+    tokens."""
     routing = Routing(
         num_experts=num_experts,
         top_k=data.draw(st.integers(1, num_experts)),
@@ -149,10 +150,10 @@ def test_each_token_gets_what_its_experts_compute_whatever_the_cut(
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 3, 40])
-def test_big_matrices_laid_out_for_their_products_give_the_same(
+def test_packed_matrices_give_the_same_products(
     form: ExpertForm, dtype: torch.dtype, num_tokens: int
 ) -> None:
-    """Big enough for tiles of their own where the processor has them."""
+    """Large enough for oneDNN's tiles where the processor has them."""
     routing = Routing(num_experts=5, top_k=2, renormalise=True)
     reference = Reference(routing, 512, 1024, form)
     for name, value in vars(reference).items():
@@ -173,7 +174,7 @@ def test_big_matrices_laid_out_for_their_products_give_the_same(
 @pytest.mark.skipif(
     native() is None or native().instruction_set == "generic", reason="nothing is packed"
 )
-def test_while_experts_are_laid_out_one_of_their_two_stacks_is_there_twice() -> None:
+def test_packing_experts_needs_a_second_copy_of_only_one_of_their_two_stacks() -> None:
     placement = Placement(torch.float32, CPU)
     experts = Experts(16, 64, 128, FORMS["split"], placement)
     stacks = [experts.gate_up.all_stored, experts.down.all_stored]
@@ -208,8 +209,8 @@ def test_shared_experts_compute_every_token_and_are_summed_with_the_others(num_s
 
 @settings(max_examples=40)
 @given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any))
-def test_a_row_meets_the_matrix_of_its_expert_alone(counts: list[int]) -> None:
-    """Matrices without rows are not a number, and do not show."""
+def test_a_row_is_multiplied_by_the_matrix_of_its_expert_only(counts: list[int]) -> None:
+    """Matrices of experts without rows are NaN, which must not reach the result."""
     matrices = ExpertMatrices(len(counts), 3, 8, Placement(torch.float32, CPU))
     for expert, count in enumerate(counts):
         matrices.stored(expert).copy_(random(3, 8, seed=expert) if count else torch.nan)
@@ -286,6 +287,6 @@ def test_a_correction_chooses_experts_of_negative_merit_inside_the_best_groups_o
         {"num_experts": 4, "top_k": 1, "num_groups": 4, "has_correction": True},
     ],
 )
-def test_what_cannot_be_chosen_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"cannot be chosen|groups have one expert"):
+def test_inconsistent_numbers_of_experts_and_groups_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"cannot be chosen|must be 1 to [24],|groups have one"):
         Routing(**wrong)

@@ -1,4 +1,4 @@
-"""Norms whose weights are stored less one, against the formula in float32."""
+"""Norms with weights stored minus one, against the formula in float32."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def normalised(x: Tensor, stored: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_small_weights_are_not_lost_beside_the_one_that_is_added(dtype: torch.dtype) -> None:
+def test_small_weights_are_not_lost_when_one_is_added(dtype: torch.dtype) -> None:
     """Added in bfloat16, the weights here would all become one of a few values."""
     norm, stored = loaded_norm(dtype)
     x = random(7, SIZE, dtype=dtype, seed=1)

@@ -1,4 +1,4 @@
-"""Layers cut among shards compute what they compute whole, whatever the sizes."""
+"""Layers divided among shards give the same results as whole ones, for all sizes."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longshore.worker.layers.embedding import Embedding, OutputHead
+from longshore.worker.layers.embedding import OutputHead, VocabParallelEmbedding
 from longshore.worker.layers.linear import ColumnParallelLinear, Columns, RowParallelLinear
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.stored_tensor import StoredTensors
@@ -45,7 +45,7 @@ def test_every_token_has_its_vector_and_its_score(vocab_size: int, num_shards: i
     table, ids = random(vocab_size, WIDTH), torch.arange(vocab_size, dtype=torch.int32)
 
     def compute(placement: Placement) -> Tensor:
-        embedding = Embedding(vocab_size, WIDTH, placement)
+        embedding = VocabParallelEmbedding(vocab_size, WIDTH, placement)
         head = OutputHead(vocab_size, WIDTH, placement)
         tied = OutputHead(vocab_size, WIDTH, placement, tied_to=embedding)
         fill({"e": embedding.stored(), "h": head.stored()}, {"e": table, "h": table})
@@ -65,7 +65,7 @@ def test_every_token_has_its_vector_and_its_score(vocab_size: int, num_shards: i
     bias=st.booleans(),
     is_stacked=st.booleans(),
 )
-def test_a_product_into_a_cut_width_and_out_of_it_is_the_whole_one(
+def test_column_and_row_parallel_products_equal_the_whole_one(
     parts: list[int], num_shards: int, bias: bool, is_stacked: bool
 ) -> None:
     sizes = [part * num_shards for part in parts]
@@ -95,7 +95,7 @@ def test_a_product_into_a_cut_width_and_out_of_it_is_the_whole_one(
 
 
 @pytest.mark.parametrize("size", [1, 2, 17, 300])
-def test_a_matrix_laid_out_for_its_product_gives_the_same_one(size: int) -> None:
+def test_a_packed_matrix_gives_the_same_product(size: int) -> None:
     placement = Placement(torch.bfloat16, torch.device("cpu"))
     linear = RowParallelLinear(48, 80, bias=True, placement=placement)
     checkpoint = {"m.weight": random(80, 48).bfloat16(), "m.bias": random(80).bfloat16()}
@@ -106,9 +106,9 @@ def test_a_matrix_laid_out_for_its_product_gives_the_same_one(size: int) -> None
     torch.testing.assert_close(linear(x).float(), wanted, rtol=2**-7, atol=2**-9)
 
 
-def test_a_tied_head_that_is_laid_out_leaves_the_embeddings_as_they_were() -> None:
+def test_packing_a_tied_head_does_not_change_the_embeddings() -> None:
     placement = Placement(torch.bfloat16, torch.device("cpu"))
-    embedding = Embedding(50, 16, placement)
+    embedding = VocabParallelEmbedding(50, 16, placement)
     head = OutputHead(50, 16, placement, tied_to=embedding)
     table = random(50, 16).bfloat16()
     fill({"e": embedding.stored()}, {"e": table})

@@ -1,4 +1,4 @@
-"""Decoders saved without their output head, as embedding models are."""
+"""Bare checkpoints: decoders without their output head, as embedding models are saved."""
 
 import json
 from pathlib import Path
@@ -16,11 +16,11 @@ from longshore.worker.config import WorkerConfig
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.kv_cache.fp8 import KVScales
 from longshore.worker.kv_cache.kv_scales import read_kv_scales
-from longshore.worker.loading.stored_names import (
+from longshore.worker.loading.tensor_names import (
     HEAD,
     INDEX_FILE,
     SINGLE_FILE,
-    stored_names,
+    tensor_names,
 )
 from longshore.worker.worker import Worker
 from tests.models import make_tiny_model
@@ -53,7 +53,7 @@ def vector_of(path: Path) -> Any:
         ("Mamba2", MAMBA),
     ],
 )
-def test_a_decoder_by_itself_gives_the_vectors_of_the_whole(
+def test_a_bare_checkpoint_gives_the_vectors_of_the_whole_model(
     family: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     whole = make_tiny_model(family, tmp_path / "whole", **settings)
@@ -69,7 +69,9 @@ def test_a_decoder_by_itself_gives_the_vectors_of_the_whole(
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_tokens_come_of_it_if_its_embeddings_are_the_head(is_tied: bool, tmp_path: Path) -> None:
+def test_a_bare_checkpoint_with_tied_embeddings_generates_tokens(
+    is_tied: bool, tmp_path: Path
+) -> None:
     whole = make_tiny_model("Llama", tmp_path / "whole", tie_word_embeddings=is_tied)
     whole.model.save_pretrained(tmp_path / "bare")
     with open_worker(tmp_path / "bare") as worker:
@@ -77,7 +79,7 @@ def test_tokens_come_of_it_if_its_embeddings_are_the_head(is_tied: bool, tmp_pat
         assert (worker.model.head is None) == (not is_tied)
 
 
-def test_names_without_their_beginning_are_understood_beside_a_head(tmp_path: Path) -> None:
+def test_bare_names_are_understood_in_a_checkpoint_with_a_head(tmp_path: Path) -> None:
     make_tiny_model("Llama", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     renamed = {name.removeprefix("model."): value for name, value in tensors.items()}
@@ -86,7 +88,7 @@ def test_names_without_their_beginning_are_understood_beside_a_head(tmp_path: Pa
     np.testing.assert_array_equal(vector_of(tmp_path), expected)
 
 
-def test_what_is_missing_or_too_much_is_named_as_it_is_stored(tmp_path: Path) -> None:
+def test_missing_and_unused_tensors_are_named_as_they_are_stored(tmp_path: Path) -> None:
     make_tiny_model("Llama", tmp_path / "whole").model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -99,7 +101,7 @@ def test_what_is_missing_or_too_much_is_named_as_it_is_stored(tmp_path: Path) ->
         open_worker(tmp_path)
 
 
-def test_a_name_that_only_looks_like_a_family_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_bare_architecture_is_refused(tmp_path: Path) -> None:
     make_tiny_model("Llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for name in ("Llama", "LlamaBidirectionalModel", "LlamaForSequenceClassification"):
@@ -109,7 +111,7 @@ def test_a_name_that_only_looks_like_a_family_is_refused(tmp_path: Path) -> None
 
 
 def as_published(path: Path, **more: torch.Tensor) -> None:
-    """Untied, bare names, no head, and still called by the whole model's name."""
+    """Untied, with bare names and no head, but with the architecture of the whole model."""
     make_tiny_model("Qwen3", path, head_dim=16)
     tensors = load_file(path / "model.safetensors")
     body = {n.removeprefix("model."): each for n, each in tensors.items() if n != HEAD}
@@ -117,7 +119,9 @@ def as_published(path: Path, **more: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("is_indexed", [False, True])
-def test_a_body_that_is_called_the_whole_gives_vectors(is_indexed: bool, tmp_path: Path) -> None:
+def test_a_bare_checkpoint_with_the_architecture_of_the_whole_model_gives_vectors(
+    is_indexed: bool, tmp_path: Path
+) -> None:
     make_tiny_model("Qwen3", tmp_path / "whole", head_dim=16)
     as_published(tmp_path / "bare")
     if is_indexed:
@@ -143,10 +147,10 @@ def test_a_whole_model_that_lacks_its_head_is_incomplete(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"\x09\0\0\0\0\0\0\0[1, 2, {}]", b"\xff" * 20])
-def test_names_that_cannot_be_read_are_none(content: bytes, tmp_path: Path) -> None:
-    assert stored_names(tmp_path) == frozenset()
+def test_unreadable_tensor_names_are_an_empty_set(content: bytes, tmp_path: Path) -> None:
+    assert tensor_names(tmp_path) == frozenset()
     (tmp_path / SINGLE_FILE).write_bytes(content)
-    assert stored_names(tmp_path) == frozenset()
+    assert tensor_names(tmp_path) == frozenset()
 
 
 def test_scales_of_the_kv_cache_are_read_by_bare_names_too(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Checkpoints that must not be served: each is refused at start, by name and with a way out."""
+"""Checkpoints that are rejected at startup, with an error that says what is wrong and what to
+do."""
 
 import json
 import shutil
@@ -28,7 +29,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(checkpoint: tuple[Path, Any], tmp_path: Path) -> Path:
-    """A copy to break."""
+    """A copy of the checkpoint that the test may damage."""
     return Path(shutil.copytree(checkpoint[0], tmp_path / "model"))
 
 
@@ -126,7 +127,7 @@ def test_a_config_that_is_no_json_object_is_refused(text: str, folder: Path) -> 
 
 def test_weights_in_another_format_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(BrokenCheckpoint, match="safetensors files only"):
+    with pytest.raises(BrokenCheckpoint, match="Only safetensors files"):
         load(folder)
 
 
@@ -135,7 +136,7 @@ def test_a_truncated_file_is_refused(part: float, folder: Path) -> None:
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * part)])
-    with pytest.raises(BrokenCheckpoint, match="no complete safetensors file"):
+    with pytest.raises(BrokenCheckpoint, match="not a complete safetensors file"):
         load(folder)
 
 

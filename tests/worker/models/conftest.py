@@ -1,4 +1,4 @@
-"""Checkpoints of all families and what transformers makes of them; each made once."""
+"""Checkpoints of all families and the outputs of transformers; each is made once."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Two processes that share models over gloo, kept for many of them: starting them is what costs."""
+"""Two processes that run models over gloo, reused by many tests because starting them is slow."""
 
 import json
 import os
@@ -17,10 +17,10 @@ LIMIT_S = 100.0
 
 
 class GlooPair:
-    """The processes of gloo_rank.py, from the first question on. Their errors go to stderr."""
+    """The processes of gloo_rank.py, started at the first question. Their errors go to stderr."""
 
     def __init__(self, make_folder: Callable[[], Path]) -> None:
-        """make_folder: for a pair to meet in."""
+        """make_folder: makes a folder for the rendezvous of a pair."""
         self._make_folder = make_folder
         self._ranks: list[subprocess.Popen[str]] = []
 
@@ -76,7 +76,7 @@ class GlooPair:
         return line
 
     def close(self) -> None:
-        """Ends the processes, whatever they are doing."""
+        """Kill the processes."""
         for rank in self._ranks:
             rank.kill()
             rank.communicate()

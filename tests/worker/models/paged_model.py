@@ -1,4 +1,4 @@
-"""A rank's model over a paged cache of its own, without a runner."""
+"""The model of a rank over its own paged cache, without a model runner."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class PagedModel(PagedSequence):
-    """The part of a model that one rank has; one sequence at a time."""
+    """The part of a model that one rank holds; one sequence at a time."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ def forward_logits(
 
 
 def greedy(stages: Sequence[PagedModel], prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """`num_tokens` answers to the prompt, which is computed in two chunks."""
+    """`num_tokens` greedy tokens after the prompt, which is computed in two chunks."""
     half = len(prompt) // 2
     if half:
         forward_logits(stages, prompt[:half])

@@ -24,9 +24,9 @@ CLIENT = 0
 
 
 class ServedModel:
-    """Greedy answers of `num_tokens` tokens; a context manager.
+    """Greedy outputs of `num_tokens` tokens; a context manager.
 
-    worker:        its groups say what was planned.
+    worker:        its groups are the KV cache plan.
     tokens, ended: by request.
     """
 
@@ -43,8 +43,8 @@ class ServedModel:
         kv_cache_dtype: KVCacheDtype = "auto",
         num_encoder_tokens: int = 0,
     ) -> None:
-        """num_blocks: None takes the fewest that the longest request may need.
-        num_encoder_tokens: encoded per step; 0 for models that encode nothing."""
+        """num_blocks: None takes the minimum for the longest request. num_encoder_tokens: encoder
+        tokens per step; 0 without an encoder."""
         config = WorkerConfig(
             model=str(path),
             num_blocks=num_blocks or 10_000,
@@ -95,11 +95,11 @@ class ServedModel:
 
     @property
     def border(self) -> int:
-        """Prefixes are found up to multiples of so many tokens."""
+        """Prefix hits end at multiples of this number of tokens."""
         return math.lcm(*(group.spec.block_size for group in self.worker.kv_cache.groups))
 
     def answers(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Of these prompts, served together."""
+        """The outputs of these prompts, served together."""
         first = len(self.tokens)
         for prompt in prompts:
             self.add(prompt)
@@ -127,7 +127,7 @@ class ServedModel:
         self.scheduler.add_request(request, client=CLIENT, now=0.0)
 
     def step(self) -> bool:
-        """Plan what can be planned, and take one answer. False if nothing is left to do."""
+        """Plan as many steps as possible and apply one output. False if nothing is left to do."""
         while (plan := self.scheduler.schedule(0.0)) is not None:
             reports: list[WorkerReport] = []
             completion = self._runner.submit(copy.deepcopy(plan), reports.append)
@@ -149,8 +149,8 @@ class ServedModel:
         return True
 
     def poison_free_blocks(self) -> None:
-        """What nobody holds becomes no number; whoever reads it ends in a wrong answer. Only while
-        nothing is cached and no step is in flight."""
+        """Set free blocks to NaN, so that reading one gives a wrong output. Only while nothing is
+        cached and no step is in flight."""
         pool = self.scheduler.kv_cache._pool
         free = np.array(pool.free_block_ids(), np.int64)
         self._runner._device_state.cache.buffer[free] = 0xFF

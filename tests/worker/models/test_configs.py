@@ -1,4 +1,4 @@
-"""Settings of all families, read from config.json alone, in the spelling of any writer."""
+"""Settings of all families, read from config.json only, in every spelling."""
 
 import importlib
 import json
@@ -39,7 +39,7 @@ def write_config(folder: Path, architecture: str, **settings: Any) -> Path:
 
 
 def as_written_by_version_4(config: dict[str, Any], *, says_types: bool) -> dict[str, Any]:
-    """says_types: the layers' types do not follow from the other settings."""
+    """says_types: the layer types do not follow from the other settings."""
     rope = dict(config.get("rope_parameters", {"rope_type": "default", "rope_theta": 10_000.0}))
     old = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
     if "full_attention" in rope:
@@ -139,7 +139,7 @@ def test_each_layer_has_the_window_that_the_file_gives_it(
         ("Gemma3", {"sliding_window": 256}),
     ],
 )
-def test_a_window_that_hides_nothing_is_none(
+def test_a_window_as_long_as_the_longest_request_has_no_effect(
     architecture: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     config = read_model_config(write_config(tmp_path, architecture, **settings))
@@ -152,7 +152,7 @@ def test_a_window_shorter_than_the_stretched_positions_is_kept(tmp_path: Path) -
     assert (config.max_supported_len, config.reach_of(0).window) == (1024, 256)
 
 
-def test_gemma_3_serves_no_more_than_the_stretched_length_that_it_states(tmp_path: Path) -> None:
+def test_gemma_3_supports_at_most_the_length_in_its_config(tmp_path: Path) -> None:
     settings = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     config = read_model_config(write_config(tmp_path, "Gemma3", **settings))
     assert config.max_supported_len == 256
@@ -196,8 +196,8 @@ def test_phi_3_s_names_for_longrope_mean_it(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "settings", "named"),
     [
-        ("Phi3", {"partial_rotary_factor": 0.2}, "partial_rotary_factor=0.2 must be a part of"),
-        ("Phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be a part of"),
+        ("Phi3", {"partial_rotary_factor": 0.2}, "partial_rotary_factor=0.2 must be a factor"),
+        ("Phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be a factor"),
         ("Qwen3", {"head_dim": 15}, "head_dim=15"),
         ("Qwen3", {"layer_types": ["full_attention"]}, "layer_types=.* must be a list of"),
         ("Gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping=0.0 must be above 0"),
@@ -249,10 +249,10 @@ def test_longrope_says_which_factors_it_chose(
     for max_model_len, chosen in ((64, "short"), (65, "long")):
         with caplog.at_level("INFO", logger="longshore.worker.layers.rotary"):
             PagedModel(folder, max_model_len=max_model_len)
-        assert f"up to {max_model_len} tokens use the {chosen} factors" in caplog.messages[-1]
+        assert f"={max_model_len} all requests use the {chosen} factors" in caplog.messages[-1]
 
 
-def test_settings_are_read_without_a_tensor_library(tmp_path: Path) -> None:
+def test_settings_are_read_without_torch(tmp_path: Path) -> None:
     folders = []
     for name in ("Gemma2", "Gemma3", "Llama", "Mistral", "Olmo2", "Phi3", "Qwen2", "Qwen3"):
         (tmp_path / name).mkdir()
@@ -267,9 +267,7 @@ def test_settings_are_read_without_a_tensor_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", sorted({case.family for case in CASES} - {"Mamba2"}))
-def test_what_a_config_does_not_say_is_what_transformers_takes_it_for(
-    family: str, tmp_path: Path
-) -> None:
+def test_defaults_of_a_config_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     said = {key: value for key, value in SHAPE.items() if key != "max_position_embeddings"}
     if family == "DeepseekV2":
         said["num_experts_per_tok"] = 6  # transformers has no default that it can compute

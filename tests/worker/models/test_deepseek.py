@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: what their configs mean, what is refused, and what is left out."""
+"""DeepSeek-V2 and V3: the meaning of their configs, and what is rejected or ignored."""
 
 import json
 import logging
@@ -66,7 +66,7 @@ def test_what_the_family_does_not_compute_is_refused_by_name(
     [
         ({"n_group": 3}, "n_group=3 must be a divisor of n_routed_experts=8"),
         ({"topk_group": 3}, "topk_group=3 must be at most n_group=2"),
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 must be at most the experts of"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 must be at most the number of"),
         ({"head_dim": 16}, "head_dim=16 must be qk_rope_head_dim=8"),
         ({"kv_lora_rank": 0}, "kv_lora_rank=0"),
     ],
@@ -119,7 +119,7 @@ def test_a_token_takes_its_latent_and_its_rotary_key_on_every_shard(tmp_path: Pa
         assert sum(spec.page_size_bytes for spec in specs) == 6 * 16 * (48 + 8) * 2
 
 
-def test_layers_that_predict_further_tokens_are_left_out(
+def test_multi_token_prediction_layers_are_not_loaded(
     checkpoint_of: Callable[[Case], Checkpoint],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -1,4 +1,4 @@
-"""Family by family and path by path, the tokens of transformers; and its log probabilities."""
+"""The tokens and log probabilities of transformers, for every family on every path."""
 
 import copy
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def served_model(checkpoint: Checkpoint, **settings: object) -> ServedModel:
 
 
 def plain(checkpoint: Checkpoint) -> OutputProcessor:
-    """What no request holds is made unreadable between the steps."""
+    """Free blocks are set to NaN between the steps."""
     with served_model(checkpoint, max_steps_in_flight=1, enable_prefix_caching=False) as served:
         for prompt in checkpoint.prompts:
             served.add(prompt)
@@ -42,7 +42,7 @@ def chunked(checkpoint: Checkpoint) -> OutputProcessor:
 
 
 def prefix_hit(checkpoint: Checkpoint) -> OutputProcessor:
-    """The third prompt begins like the first, which comes once more beside it."""
+    """The third prompt begins like the first, which is sent again with it."""
     with served_model(checkpoint) as served:
         answers = served.answers([checkpoint.prompts[index] for index in (0, 1, 3)])
         answers += served.answers([checkpoint.prompts[index] for index in (2, 0)])
@@ -54,7 +54,7 @@ def prefix_hit(checkpoint: Checkpoint) -> OutputProcessor:
 
 
 def preempted(checkpoint: Checkpoint) -> OutputProcessor:
-    """More requests than the smallest pool that holds the longest one has room for."""
+    """More requests than fit the smallest pool that holds the longest one."""
     with served_model(
         checkpoint, num_blocks=None, max_num_batched_tokens=16, enable_prefix_caching=False
     ) as served:

@@ -1,4 +1,4 @@
-"""Models whose keys and values are kept in fp8: how far logits stray, and what stays the same."""
+"""Models with an fp8 KV cache: how far logits deviate, and what is unchanged."""
 
 import math
 import random
@@ -59,13 +59,13 @@ def logits_of(
     dtype: str = "float32",
     token_ids: Sequence[int] = TOKENS,
 ) -> Tensor:
-    """Of tokens that each see those before them: (tokens, vocabulary)."""
+    """The logits of all tokens of a sequence: (tokens, vocabulary)."""
     with worker_of(path, kv_cache_dtype, dtype) as worker:
         return paged_logits(worker, token_ids, CHUNKS)
 
 
 def errors(logits: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Root mean square and largest, in standard deviations of the exact ones."""
+    """Root mean square and maximum, in standard deviations of the exact logits."""
     strayed = (logits - exact) / exact.std()
     return strayed.square().mean().sqrt().item(), strayed.abs().max().item()
 
@@ -136,7 +136,7 @@ def test_chunks_hits_and_preemptions_do_not_change_an_answer(
 
 
 def with_tensors(path: Path, target: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
-    """A copy of a checkpoint whose tensors were changed."""
+    """A copy of a checkpoint with changed tensors."""
     target.mkdir()
     (target / "config.json").write_bytes((path / "config.json").read_bytes())
     tensors = load_file(path / "model.safetensors")
@@ -173,7 +173,8 @@ def test_scales_of_the_checkpoint_are_those_of_its_layers(llama: Path, tmp_path:
 def test_scales_make_numbers_that_are_out_of_range_as_exact_as_others(
     llama: Path, tmp_path: Path
 ) -> None:
-    """Values 2^12 times as large, which the next product divides again: nothing else changes."""
+    """Values are 2^12 times as large, and the next product divides them again; nothing else
+    changes."""
     factor = 2.0**12
 
     def enlarge(tensors: dict[str, Tensor]) -> None:
@@ -196,13 +197,13 @@ def test_scales_make_numbers_that_are_out_of_range_as_exact_as_others(
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, [1.0, 2.0]], ids=str)
-def test_a_scale_that_is_none_is_refused(llama: Path, tmp_path: Path, scale: object) -> None:
+def test_an_invalid_scale_is_refused(llama: Path, tmp_path: Path, scale: object) -> None:
     broken = with_tensors(llama, tmp_path / "broken", scales(scale, 1.0))
     with pytest.raises(BrokenCheckpoint, match=r"layers\.0\.self_attn\.k_scale is .* one positive"):
         worker_of(broken, "fp8_e4m3")
 
 
-def test_a_number_that_is_none_comes_through_the_cache(llama: Path, tmp_path: Path) -> None:
+def test_nan_survives_the_cache(llama: Path, tmp_path: Path) -> None:
     def poison(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.0.self_attn.v_proj.weight"][0, 0] = math.nan
 

@@ -68,7 +68,7 @@ def write(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def test_what_a_published_file_leaves_out_is_that_of_the_4b_model(tmp_path: Path) -> None:
+def test_defaults_of_a_published_file_are_those_of_the_4b_model(tmp_path: Path) -> None:
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,

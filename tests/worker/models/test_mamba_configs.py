@@ -1,4 +1,4 @@
-"""Settings of Mamba layers: what a config.json may say of them, and what is refused by name."""
+"""Settings of Mamba layers: their meaning in config.json, and what is rejected."""
 
 import json
 import math
@@ -135,7 +135,7 @@ def test_layers_are_of_the_kind_that_the_file_says(tmp_path: Path) -> None:
     assert kinds(old) == [MambaSpec] * 3 + [FullAttentionSpec]
 
 
-def test_a_state_knows_no_longest_request(tmp_path: Path) -> None:
+def test_states_do_not_limit_the_length_of_a_request(tmp_path: Path) -> None:
     config = read(tmp_path, "Mamba2")
     assert config.max_position_embeddings == 2048
     assert config.max_supported_len == 1 << 24

@@ -1,4 +1,4 @@
-"""What config.json says about experts, in any spelling, and what is refused by name."""
+"""Settings of experts in config.json, in every spelling, and what is rejected."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models cut among ranks: the same tokens, and no rank holds more than its part."""
+"""Models divided among ranks: the same tokens, and each rank holds only its part."""
 
 import copy
 import json
@@ -52,7 +52,7 @@ def test_two_pipeline_stages_give_the_tokens_of_transformers(
         )
         for stage in range(2)
     ]
-    counts = [stage.model.num_local_layers for stage in stages]
+    counts = [len(stage.model.layers) for stage in stages]
     assert min(counts) > 0
     assert sum(counts) == checkpoint.reference.config.num_hidden_layers
     answers = [greedy(stages, prompt, NUM_TOKENS) for prompt in checkpoint.prompts]
@@ -112,8 +112,8 @@ COPIED = (
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_shard_holds_its_part_of_every_matrix(case: Case, checkpoint_of: CheckpointOf) -> None:
-    """Norms, routers and what leads to latents are held by all, and a KV head (or
-    the maps of a group of Mamba heads) by as many shards as read it; nothing else twice."""
+    """Every shard holds norms, routers and the projections to latents. A KV head (or the maps of a
+    group of Mamba heads) is copied to the shards that read it; nothing else is held twice."""
     checkpoint = checkpoint_of(case)
 
     def sizes(places: list[Parallel]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Vectors of real models: whatever way a prompt is computed, those of transformers."""
+"""Vectors of real models equal those of transformers, for every way of computing the prompt."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ EVERY: Final = [PoolingParams(kind, normalize) for kind in KINDS for normalize i
 def reference_vector(
     model: Any, prompt: Sequence[int], pooling: PoolingParams
 ) -> npt.NDArray[np.float64]:
-    """Of the hidden states that transformers computes."""
+    """Computed from the hidden states of transformers."""
     body = model.backbone if hasattr(model, "backbone") else model.model
     with torch.inference_mode():
         states = body(torch.tensor([list(prompt)])).last_hidden_state[0].double()
@@ -71,7 +71,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return path, make_tiny_model("Llama", path)
 
 
-def test_the_last_state_is_found_behind_a_cached_prefix_and_others_compute_all(
+def test_the_last_state_uses_the_prefix_cache_and_other_poolings_compute_all(
     llama: tuple[Path, Any],
 ) -> None:
     path, reference = llama

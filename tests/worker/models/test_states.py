@@ -25,7 +25,7 @@ WITH_STATES = [
 def test_a_prefix_is_found_up_to_the_last_chunk_that_ended_within_it(
     case: Case, checkpoint_of: CheckpointOf
 ) -> None:
-    """Chunks are cut at borders of blocks, and leave a state there that others go on from."""
+    """Chunks are cut at block borders and leave a state there from which others continue."""
     checkpoint = checkpoint_of(case)
     first, budget = prompt_of(200, seed=5), 70
     shared = [10, 31, 63, 64, 65, 127, 128, 140, 191, 193]
@@ -51,7 +51,7 @@ def test_a_prefix_is_found_up_to_the_last_chunk_that_ended_within_it(
 @pytest.mark.req("STM-10")
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 def test_states_of_long_prompts_take_a_few_blocks(tmp_path: Path, max_steps_in_flight: int) -> None:
-    """There is room for the longest request that `max_blocks` promises, and for no more."""
+    """The pool holds exactly `max_blocks` of the longest request."""
     model = make_tiny_model("Mamba2", tmp_path, **WITH_STATES[0].settings, initializer_range=0.2)
     prompts = [prompt_of(length, seed=length) for length in (1000, 17, 990)]
     with ServedModel(

@@ -1,4 +1,4 @@
-"""Whisper: the tokens of transformers through the model runner, whatever happens to a row."""
+"""Whisper: the tokens of transformers through the model runner, on every path of a row."""
 
 import copy
 import json
@@ -59,7 +59,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Heard:
-    """A checkpoint and the model of transformers that wrote it."""
+    """A checkpoint and the transformers model that wrote it."""
 
     path: Path
     reference: Any
@@ -95,9 +95,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Heard:
 
 @dataclass
 class Transcriber:
-    """Rows of a runner, driven by hand. Blocks that no row holds are made unreadable.
+    """Rows of a runner, driven by hand. Blocks that no row holds are set to NaN.
 
-    tokens: sampled, by row.
+    tokens: sampled tokens, by row.
     """
 
     runner: ModelRunner
@@ -120,8 +120,8 @@ class Transcriber:
         scheduled: Mapping[int, int] | None = None,
         **settings: Any,
     ) -> None:
-        """A step in which rows begin, each with its sound. scheduled: tokens of rows that compute
-        another number than all they have."""
+        """A step in which rows start, each with its audio. scheduled: tokens of rows that do not
+        compute all they have."""
         self.planner.sounds |= sounds
         entries = []
         for row in sounds:
@@ -179,13 +179,13 @@ def test_a_request_is_answered_as_transformers_does(
         assert_greedy_equal(rows.answers([2]), [heard.answer(samples)])
 
 
-def test_different_sounds_have_different_answers(heard: Heard) -> None:
+def test_different_audio_gives_different_outputs(heard: Heard) -> None:
     answers = {tuple(heard.answer(samples).token_ids) for samples in SOUNDS}
     assert len(answers) == len(SOUNDS), "or the other tests would prove nothing"
 
 
 @pytest.mark.req("FEA-10")
-def test_sounds_that_come_beside_decodes_have_their_own_answers(
+def test_audio_that_starts_in_a_step_of_decodes_gives_its_own_output(
     heard: Heard, transcribe: Callable[..., Transcriber]
 ) -> None:
     rows = transcribe(heard)
@@ -200,10 +200,10 @@ def test_sounds_that_come_beside_decodes_have_their_own_answers(
 
 
 @pytest.mark.req("FEA-10")
-def test_a_preempted_request_is_encoded_again_and_goes_on(
+def test_a_preempted_request_is_encoded_again_and_continues(
     heard: Heard, transcribe: Callable[..., Transcriber]
 ) -> None:
-    """Its blocks have gone, and its row is another's first."""
+    """Its blocks are freed, and another request takes its row first."""
     rows = transcribe(heard)
     rows.start({0: SOUNDS[0], 1: SOUNDS[1]})
     for _ in range(6):
@@ -219,7 +219,7 @@ def test_a_preempted_request_is_encoded_again_and_goes_on(
     assert_greedy_equal(rows.answers([0, 1, 3]), wanted)
 
 
-def test_a_prompt_in_chunks_is_heard_from_the_first_to_the_last(
+def test_all_chunks_of_a_prompt_attend_to_the_audio(
     heard: Heard, transcribe: Callable[..., Transcriber]
 ) -> None:
     rows = transcribe(heard)
@@ -233,7 +233,7 @@ def test_a_prompt_in_chunks_is_heard_from_the_first_to_the_last(
     assert_greedy_equal(rows.answers([0, 1]), wanted)
 
 
-def test_a_rewind_takes_nothing_back_of_what_was_heard(
+def test_a_rewind_does_not_affect_the_encoder_tokens(
     heard: Heard, transcribe: Callable[..., Transcriber]
 ) -> None:
     rows = transcribe(heard)
@@ -250,11 +250,11 @@ def test_a_rewind_takes_nothing_back_of_what_was_heard(
 
 @pytest.mark.req("FEA-10", "KVM-11")
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_a_scheduler_without_room_for_all_preempts_and_every_answer_is_right(
+def test_outputs_are_correct_when_a_small_pool_causes_preemptions(
     max_steps_in_flight: int, heard: Heard
 ) -> None:
-    """Room for the longest request alone, whose 6 blocks and 4 of the encoder hold two that begin;
-    one is encoded in a step. What no request holds is made unreadable between the steps."""
+    """The pool holds only the longest request, whose 6 blocks and 4 encoder blocks are enough to
+    start two; one item is encoded per step. Free blocks are set to NaN between the steps."""
     with ServedModel(
         heard.path,
         num_tokens=40,
@@ -291,7 +291,7 @@ def test_answers_do_not_depend_on_kernels_or_blocks(
     assert_greedy_equal(rows.answers([0, 1, 3]), wanted)
 
 
-def test_what_is_no_number_is_silence(plain: Heard, transcribe: Callable[..., Transcriber]) -> None:
+def test_nan_samples_become_silence(plain: Heard, transcribe: Callable[..., Transcriber]) -> None:
     broken, silenced = SOUNDS[0].copy(), SOUNDS[0].copy()
     broken[4_000:8_000] = [np.nan, np.inf, -np.inf, np.nan] * 1_000
     silenced[4_000:8_000] = 0
@@ -302,7 +302,7 @@ def test_what_is_no_number_is_silence(plain: Heard, transcribe: Callable[..., Tr
     assert_greedy_equal(rows.answers([0, 1, 2]), wanted)
 
 
-def test_a_sound_louder_than_any_is_answered_and_beside_it_the_others_as_ever(
+def test_too_loud_audio_is_clipped_and_does_not_affect_other_requests(
     plain: Heard, transcribe: Callable[..., Transcriber]
 ) -> None:
     rows = transcribe(plain)
@@ -428,7 +428,7 @@ def test_blocks_of_cross_attention_have_the_bytes_that_its_heads_need(plain: Hea
 
 
 def test_pipeline_stages_are_refused_by_name(plain: Heard) -> None:
-    with pytest.raises(UnsupportedModel, match=r"pipeline_parallel_size=2: a model with an enc"):
+    with pytest.raises(UnsupportedModel, match=r"pipeline_parallel_size=2: models with an enc"):
         PagedModel(plain.path, parallel=Parallel(num_stages=2))
 
 
@@ -437,7 +437,7 @@ def test_heads_that_cannot_be_cut_are_refused_by_name(plain: Heard) -> None:
         read_model_config(plain.path).check_split(num_shards=64)
 
 
-def test_the_config_says_what_a_request_may_bring(plain: Heard) -> None:
+def test_the_config_has_the_limits_of_audio_input(plain: Heard) -> None:
     config = read_model_config(plain.path)
     assert (config.max_encoder_tokens, config.max_audio_samples) == (50, 16_000)
     assert (config.sampling_rate, config.max_supported_len) == (16_000, 96)
@@ -450,7 +450,7 @@ def test_keys_and_values_of_an_encoder_are_not_kept_in_fp8(plain: Heard) -> None
 
 
 def edited(heard: Heard, folder: Path, file_name: str, changes: dict[str, object]) -> Path:
-    """A copy of the checkpoint's settings, changed."""
+    """A copy of the checkpoint's settings with changes."""
     for name in ("config.json", "preprocessor_config.json"):
         values = json.loads((heard.path / name).read_text())
         values |= changes if name == file_name else {}
@@ -487,7 +487,7 @@ def test_settings_that_cannot_be_served_are_refused_by_name(
         read_model_config(edited(plain, tmp_path, file_name, changes))
 
 
-def test_settings_of_sound_are_found_wherever_transformers_writes_them(
+def test_audio_settings_are_found_in_every_file_of_transformers(
     plain: Heard, tmp_path: Path
 ) -> None:
     wanted = read_model_config(plain.path)

@@ -20,8 +20,8 @@ WINDOWED = [case for case in CASES if case.settings.get("sliding_window")]
 def answer_and_most_held(
     path: Path, prompt: list[int], *, max_model_len: int, max_num_batched_tokens: int
 ) -> tuple[list[int], list[tuple[KVCacheSpec, int]]]:
-    """The answer to the only request of a pool that is no larger than its longest one needs, and
-    the most blocks that it held in each group. What it gave back is unreadable in the next step."""
+    """The output of a single request in the smallest pool for it, and the maximum number of blocks
+    that it held in each group. Freed blocks are NaN in the next step."""
     with ServedModel(
         path,
         num_tokens=NUM_TOKENS,
@@ -64,8 +64,8 @@ def test_many_windows_give_the_tokens_of_transformers_within_the_blocks_of_one(
 def test_64k_tokens_need_the_blocks_of_one_window_and_give_the_tokens_of_transformers(
     tmp_path: Path,
 ) -> None:
-    """Where every layer has a window, a token depends on as many windows before it as there are
-    layers, and on where they stand: no more need go through transformers."""
+    """If every layer has a window, a token depends only on as many windows before it as there are
+    layers, and on their positions; transformers computes only these."""
     window, step, length = 64, 2048, 65_536
     reference = make_tiny_model(
         "Mistral",

@@ -17,7 +17,7 @@ TIMEOUT_S = 60.0
 
 
 class Meeting:
-    """Where the shards of a stage put down a tensor each and see those of all."""
+    """Where the shards of a stage exchange tensors."""
 
     def __init__(self, num_shards: int) -> None:
         self._barrier = Barrier(num_shards, timeout=TIMEOUT_S)
@@ -31,7 +31,7 @@ class Meeting:
         return parts
 
     def leave(self) -> None:
-        """Nobody waits for a shard that has failed."""
+        """Release the shards that wait for a failed one."""
         self._barrier.abort()
 
 
@@ -65,9 +65,9 @@ def on_every_rank(
     num_sharing: int = 1,
     interleave: int = 1,
 ) -> list[Answer]:
-    """What `run` answers in each shard's thread; it gets the shard's place in every stage.
+    """The results of `run` in each shard's thread, called with the shard's place in every stage.
 
-    num_sharing, interleave: decode context parallel ranks, and the tokens of a turn.
+    num_sharing, interleave: decode context parallel ranks, and their interleave.
     """
     meetings = [Meeting(num_shards) for _ in range(num_stages)]
 

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of Whisper, sounds, and what transformers makes of them."""
+"""Tiny random checkpoints of Whisper, audio, and the outputs of transformers."""
 
 import itertools
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ def make_tiny_whisper(path: Path, **overrides: Any) -> Any:
 
 
 def sound(seed: int, seconds: float = 1.0) -> npt.NDArray[np.float32]:
-    """Tones that come and go, and a little noise; within -1 and 1."""
+    """Varying tones and a little noise, within -1 and 1."""
     rng = np.random.default_rng(seed)
     times = np.arange(int(seconds * SAMPLING_RATE)) / SAMPLING_RATE
     tones = [
@@ -74,7 +74,7 @@ def sound(seed: int, seconds: float = 1.0) -> npt.NDArray[np.float32]:
 
 
 def padded(samples: npt.NDArray[np.float32], num_samples: int = SAMPLING_RATE) -> torch.Tensor:
-    """With silence behind it, as the model takes it."""
+    """Padded with silence to the model's length."""
     return torch.from_numpy(np.pad(samples, (0, num_samples - len(samples))))
 
 

@@ -1,4 +1,4 @@
-"""Bytes for people to read."""
+"""Human-readable byte sizes."""
 
 import pytest
 
@@ -16,5 +16,5 @@ from longshore.worker.process.byte_size import byte_size
         (5 << 40, "5,120.00 GiB"),
     ],
 )
-def test_a_small_size_is_no_fraction_of_a_large_unit(num_bytes: int, words: str) -> None:
+def test_a_size_is_at_least_one_of_its_unit(num_bytes: int, words: str) -> None:
     assert byte_size(num_bytes) == words

@@ -34,9 +34,9 @@ DEVICE_BYTES = 4096
 
 
 class EngineThread:
-    """A WorkerEngine that runs in a thread, and the scheduler's end of its channel."""
+    """A WorkerEngine in a thread, and the scheduler's end of its channel."""
 
-    def __init__(self, model: Path, *, answers: bool = True) -> None:
+    def __init__(self, model: Path, *, sends_outputs: bool = True) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="longshore-test-"))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         endpoint = Endpoint(f"ipc://{self.directory}/worker-0")
@@ -59,7 +59,7 @@ class EngineThread:
             runner,
             epoch=EPOCH,
             rank=0,
-            answers=answers,
+            sends_outputs=sends_outputs,
             device_bytes=lambda: DEVICE_BYTES,
         )
         self._thread = threading.Thread(target=self._run, args=(engine,))
@@ -72,14 +72,14 @@ class EngineThread:
             self.error = error
 
     def receive(self) -> FromWorker:
-        """The next message that is no statistics."""
+        """The next message that is not statistics."""
         while isinstance(message := self.scheduler.receive(TIMEOUT_S), WorkerStats):
             pass
         assert message is not None, "the worker said nothing"
         return message
 
     def receive_statistics(self) -> WorkerStats:
-        """The next ones, whatever comes before them."""
+        """The next statistics; other messages are skipped."""
         while not isinstance(message := self.scheduler.receive(TIMEOUT_S), WorkerStats):
             assert message is not None, "the worker said nothing"
         return message
@@ -127,7 +127,7 @@ def test_every_plan_is_answered_in_order_with_its_epoch_and_step(engine: EngineT
         assert len(output.sampled_tokens) == (0 if step == 1 else 1)
 
 
-def test_a_plan_is_taken_in_while_the_one_before_still_computes(engine: EngineThread) -> None:
+def test_a_plan_is_prepared_while_the_previous_one_still_computes(engine: EngineThread) -> None:
     engine.gate.clear()
     engine.scheduler.send(first_plan(engine))
     # A mismatch can be noticed only by taking the second plan in, which the device never reached.
@@ -211,11 +211,11 @@ def test_a_malformed_message_is_dropped_and_counted(engine: EngineThread) -> Non
     assert engine._channel.num_bad.total() == 1
 
 
-@pytest.mark.parametrize("answers", [True, False], ids=["it samples", "another rank samples"])
-def test_a_rank_reports_what_its_steps_took_also_when_no_more_plans_come(
-    answers: bool, checkpoint: tuple[Path, Any]
+@pytest.mark.parametrize("sends_outputs", [True, False], ids=["it samples", "another rank samples"])
+def test_a_rank_reports_step_statistics_even_without_further_plans(
+    sends_outputs: bool, checkpoint: tuple[Path, Any]
 ) -> None:
-    engine = EngineThread(checkpoint[0], answers=answers)
+    engine = EngineThread(checkpoint[0], sends_outputs=sends_outputs)
     try:
         engine.scheduler.send(first_plan(engine))
         for _ in range(3):

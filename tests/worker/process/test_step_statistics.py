@@ -1,4 +1,4 @@
-"""Counts of a rank's steps, and when they are due."""
+"""Step statistics of a rank, and when they are due."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_a_step_is_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
     assert (stats.resident_bytes, stats.device_bytes) == (1, 2)
 
 
-def test_sums_go_on_from_report_to_report_and_the_longest_step_does_not() -> None:
+def test_sums_continue_across_reports_but_the_longest_step_is_reset() -> None:
     statistics = counted((0.5, 3), (0.25, 1))
     first = statistics.take(resident_bytes=0, device_bytes=0)
     statistics.count(0.125, 1, now_s=6.0)
@@ -35,7 +35,7 @@ def test_sums_go_on_from_report_to_report_and_the_longest_step_does_not() -> Non
     assert (first.num_steps, second.num_steps) == (2, 3)
 
 
-def test_a_report_is_due_an_interval_after_the_first_step_that_none_has_told_of() -> None:
+def test_a_report_is_due_an_interval_after_the_first_unreported_step() -> None:
     statistics = StepStatistics(epoch=1, rank=0)
     assert statistics.due_in_s(0.0) is None
     statistics.count(0.1, 1, now_s=10.0)

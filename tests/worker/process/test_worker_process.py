@@ -1,4 +1,4 @@
-"""`python -m longshore.worker` as its supervisor and its scheduler see it."""
+"""`python -m longshore.worker` from the side of its supervisor and its scheduler."""
 
 import shutil
 import socket
@@ -49,7 +49,7 @@ TIMEOUT_S = 60.0
 
 
 class WorkerProcess:
-    """The process, the supervisor's end of its lifeline, and the scheduler's of its channel."""
+    """The process, the supervisor's end of its lifeline, and the scheduler's end of its channel."""
 
     def __init__(self, model: Path, **overrides: Any) -> None:
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="longshore-test-"))
@@ -95,13 +95,13 @@ class WorkerProcess:
         return message
 
     def welcome(self) -> None:
-        """The whole handshake, with 50 blocks."""
+        """Do the whole handshake, with 50 blocks."""
         assert isinstance(self.receive(), WorkerHello)
         self.scheduler.send(WorkerAccepted(epoch=1, num_blocks=50))
         assert isinstance(self.receive(), WorkerReady)
 
     def next_report(self) -> LifelineReport:
-        """The next line written to the supervisor that is no progress."""
+        """The next line written to the supervisor that is not progress."""
         while True:
             report = decode_report(self._lines.readline())
             if not isinstance(report, Progress):
@@ -141,7 +141,7 @@ def planner() -> Planner:
 
 
 @pytest.mark.req("FEA-10")
-def test_a_process_whose_model_has_an_encoder_offers_to_hear(
+def test_a_process_whose_model_has_an_encoder_offers_multimodal_input(
     start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any], tmp_path: Path
 ) -> None:
     make_tiny_whisper(tmp_path, max_target_positions=256)
@@ -152,7 +152,7 @@ def test_a_process_whose_model_has_an_encoder_offers_to_hear(
         assert hello.features == features
 
 
-def test_a_process_says_what_it_holds_and_computes_what_a_worker_in_process_does(
+def test_a_process_reports_its_cache_and_computes_like_a_worker_in_process(
     start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any]
 ) -> None:
     worker = start(checkpoint[0])
@@ -210,7 +210,7 @@ def test_a_checkpoint_that_cannot_be_served_is_reported_to_both_sides(
     assert "Traceback" not in worker.process.stderr.read()
 
 
-def test_a_worker_that_cannot_go_on_exits_with_a_reason(
+def test_a_worker_that_cannot_continue_exits_with_a_reason(
     start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any]
 ) -> None:
     worker = start(checkpoint[0])
@@ -227,7 +227,7 @@ def test_a_worker_that_cannot_go_on_exits_with_a_reason(
 
 
 @pytest.mark.parametrize("is_welcomed", [True, False])
-def test_being_told_to_stop_ends_a_worker_with_status_0(
+def test_a_stop_signal_ends_a_worker_with_status_0(
     is_welcomed: bool, start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any]
 ) -> None:
     worker = start(checkpoint[0])

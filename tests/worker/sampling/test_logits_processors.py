@@ -1,4 +1,5 @@
-"""Sampling settings beside transformers' own logits processors, of which each does one of them."""
+"""Sampling settings against transformers' logits processors, each of which implements one of
+them."""
 
 import random
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ WIDTH = 64
 def edited(
     logits: Tensor, prompt: Sequence[int], outputs: Sequence[int], sampling: SamplingParams
 ) -> Tensor:
-    """What the worker makes of (1, vocab_size) logits before it draws."""
+    """(1, vocab_size) logits after the worker's edits, before it draws."""
     columns = SamplingColumns(2, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
     start = RowStart(
         row=1,

@@ -1,4 +1,4 @@
-"""Pooling rows in plans: beside rows that sample, cut at will, and what no plan may ask of them."""
+"""Pooling rows in plans: with sampling rows, cut into any chunks, and plans that are rejected."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +56,7 @@ def assert_close(vector: Any, expected: Any) -> None:
     np.testing.assert_allclose(vector, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
-def test_tokens_stand_in_row_order_with_zeros_for_rows_that_pool(
+def test_tokens_are_in_row_order_with_zeros_for_pooling_rows(
     worker: Worker, checkpoint: tuple[Path, Any]
 ) -> None:
     runner, plans = worker.start(), planner()
@@ -124,7 +124,9 @@ def test_a_row_of_all_states_must_begin_at_its_first_token(
     entry = Entry(
         0, PROMPT, pooling=PoolingParams(kind), blocks=[plans.free.pop()], num_computed_tokens=16
     )
-    with pytest.raises(PlanMismatch, match=rf"\({kind}\).*16 computed; it must not read"):
+    with pytest.raises(
+        PlanMismatch, match=rf"\({kind}\).*16 computed; the scheduler must not let it read"
+    ):
         runner.submit(plans.plan({0: 24}, added=[entry]), print)
 
 
@@ -138,7 +140,7 @@ def test_a_rewound_row_begins_its_sum_again_or_is_refused(
     output = runner.execute(plans.plan({0: 30}))
     assert_close(output.pooled[0], expected_vector(checkpoint[1], PROMPT, pooling))
     runner.execute(plans.plan({1: 30}, added=[Entry(1, PROMPT, pooling=pooling)]))
-    with pytest.raises(PlanMismatch, match="goes on from 16, with 30 of them summed"):
+    with pytest.raises(PlanMismatch, match="continues at 16, but 30 of them are already summed"):
         runner.submit(plans.plan({1: 24}, rewound=[Rewind(1, 16, 0, 40)]), print)
 
 

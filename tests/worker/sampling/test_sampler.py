@@ -1,4 +1,4 @@
-"""Sampling: the distribution, what top_k and top_p keep, and that rows do not see each other."""
+"""The sampler: the distribution, top_k and top_p, and the independence of rows."""
 
 import math
 
@@ -174,7 +174,7 @@ def test_drawing_a_part_and_then_a_token_of_it_is_drawing_a_token(
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
 @pytest.mark.parametrize("num_candidates", [1, 2, 8, 30])
-def test_looking_at_the_best_tokens_first_changes_nothing(
+def test_sorting_only_the_best_tokens_first_changes_nothing(
     num_candidates: int, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "NUM_CANDIDATES", num_candidates)

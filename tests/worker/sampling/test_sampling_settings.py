@@ -1,5 +1,5 @@
-"""Every sampling setting, through the runner, against the definitions: whatever shares the batch,
-however prompts are cut into chunks, and over preemptions."""
+"""Every sampling setting, through the runner, against the definitions: in any batch, with any
+chunks, and across preemptions."""
 
 import random
 from collections import Counter
@@ -60,7 +60,7 @@ any_sampling = st.builds(
 
 @dataclass
 class Run:
-    """One request: what it brought, by position."""
+    """One request and its results by position."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -85,7 +85,7 @@ class Bench:
     def step(
         self, added: dict[int, Run] | None = None, *, chunk: int = 512, dropped: Sequence[int] = ()
     ) -> None:
-        """One step of everybody: prompts in chunks, then a token each."""
+        """One step of all rows: prompts in chunks, then one token each."""
         for row in dropped:
             del self.runs[row]
         entries = [
@@ -166,7 +166,7 @@ def check_score(
     st.integers(0, 2**32),
     st.sampled_from([1, 3, 512]),
 )
-def test_every_setting_gives_what_its_definition_says_in_any_company(
+def test_every_setting_follows_its_definition_in_any_batch(
     samplings: list[SamplingParams], seed: int, chunk: int
 ) -> None:
     choose = random.Random(seed)
@@ -229,7 +229,7 @@ def test_a_negative_end_forbids_nothing_in_the_row_before() -> None:
     assert edits.before.ids.tolist() == [2]
 
 
-def test_a_row_whose_every_token_is_forbidden_is_reported_and_its_neighbour_goes_on() -> None:
+def test_a_row_with_every_token_forbidden_is_reported_and_others_continue() -> None:
     everything = tuple((token_id,) for token_id in range(VOCAB_SIZE))
     stuck = Run([1], SamplingParams(temperature=0, bad_words_token_ids=everything))
     free = Run([1], SamplingParams(temperature=0))
@@ -250,7 +250,7 @@ def test_a_bad_word_never_appears_and_its_beginning_may() -> None:
     assert free[7] not in forbidden
 
 
-def test_a_short_bad_word_behind_longer_ones_is_seen_early() -> None:
+def test_a_short_bad_word_listed_after_longer_ones_takes_effect_early() -> None:
     free = alone(SamplingParams(temperature=0), [1, 2], 2).outputs
     words = ((20, 20, 20), (21, 21, 21, 21), tuple(free))
     forbidden = alone(SamplingParams(temperature=0, bad_words_token_ids=words), [1, 2], 2).outputs
@@ -343,7 +343,7 @@ def test_a_rewound_row_counts_only_the_tokens_it_has_kept() -> None:
     ],
     ids=str,
 )
-def test_an_edited_id_beyond_the_vocabulary_is_no_plan_to_carry_out(
+def test_an_edited_id_beyond_the_vocabulary_is_a_plan_mismatch(
     sampling: SamplingParams,
 ) -> None:
     with pytest.raises(PlanMismatch, match="token id"):
@@ -364,7 +364,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_in_which_nobody_asks_runs_nothing_for_those_who_might() -> None:
+def test_a_step_without_extras_runs_no_additional_operations() -> None:
     def operations(first: SamplingParams, second: SamplingParams) -> Counter[str]:
         bench = Bench()
         bench.step({0: Run([1, 2], first), 1: Run([3], second)})

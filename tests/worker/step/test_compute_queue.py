@@ -1,4 +1,4 @@
-"""The CPU twin of a stream: in order, ahead of whom it serves, and honest about failures."""
+"""The compute queue of a CPU: order, asynchrony, and failures."""
 
 import threading
 
@@ -130,7 +130,7 @@ def test_the_cuda_queue_keeps_order_and_reports_time() -> None:
     queue.close()
 
 
-def test_a_listener_that_fails_ends_the_queue_and_nobody_waits_for_ever() -> None:
+def test_a_failing_callback_ends_the_queue_and_completes_all_operations() -> None:
     def listener(completion: Completion) -> None:
         raise RuntimeError("nobody listens")
 

@@ -1,4 +1,4 @@
-"""The CUDA compute queue's bookkeeping, with events and streams that need no device."""
+"""The bookkeeping of the CUDA compute queue, with fake events and streams that need no device."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from longshore.worker.step.compute_queue import Completion, CudaComputeQueue
 
 
 class FakeEvent:
-    """An event that has always happened; `synchronize` fails if it was told to."""
+    """An event that has always happened; `synchronize` fails if the test wants it to."""
 
     failing: set[int] = set()  # noqa: RUF012  # shared by all, on purpose
     count = 0

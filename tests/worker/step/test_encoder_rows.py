@@ -1,4 +1,4 @@
-"""What plans bring for an encoder: read to the letter, or refused."""
+"""Encoder inputs in plans: applied exactly, or rejected."""
 
 from collections.abc import Callable
 from typing import Any
@@ -90,19 +90,19 @@ REFUSED: dict[str, tuple[Callable[[SchedulerOutput], SchedulerOutput], str]] = {
     "one row's alone": (encoding((2, 0)), r"rows \[2\] and starts"),
     "a row twice": (encoding((1, 0), (2, 0), (2, 0)), r"rows \[1, 2, 2\] and starts"),
     "an unknown row": (encoding((1, 0), (2, 0), (3, 0)), r"rows \[1, 2, 3\] and starts"),
-    "an unknown item": (encoding((1, 0), (2, 1)), "item 1 of row 2, which brings 1"),
+    "an unknown item": (encoding((1, 0), (2, 1)), "item 1 of row 2, whose request has 1"),
     "an item before the first": (encoding((1, -1), (2, 0)), "item -1 of row 1"),
     "more tokens than the encoder's": (
         lambda plan: with_items(plan, num_tokens=51),
-        "51 tokens for row 1; its blocks and the encoder's 50 tokens make room for 1 to 50",
+        "51 tokens for row 1; its blocks and the encoder, which produces 50, allow 1 to 50",
     ),
     "no tokens": (lambda plan: with_items(plan, num_tokens=0), "encodes 0 tokens"),
-    "too few blocks": (without_blocks, "make room for 1 to 48"),
+    "too few blocks": (without_blocks, "allow 1 to 48"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_items_that_cannot_be_encoded_to_the_letter_are_refused(case: str) -> None:
+def test_encoder_inputs_that_do_not_match_the_rows_are_refused(case: str) -> None:
     change, reason = REFUSED[case]
     with pytest.raises(PlanMismatch, match=reason):
         take(change(plan_of([1, 2])))
@@ -127,7 +127,7 @@ def test_rows_attend_to_as_many_tokens_as_their_item_says() -> None:
     assert rows.lens_of(np.array([1, 1, 3])).tolist() == [41, 41, 41]
 
 
-def test_samples_are_the_sound_and_silence_behind_it() -> None:
+def test_samples_are_padded_with_silence() -> None:
     data = SAMPLES[:5].copy()
     data[1:3] = np.nan, np.inf
     raw = data.view(np.uint8)
@@ -145,7 +145,8 @@ def test_samples_are_the_sound_and_silence_behind_it() -> None:
 
 
 def test_blocks_of_the_encoders_tokens_follow_no_positions() -> None:
-    """A rewind leaves them, they limit no row's length, and a step has no slots in them."""
+    """A rewind does not affect them, they do not limit the row's length, and a step has no slots in
+    them."""
     held = tables()
     held.add_row(1, [int32_array([5]), int32_array([2, 9, 4])])
     held.append_rows(0, np.array([1]), int32_array([6]))

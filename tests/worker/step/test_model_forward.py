@@ -1,4 +1,4 @@
-"""Graphs of whole models: the same bits as the layers one by one, or no graph."""
+"""Graphs of whole models: the same bits as kernel by kernel, or no graph."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -39,7 +39,7 @@ class Sequential:
             return take(ids, positions, attention)
 
     def prepare(self, times: Sequence[float]) -> ModelForward:
-        """times: that the captured step takes; then both ways, for the choice."""
+        """times: seconds of the captured step, then of both ways, for the choice."""
         clock: Iterator[float] = iter(times)
 
         def seconds(function: Callable[[], object], num_runs: int) -> float:
@@ -103,7 +103,7 @@ def test_a_model_that_computes_in_torch_has_no_graph(
     with caplog.at_level("INFO"):
         forward = sequential.prepare([])
     assert forward.max_graph_tokens == 0
-    assert "aten.add_.Tensor is no recorded kernel" in caplog.text
+    assert "aten.add_.Tensor is not a recorded kernel" in caplog.text
     sequential.step(
         3,
         lambda *inputs: torch.testing.assert_close(
@@ -112,7 +112,7 @@ def test_a_model_that_computes_in_torch_has_no_graph(
     )
 
 
-def test_a_graph_that_misses_a_part_of_the_model_is_given_up(
+def test_a_graph_that_misses_a_part_of_the_model_is_discarded(
     sequential: Sequential, caplog: pytest.LogCaptureFixture
 ) -> None:
     layer = sequential.model.layers[0]
@@ -125,7 +125,7 @@ def test_a_graph_that_misses_a_part_of_the_model_is_given_up(
     sequential.model.layers[0] = with_a_secret  # type: ignore[assignment]
     forward = sequential.prepare([SHORT_S])
     assert forward.max_graph_tokens == 0
-    assert "the graph for steps of few tokens is wrong" in caplog.text
+    assert "the graph for small steps gives wrong results" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Plans in, tokens out: every path a request can take gives the tokens of `generate`."""
+"""Plans in, tokens out: every path of a request gives the tokens of `generate`."""
 
 import math
 import random
@@ -63,7 +63,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def generate(reference: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What transformers answers greedily."""
+    """The greedy tokens of transformers."""
     with torch.inference_mode():
         ids = reference.generate(
             torch.tensor([prompt]),
@@ -95,7 +95,7 @@ PROMPTS = {0: prompt_of(37, 0), 2: prompt_of(1, 1), 3: prompt_of(70, 2), 6: prom
 def chunked_plans(
     plans: Planner, chunk: int, num_steps: int, **kwargs: Any
 ) -> Iterator[SchedulerOutput]:
-    """PROMPTS, a row more in each of the first steps, computed in chunks; then decodes."""
+    """PROMPTS, with one more row in each of the first steps, computed in chunks; then decodes."""
     waiting = list(PROMPTS.items())
     for _ in range(num_steps):
         added = []
@@ -128,7 +128,8 @@ def test_ragged_batches_give_the_tokens_of_generate(
 
 
 class Adversary:
-    """Delays operations so that the host is now far ahead of the device, and now waits for it."""
+    """Delays operations, so that the host is sometimes far ahead of the device and sometimes waits
+    for it."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -214,7 +215,7 @@ def test_submit_returns_while_the_device_is_still_busy(open_runner: OpenRunner) 
 
 
 def reference_logprobs(reference: Any, token_ids: Sequence[int]) -> list[float]:
-    """Of every token but the first."""
+    """Log probabilities of every token but the first."""
     with torch.inference_mode():
         logits = reference(torch.tensor([list(token_ids)])).logits[0, :-1]
     chosen = torch.tensor(token_ids[1:]).unsqueeze(1)
@@ -303,7 +304,7 @@ def test_a_prefix_may_be_hit_in_the_step_that_computes_it(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_resumed_request_goes_on_as_if_it_had_never_been_preempted(
+def test_a_resumed_request_continues_as_if_it_had_never_been_preempted(
     temperature: float, open_runner: OpenRunner
 ) -> None:
     sampling = SamplingParams(temperature=temperature, seed=11, top_p=0.95)
@@ -449,7 +450,7 @@ def beyond_its_blocks(plans: Planner) -> SchedulerOutput:
 
 
 def with_blocks(*block_ids: int) -> Callable[[Planner], SchedulerOutput]:
-    """The scheduler says that row 0, which holds two, holds these."""
+    """The scheduler's full state has these blocks for row 0, which holds two."""
 
     def make(plans: Planner) -> SchedulerOutput:
         state = RowState(0, 1, 0, 20, (int32_array(block_ids),))
@@ -484,13 +485,13 @@ REFUSED: dict[str, tuple[Callable[[Planner], SchedulerOutput], str]] = {
     "request too long": (with_entry(Entry(0, [5] * 257), 1), "has 257 tokens"),
     "nothing to compute": (
         with_entry(Entry(0, [5] * 16, blocks=[1], num_computed_tokens=16), 1),
-        "one must be left",
+        "at least one must remain",
     ),
     "copied block is unknown": (with_copies((NUM_BLOCKS, 5, 1)), "block id"),
     "copy to an unknown block": (with_copies((5, NUM_BLOCKS, 1)), "block id"),
     "copy to the null block": (with_copies((5, 0, 1)), "the null block"),
     "two copies to one block": (with_copies((5, 7, 1), (6, 7, 1)), "twice to one block"),
-    "copy of more than a block": (with_copies((5, 7, 17)), "copied token"),
+    "copy of more than a block": (with_copies((5, 7, 17)), "number of copied tokens"),
     "more copies than rows": (
         with_copies(*((1, target, 1) for target in range(2, 11))),
         "copies 9 blocks for 8 rows",
@@ -516,7 +517,7 @@ REFUSED: dict[str, tuple[Callable[[Planner], SchedulerOutput], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_plan_that_cannot_be_carried_out_to_the_letter_is_refused(
+def test_a_plan_that_cannot_be_executed_exactly_is_refused(
     case: str, open_runner: OpenRunner
 ) -> None:
     make_plan, reason = REFUSED[case]
@@ -533,7 +534,7 @@ def test_a_step_of_more_tokens_than_the_buffers_hold_is_refused(
     )
     with Worker(config) as worker:
         runner = worker.start()
-        with pytest.raises(PlanMismatch, match="20 tokens; this worker takes 19"):
+        with pytest.raises(PlanMismatch, match="20 tokens; max_num_batched_tokens is 19"):
             runner.execute(valid_plan(Planner(num_blocks=40, block_size=16, max_num_seqs=256)))
 
 
@@ -544,7 +545,7 @@ def test_a_matching_full_state_is_accepted(open_runner: OpenRunner) -> None:
     runner.execute(msgspec.structs.replace(plan, full_state=(state,)))
 
 
-def test_blocks_that_the_scheduler_has_taken_back_are_not_compared(open_runner: OpenRunner) -> None:
+def test_blocks_that_the_scheduler_has_freed_are_not_compared(open_runner: OpenRunner) -> None:
     runner, plans = open_runner(), planner()
     plan = valid_plan(plans)
     state = RowState(0, 1, 0, 20, (int32_array([0, plans.blocks[0][1]]),))
@@ -562,11 +563,11 @@ def test_blocks_named_in_the_plan_are_zeroed_before_the_step(open_runner: OpenRu
 
 
 @pytest.mark.req("COW-02", "COW-03")
-def test_a_fork_goes_on_from_a_copy_that_is_made_before_anything_is_computed(
+def test_a_fork_continues_from_a_copy_that_is_made_before_anything_is_computed(
     open_runner: OpenRunner, checkpoint: tuple[Path, Any]
 ) -> None:
-    """The parent writes on in the block in the very step that copies it, and what it wrote in it
-    before without an answer may be no number."""
+    """The parent writes to the block in the same step that copies it; what it wrote in unanswered
+    steps before may be NaN."""
     runner, plans = open_runner(), planner()
     cache = runner._device_state.cache.view(0).planes
     prompt = prompt_of(38, 0)
@@ -599,7 +600,7 @@ def test_a_fork_goes_on_from_a_copy_that_is_made_before_anything_is_computed(
     assert children == generate(checkpoint[1], other, 7)
 
 
-def test_logits_that_are_not_finite_are_reported_by_row_and_harm_nobody_else(
+def test_non_finite_logits_are_reported_by_row_and_do_not_affect_other_rows(
     checkpoint: tuple[Path, Any],
 ) -> None:
     config = WorkerConfig(model=str(checkpoint[0]), num_blocks=40, show_progress=False)

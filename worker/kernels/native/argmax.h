@@ -1,5 +1,5 @@
-// The lowest index of a line's largest value; NaN counts for nothing. And how many of its values are
-// NaN or infinite: the difference to themselves is not 0, and a comparison is -1 in its lane.
+// The lowest index of a line's largest value, ignoring NaN, and the number of its values that are NaN
+// or infinite: for these, value - value is not 0. A true comparison is -1 in its lane.
 
 static int64_t argmax_line(const float* line, int64_t size, int32_t& num_non_finite) {
   Floats best = splat(-INFINITY);
@@ -14,7 +14,7 @@ static int64_t argmax_line(const float* line, int64_t size, int32_t& num_non_fin
   }
   int64_t num_finite = 0;
   for (int i = 0; i < LANES; ++i) num_finite += finite[i];
-  num_non_finite = ceil_div(size, LANES) * LANES - num_finite;  // what pads the last vector is 0
+  num_non_finite = ceil_div(size, LANES) * LANES - num_finite;  // padding is 0, which is finite
   const float top = largest(best);
   int64_t place = size;
   for (int i = 0; i < LANES; ++i)

@@ -1,4 +1,4 @@
-// How a step's attention is cut into tasks, the same for every instruction set.
+// How a step's attention is divided into tasks; the same for every instruction set.
 #pragma once
 
 #include "calls.h"
@@ -6,19 +6,19 @@
 #include <algorithm>
 
 constexpr int64_t BLOCK_KEYS = 64;  // keys that are multiplied at once
-constexpr int64_t TILE_ROWS = 128;  // queries of one KV head in one task: what packing is shared by
-constexpr int64_t PART_KEYS = 512;  // context of one task, where it is cut
-constexpr int64_t MAX_CUT_TOKENS = 16;  // longer chunks have tiles enough, and need not cut it
+constexpr int64_t TILE_ROWS = 128;  // queries of one KV head in one task, which share packed keys
+constexpr int64_t PART_KEYS = 512;  // context of one task, if the context is cut
+constexpr int64_t MAX_CUT_TOKENS = 16;  // longer chunks have enough tiles without cutting it
 constexpr int64_t TASKS_PER_THREAD = 4;
 
-constexpr int64_t STATE_FLOATS = 32;  // room for a RowState, aligned as its vector is
+constexpr int64_t STATE_FLOATS = 32;  // size of a RowState, aligned like its vector
 
 struct Task {
   const Sequence* sequence;
   int64_t tile_start, tile_tokens;  // new tokens of the sequence
   int64_t first_head, num_heads;    // KV heads
   int64_t first_key, end_key;
-  int64_t partial;  // where in the workspace a part of the context goes; 0 if this is all of it
+  int64_t partial;  // place in the workspace for a part of the context; 0 if the task has all of it
 };
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -30,7 +30,7 @@ static int64_t num_tiles(const Sequence& sequence, const SequencePlan& plan) {
   return ceil_div(sequence.num_tokens, plan.tile_tokens);
 }
 
-// How many heads share a task depends on the threads, which is allowed: it changes no result.
+// The number of heads per task depends on the number of threads. This does not change results.
 static int64_t plan_attention(const Sequence* sequences, int64_t num_seqs, Reach reach, int64_t num_heads,
                               int64_t num_kv_heads, int64_t head_dim, bool is_fp8, int threads,
                               SequencePlan* plans, int64_t& scratch) {
@@ -60,7 +60,7 @@ static int64_t plan_attention(const Sequence* sequences, int64_t num_seqs, Reach
       num_partials += plan.num_parts * num_kv_heads * rows * (padded(head_dim) + 2);
   }
   plans[num_seqs] = {num_tasks, 0, 0, 0, num_partials};
-  // A multiple of a cache line, so that threads share none.
+  // A multiple of a cache line, so that threads do not share cache lines.
   scratch = padded(head_dim) * 2 * (BLOCK_KEYS * (is_fp8 ? 2 : 1) + max_rows) +
             STATE_FLOATS * max_rows;
   for (int64_t s = 0; s < num_seqs; ++s) plans[s].first_partial += scratch * threads;

@@ -1,4 +1,4 @@
-// What the library is told: the arguments of its functions, laid out as ctypes lays them out.
+// The arguments of the library's functions, with the layout that native.py packs.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ struct Fp8 {
 
 constexpr int64_t MAX_HEAD_DIM = 576;
 
-// rows (num_rows, size) of x and out, `*_stride` elements apart; residual may be null. A float weight
-// multiplies what is not rounded yet.
+// rows (num_rows, size) of x and out, `*_stride` elements apart; residual may be null. With a float
+// weight, the normalised value is not rounded before the product.
 struct RmsNorm {
   const void* x;
   void* residual;
@@ -30,7 +30,7 @@ struct RmsNorm {
 
 enum Activation : int32_t { SILU, GELU, GELU_TANH, CLAMPED_SWIGLU };
 
-// What is between the two products of a feed-forward layer; alpha and limit: of CLAMPED_SWIGLU.
+// The activation between the two products of an MLP; alpha and limit are for CLAMPED_SWIGLU only.
 struct Gate {
   Activation activation;
   float alpha, limit;
@@ -63,12 +63,13 @@ struct Rotary {
   int threads;
 };
 
-// New tokens [first_token, first_token + num_tokens) of a step are the last of num_keys tokens.
+// One sequence: its new tokens are [first_token, first_token + num_tokens) of the step, and the last
+// of its num_keys tokens.
 struct Sequence {
   int64_t row, first_token, num_tokens, num_keys;
 };
 
-// How one sequence is cut into tasks: tiles of new tokens, parts of the context, groups of heads.
+// How one sequence is divided into tasks: tiles of new tokens, parts of the context, groups of heads.
 struct SequencePlan {
   int64_t first_task, tile_tokens, num_parts, task_heads, first_partial;
 };
@@ -94,15 +95,15 @@ struct AttentionStep {
   const int64_t* slots;
   const SequencePlan* plans;  // num_seqs + 1; the last one's first_task is the number of tasks
   float* workspace;
-  int64_t scratch_floats;  // of one thread
-  float scale, softcap;    // what scores are multiplied by, and then limited to; 0 is no limit
+  int64_t scratch_floats;  // per thread
+  float scale, softcap;    // factor on scores, and the soft cap on them; 0 is no cap
   int threads;
-  int is_fp8;  // the cache holds Fp8, not what is computed in
+  int is_fp8;  // the cache holds Fp8 instead of the dtype of the computation
 };
 
 // One layer: its keys and values in the cache's first block, and the step's vectors. sinks
-// (num_heads,): a score per head that takes part in the softmax and has no value; may be null.
-// key_scale, value_scale: what the cache holds, multiplied by these, is what was put in; 1 unless it
+// (num_heads,): a score per head that takes part in the softmax but has no value; may be null.
+// key_scale, value_scale: stored numbers times the scale are the original ones; 1 unless the cache
 // holds Fp8.
 struct AttentionLayer {
   void *keys, *values;
@@ -134,7 +135,7 @@ struct Linear {
 };
 
 // x (num_tokens, size), `x_stride` elements apart; weight (num_experts, size); bias, correction
-// (num_experts,) or null; scores: room for 3 * num_experts of each token. Results (num_tokens, top_k).
+// (num_experts,) or null; scores: scratch, 3 * num_experts per token. Results (num_tokens, top_k).
 struct Route {
   const void* x;
   const float *weight, *bias, *correction;
@@ -148,8 +149,8 @@ struct Route {
 
 // x (num_tokens, size), `x_stride` elements apart; weights, chosen (num_tokens, top_k); gate_up, down
 // and gate_up_bias: packed, see experts.h; down_bias (num_experts, size); biases may be null; shared
-// (num_tokens, size): is added to the result, may be null; out (num_tokens, size).
-// Room: rows (num_tokens * top_k, size), hidden (num_tokens * top_k, width), sorted
+// (num_tokens, size): added to the result, may be null; out (num_tokens, size).
+// Scratch: rows (num_tokens * top_k, size), hidden (num_tokens * top_k, width), sorted
 // (1 + 2 * num_experts + num_tokens * top_k).
 struct Experts {
   const void* x;
@@ -165,7 +166,7 @@ struct Experts {
   int threads;
 };
 
-// What a graph can call; step: which of a run's attention steps.
+// The kernels of a graph. GraphCall.step: index of the attention step of a replay.
 enum Kernel : int32_t { RMS_NORM, GATE, ROTARY, PAGED_ATTENTION, LINEAR, ROUTE, EXPERTS };
 
 struct GraphCall {
@@ -182,9 +183,9 @@ struct Variant {
   void (*rotary[2])(const Rotary&);
   void (*paged_attention[2])(const AttentionStep&, const AttentionLayer&);
   void (*argmax[1])(const Argmax&);
-  void (*linear[2])(const Linear&);  // for bfloat16 alone, where the processor multiplies it
+  void (*linear[2])(const Linear&);  // only bfloat16, if the processor has bfloat16 products
   void (*route[2])(const Route&);
-  void (*experts[2])(const Experts&);  // for bfloat16, where there is a `linear`
+  void (*experts[2])(const Experts&);  // bfloat16 only if there is a `linear`
   void (*run_graph)(const GraphCall*, int64_t num_calls, int64_t captured, int64_t tokens,
                     const AttentionStep* const*, int threads);
 };

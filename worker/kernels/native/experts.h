@@ -1,13 +1,13 @@
-// A mixture's gated feed-forward layers, each of the rows that chose it.
+// The experts of a mixture, each applied to the rows that chose it.
 //
 // Rows are sorted by expert, so a panel of weights is read once for all rows of its expert, and not
-// at all if there are none. A panel of `gate_up` has the gates and what they let through of PANEL / 2
-// outputs, so they meet in the registers. See linear.h for the order of the sums.
+// at all if there are none. A panel of `gate_up` has the gate and the up rows of PANEL / 2 outputs, so
+// the activation is computed in registers. See linear.h for the order of the sums.
 
 constexpr int64_t GATED = PANEL / 2;
 
-// The scratch of a call, in order: experts that have rows; where each expert's rows end; where the
-// row of a (token, choice) went.
+// The scratch of a call, in order: experts with rows; the end of each expert's rows; the sorted place
+// of the row of each (token, choice).
 struct Sorted {
   int64_t &num_active, *active, *ends, *places;
 
@@ -35,7 +35,7 @@ static void sort_by_expert(const Experts& call, const Sorted& sorted) {
   for (int64_t i = 0; i < num_rows; ++i) sorted.places[i] = sorted.ends[call.chosen[i]]++;
 }
 
-// task(expert, panel), of experts that have rows.
+// Calls task(expert, panel) for all experts with rows.
 template <class Task>
 static inline void for_active_panels(const Sorted& sorted, int64_t num_panels, const Task& task) {
   const int64_t num_tasks = sorted.num_active * num_panels;

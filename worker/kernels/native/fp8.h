@@ -1,4 +1,4 @@
-// Lines of keys and values that the cache keeps as float8_e4m3fn.
+// Conversion of lines of keys and values to and from float8_e4m3fn.
 
 // to[i] = from[i] / scale
 template <class T>
@@ -15,7 +15,7 @@ static inline void from_fp8(const Fp8* from, T* to, int64_t size) {
 }
 
 #if LANES == 16
-// Every code without its sign, as bfloat16.
+// The bfloat16 value of every code without its sign.
 struct Fp8Table {
   uint16_t bits[128] = {};
 

@@ -6,8 +6,8 @@ static inline Floats times_logistic(Floats x, Floats y) {
   return x / ((exponent > 120.0f ? splat(INFINITY) : power_of_two(exponent)) + 1.0f);
 }
 
-// x times the normal distribution's share below x. The error function is Hastings' (Abramowitz and
-// Stegun, 7.1.26), exact to 1.5e-7.
+// x times the normal cumulative distribution at x. The error function is Hastings' approximation
+// (Abramowitz and Stegun, 7.1.26), exact to 1.5e-7.
 static inline Floats gelu(Floats x) {
   constexpr float series[] = {0.254829592f, -0.284496736f, 1.421413741f, -1.453152027f,
                               1.061405429f};
@@ -19,7 +19,7 @@ static inline Floats gelu(Floats x) {
   return x * (x < 0.0f ? tail : 1.0f - tail);
 }
 
-// What is rounded where is as in torch, one operation behind the other.
+// Intermediate results are rounded as in separate torch operations.
 template <class T>
 static inline Floats gated(const Gate& gate, Floats x, Floats up) {
   switch (gate.activation) {

@@ -1,7 +1,7 @@
-// A fixed sequence of calls, all on one team of threads: what a CUDA graph is to a GPU.
+// A fixed sequence of calls on one team of threads: a CUDA graph for the CPU.
 //
-// The calls were recorded with `captured` tokens; `tokens` are computed. Each ends at a barrier of
-// its threads, so the next one sees what it wrote.
+// The calls were recorded with `captured` tokens and are replayed with `tokens`. Each call ends with a
+// barrier of its threads, so the next one sees its results.
 
 template <class T>
 static void run_call(const GraphCall& call, int64_t captured, int64_t tokens,

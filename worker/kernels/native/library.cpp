@@ -1,7 +1,7 @@
-// The library: every kernel once per instruction set, and the choice among them at run time.
+// The library: every kernel once per instruction set, and the selection at run time.
 //
-// It links against no OpenMP runtime of its own. GOMP_* and omp_* resolve to what the process has
-// loaded already, which is torch's runtime or one that was preloaded, so both share their threads.
+// It is not linked to an OpenMP runtime. GOMP_* and omp_* resolve to the runtime that the process has
+// already loaded, torch's or a preloaded one, so the library and torch share one thread pool.
 
 #include "calls.h"
 
@@ -81,18 +81,18 @@ static bool is_supported(int variant) {
 extern "C" {
 #pragma GCC visibility push(default)
 
-// What native.py must have been written for: a library that was built before calls.h changed would
-// read other arguments than it is given.
+// The version of calls.h. native.py compares it, because a library built from another version would
+// misread its arguments.
 int longshore_interface() { return INTERFACE; }
 
-// The variant's functions, if the library has it and this processor can run it; else null.
+// The variant's functions, or null if the library or this processor does not have it.
 const Variant* longshore_variant(int variant) {
   const bool is_known = variant >= 0 && variant < int(sizeof VARIANTS / sizeof *VARIANTS);
   return is_known && is_supported(variant) ? VARIANTS[variant] : nullptr;
 }
 
-// Fills plans (num_seqs + 1). Returns the floats of workspace that the step needs, the scratch of
-// the threads (`scratch_floats` each) first.
+// Fills plans (num_seqs + 1). Returns the workspace size of the step in floats. The workspace begins
+// with the scratch of the threads (`scratch_floats` each).
 int64_t longshore_plan_attention(const Sequence* sequences, int64_t num_seqs, int64_t window,
                                  int64_t chunk, int64_t num_heads, int64_t num_kv_heads,
                                  int64_t head_dim, int is_fp8, int threads, SequencePlan* plans,

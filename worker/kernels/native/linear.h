@@ -1,18 +1,18 @@
-// y = x W^T + b, of matrices packed in panels of PANEL outputs.
+// y = x W^T + b, with matrices packed in panels of PANEL outputs.
 //
-// A panel is (depth, PANEL) words, each a weight of one output, or those of two neighbouring inputs
-// in bfloat16. MAX_TILE rows are multiplied by a panel at once. Every sum is in order of the inputs,
-// so a row's result does not depend on the rows beside it.
+// A panel is (depth, PANEL) words. A word is one weight of an output or, in bfloat16, the weights of
+// two consecutive inputs. MAX_TILE rows are multiplied by a panel at once. Every sum is in order of
+// the inputs, so a row's result does not depend on the other rows.
 
 constexpr int64_t PANEL = 32;
 constexpr int VECTORS = PANEL / LANES;
 constexpr int64_t MAX_TILE = LANES == 16 ? 12 : LANES == 8 ? 3 : 1;  // sums that fill the registers
-constexpr int64_t BLOCK_ROWS = 192;  // that meet all panels while they are in the cache
+constexpr int64_t BLOCK_ROWS = 192;  // rows that stay in the cache while all panels are read
 
 template <class T>
 constexpr bool MULTIPLIES = HAS_BF16_DOT || sizeof(T) == 4;
 
-// A function of its own, as the loop needs all registers.
+// Not inlined, because the loop needs all registers.
 template <class T, int ROWS>
 __attribute__((noinline)) static void multiply_panel(const uint32_t* x, int64_t x_stride,
                                                      const uint32_t* panel, int64_t depth,
@@ -43,12 +43,12 @@ static inline void multiply_tile(int64_t rows, const uint32_t* x, int64_t x_stri
   if constexpr (ROWS > 1) multiply_tile<T, ROWS - 1>(rows, x, x_stride, panel, depth, out);
 }
 
-// Rows [first, end) of x, `x_stride` words apart. finish(row, sums): takes the VECTORS sums of a row.
+// Rows [first, end) of x, `x_stride` words apart. finish(row, sums) gets the VECTORS sums of a row.
 template <class T, class Finish>
 static inline void multiply_rows(int64_t first, int64_t end, const uint32_t* x, int64_t x_stride,
                                  const uint32_t* panel, int64_t depth, const Finish& finish) {
   const int64_t num_rows = end - first, num_tiles = ceil_div(num_rows, MAX_TILE);
-  for (int64_t tile = 0; tile < num_tiles; ++tile) {  // as equal as can be
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {  // of almost equal size
     const int64_t begin = first + tile * num_rows / num_tiles;
     const int64_t count = first + (tile + 1) * num_rows / num_tiles - begin;
     Floats sums[MAX_TILE][VECTORS];
@@ -57,7 +57,7 @@ static inline void multiply_rows(int64_t first, int64_t end, const uint32_t* x, 
   }
 }
 
-// The PANEL elements from `column` on of a line of `size`; zeros behind its end, or without a line.
+// The PANEL elements from `column` on of a line of `size`; zeros after its end or if it is null.
 template <class T>
 static inline void load_columns(const T* line, int64_t column, int64_t size,
                                 Floats (&values)[VECTORS]) {

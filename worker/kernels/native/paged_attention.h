@@ -1,16 +1,16 @@
 // Causal attention over the paged cache, read in place through the block table.
 //
-// A task is a tile of neighbouring new tokens of one sequence, one or more of its KV heads, and a
-// part of its context. All query heads that share a KV head are rows of one small product, so keys
-// and values are read once. BLOCK_KEYS keys at a time are packed for the processor (keys transposed),
-// multiplied, and folded in with an online softmax (Milakov and Gimelshein, 2018). Short chunks
-// over long contexts are cut into parts of PART_KEYS that are merged in order (Flash-Decoding, Dao
-// et al., 2023). Where a row is cut depends on its own sequence alone, never on the batch or on
-// the number of threads, so neither changes its result.
+// A task is a tile of consecutive new tokens of one sequence, one or more of its KV heads, and a part
+// of its context. All query heads that share a KV head are rows of one small product, so keys and
+// values are read once. BLOCK_KEYS keys at a time are packed for the processor (keys transposed),
+// multiplied, and accumulated with an online softmax (Milakov and Gimelshein, 2018). For short chunks
+// the context is cut into parts of PART_KEYS, which are merged in order (Flash-Decoding, Dao et al.,
+// 2023). The cuts depend only on the sequence itself, not on the batch or the number of threads, so
+// neither changes its result.
 
 constexpr int64_t MAX_ROWS = LANES == 16 ? 8 : 4;  // of one product; accumulators fill the registers
 
-// How a T is multiplied: bfloat16 in pairs where the processor can, everything else as floats.
+// Elements per word in products: bfloat16 in pairs if the processor can, otherwise single floats.
 template <class T>
 constexpr int64_t PACK = HAS_BF16_DOT && sizeof(T) == 2 ? 2 : 1;
 
@@ -85,7 +85,7 @@ static inline Words load_words(const T* vector, int64_t start, int64_t size) {
 }
 
 // (num_keys, size) -> out (words, BLOCK_KEYS), transposed, for num_keys rounded up to LANES.
-// next: (num_keys,) where the vectors lie that are packed after these.
+// next: (num_keys,) addresses of the vectors to prefetch, which are packed after these.
 template <class T>
 static void pack_keys(const T* const* keys, const T* const* next, int64_t num_keys, int64_t size,
                       uint32_t* out) {
@@ -123,7 +123,7 @@ static void pack_values(const T* const* values, const T* const* next, int64_t nu
     }
 }
 
-// Few rows, such as a decode's, are not worth packing for: these two read keys and values in place.
+// For few rows, such as a decode's, packing does not pay: these two read keys and values in place.
 constexpr int64_t FEW_ROWS = 4;
 
 template <class T>
@@ -147,7 +147,8 @@ static void score_in_place(const uint32_t* query, const T* const* keys, const T*
   }
 }
 
-// Words of neighbouring keys' values that multiply pairs of weights, and their sums in order again.
+// Interleaves the values of two keys for products with pairs of weights; in_order restores the order
+// of the sums.
 #if HAS_BF16_DOT
 static inline void interleave(Words a, Words b, Words& low, Words& high) {
   low = (Words)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
@@ -209,18 +210,18 @@ static inline void weigh_few(int64_t rows, const uint32_t* weights, const T* con
     weigh_few<T, ROWS - 1>(rows, weights, values, next, num_keys, size, results, width);
 }
 
-// The running softmax of one row: its largest score, in powers of two, and the sum of its weights so
-// far, in as many parts as there are lanes.
+// The running softmax of one row: its largest score, as an exponent of two, and the sum of its
+// weights, one partial sum per lane.
 struct RowState {
   Floats sums;
   float largest;
-  int64_t first_key;  // that it attends to
+  int64_t first_key;  // first key that the row attends to
 };
 static_assert(sizeof(RowState) <= STATE_FLOATS * sizeof(float));
 
 constexpr float LOG2_E = 1.44269504f;
 
-// From products to scores in powers of two: e^x = 2^(x log2 e). limit: of scores; 0 is none.
+// From products to scores as exponents of two: e^x = 2^(x log2 e). limit: soft cap; 0 is none.
 struct Scaling {
   float scale, limit;
 
@@ -235,8 +236,8 @@ struct Scaling {
   }
 };
 
-// Products of one row with keys become weights, those with keys outside [first, end) 0; what was
-// summed before is rescaled to the new largest score.
+// Turns one row's products into softmax weights; keys outside [first, end) get 0. Earlier sums are
+// rescaled to the new largest score.
 template <class T>
 static void fold_in(const float* products, int64_t first, int64_t end, int64_t columns,
                     const Scaling& scaling, RowState& state, float* result, int64_t width,
@@ -277,12 +278,12 @@ static void fold_in(const float* products, int64_t first, int64_t end, int64_t c
   for (int64_t i = 0; i < width; i += LANES) store(result + i, load(result + i) * shrink);
 }
 
-// Where a task keeps what it works on; all of it fits the second-level cache.
+// The working memory of a task; it fits the L2 cache.
 struct Scratch {
   uint32_t *keys, *values, *queries;
   float* results;
   RowState* states;
-  float *wide_keys, *wide_values;  // made of Fp8
+  float *wide_keys, *wide_values;  // converted from Fp8
 
   Scratch(int64_t width, int64_t num_rows, float* memory) {
     keys = (uint32_t*)memory;
@@ -310,8 +311,8 @@ static void load_queries(const AttentionStep& step, const AttentionLayer& layer,
   }
 }
 
-// Where the vectors of BLOCK_KEYS keys of a task lie, from key `first` on; those beyond its last are
-// given the place of its first. The cache holds C.
+// The addresses of BLOCK_KEYS keys and values of a task, from key `first` on. Entries after its last
+// key point to its first key. The cache holds elements of type C.
 template <class C>
 static void find_keys(const AttentionStep& step, const AttentionLayer& layer, const Task& task,
                       int64_t first, const C** keys, const C** values) {
@@ -332,7 +333,7 @@ static void find_keys(const AttentionStep& step, const AttentionLayer& layer, co
   std::fill(values + end, values + BLOCK_KEYS, (const C*)layer.values + place);
 }
 
-// Vectors of one block of keys, as they are multiplied, and those that come after them.
+// The vectors of one block of keys in the type of the computation, and the next ones to prefetch.
 template <class T>
 struct Vectors {
   const T *const *now, *const *next;
@@ -342,7 +343,7 @@ struct Vectors {
     next = then;
   }
 
-  // Fp8 is made T in `memory`, for num_keys rounded up to LANES, and what follows is fetched.
+  // Converts Fp8 to T in `memory`, for num_keys rounded up to LANES, and prefetches the next block.
   void read(const Fp8* const* found, const Fp8* const* then, int64_t num_keys, int64_t size,
             float* memory) {
     for (int64_t i = 0; i < BLOCK_KEYS; ++i) {
@@ -359,7 +360,7 @@ struct Vectors {
   const T* places[BLOCK_KEYS];
 };
 
-// A sink counts as the first score of the context's first part.
+// A sink is the first score of the first part of the context.
 static void start_rows(const AttentionStep& step, const AttentionLayer& layer, const Task& task,
                        int64_t num_earlier, RowState* states) {
   const int64_t group = step.num_heads / step.num_kv_heads;
@@ -374,7 +375,7 @@ static void start_rows(const AttentionStep& step, const AttentionLayer& layer, c
     }
 }
 
-// Of a whole context, what the model gets; of a part, what `merge` needs.
+// Stores the model's result if the task has the whole context, otherwise the partial for `merge`.
 template <class T>
 static void store_results(const AttentionStep& step, const AttentionLayer& layer, const Task& task,
                           const Scratch& scratch) {
@@ -439,7 +440,7 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
         pack_values(values.now, values.next, num_keys, size, width, scratch.values);
       for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
         const int64_t rows = std::min(MAX_ROWS, num_rows - row);
-        const auto visible = [&](int64_t r) {  // keys of this block up to the row's own token
+        const auto visible = [&](int64_t r) {  // number of keys of this block up to the row's token
           return std::min(num_keys, num_earlier + r / group + 1 - first);
         };
         const int64_t most = visible(row + rows - 1), place = head * num_rows + row;
@@ -471,7 +472,7 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
   store_results<T>(step, layer, task, scratch);
 }
 
-// The parts of one row of queries, in order of the context.
+// Merges the parts of one row in order of the context.
 template <class T>
 static void merge(const AttentionStep& step, const float* partial, int64_t part_stride,
                   int64_t num_parts, float value_scale, T* out) {

@@ -1,7 +1,7 @@
 // Root mean square normalisation, optionally of a sum with the residual stream.
 
-// residual, if given, becomes x + residual (rounded to T), and that is what is normalised. What is
-// normalised is rounded as the weight is, before it multiplies.
+// If residual is given, it becomes x + residual (rounded to T), and this sum is normalised. The
+// normalised value is rounded to the weight's type before the product.
 template <class T, class W>
 static void rms_norm_row(const T* x, T* residual, const W* weight, T* out, int64_t size,
                          float eps) {

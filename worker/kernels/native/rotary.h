@@ -1,8 +1,8 @@
 // Rotary positions in place, after an optional normalisation of each head.
 
-// Pairs (i, i + num_pairs) of the first 2 * num_pairs elements turn; the rest stays.
+// Rotates the pairs (i, i + num_pairs) of the first 2 * num_pairs elements; the rest is unchanged.
 template <class T>
-static inline void turn_head(T* head, const float* cos, const float* sin, int64_t num_pairs) {
+static inline void rotate_head(T* head, const float* cos, const float* sin, int64_t num_pairs) {
   T* other = head + num_pairs;
   for (int64_t i = 0; i < num_pairs; i += LANES) {
     const int64_t left = num_pairs - i;
@@ -25,7 +25,7 @@ static void rotary_in_team(const Rotary& call) {
           rms_norm_row(head, (T*)nullptr, (const float*)heads.norm, head, call.head_dim, call.eps);
         else if (heads.norm)
           rms_norm_row(head, (T*)nullptr, (const T*)heads.norm, head, call.head_dim, call.eps);
-        turn_head(head, cos, cos + call.num_pairs, call.num_pairs);
+        rotate_head(head, cos, cos + call.num_pairs, call.num_pairs);
       }
   }
 }

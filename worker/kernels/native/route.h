@@ -1,8 +1,8 @@
-// The experts of each token and their weights, from scores that are computed in float.
+// Routing: the experts of each token and their weights, from scores in float.
 
 constexpr int ROUTE_TILE = 4;  // tokens, and experts, that are scored at once
 
-// sums (ROWS, ROUTE_TILE); weights: a line of each expert.
+// sums (ROWS, ROUTE_TILE); weights: one line per expert.
 template <class T, int ROWS>
 static void score_tile(const T* x, int64_t x_stride, const float* const* weights, int64_t size,
                        Floats (*sums)[ROUTE_TILE]) {
@@ -24,7 +24,7 @@ static void score(const Route& call, int64_t token, int64_t expert, float* score
                   int64_t stride) {
   const int64_t num_rows = std::min<int64_t>(ROUTE_TILE, call.num_tokens - token);
   const float* weights[ROUTE_TILE];
-  for (int e = 0; e < ROUTE_TILE; ++e)  // the last one again where there are no more
+  for (int e = 0; e < ROUTE_TILE; ++e)  // padded with the last expert
     weights[e] = call.weight + std::min(expert + e, call.num_experts - 1) * call.size;
   const T* x = (const T*)call.x + token * call.x_stride;
   Floats sums[ROUTE_TILE][ROUTE_TILE] = {};
@@ -55,19 +55,20 @@ static void logistic(float* scores, int64_t size) {
     store_part(scores + i, times_logistic(splat(1.0f), load_part(scores + i, size - i)), size - i);
 }
 
-// Finite, so that what is out of the question is less; NaN is the best, or it might not show.
+// Clamps to finite values, so that -INFINITY marks excluded experts. NaN becomes the best value, so
+// that it reaches the output and is noticed.
 static inline float as_merit(float value) {
   return value == value ? std::min(std::max(value, -FLT_MAX), FLT_MAX) : FLT_MAX;
 }
 
-// The first of the largest merits, which is out of the question from then on.
+// The first of the largest merits; it is then excluded.
 static int64_t take_best(float* merits, int64_t size) {
   const int64_t best = std::max_element(merits, merits + size) - merits;
   merits[best] = -INFINITY;
   return best;
 }
 
-// A group is as good as its best expert or, where choices are corrected, its best two.
+// A group is rated by its best expert or, with a correction, by the sum of its best two.
 static void exclude_groups(const Route& call, float* merits, float* qualities) {
   const int64_t size = call.num_experts / call.num_groups;
   for (int64_t g = 0; g < call.num_groups; ++g) {
@@ -84,7 +85,7 @@ static void exclude_groups(const Route& call, float* merits, float* qualities) {
     if (qualities[g] != -INFINITY) std::fill_n(merits + g * size, size, -INFINITY);
 }
 
-// scores: the token's; behind them there is room for twice as many.
+// scores: those of the token, followed by scratch of twice that size.
 static void choose(const Route& call, float* scores, float* weights, int64_t* chosen) {
   const int64_t size = call.num_experts;
   float* merits = scores + size;

@@ -1,5 +1,5 @@
-// Vectors of LANES floats, and what the kernels do with them. Included once per instruction set,
-// inside its namespace, by library.cpp, which sets LANES and HAS_BF16_DOT; so there is no guard.
+// Vectors of LANES floats, and operations on them. library.cpp includes it once per instruction set,
+// inside its namespace, with LANES and HAS_BF16_DOT set; so there is no include guard.
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -12,7 +12,7 @@ static inline Floats splat(float value) { return value - Floats{}; }
 static inline Floats maximum(Floats a, Floats b) { return b > a ? b : a; }  // a NaN in b is dropped
 
 static inline Words widen(Halves bits) {
-#if LANES == 16  // what GCC makes of the general form takes twice the instructions
+#if LANES == 16  // GCC needs twice the instructions for the general form
   return (Words)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)bits);
 #else
   return __builtin_convertvector(bits, Words);
@@ -21,7 +21,7 @@ static inline Words widen(Halves bits) {
 
 static inline Floats from_halves(Halves bits) { return (Floats)(widen(bits) << 16); }
 
-// To bfloat16, to the nearest, ties to even; a NaN stays one.
+// To bfloat16, rounded to nearest, ties to even; NaN stays NaN.
 static inline Halves to_halves(Floats values) {
 #if HAS_BF16_DOT
   return (Halves)_mm512_cvtneps_pbh((__m512)values);
@@ -51,12 +51,12 @@ static inline Floats load(const BFloat16* from) {
 }
 
 // float8_e4m3fn: a sign, four bits of exponent, three of mantissa. The largest number is 448, the
-// smallest 2^-9; there is no infinity, and NaN is where all bits but the sign are ones.
+// smallest 2^-9. There is no infinity; NaN has all bits but the sign set.
 static inline Floats load(const Fp8* from) {
   Bytes bytes;
   memcpy(&bytes, from, sizeof bytes);
   const Words bits = __builtin_convertvector(bytes, Words), size = bits & 0x7f;
-  // What has no leading one gets one that is taken away again.
+  // A subnormal number gets a leading one, which is subtracted again.
   const Floats normal = (Floats)((size << 20) + (120u << 23));
   const Floats subnormal = (Floats)((size << 20) + (121u << 23)) - 0x1p-6f;
   Floats values = size < 8 ? subnormal : normal;
@@ -73,7 +73,7 @@ static inline void store(BFloat16* to, Floats values) {
   memcpy(to, &bits, sizeof bits);
 }
 
-// To the nearest, ties to even. What is too large becomes 448; a NaN stays one.
+// Rounded to nearest, ties to even. Numbers out of range become 448; NaN stays NaN.
 static inline void store(Fp8* to, Floats values) {
   Floats size = (Floats)((Words)values & 0x7fffffff);
   size = size > 448.0f ? splat(448.0f) : size;
@@ -110,7 +110,7 @@ static inline Floats rounded_to(Floats values) {
   return from_halves(to_halves(values));
 }
 
-// Lane i gets lane i ^ STEP of the other half-blocks: what reductions and transpositions are made of.
+// Lane i gets lane i ^ STEP; reductions are built from this.
 template <int STEP, int... I>
 static inline Floats exchange(Floats a, std::integer_sequence<int, I...>) {
   return __builtin_shufflevector(a, a, (I ^ STEP)...);
@@ -161,15 +161,15 @@ static inline void transpose(Words (&square)[LANES]) {
   if constexpr (2 * STEP < LANES) transpose<2 * STEP>(square);
 }
 
-// 2^x for x below 120, by TERMS terms of the series: 4 are exact to 2^-14, 6 to 2^-22. Far below 0
-// it is 0 without a remainder; NaN stays NaN.
+// 2^x for x below 120, with TERMS terms of the series: 4 are exact to 2^-14, 6 to 2^-22. Far below 0
+// the result is exactly 0; NaN stays NaN.
 template <int TERMS = 6>
 static inline Floats power_of_two(Floats x) {
   constexpr float series[] = {0.693147181f,  0.240226507f,   0.0555041087f,
                               0.00961812911f, 0.00133335581f, 0.000154035304f};
   const float shifter = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 #if LANES == 16
-  x = x < -200.0f ? splat(-200.0f) : x;  // -infinity has no rest
+  x = x < -200.0f ? splat(-200.0f) : x;  // -infinity minus itself would be NaN
 #endif
   const Floats shifted = x + shifter, whole = shifted - shifter, rest = x - whole;
   Floats power = splat(series[TERMS - 1]);
@@ -183,7 +183,7 @@ static inline Floats power_of_two(Floats x) {
 #endif
 }
 
-// Where Lambert's continued fraction, seven levels of it, is less exact, the exponential is not.
+// Seven levels of Lambert's continued fraction near 0, and the exponential where these are less exact.
 static inline Floats hyperbolic_tangent(Floats x) {
   const Floats square = x * x;
   const Floats near = x * (135135.0f + square * (17325.0f + square * (378.0f + square))) /

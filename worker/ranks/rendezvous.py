@@ -1,7 +1,7 @@
-"""How the ranks of an engine find each other: through a file, before anything else is loaded.
+"""How the ranks of an engine find each other: through a file, before the model is loaded.
 
-They meet by polling, so that a rank that waits for one that will never come can be told to stop;
-torch.distributed, which cannot be interrupted, begins when all are there.
+They poll the file, so that a stop signal can end the wait for a rank that never starts.
+torch.distributed, which cannot be interrupted, is initialised when all ranks are there.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
 def joined_ranks(
     layout: RankLayout, rank: int, device: torch.device, *, startup_timeout_s: float
 ) -> Iterator[Parallel]:
-    """This rank's place, with its groups, until the block is left.
+    """Join the other ranks; the context is this rank's place with its process groups.
 
-    It waits for the others `startup_timeout_s` in each exchange, too, until
-    `Parallel.wait_at_most` says that what makes one of them slow is over: loading, compiling.
+    Each exchange waits up to `startup_timeout_s` for the other ranks, because they may still be
+    loading or compiling, until `Parallel.set_timeout` sets a shorter timeout.
 
-    One that is left in an orderly way waits for the others to do the same: who hangs up first may
-    cut off what is still on its way. A process can do this once. Raises EngineDead if not all ranks
-    come within `startup_timeout_s`.
+    On normal exit from the block a rank waits for the others to exit too, because closing the
+    connections early could cut off data that is still in transit. A process can do this once.
+    Raises EngineDead if not all ranks join within `startup_timeout_s`.
     """
     if layout.num_ranks == 1:
         yield ALONE
@@ -57,7 +57,7 @@ def joined_ranks(
         raise RankLost(f"rank {rank} could not connect to the other ranks: {error}") from error
     try:
         yield place
-        with contextlib.suppress(RankLost):  # nothing depends on it any more
+        with contextlib.suppress(RankLost):  # harmless: no results are pending
             place.meet(device)
     finally:
         dist.destroy_process_group()
@@ -69,8 +69,8 @@ def _meet(store: Any, num_ranks: int, timeout_s: float) -> None:
     while num_there < num_ranks:
         if time.monotonic() >= deadline_s:
             raise EngineDead(
-                f"only {num_there} of {num_ranks} ranks have come within {timeout_s:.0f} s; do all "
-                "of them start?"
+                f"only {num_there} of {num_ranks} ranks have started within {timeout_s:.0f} s. "
+                "Check the logs of the other ranks, or raise --startup-timeout-s."
             )
         time.sleep(POLL_INTERVAL_S)
         num_there = store.add("there", 0)
@@ -100,7 +100,7 @@ def _place(layout: RankLayout, rank: int, timeout: timedelta) -> Parallel:
 def _group_of_neighbours(
     layout: RankLayout, rank: int, size: int, timeout: timedelta
 ) -> dist.ProcessGroup | None:
-    """All ranks in groups of `size`: the one that this rank is in, None if it is there alone."""
+    """Divide all ranks into groups of `size`; returns this rank's group, None if `size` is 1."""
     own = None
     if size > 1:
         for first in range(0, layout.num_ranks, size):  # every rank must make every group

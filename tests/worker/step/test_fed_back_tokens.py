@@ -1,4 +1,4 @@
-"""Tokens that come back to a first pipeline stage with the plan that computes them."""
+"""Sampled tokens that plans feed back to the first pipeline stage."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import PlanMismatch
 from longshore.protocol.plan import Rewind, SchedulerOutput
 from longshore.protocol.rows import PlanFollower, RowTable
-from longshore.worker.step.fed_back import FedBackTokens, fed_back_tokens
+from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
 from longshore.worker.step.token_table import TokenTable
 from tests.worker.plans import Entry, Planner
 
@@ -19,7 +19,7 @@ MAX_MODEL_LEN = 64
 
 
 class Stage:
-    """A first stage's rows and tokens, which have prefilled row 2 (5 tokens) and row 5 (3)."""
+    """The rows and tokens of a first stage that has prefilled row 2 (5 tokens) and row 5 (3)."""
 
     def __init__(self) -> None:
         self.plans = Planner(num_blocks=40, block_size=4, max_model_len=MAX_MODEL_LEN)
@@ -62,7 +62,7 @@ def test_rows_that_wait_for_their_token_need_none() -> None:
     assert stage.take(stage.plans.plan({2: 0, 5: 0})) is None
 
 
-def test_a_row_that_is_sent_back_gets_its_last_known_token() -> None:
+def test_a_rewound_row_gets_its_last_known_token() -> None:
     stage = Stage()
     stage.take(stage.plans.plan(), sampled_rows=[2, 5], sampled_tokens=[20, 50])
     rewind = Rewind(2, num_computed_tokens=4, num_discarded_tokens=0, num_known_tokens=7)
@@ -81,12 +81,12 @@ def test_a_row_that_is_sent_back_gets_its_last_known_token() -> None:
         ([], [], r"of rows \[\], but rows \[2, 5\]"),
         ([2], [20], r"of rows \[2\], but rows \[2, 5\]"),
         ([2, 5, 6], [20, 50, 60], r"of rows \[2, 5, 6\]"),
-        ([2, 5], [20], "1 tokens for 2 rows"),
+        ([2, 5], [20], "1 sampled tokens for 2 rows"),
         ([2, 5], [20, 100], r"outside 0\.\.99"),
         ([2, 5], [20, -1], r"outside 0\.\.99"),
     ],
 )
-def test_a_plan_that_does_not_bring_what_it_computes_is_refused(
+def test_a_plan_without_the_sampled_tokens_that_it_computes_is_refused(
     sampled_rows: list[int], sampled_tokens: list[int], words: str
 ) -> None:
     stage = Stage()

@@ -1,7 +1,7 @@
-"""What the worker keeps of each row: the shared row table, its blocks, and how it samples.
+"""The worker's state of each row: the shared row table, block tables, and sampling settings.
 
-Host memory only, changed by plans alone and before anything is computed. A plan that this worker
-cannot carry out to the letter raises PlanMismatch; the engine then needs a new epoch.
+All of it is host memory, changed only by plans, before the step is computed. A plan that this
+worker cannot execute exactly raises PlanMismatch; the engine then needs a new epoch.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from longshore.worker.kv_cache.block_table import MultiGroupBlockTable
 from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.pooling import PoolingRows
 
-_NOT_CARRIED_OUT: Final = {
+_UNSUPPORTED: Final = {
     "draft_rows": "speculative decoding",
     "connector_metadata": "KV connectors",
     "has_structured_output": "structured output",
@@ -30,9 +30,9 @@ _NOT_CARRIED_OUT: Final = {
 
 @dataclass(frozen=True)
 class BlockCopies:
-    """blocks:       ids of blocks to copy from, then to copy to, then the tokens of each that this
-                  rank keeps of those to copy; each of the three group by group.
-    num_of_group: copies of each group.
+    """blocks:       source block ids, then target block ids, then the number of tokens to copy of
+                  each that this rank stores; each of the three group by group.
+    num_of_group: number of copies of each group.
     """
 
     blocks: npt.NDArray[np.int64]
@@ -42,11 +42,11 @@ class BlockCopies:
 NO_COPIES: Final = BlockCopies(np.empty(0, np.int64), ())
 
 
-class RowState:
+class WorkerRows:
     """All rows of this worker.
 
-    vocab_size, num_blocks: what ids in plans must stay below.
-    eos_token_ids: forbidden to a row until it has its min_tokens.
+    vocab_size, num_blocks: upper bounds of token and block ids in plans.
+    eos_token_ids: not sampled until a row has min_tokens.
     """
 
     def __init__(
@@ -74,15 +74,16 @@ class RowState:
         self._num_blocks = num_blocks
 
     def is_repeat(self, plan: SchedulerOutput) -> bool:
-        """The plan applied last has come again."""
+        """Whether `plan` is the one applied last."""
         return self._follower.is_repeat(plan)
 
     def apply(self, plan: SchedulerOutput) -> Int64Array:
-        """Carry out the plan's changes; returns the (max_num_seqs,) tokens each row computes.
+        """Apply the plan's changes; returns the number of tokens each row computes,
+        (max_num_seqs,).
 
-        Raises PlanMismatch; rows may have changed in part then.
+        Raises PlanMismatch; some rows may have changed by then.
         """
-        _refuse_unsupported(plan)
+        _reject_unsupported(plan)
         num_scheduled = self._follower.apply(plan)
         for rewind in plan.rewound:
             self.tables.truncate_row(rewind.row, rewind.num_computed_tokens)
@@ -97,8 +98,8 @@ class RowState:
         return num_scheduled
 
     def copies(self, plan: SchedulerOutput) -> BlockCopies:
-        """The block copies of the plan applied last. It does not name their groups: a copy is made
-        for a row that it starts, and its target is among that row's blocks."""
+        """The block copies of the plan applied last. The plan does not give their groups: each copy
+        is for a row that the plan starts, so the group is the one whose table has its target."""
         if not len(plan.copy_source_ids):
             return NO_COPIES
         num_kept = self.tables.share.num_kept(plan.copy_num_tokens.astype(np.int64))
@@ -115,7 +116,8 @@ class RowState:
                 "in the table of a row that the step starts, of one KV cache group"
             )
         for table, is_in in zip(self.tables.tables, in_group, strict=True):
-            self._check_range("copied token", plan.copy_num_tokens[is_in], table.block_size + 1)
+            counts = plan.copy_num_tokens[is_in]
+            self._check_range("number of copied tokens", counts, table.block_size + 1)
         return BlockCopies(
             np.concatenate(
                 [columns[:, is_in] for is_in in in_group], axis=1, dtype=np.int64
@@ -127,17 +129,18 @@ class RowState:
         row = start.row
         if start.num_known_tokens > self._max_model_len:
             raise PlanMismatch(
-                f"request {start.request_id} has {start.num_known_tokens} tokens, "
-                f"row {row} takes {self._max_model_len}"
+                f"request {start.request_id} has {start.num_known_tokens} tokens, but "
+                f"max_model_len is {self._max_model_len}"
             )
         if not 0 <= start.num_computed_tokens < start.num_known_tokens:
             raise PlanMismatch(
                 f"request {start.request_id} starts with {start.num_computed_tokens} of "
-                f"{start.num_known_tokens} tokens computed; one must be left to sample from"
+                f"{start.num_known_tokens} tokens computed; at least one must remain to sample from"
             )
         if start.last_computed > self._max_model_len:
             raise PlanMismatch(
-                f"row {row} would compute {start.last_computed} tokens of {self._max_model_len}"
+                f"row {row} would compute {start.last_computed} tokens, but max_model_len is "
+                f"{self._max_model_len}"
             )
         sampling = start.sampling
         edited = [*(sampling.logit_bias or ()), *chain(*sampling.bad_words_token_ids)]
@@ -146,7 +149,7 @@ class RowState:
             start.output_token_ids,
             np.array(edited, np.int64),
         ):
-            self._check_range("token", token_ids, self._vocab_size)
+            self._check_range("token id", token_ids, self._vocab_size)
         for block_ids in start.block_ids:
             self._check_block_ids(block_ids)
         self.tables.add_row(row, start.block_ids)
@@ -154,7 +157,7 @@ class RowState:
         self.pooling.start(start)
 
     def _check_block_ids(self, block_ids: Int32Array) -> None:
-        self._check_range("block", block_ids, self._num_blocks)
+        self._check_range("block id", block_ids, self._num_blocks)
 
     def _check_copies(self, plan: SchedulerOutput) -> None:
         sources, targets = plan.copy_source_ids, plan.copy_target_ids
@@ -162,14 +165,14 @@ class RowState:
         if not len(sources) == len(targets) == len(counts):
             raise PlanMismatch(
                 f"step {plan.step} copies {len(sources)} blocks to {len(targets)}, with "
-                f"{len(counts)} numbers of tokens"
+                f"{len(counts)} token counts"
             )
         if not len(sources):
             return
         self._check_block_ids(sources)
         self._check_block_ids(targets)
         max_tokens = max(table.block_size for table in self.tables.tables)
-        self._check_range("copied token", counts, max_tokens + 1)
+        self._check_range("number of copied tokens", counts, max_tokens + 1)
         if len(targets) > self.rows.max_num_seqs * len(self.tables.tables):
             raise PlanMismatch(
                 f"step {plan.step} copies {len(targets)} blocks for {self.rows.max_num_seqs} rows"
@@ -180,13 +183,13 @@ class RowState:
 
     def _check_range(self, kind: str, ids: Int32Array | Int64Array, end: int) -> None:
         if len(ids) and not 0 <= ids.min() <= ids.max() < end:
-            raise PlanMismatch(f"a {kind} id is outside 0..{end - 1}: {ids.min()}..{ids.max()}")
+            raise PlanMismatch(f"a {kind} is outside 0..{end - 1}: {ids.min()}..{ids.max()}")
 
     def _check_step(self, plan: SchedulerOutput, num_scheduled: Int64Array) -> None:
         if plan.num_scheduled_tokens > self._max_num_batched_tokens:
             raise PlanMismatch(
                 f"step {plan.step} computes {plan.num_scheduled_tokens} tokens; "
-                f"this worker takes {self._max_num_batched_tokens}"
+                f"max_num_batched_tokens is {self._max_num_batched_tokens}"
             )
         lacking = (num_scheduled > 0) & (self.rows.num_computed > self.tables.capacity())
         if lacking.any():
@@ -203,15 +206,15 @@ class RowState:
 
 
 def _are_those_of(held: Int32Array, scheduled: Int32Array) -> bool:
-    """Whether a row's table is the scheduler's, where that does not say that it has taken a block
-    back: a worker is not told."""
+    """Whether a row's table equals the scheduler's. Null blocks in the scheduler's table match any
+    id: the scheduler does not tell workers when it frees blocks outside a window."""
     return len(held) == len(scheduled) and not np.any(
         (held != scheduled) & (scheduled != NULL_BLOCK)
     )
 
 
-def _refuse_unsupported(plan: SchedulerOutput) -> None:
-    for field, feature in _NOT_CARRIED_OUT.items():
+def _reject_unsupported(plan: SchedulerOutput) -> None:
+    for field, feature in _UNSUPPORTED.items():
         value: bool | bytes | tuple[object, ...] | npt.NDArray[np.int32] = getattr(plan, field)
         if len(value) if not isinstance(value, bool) else value:
             raise PlanMismatch(

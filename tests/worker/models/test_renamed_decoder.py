@@ -1,4 +1,4 @@
-"""Tensors under other names are the same tensors."""
+"""Tensors under other names are loaded like those under ours."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from longshore.worker.errors import UnsupportedModel
 from longshore.worker.loading.loader import load_weights
 from longshore.worker.models.families import read_model_config
 from longshore.worker.models.llama import Llama
-from longshore.worker.models.renamed import RenamedDecoder
+from longshore.worker.models.renamed_decoder import RenamedDecoder
 from tests.models import make_tiny_llama
 
 
@@ -29,7 +29,7 @@ def other_name(name: str) -> str:
 
 
 def load_renamed(folder: Path, head: torch.Tensor | None = None) -> dict[str, Any]:
-    """The model of the folder, with all tensors renamed. head: is stored too."""
+    """The model of the folder with all tensors renamed. head: whether the head is stored too."""
     path = folder / "model.safetensors"
     tensors = {other_name(name): tensor for name, tensor in load_file(path).items()}
     if head is not None:

@@ -1,4 +1,4 @@
-"""Ranks as real processes: they find each other, exchange tensors, and notice who is gone."""
+"""Ranks as real processes: they find each other, exchange tensors, and notice lost ranks."""
 
 import os
 import subprocess
@@ -12,8 +12,8 @@ import torch
 
 from longshore.protocol.errors import EngineDead
 from longshore.worker.config import RankLayout
-from longshore.worker.ranks.groups import joined_ranks
 from longshore.worker.ranks.parallel import ALONE
+from longshore.worker.ranks.rendezvous import joined_ranks
 from tests.conftest import ROOT
 from tests.worker.rank_process import NUM_STEPS, PATIENCE_S
 
@@ -28,7 +28,7 @@ def run_ranks(
     timeout_s: float = 20,
     num_sharing: int = 1,
 ) -> list[Any]:
-    """What each rank returned."""
+    """The result of each rank."""
     layout = RankLayout(
         tensor_parallel_size=num_shards,
         pipeline_parallel_size=num_stages,
@@ -84,26 +84,26 @@ def test_hidden_states_reach_the_next_stage_in_order_though_the_first_runs_ahead
     assert last == [step + 2 for step in range(1, NUM_STEPS + 1)]
 
 
-def test_a_rank_that_leaves_is_an_error_with_a_name_for_the_other(tmp_path: Path) -> None:
+def test_a_rank_that_exits_is_a_named_error_on_the_others(tmp_path: Path) -> None:
     left, noticed = run_ranks("lose", 2, 1, tmp_path)
     assert left == "left"
     assert noticed.startswith("RankLost: rank 1 has lost the other ranks of its engine (")
 
 
-def test_a_rank_may_be_slow_while_they_start_and_not_afterwards(tmp_path: Path) -> None:
+def test_a_rank_may_be_slow_during_startup_but_not_afterwards(tmp_path: Path) -> None:
     late, noticed = run_ranks("compile_slowly", 2, 1, tmp_path, timeout_s=PATIENCE_S)
     assert late == "late"
     assert "imed out" in noticed
 
 
-def test_a_rank_whose_peers_do_not_come_says_how_many_did(tmp_path: Path) -> None:
+def test_a_rank_whose_peers_do_not_start_reports_how_many_did(tmp_path: Path) -> None:
     layout = RankLayout(tensor_parallel_size=3, rendezvous=str(tmp_path / "rendezvous"))
     alone = joined_ranks(layout, 0, torch.device("cpu"), startup_timeout_s=0.1)
-    with pytest.raises(EngineDead, match="only 1 of 3 ranks have come"), alone:
+    with pytest.raises(EngineDead, match="only 1 of 3 ranks have started"), alone:
         pass
 
 
-def test_one_rank_exchanges_with_nobody() -> None:
+def test_every_exchange_of_a_single_rank_is_the_identity() -> None:
     with joined_ranks(RankLayout(), 0, torch.device("cpu"), startup_timeout_s=0) as parallel:
         assert parallel is ALONE
     tensor = torch.arange(4.0)

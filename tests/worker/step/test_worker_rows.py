@@ -1,4 +1,4 @@
-"""Plans for several KV cache groups: whose block a copy makes, and which rows have their blocks."""
+"""Plans for several KV cache groups: the group of each copy, and whether rows have their blocks."""
 
 import numpy as np
 import pytest
@@ -15,12 +15,12 @@ from longshore.protocol.plan import (
 from longshore.protocol.sampling import SamplingParams
 from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.kv_cache.context_share import WHOLE_CONTEXT, ContextShare
-from longshore.worker.step.row_state import RowState
+from longshore.worker.step.worker_rows import WorkerRows
 
 NUM_ROWS = 4
 
 
-def row_state(share: ContextShare = WHOLE_CONTEXT) -> RowState:
+def worker_rows(share: ContextShare = WHOLE_CONTEXT) -> WorkerRows:
     """Groups with blocks of 4 and of 8 tokens."""
     tables = [
         BlockTable(
@@ -32,7 +32,7 @@ def row_state(share: ContextShare = WHOLE_CONTEXT) -> RowState:
         )
         for size in (4, 8)
     ]
-    return RowState(
+    return WorkerRows(
         tables=MultiGroupBlockTable(tables),
         max_num_seqs=NUM_ROWS,
         max_num_batched_tokens=64,
@@ -62,7 +62,7 @@ def plan_of(
     copies: list[tuple[int, int, int]] | None = None,
     appended: tuple[AppendedBlocks, ...] = (),
 ) -> SchedulerOutput:
-    """The first plan of an epoch; every row computes what it has left."""
+    """The first plan of an epoch; every row computes all its remaining tokens."""
     columns = [int32_array(list(column)) for column in zip(*copies or [], strict=True)] or [
         int32_array([]) for _ in range(3)
     ]
@@ -90,7 +90,7 @@ def plan_of(
 
 
 def test_a_copy_belongs_to_the_group_in_whose_table_its_target_is() -> None:
-    rows = row_state()
+    rows = worker_rows()
     added = [start(0, 6, [1, 2, 3], [4, 5]), start(1, 5, [1, 7, 8], [9, 10])]
     plan = plan_of(added, [(20, 9, 5), (21, 2, 2), (22, 4, 6), (23, 7, 1)])
     assert rows.apply(plan).tolist() == [5, 6, 0, 0]
@@ -102,15 +102,15 @@ def test_a_copy_belongs_to_the_group_in_whose_table_its_target_is() -> None:
 @pytest.mark.req("FEA-06")
 @pytest.mark.parametrize(("rank", "kept"), [(0, [2, 4]), (1, [1, 3])])
 def test_a_rank_copies_those_of_the_tokens_that_it_keeps(rank: int, kept: list[int]) -> None:
-    """Two ranks, so that blocks are of 8 and of 16 tokens, of which 3 and 7 are copied."""
-    rows = row_state(ContextShare(rank, 2))
+    """With two ranks, blocks have 8 and 16 tokens, of which 3 and 7 are copied."""
+    rows = worker_rows(ContextShare(rank, 2))
     plan = plan_of([start(0, 7, [1, 2], [4])], [(21, 2, 3), (22, 4, 7)])
     rows.apply(plan)
     assert rows.copies(plan).blocks.reshape(3, -1).tolist() == [[21, 22], [2, 4], kept]
 
 
 def test_a_plan_without_copies_has_none() -> None:
-    rows = row_state()
+    rows = worker_rows()
     plan = plan_of([start(0, 0, [1, 2, 3], [4, 5])])
     rows.apply(plan)
     assert len(rows.copies(plan).blocks) == 0
@@ -120,14 +120,14 @@ def test_a_plan_without_copies_has_none() -> None:
     ("copies", "reason"),
     [
         ([(20, 30, 1)], "in the table of a row that the step starts"),
-        ([(20, 1, 8)], "copied token"),
+        ([(20, 1, 8)], "number of copied tokens"),
     ],
     ids=["nobody's", "more than a block of its group"],
 )
 def test_a_copy_that_no_started_row_takes_whole_is_refused(
     copies: list[tuple[int, int, int]], reason: str
 ) -> None:
-    rows = row_state()
+    rows = worker_rows()
     plan = plan_of([start(0, 6, [1, 2, 3], [4, 5])], copies)
     rows.apply(plan)
     with pytest.raises(PlanMismatch, match=reason):
@@ -135,17 +135,17 @@ def test_a_copy_that_no_started_row_takes_whole_is_refused(
 
 
 def test_a_row_needs_blocks_in_every_group_for_what_it_computes() -> None:
-    row_state().apply(plan_of([start(0, 0, [1, 2, 3], [4, 5])]))
+    worker_rows().apply(plan_of([start(0, 0, [1, 2, 3], [4, 5])]))
     with pytest.raises(PlanMismatch, match="row 0 without blocks"):
-        row_state().apply(plan_of([start(0, 0, [1, 2, 3], [4])]))
+        worker_rows().apply(plan_of([start(0, 0, [1, 2, 3], [4])]))
     with pytest.raises(PlanMismatch, match="row 0 without blocks"):
-        row_state().apply(plan_of([start(0, 0, [1, 2], [4, 5])]))
+        worker_rows().apply(plan_of([start(0, 0, [1, 2], [4, 5])]))
     with pytest.raises(PlanMismatch, match="has blocks for 1 KV cache groups"):
-        row_state().apply(plan_of([start(0, 0, [1, 2, 3])]))
+        worker_rows().apply(plan_of([start(0, 0, [1, 2, 3])]))
 
 
 def test_appended_blocks_reach_the_group_they_are_for() -> None:
-    rows = row_state()
+    rows = worker_rows()
     more = AppendedBlocks(1, int32_array([0]), int32_array([5]))
     rows.apply(plan_of([start(0, 0, [1, 2, 3], [4])], appended=(more,)))
     assert [ids.tolist() for ids in rows.tables.allocated(0)] == [[1, 2, 3], [4, 5]]

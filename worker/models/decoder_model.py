@@ -1,4 +1,4 @@
-"""The frame of a dense decoder: embedding, layers, norm, head. A family fills in its layer.
+"""The base class of all models: embedding, layers, final norm, head. A family adds its layer.
 
 A rank holds a shard of every layer of its pipeline stage. The first stage has the embedding, the
 last the norm and the head; a head that is tied to the embedding is held by both.
@@ -16,13 +16,13 @@ from longshore.worker.attention.backend import AttentionStep, EncodingStep
 from longshore.worker.attention.kind import CachedLayer, Kind, PagedAttentionKind
 from longshore.worker.kv_cache.kv_scales import is_kv_scale
 from longshore.worker.kv_cache.plan import cache_name
-from longshore.worker.layers.embedding import Embedding, OutputHead
+from longshore.worker.layers.embedding import OutputHead, VocabParallelEmbedding
 from longshore.worker.layers.layer_norm import LayerNorm
 from longshore.worker.layers.placement import Placement
 from longshore.worker.layers.rms_norm import RMSNorm
 from longshore.worker.layers.rotary import Rotation, rotary_table
 from longshore.worker.layers.stored_tensor import StoredTensors
-from longshore.worker.loading.stored_names import HEAD
+from longshore.worker.loading.tensor_names import HEAD
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.ranks.parallel import ALONE, Parallel
 
@@ -42,22 +42,22 @@ class DecoderLayer(Protocol):
         rotation: Rotation,
         attention: AttentionStep,
     ) -> tuple[Tensor, Tensor | None]:
-        """The hidden states are x + residual, each (n, hidden_size), before and after; a None is
-        zeros. They are kept apart so that the next norm can add them in the same pass; both may be
-        overwritten. layer: among those of this rank."""
+        """Hidden states, before and after, are x + residual, each (n, hidden_size); None is zeros.
+        They are separate so that the next norm can add them in the same pass. Both may be
+        overwritten. layer: index among the layers of this rank."""
         ...
 
     def checkpoint_tensors(self, name: str) -> StoredTensors:
-        """name: of the layer in the checkpoint, as `model.layers.0`."""
+        """name: checkpoint name of the layer, such as `model.layers.0`."""
         ...
 
 
-class Decoder(ABC):
+class DecoderModel(ABC):
     """A model for causal language modelling. Uninitialised until `checkpoint_tensors` are filled.
 
-    max_model_len: positions that are tabulated, in tokens.
-    norm_type:     of the norm before the head.
-    Raises UnsupportedModel if the ranks cannot share the model evenly.
+    max_model_len: maximum tokens of a request; rotary positions are tabulated up to it.
+    norm_type:     class of the final norm, before the head.
+    Raises UnsupportedModel if the model cannot be divided evenly among the ranks.
     """
 
     norm_type: ClassVar[type[RMSNorm] | type[LayerNorm]] = RMSNorm
@@ -92,7 +92,7 @@ class Decoder(ABC):
         first, last = parallel.is_first_stage, parallel.is_last_stage
         is_tied = config.tie_word_embeddings
         size = (config.vocab_size, config.hidden_size, self._placement)
-        self.embedding = Embedding(*size) if first or (last and is_tied) else None
+        self.embedding = VocabParallelEmbedding(*size) if first or (last and is_tied) else None
         self.norm: RMSNorm | LayerNorm | None = None
         self.head: OutputHead | None = None
         if last:
@@ -102,11 +102,11 @@ class Decoder(ABC):
 
     @abstractmethod
     def make_layer(self, placement: Placement, layer: int) -> DecoderLayer:
-        """One layer; `self.config` is set. layer: among those of the whole model, from 0."""
+        """Build one layer; `self.config` is already set. layer: index in the whole model."""
 
     def attention_kind(self, layer: int) -> Kind:
-        """How a layer of the model, counted from its first, is computed. What it keeps says
-        `config.cache_spec`: a family with layers of several kinds overrides both."""
+        """How a layer is computed; `config.cache_spec` says what it caches. A family with layers of
+        several kinds overrides both. layer: index in the whole model."""
         reach = self.config.reach_of(layer)
         return PagedAttentionKind(
             num_heads=self.num_local_heads,
@@ -117,22 +117,18 @@ class Decoder(ABC):
         )
 
     def cached_layers(self) -> tuple[CachedLayer, ...]:
-        """This rank's layers that keep something, as `attention.forward` numbers them; by the names
-        of `config.cache_specs`."""
+        """This rank's cached layers, in the numbering of `attention.forward`, with their names in
+        `config.cache_specs`."""
         return tuple(
             CachedLayer(cache_name(layer), self.attention_kind(layer))
             for layer in self._layer_indices
         )
 
-    @property
-    def num_local_layers(self) -> int:
-        return len(self.layers)
-
     def forward(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
-        """The hidden states behind this stage's layers, (n, hidden_size), before the last norm.
+        """The hidden states after this stage's layers, (n, hidden_size), before the final norm.
 
-        inputs:    token ids, (n,) int32, on the first stage; on others what the stage before
-                   returned, (n, hidden_size), which is overwritten.
+        inputs:    token ids, (n,) int32, on the first stage; on other stages the result of the
+                   previous one, (n, hidden_size), which is overwritten.
         positions: (n,) int64, below max_model_len.
         """
         x = self.embed(inputs) if self.parallel.is_first_stage else inputs
@@ -140,18 +136,18 @@ class Decoder(ABC):
         return x if residual is None else residual.add_(x)
 
     def encode(self, samples: Tensor, row: int, num_tokens: int, attention: EncodingStep) -> None:
-        """What a family with an encoder does when a row starts, before the step's tokens: encode
-        the row's sound and put down what its tokens attend to. All shards must call it.
+        """Encode a row's audio and write the KV of its encoder tokens. Called when a row starts,
+        before the step's tokens are computed, on all shards. For families with an encoder.
 
         samples:    (config.max_audio_samples,) float32, at config.sampling_rate.
-        num_tokens: of the encoder's, the first of which are kept.
+        num_tokens: number of encoder tokens to keep, from the first.
         """
         raise NotImplementedError(f"{type(self).__name__} has no encoder")
 
     def run_layers(
         self, x: Tensor, positions: Tensor, attention: AttentionStep
     ) -> tuple[Tensor, Tensor | None]:
-        """The layers alone: hidden states as a sum, see DecoderLayer. x is overwritten."""
+        """Run the layers only. Returns hidden states as a sum, see DecoderLayer. Overwrites x."""
         residual: Tensor | None = None
         for index, (layer, table) in enumerate(zip(self.layers, self._rotary_tables, strict=True)):
             x, residual = layer(x, residual, index, Rotation(positions, table), attention)
@@ -163,14 +159,14 @@ class Decoder(ABC):
         return self.embedding(token_ids)
 
     def last_norm(self, hidden: Tensor) -> Tensor:
-        """hidden: (n, hidden_size) from `forward` of the last stage -> what vectors are pooled of,
-        the same shape."""
+        """The final norm, from whose output vectors are pooled. hidden: (n, hidden_size) from
+        `forward` of the last stage -> the same shape."""
         assert self.norm is not None, "only the last stage has a norm and a head"
         return self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: (n, hidden_size) from `forward` of the last stage -> (n, vocab_size) float32, the
-        same on all its shards, each of which must call this."""
+        """hidden: (n, hidden_size) from `forward` of the last stage -> (n, vocab_size) float32. All
+        shards must call this, and all get the same result."""
         assert self.head is not None
         logits = self.head(self.last_norm(hidden))
         scale, cap = self.config.logit_scale, self.config.logit_softcap
@@ -179,7 +175,7 @@ class Decoder(ABC):
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def checkpoint_tensors(self) -> StoredTensors:
-        """Where this rank's tensors of the checkpoint go; every one must be filled."""
+        """The checkpoint tensors that this rank needs, with their destinations."""
         tensors: StoredTensors = {}
         if self.embedding is not None:
             tensors[EMBEDDINGS] = self.embedding.stored()
@@ -192,13 +188,13 @@ class Decoder(ABC):
         return tensors
 
     def loaded(self) -> None:
-        """Everything is filled: lay it out for computing, after which nothing can be filled."""
+        """Called once every tensor is filled: pack the weights. They cannot be filled again."""
         self._placement.loaded()
 
     def is_redundant(self, name: str) -> bool:
-        """A tensor that the checkpoint may have without a place here: of another stage, or stored
-        by some writers although the model derives it (tables of angles, a tied output head), or of
-        use to the KV cache alone (its scales)."""
+        """Whether the checkpoint may have this tensor although the model does not need it: it
+        belongs to another stage, can be derived (rotary tables, a tied output head), or is a scale
+        of the KV cache."""
         layer = _LAYER.match(name)
         return (
             self.copy_of(name) is not None
@@ -212,7 +208,7 @@ class Decoder(ABC):
         return layer < self.config.num_layers and layer not in self._layer_indices
 
     def copy_of(self, name: str) -> str | None:
-        """A tied output head may be stored, but only as the embeddings that it is tied to."""
+        """A tied output head may be stored, but must be equal to the embeddings."""
         if name == HEAD and self.config.tie_word_embeddings:
             return EMBEDDINGS
         return None

@@ -1,4 +1,4 @@
-"""Which backend computes attention over a cache."""
+"""The choice of a backend for paged attention."""
 
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def make_attention(cache: PagedKV, kind: "PagedAttentionKind") -> AttentionBackend:
-    """The compiled kernel where it was built and knows the cache's device, dtype and head size;
-    torch elsewhere."""
+    """The compiled kernel if it was built and supports the cache's device, dtype and head size;
+    otherwise torch."""
     kernels = native()
     if kernels is None or not paged_attention.supports(cache):
         return TorchAttention(cache, kind)

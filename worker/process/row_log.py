@@ -1,4 +1,4 @@
-"""At debug: which step a request begins with on this worker, and which one takes its row away."""
+"""Debug log lines: in which step each request takes a row, is rewound, and frees the row."""
 
 import logging
 
@@ -8,20 +8,20 @@ from longshore.protocol.plan import SchedulerOutput
 logger = logging.getLogger(__name__)
 
 
-class RequestLog:
-    """Knows the requests on the rows as far as it has been told of them."""
+class RowLog:
+    """Remembers the request of each row whose start it has seen."""
 
     def __init__(self) -> None:
         self._ids: dict[int, str] = {}
 
-    def taken_in(self, plan: SchedulerOutput) -> None:
-        """To be called with every plan; nothing happens unless debug lines are wanted."""
+    def log_plan(self, plan: SchedulerOutput) -> None:
+        """Called with every plan; does nothing unless debug logging is on."""
         if not logger.isEnabledFor(logging.DEBUG):
             return
         for why, rows in (("ended", plan.finished_rows), ("preempted", plan.preempted_rows)):
             for row in rows.tolist():
                 about = fields(request_id=self._ids.pop(row, None), step_id=plan.step, row=row)
-                logger.debug("%s: its row is free", why, extra=about)
+                logger.debug("%s; the row is free", why, extra=about)
         for rewind in plan.rewound:
             about = fields(
                 request_id=self._ids.get(rewind.row),
@@ -29,7 +29,7 @@ class RequestLog:
                 row=rewind.row,
                 computed_tokens=rewind.num_computed_tokens,
             )
-            logger.debug("sent back", extra=about)
+            logger.debug("rewound", extra=about)
         for start in plan.added:
             self._ids[start.row] = start.request_id
             about = fields(
@@ -39,4 +39,4 @@ class RequestLog:
                 known_tokens=start.num_known_tokens,
                 computed_tokens=start.num_computed_tokens,
             )
-            logger.debug("starts", extra=about)
+            logger.debug("started", extra=about)

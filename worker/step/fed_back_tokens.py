@@ -1,4 +1,4 @@
-"""Sampled tokens that come back to a first pipeline stage, which does not sample, with a plan."""
+"""Sampled tokens that a plan feeds back to the first pipeline stage, which does not sample."""
 
 from dataclasses import dataclass
 
@@ -15,14 +15,17 @@ from longshore.worker.step.token_table import TokenTable
 
 @dataclass(frozen=True)
 class FedBackTokens:
-    """Of one step, on the host (pinned for CUDA): flat indices into the token table, (n,) int64,
-    and the ids that belong there, (n,) int32."""
+    """The tokens of one step, on the host (pinned for CUDA).
+
+    index:     (n,) int64 flat indices into the token table.
+    token_ids: (n,) int32, to write there.
+    """
 
     index: Tensor
     token_ids: Tensor
 
     def write(self, tokens: TokenTable) -> None:
-        """On the compute queue, before the step reads them."""
+        """Write the tokens into the table. On the compute queue, before the step reads them."""
         device = tokens.ids.device
         tokens.scatter(
             self.index.to(device, non_blocking=True), self.token_ids.to(device, non_blocking=True)
@@ -38,10 +41,13 @@ def fed_back_tokens(
     token_width: int,
     pin_memory: bool,
 ) -> FedBackTokens | None:
-    """What `plan` brings, which `rows` have just applied, num_scheduled: (max_num_seqs,) in it.
+    """The sampled tokens in `plan`, which `rows` have just applied; None if no row needs one.
 
-    None if no row needs one. Raises PlanMismatch unless the plan names exactly those that do: they
-    compute a token sampled since they started, or are rewound behind one.
+    num_scheduled: (max_num_seqs,) tokens of each row in the plan.
+
+    A row needs its token if it computes one that was sampled since the row started, or if it is
+    rewound to a position after one. Raises PlanMismatch unless the plan has tokens of exactly the
+    rows that need one.
     """
     positions = rows.num_computed - num_scheduled
     is_needed = (num_scheduled > 0) & (positions >= rows.num_known)
@@ -51,18 +57,18 @@ def fed_back_tokens(
     needed = is_needed.nonzero()[0]
     if not np.array_equal(needed, plan.sampled_rows):
         raise PlanMismatch(
-            f"step {plan.step} brings sampled tokens of rows {plan.sampled_rows.tolist()}, but "
-            f"rows {needed.tolist()} need theirs"
+            f"step {plan.step} has sampled tokens of rows {plan.sampled_rows.tolist()}, but rows "
+            f"{needed.tolist()} need them"
         )
     ids = plan.sampled_tokens
     if len(ids) != len(needed):
-        raise PlanMismatch(f"step {plan.step} brings {len(ids)} tokens for {len(needed)} rows")
+        raise PlanMismatch(f"step {plan.step} has {len(ids)} sampled tokens for {len(needed)} rows")
     if not len(ids):
         return None
     if not 0 <= ids.min() <= ids.max() < vocab_size:
         raise PlanMismatch(f"a sampled token id is outside 0..{vocab_size - 1}")
     index = torch.from_numpy(needed * token_width + positions[needed])
-    token_ids = torch.from_numpy(np.array(ids, np.int32))  # the message's memory is not kept
+    token_ids = torch.from_numpy(np.array(ids, np.int32))  # a copy: the message will be freed
     if pin_memory:
         index, token_ids = index.pin_memory(), token_ids.pin_memory()
     return FedBackTokens(index, token_ids)

@@ -1,8 +1,7 @@
-"""What the host has: cores and memory, and what control groups leave of them. Loads no tensor
-library.
+"""Cores and memory of the host, and the limits that control groups set. Does not import torch.
 
-The doctor tells what it finds here, so that it says what a server is going to do. root: of the
-kernel's files; a test gives another one.
+`longshore doctor` reports these numbers, so its report matches what a server will use. `root` is
+the folder above /proc and /sys; tests pass another one.
 """
 
 import os
@@ -18,14 +17,14 @@ _MEMORY_FILES: Final = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-"""Limit and use, of both versions."""
+"""Limit and usage files of control groups, version 2 and version 1."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """available_bytes: that can still be allocated: what the kernel calls available, and not more
-    than each control group leaves.
-    total_bytes: of the host. limit_bytes: the lowest of its control groups below that, if any.
+    """available_bytes: MemAvailable of the kernel, limited by what each control group has left.
+    total_bytes: memory of the host.
+    limit_bytes: the lowest control group limit below total_bytes, if any.
     """
 
     available_bytes: int
@@ -34,8 +33,9 @@ class HostMemory:
 
 
 def num_physical_cores(allowed: Collection[int] | None = None, root: Path = ROOT) -> int:
-    """Physical cores among the allowed processors (None: those that this process may run on):
-    hyperthreads share the units that matter. Without a topology each is a core."""
+    """Physical cores among the allowed processors (None: those that this process may run on).
+    Hyperthreads of one core share its vector units, so they count once. If the kernel gives no
+    topology, every processor counts as a core."""
     if allowed is None:
         allowed = os.sched_getaffinity(0)
     folders = [root / f"sys/devices/system/cpu/cpu{cpu}/topology" for cpu in allowed]
@@ -44,7 +44,7 @@ def num_physical_cores(allowed: Collection[int] | None = None, root: Path = ROOT
 
 
 def host_memory(root: Path = ROOT) -> HostMemory | None:
-    """None if /proc/meminfo does not tell."""
+    """Memory of the host; None if /proc/meminfo is missing or incomplete."""
     total, available = (meminfo(f"Mem{name}", root) for name in ("Total", "Available"))
     if total is None or available is None:
         return None
@@ -68,21 +68,21 @@ def available_host_bytes() -> int:
 
 
 def quota_cores(root: Path = ROOT) -> float | None:
-    """CPU time that the control groups grant, in cores; None if they set no bound."""
+    """CPU quota of the control groups, in cores; None if there is no quota."""
     quotas = []
     for folder in control_groups("cpu", root):
         granted, _, period = (_text(folder / "cpu.max") or "max").partition(" ")
         if granted != "max":
             quotas.append(int(granted) / int(period or _CPU_PERIOD_US))
         quota_us = _number(folder / "cpu.cfs_quota_us")
-        if quota_us is not None and quota_us > 0:  # -1: none
+        if quota_us is not None and quota_us > 0:  # -1: no quota
             quotas.append(quota_us / (_number(folder / "cpu.cfs_period_us") or _CPU_PERIOD_US))
     return min(quotas, default=None)
 
 
 def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
-    """Folders of the control groups that this process is in, of version 2 and, where there is one
-    for `controller`, of version 1; of each version the innermost first."""
+    """Folders of the control groups of this process: those of version 2, then those of version 1
+    for `controller`, if any. Within each version the innermost comes first."""
     mounted = root / "sys/fs/cgroup"
     paths = {mounted: ""}
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
@@ -93,18 +93,18 @@ def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
             paths[mounted / controller] = path
     for mount, path in paths.items():
         parts = [part for part in path.split("/") if part not in ("", "..")]
-        # In a container the path may be the host's, and the mount the container's own.
+        # In a container the path may be the host's while the mount is the container's.
         for length in range(len(parts), -1, -1):
             yield mount.joinpath(*parts[:length])
 
 
 def resident_bytes() -> int:
-    """Of this process: what it holds in memory now."""
+    """Resident memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def meminfo(name: str, root: Path = ROOT) -> int | None:
-    """A line of /proc/meminfo: bytes, or a count."""
+    """The value of one line of /proc/meminfo, in bytes or as a count; None if it is missing."""
     for line in (_text(root / "proc/meminfo") or "").splitlines():
         key, _, rest = line.partition(":")
         if key == name:
@@ -113,7 +113,7 @@ def meminfo(name: str, root: Path = ROOT) -> int | None:
 
 
 def _text(path: Path) -> str | None:
-    """Without space around it; None if it cannot be read."""
+    """The file's text, stripped; None if it cannot be read."""
     try:
         return path.read_text("utf-8", "replace").strip()
     except OSError:
@@ -121,6 +121,6 @@ def _text(path: Path) -> str | None:
 
 
 def _number(path: Path) -> int | None:
-    """None if the file does not hold one whole number."""
+    """The file's integer; None if it does not hold exactly one."""
     text = _text(path)
     return int(text) if text is not None and text.lstrip("-").isdecimal() else None

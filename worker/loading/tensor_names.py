@@ -1,4 +1,4 @@
-"""What a checkpoint calls its tensors, read without a tensor library."""
+"""The tensor names of a checkpoint, read without importing torch."""
 
 import json
 from pathlib import Path
@@ -7,19 +7,19 @@ from typing import Final
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 HEAD: Final = "lm_head.weight"
-"""The output head, which stands beside the decoder."""
+"""The output head, which is outside the decoder."""
 
 _MAX_HEADER_BYTES: Final = 100_000_000  # as safetensors itself
 
 
-def is_body_alone(model_dir: Path) -> bool:
-    """The checkpoint has no output head, and names its layers as a decoder by itself does."""
-    names = stored_names(model_dir)
+def is_bare_checkpoint(model_dir: Path) -> bool:
+    """Whether the checkpoint is a decoder without its output head (see `bare_checkpoint.py`)."""
+    names = tensor_names(model_dir)
     return HEAD not in names and any(name.startswith("layers.") for name in names)
 
 
-def stored_names(model_dir: Path) -> frozenset[str]:
-    """Empty if they cannot be read: whoever loads the tensors says why."""
+def tensor_names(model_dir: Path) -> frozenset[str]:
+    """Empty if they cannot be read; the loader reports the error later."""
     try:
         single = model_dir / SINGLE_FILE
         if single.exists():

@@ -1,4 +1,4 @@
-"""What a worker's log says of the requests on its rows."""
+"""The debug log lines of a worker about the requests on its rows."""
 
 import logging
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
 from longshore.protocol.plan import Rewind, RowStart, SchedulerOutput
 from longshore.protocol.sampling import SamplingParams
-from longshore.worker.process.request_log import RequestLog
+from longshore.worker.process.row_log import RowLog
 
 
 def plan(step: int, **changes: Any) -> SchedulerOutput:
@@ -29,18 +29,18 @@ def start(row: int, request_id: str) -> RowStart:
 
 
 def test_begin_and_end_of_each_row_carry_request_and_step(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "longshore.worker.process.request_log")
-    log = RequestLog()
-    log.taken_in(plan(1, added=(start(0, "a"), start(1, "b"))))
-    log.taken_in(plan(2, rewound=(Rewind(1, 4, 0, 2),)))
-    log.taken_in(plan(3, finished_rows=int32_array([0]), added=(start(0, "c"),)))
-    log.taken_in(plan(4, preempted_rows=int32_array([0])))
+    caplog.set_level(logging.DEBUG, "longshore.worker.process.row_log")
+    log = RowLog()
+    log.log_plan(plan(1, added=(start(0, "a"), start(1, "b"))))
+    log.log_plan(plan(2, rewound=(Rewind(1, 4, 0, 2),)))
+    log.log_plan(plan(3, finished_rows=int32_array([0]), added=(start(0, "c"),)))
+    log.log_plan(plan(4, preempted_rows=int32_array([0])))
     told = [(vars(record)["fields"], record.getMessage()) for record in caplog.records]
     assert [(about["request_id"], about["step_id"], text) for about, text in told] == [
-        ("a", 1, "starts"),
-        ("b", 1, "starts"),
-        ("b", 2, "sent back"),
-        ("a", 3, "ended: its row is free"),
-        ("c", 3, "starts"),
-        ("c", 4, "preempted: its row is free"),
+        ("a", 1, "started"),
+        ("b", 1, "started"),
+        ("b", 2, "rewound"),
+        ("a", 3, "ended; the row is free"),
+        ("c", 3, "started"),
+        ("c", 4, "preempted; the row is free"),
     ]

@@ -1,4 +1,4 @@
-"""Cores and memory, read from folders of made-up machines; doctor and worker read the same ones."""
+"""Cores and memory, read from folders of fictitious machines."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from longshore.deploy.machine.host import Host
 from longshore.deploy.machine.processors import processor_findings
 from longshore.deploy.machine.resources import resource_findings
-from longshore.worker.process.host import (
+from longshore.worker.process.host_resources import (
     HostMemory,
     available_host_bytes,
     host_memory,
