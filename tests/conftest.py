@@ -1,6 +1,7 @@
 """What every test shares: the `req` mark, checked against docs/requirements.md at collection, the
 option --long, and the order in which several processes start the test files."""
 
+import signal
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -29,6 +30,11 @@ LONGEST = (
     "scripts",
     "worker",
 )
+
+
+# A shell starts what it runs in the background with SIGINT ignored; tests interrupt themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
