@@ -30,18 +30,6 @@ def open_stream(deployment: Deployment, max_tokens: int) -> Any:
     return stream
 
 
-def test_sigterm_lets_a_live_stream_finish_and_exits_well(
-    start_deployment: StartDeployment,
-) -> None:
-    deployment = start_deployment().wait_until_ready()
-    stream = open_stream(deployment, 600)
-    deployment.process.terminate()
-    *_, last = stream
-    assert last.usage.completion_tokens == 600
-    assert deployment.process.wait(timeout=PATIENCE_S) == 0, deployment.output
-    deployment.assert_nothing_is_left()
-
-
 def test_drain_ends_at_its_deadline(start_deployment: StartDeployment) -> None:
     deployment = start_deployment("--drain-timeout-s", "1").wait_until_ready()
     stream = open_stream(deployment, 4000)

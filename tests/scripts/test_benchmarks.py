@@ -48,10 +48,7 @@ def test_the_step_benchmark_has_a_row_per_size_and_mode(tmp_path: Path) -> None:
         assert row["mean_us"] > 0
         assert row["plan_bytes"] > 0
         assert len(row["step_us_each"]) == 2
-
-
-def test_a_missing_peer_is_said_loudly_and_leaves_no_ratio(tmp_path: Path) -> None:
-    result = Result(tmp_path, "scheduler_step.py", "--running", "1", "--steps", "2", *NO_PEER)
+    # A missing peer is said loudly and leaves no ratio.
     assert "NO PEER: /nonexistent/python" in result.errors
     assert result.all["peer"] is None
     assert all(row["peer"] is None and row["ratio"] is None for row in result.rows)
@@ -80,8 +77,13 @@ def test_a_peer_is_measured_in_the_same_run_and_compared(tmp_path: Path) -> None
 
 
 def test_the_mixed_load_ends_a_tenth_per_step_and_preempts_under_pressure(tmp_path: Path) -> None:
-    sizes = ("--running", "20", "--steps", "60")
+    """It does the same work with more groups."""
+    sizes = ("--running", "20", "--steps", "60", "--groups", "1", "2")
     result = Result(tmp_path, "mixed_load.py", *sizes, *NO_PEER)
+    assert [row["groups"] for row in result.rows] == 4 * [1, 2]
+    for one, two in zip(result.rows[::2], result.rows[1::2], strict=True):
+        assert one["load"] == "pressure" or one["finished"] == two["finished"]
+        assert two["growth"]["total"] == pytest.approx(two["total_us"] / one["total_us"])
     churn = [row for row in result.rows if row["load"] == "churn"]
     pressure = [row for row in result.rows if row["load"] == "pressure"]
     assert {row["mode"] for row in churn} == {row["mode"] for row in pressure} == {"sync", "async"}
@@ -99,15 +101,6 @@ def test_steps_are_measured_with_several_kinds_of_groups(tmp_path: Path, kinds: 
         assert fewest["growth"] == {"step": 1.0, "mean": 1.0}
         assert row["growth"]["step"] == pytest.approx(row["step_us"] / fewest["step_us"])
         assert row["plan_bytes"] > fewest["plan_bytes"]
-
-
-def test_the_mixed_load_does_the_same_work_with_more_groups(tmp_path: Path) -> None:
-    sizes = ("--running", "10", "--steps", "20", "--groups", "1", "2")
-    result = Result(tmp_path, "mixed_load.py", *sizes, *NO_PEER)
-    assert [row["groups"] for row in result.rows] == 4 * [1, 2]
-    for one, two in zip(result.rows[::2], result.rows[1::2], strict=True):
-        assert one["load"] == "pressure" or one["finished"] == two["finished"]
-        assert two["growth"]["total"] == pytest.approx(two["total_us"] / one["total_us"])
 
 
 @pytest.mark.parametrize("kinds", ["windows", "mixed"])
