@@ -41,7 +41,6 @@ LAYOUTS = [
     pytest.param(STAGES_2, id="2 stages"),
     pytest.param(BOTH, id="2 x 2"),
 ]
-TWO_RANKS = LAYOUTS[:2]
 
 
 @pytest.fixture(scope="module")
@@ -145,15 +144,14 @@ def test_an_interrupt_aborts_and_leaves_all_ranks_in_step(
     assert_greedy_equal([output.token_ids for output in outputs], references)
 
 
-@pytest.mark.parametrize("layout", TWO_RANKS)
-def test_chunks_and_preemptions_change_no_token(
-    layout: dict[str, Any],
+def test_chunks_and_preemptions_change_no_token_in_two_stages(
     checkpoint: tuple[Path, Any],
     prompts: list[list[int]],
     references: list[ReferenceAnswer],
 ) -> None:
+    """On two shards: Llama in test_families.py."""
     with make_llm(
-        checkpoint[0], num_blocks=25, max_num_batched_tokens=37, **NO_GATES, **layout
+        checkpoint[0], num_blocks=25, max_num_batched_tokens=37, **NO_GATES, **STAGES_2
     ) as llm:
         outputs = generate(llm, prompts)
     assert sum(output.num_preemptions for output in outputs) > 5
@@ -209,9 +207,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(TENSOR_2, id="2 shards", marks=pytest.mark.slow),
+        pytest.param(TENSOR_2, id="2 shards"),
         pytest.param(STAGES_2, id="2 stages", marks=pytest.mark.slow),
-        pytest.param(BOTH, id="2 x 2"),
+        pytest.param(BOTH, id="2 x 2", marks=pytest.mark.slow),
     ],
 )
 def test_sigterm_lets_a_live_stream_finish_and_every_rank_exits_well(
@@ -238,7 +236,7 @@ def test_sigterm_lets_a_live_stream_finish_and_every_rank_exits_well(
 @pytest.mark.parametrize(
     ("layout", "victim"),
     [
-        pytest.param(TENSOR_2, 0, id="shard 0"),
+        pytest.param(TENSOR_2, 0, id="shard 0", marks=pytest.mark.slow),
         pytest.param(TENSOR_2, 1, id="shard 1", marks=pytest.mark.slow),
         pytest.param(STAGES_2, 0, id="stage 0", marks=pytest.mark.slow),
         pytest.param(STAGES_2, 1, id="stage 1"),
@@ -278,7 +276,13 @@ def test_a_rank_that_hangs_ends_the_engine_within_the_timeout_with_a_reason(
     assert not any(child.is_running() for child in children)
 
 
-@pytest.mark.parametrize("layout", TWO_RANKS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(TENSOR_2, id="2 shards", marks=pytest.mark.slow),
+        pytest.param(STAGES_2, id="2 stages"),
+    ],
+)
 def test_a_sampling_or_last_rank_that_hangs_is_noticed_although_nobody_waits_for_it(
     checkpoint: tuple[Path, Any], layout: dict[str, Any], impatient: None
 ) -> None:
