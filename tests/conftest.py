@@ -1,5 +1,7 @@
-"""What every test shares: the `req` mark, checked against docs/requirements.md at collection."""
+"""What every test shares: the `req` mark, checked against docs/requirements.md at collection, the
+option --long, and the order in which several processes start the test files."""
 
+import signal
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -15,6 +17,46 @@ settings.register_profile(
 settings.load_profile("longshore")
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
+
+# The files and folders that take longest, longest first. Processes that share the files start with
+# these, so that none is left to one process at the end.
+LONGEST = (
+    "oracle/test_equal_plans.py",
+    "scheduler/features/test_transfer_races.py",
+    "integration",
+    "worker/models",
+    "docs/test_commands.py",
+    "scripts",
+    "worker",
+)
+
+
+# A shell starts what it runs in the background with SIGINT ignored; tests interrupt themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="run the scheduler's random tests with all their seeds, which takes hours",
+    )
+
+
+@pytest.fixture(scope="session")
+def long_run(pytestconfig: pytest.Config) -> bool:
+    """Whether --long was given: a random test then runs all its seeds."""
+    return bool(pytestconfig.getoption("--long"))
+
+
+def place_in_order(path: Path) -> int:
+    """Of a test file: its place in LONGEST; all others come after those."""
+    for place, name in enumerate(LONGEST):
+        if path.is_relative_to(TESTS / name):
+            return place
+    return len(LONGEST)
 
 
 def load_script(name: str) -> ModuleType:
@@ -28,7 +70,9 @@ def load_script(name: str) -> ModuleType:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m and -k deselect: a wrong id is wrong in every selection
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # this is one of the processes that share the files
+        items.sort(key=lambda item: place_in_order(item.path))
     requirements = load_script("requirements")
     known = requirements.read_requirements()
     unknown: set[str] = set()

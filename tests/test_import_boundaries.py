@@ -85,14 +85,38 @@ def test_environment_is_read_in_deploy_only(package: str) -> None:
     assert readers == []
 
 
-@pytest.fixture
-def copied_tree(tmp_path: Path) -> Path:
-    """A copy of the code, links included, that a test may break."""
+FORBIDDEN = [
+    ("scheduler", "longshore.worker"),
+    ("worker", "longshore.scheduler"),
+    ("connectors", "longshore.scheduler"),
+    ("worker", "longshore.deploy"),
+    ("protocol", "longshore.connectors"),
+    ("scheduler", "torch"),
+    ("protocol", "torch"),
+    ("deploy", "pickle"),
+]
+
+
+def forbidden_module(target: str) -> str:
+    return f"imports_{target.rpartition('.')[2]}"
+
+
+@pytest.fixture(scope="module")
+def broken_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the code, links included, with one module for each import that is FORBIDDEN, and
+    one for each bare package name."""
+    tree = tmp_path_factory.mktemp("tree")
     for folder in ("src", *PACKAGES):
         ignore = shutil.ignore_patterns("__pycache__", "demo_model", "*.egg-info")
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=ignore)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    return tmp_path
+        shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    for package, target in FORBIDDEN:
+        (tree / package / f"{forbidden_module(target)}.py").write_text(f"import {target}\n")
+    for package in PACKAGES:
+        (tree / "deploy" / f"bare_{package}.py").write_text(
+            f"import {package}.module\nfrom {package}.module import name\n"
+        )
+    return tree
 
 
 def run_tool(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -104,32 +128,23 @@ def run_tool(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("module", "target"),
-    [
-        ("scheduler", "longshore.worker"),
-        ("worker", "longshore.scheduler"),
-        ("connectors", "longshore.scheduler"),
-        ("worker", "longshore.deploy"),
-        ("protocol", "longshore.connectors"),
-        ("scheduler", "torch"),
-        ("protocol", "torch"),
-        ("deploy", "pickle"),
-    ],
-)
+@pytest.fixture(scope="module")
+def contracts(broken_tree: Path) -> subprocess.CompletedProcess[str]:
+    """What lint-imports says of the broken tree."""
+    return run_tool(broken_tree, "lint-imports", "--no-cache")
+
+
+@pytest.mark.parametrize(("package", "target"), FORBIDDEN)
 def test_import_against_the_arrows_breaks_a_contract(
-    copied_tree: Path, module: str, target: str
+    contracts: subprocess.CompletedProcess[str], package: str, target: str
 ) -> None:
-    (copied_tree / module / "forbidden.py").write_text(f"import {target}\n")
-    run = run_tool(copied_tree, "lint-imports", "--no-cache")
-    assert run.returncode == 1, run.stdout + run.stderr
-    assert f"longshore.{module}.forbidden -> {target} (l.1)" in run.stdout
+    assert contracts.returncode == 1, contracts.stdout + contracts.stderr
+    importer = f"longshore.{package}.{forbidden_module(target)}"
+    assert f"{importer} -> {target} (l.1)" in contracts.stdout
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_bare_package_name_is_banned(copied_tree: Path, package: str) -> None:
-    (copied_tree / "deploy" / "bare.py").write_text(
-        f"import {package}.module\nfrom {package}.module import name\n"
-    )
-    run = run_tool(copied_tree, "ruff", "check", "--no-cache", "--select=TID", "deploy/bare.py")
+def test_bare_package_name_is_banned(broken_tree: Path, package: str) -> None:
+    module = f"deploy/bare_{package}.py"
+    run = run_tool(broken_tree, "ruff", "check", "--no-cache", "--select=TID", module)
     assert run.stdout.count(f"TID251 `{package}` is banned") == 2, run.stdout + run.stderr

@@ -20,7 +20,7 @@ FLAGS: Final = (
     "--disable-sync",
     "--hide-scrollbars",
 )
-WAIT_S: Final = 20.0
+WAIT_S: Final = 60.0
 
 
 class Page:

@@ -10,6 +10,15 @@ from tests.deploy.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, save_tokeniz
 from tests.integration.deployment import Deployment
 from tests.models import make_tiny_llama
 
+HERE = Path(__file__).parent
+TIMEOUT_S = 300  # several processes start in a test, and other tests may have the processors
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:

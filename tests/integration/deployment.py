@@ -11,12 +11,13 @@ from typing import Final
 
 import psutil
 
-READY_TIMEOUT_S: Final = 60.0
+# How long a test waits for what should come at once; other tests may have the processors.
+PATIENCE_S: Final = 60.0
 # Smallest that serves: quick to start, and the tests share the machine.
 SETTINGS: Final = ["--max-num-seqs", "32", "--threads", "1"]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     """Until it holds; fails after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
@@ -58,7 +59,7 @@ class Deployment:
         self.url = ""
 
     def wait_until_ready(self) -> "Deployment":
-        wait_until(self._is_ready_or_ended, READY_TIMEOUT_S)
+        wait_until(self._is_ready_or_ended)
         match = re.search(r"ready at (\S+)", self.output)
         assert match is not None, self.output
         self.url = match[1]
@@ -78,7 +79,7 @@ class Deployment:
     def runtime_dirs(self) -> list[Path]:
         return list(self.tmp_dir.glob("longshore-*"))
 
-    def assert_nothing_is_left(self, timeout_s: float = 10.0) -> None:
+    def assert_nothing_is_left(self, timeout_s: float = PATIENCE_S) -> None:
         """Every process has ended and the runtime directory is gone, within `timeout_s`."""
         _, alive = psutil.wait_procs(list(self.members.values()), timeout=timeout_s)
         assert alive == []
@@ -87,7 +88,7 @@ class Deployment:
     def stop(self) -> int:
         """SIGTERM, and the exit status."""
         self.process.terminate()
-        return int(self.process.wait(timeout=30))
+        return int(self.process.wait(timeout=PATIENCE_S))
 
     def __enter__(self) -> "Deployment":
         return self
@@ -97,4 +98,4 @@ class Deployment:
         for process in family:
             if process.is_running():
                 process.kill()
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=PATIENCE_S)

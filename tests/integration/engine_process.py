@@ -41,7 +41,7 @@ from longshore.protocol.transport.lifeline import LifelineReport, decode_report
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 
 VOCAB_SIZE = 1000
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 IDENTITY = EngineIdentity(
     model_fingerprint="a model",
     dtype="float32",

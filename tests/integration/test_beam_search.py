@@ -152,14 +152,10 @@ def test_beams_share_their_history_in_blocks(tiny_model: tuple[Path, Any], cachi
         scheduler.check()
 
 
-@pytest.mark.parametrize(
-    "ranks", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str
-)
-def test_processes_of_their_own_find_the_same_beams(
-    llm: LLM, tiny_model: tuple[Path, Any], ranks: dict[str, int]
-) -> None:
+def test_processes_of_their_own_find_the_same_beams(llm: LLM, tiny_model: tuple[Path, Any]) -> None:
+    """Of one rank; of several in test_parallel.py."""
     wanted = llm.beam_search([*PROMPTS, "the berth"], beam_width=3, max_tokens=6)
-    with LLM(tiny_model[0], **ranks, **SETTINGS) as separate:
+    with LLM(tiny_model[0], **SETTINGS) as separate:
         got = separate.beam_search([*PROMPTS, "the berth"], beam_width=3, max_tokens=6)
         assert [[beam.token_ids for beam in output.beams] for output in got] == [
             [beam.token_ids for beam in output.beams] for output in wanted
@@ -196,7 +192,7 @@ def test_eight_samples_of_a_thousand_tokens_compute_them_once(
 ) -> None:
     prompt: Any = {"prompt_token_ids": [20 + 13 * i % 200 for i in range(1000)]}
     params = SamplingParams(seed=5, max_tokens=12, ignore_eos=True, temperature=1.0)
-    with LLM(tiny_model[0], enable_prefix_caching=caching, **SETTINGS) as llm:
+    with LLM(tiny_model[0], in_process=True, enable_prefix_caching=caching, **SETTINGS) as llm:
         samples = llm.generate(prompt, params, n=8, progress=False)
         found = [sample.num_cached_tokens for sample in samples]
         assert found == [0] + [999] * 7

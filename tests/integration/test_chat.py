@@ -14,7 +14,7 @@ import pytest
 from tests.deploy.tiny_tokenizer import BOS, EOS, byte_level_tokenizer
 from tests.integration.deployment import Deployment
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Terminal:

@@ -25,8 +25,6 @@ SHARED: dict[str, Any] = {
     "block_size": BLOCK_SIZE,
 }
 
-pytestmark = pytest.mark.timeout(180)
-
 
 class Checkpoint:
     """A tiny model, ragged prompts, every third of which continues a common beginning, and what
@@ -53,7 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 
 @pytest.fixture(
     scope="module",
-    params=[("Llama", 1), ("Llama", 4), ("DeepseekV3", 1), ("DeepseekV3", 2)],
+    params=[("Llama", 4), ("DeepseekV3", 1)],  # all turns: tests/worker/attention
     ids=lambda param: f"{param[0]}, turns of {param[1]}",
 )
 def shared(
@@ -99,7 +97,7 @@ def test_samples_that_share_a_block_in_part_are_those_of_one_rank(
 
 
 @pytest.mark.req("FEA-06")
-@pytest.mark.parametrize(("family", "interleave"), [("Llama", 2), ("DeepseekV3", 1)])
+@pytest.mark.parametrize(("family", "interleave"), [("Llama", 1), ("DeepseekV3", 2)])
 def test_chunks_and_preemptions_change_no_token_in_half_the_blocks(
     checkpoints: dict[str, Checkpoint], family: str, interleave: int
 ) -> None:

@@ -1,4 +1,5 @@
-"""Greedy tokens equal transformers', whatever path a request takes through real processes."""
+"""Greedy tokens equal transformers', whatever path a request takes, through processes or in one:
+what a plan says does not depend on what it crosses."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from tests.reference import ReferenceAnswer, assert_greedy_equal, greedy_referen
 NUM_PROMPTS = 64
 NUM_TOKENS = 24
 MAX_MODEL_LEN = 256
+HERE: dict[str, Any] = {"in_process": True}
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
@@ -87,9 +89,9 @@ def test_requests_alone_equal_the_reference(
     [
         {"block_size": 1, "num_blocks": 30_000, "max_num_batched_tokens": 37},
         {"block_size": 64, "async_scheduling": False},
-        {"block_size": 16, "long_prefill_token_threshold": 5, "enable_prefix_caching": False},
-        {"block_size": 64, "max_num_batched_tokens": 256, "enable_chunked_prefill": False},
-        {"in_process": True, "max_num_batched_tokens": 64},
+        {**HERE, "long_prefill_token_threshold": 5, "enable_prefix_caching": False},
+        {**HERE, "block_size": 64, "max_num_batched_tokens": 256, "enable_chunked_prefill": False},
+        {**HERE, "max_num_batched_tokens": 64},
     ],
     ids=["block-1-tiny-chunks", "block-64-sync", "uncached-threshold", "unchunked", "in-process"],
 )
@@ -104,16 +106,20 @@ def test_settings_change_no_token(
     assert_greedy_equal([output.token_ids for output in outputs], references)
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [{"async_scheduling": True}, {**HERE, "async_scheduling": False}],
+    ids=["asynchronous", "synchronous"],
+)
 @pytest.mark.req("PRE-05")
 def test_preemption_changes_no_token(
     checkpoint: tuple[Path, Any],
     prompts: list[list[int]],
     references: list[ReferenceAnswer],
-    async_scheduling: bool,
+    settings: dict[str, Any],
 ) -> None:
     no_gates = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
-    with make_llm(checkpoint, num_blocks=61, async_scheduling=async_scheduling, **no_gates) as llm:
+    with make_llm(checkpoint, num_blocks=61, **settings, **no_gates) as llm:
         outputs = generate(llm, prompts)
     assert sum(output.num_preemptions for output in outputs) > 10
     assert_greedy_equal([output.token_ids for output in outputs], references)
@@ -142,7 +148,7 @@ def test_seeded_sampling_depends_on_nothing_but_seed_and_prompt(
 
     together = sample(llm, range(NUM_PROMPTS))
     assert [sample(llm, [index])[0] for index in range(6)] == together[:6]
-    with make_llm(checkpoint, num_blocks=61, max_num_batched_tokens=50) as pressed:
+    with make_llm(checkpoint, num_blocks=61, max_num_batched_tokens=50, **HERE) as pressed:
         assert sample(pressed, range(NUM_PROMPTS)) == together
 
 

@@ -13,7 +13,7 @@ from selenium.webdriver import ActionChains, Keys
 
 from tests.integration.browser import Page, open_page, resize
 from tests.integration.conftest import StartDeployment
-from tests.integration.deployment import Deployment, wait_until
+from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 from tests.integration.test_process_life import open_stream
 
 pytestmark = pytest.mark.services
@@ -226,7 +226,7 @@ def test_a_silent_scheduler_and_the_end_of_a_server_are_shown(
         page.wait_for_status("idle")
         deployment.members["worker-0"].kill()
         page.wait(lambda: page.text("status") in ("gone", "unreachable"))
-        assert deployment.process.wait(timeout=20) == 1
+        assert deployment.process.wait(timeout=PATIENCE_S) == 1
         page.wait_for_status("unreachable")
         assert "The gateway does not answer" in page.text("detail")
         assert page.run("return document.getElementById('all').classList.contains('stale')")
@@ -274,7 +274,7 @@ def test_a_server_of_100_000_blocks_shows_them(
 def _answers(url: str) -> bool:
     """Whether somebody listens there, and all is well."""
     try:
-        with urlopen(url, timeout=5):
+        with urlopen(url, timeout=PATIENCE_S):
             return True
     except OSError:
         return False

@@ -229,7 +229,6 @@ def test_llm_embeds_texts_and_token_ids(in_process: bool, tiny_model: tuple[Path
         assert len(answer.token_ids) == 3
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "layout",
     [

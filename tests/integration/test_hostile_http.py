@@ -13,7 +13,7 @@ import pytest
 from tests.integration.deployment import Deployment, wait_until
 from tests.integration.test_serving import metrics
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 BODY = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
 MAX_GROWTH_BYTES = 200 << 20
 

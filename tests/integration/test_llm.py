@@ -129,19 +129,6 @@ def test_prompts_that_do_not_fit_are_refused_by_number(llm: LLM) -> None:
         llm.generate(["x"], [GREEDY, GREEDY], progress=False)
 
 
-def test_more_requests_than_blocks_are_preempted_and_answered_alike(
-    llm: LLM, tiny_model: tuple[Path, Any]
-) -> None:
-    prompts = [{"prompt_token_ids": [5 + i] * 20} for i in range(8)]
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    calm = llm.generate(prompts, params, progress=False)
-    no_gates = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
-    with LLM(tiny_model[0], num_blocks=16, max_num_seqs=8, threads=1, **no_gates) as tight:
-        pressed = tight.generate(prompts, params, progress=False)
-    assert sum(output.num_preemptions for output in pressed) > 0
-    assert [o.token_ids for o in pressed] == [o.token_ids for o in calm]
-
-
 @pytest.mark.parametrize("in_process", [False, True])
 def test_interrupt_aborts_and_leaves_the_llm_usable(
     tiny_model: tuple[Path, Any], in_process: bool

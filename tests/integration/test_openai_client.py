@@ -9,7 +9,6 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import Deployment, wait_until
 from tests.integration.test_serving import metrics
 
@@ -335,22 +334,6 @@ def test_the_client_comes_back_when_the_queue_was_full(guarded: Deployment) -> N
     patient = client.with_options(max_retries=5)
     answer = patient.completions.with_raw_response.create(**asked, max_tokens=1)
     assert answer.parse().choices
-
-
-def test_an_answer_cut_off_by_the_end_of_the_server_says_so(
-    start_deployment: StartDeployment,
-) -> None:
-    own = start_deployment("--drain-timeout-s", "0").wait_until_ready()
-    client = openai.OpenAI(base_url=f"{own.url}/v1", api_key="none", max_retries=0)
-    (served,) = client.models.list().data
-    stream = client.completions.create(
-        model=served.id, prompt="x", max_tokens=4000, stream=True, **ENDLESS
-    )
-    next(iter(stream))
-    own.process.terminate()
-    with pytest.raises(openai.APIError, match="shutting down"):
-        list(stream)
-    assert own.process.wait(timeout=30) == 0
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,13 @@ from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.supervisor import StartFailed, Supervisor
 from longshore.protocol.errors import ConfigError, EngineDead
 from tests.integration.conftest import StartDeployment
-from tests.integration.deployment import wait_until
+from tests.integration.deployment import PATIENCE_S, wait_until
 from tests.integration.test_process_life import open_stream
 from tests.models import make_tiny_llama
 from tests.reference import ReferenceAnswer, assert_greedy_equal, greedy_reference
 
 NUM_TOKENS = 16
+RANK_TIMEOUT_S = 5.0  # longer than a rank that does not hang may be kept from the processors
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 NO_GATES = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
 
@@ -40,9 +41,6 @@ LAYOUTS = [
     pytest.param(STAGES_2, id="2 stages"),
     pytest.param(BOTH, id="2 x 2"),
 ]
-TWO_RANKS = LAYOUTS[:2]
-
-pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +120,9 @@ def test_sampled_tokens_are_those_of_one_rank(
             temperature=0.9,
             top_k=20 if index % 2 else 0,
             repetition_penalty=1.2 if index % 3 else 1.0,
+            presence_penalty=0.5 if index % 5 == 1 else 0.0,
+            logit_bias={50: 2.0} if index % 5 == 2 else {},
+            bad_words_token_ids=((50, 51), (52,)) if index % 5 == 3 else (),
             seed=index,
             max_tokens=NUM_TOKENS,
             ignore_eos=True,
@@ -143,24 +144,38 @@ def test_an_interrupt_aborts_and_leaves_all_ranks_in_step(
     assert_greedy_equal([output.token_ids for output in outputs], references)
 
 
-@pytest.mark.parametrize("layout", TWO_RANKS)
-def test_chunks_and_preemptions_change_no_token(
-    layout: dict[str, Any],
+def test_chunks_and_preemptions_change_no_token_in_two_stages(
     checkpoint: tuple[Path, Any],
     prompts: list[list[int]],
     references: list[ReferenceAnswer],
 ) -> None:
+    """On two shards: Llama in test_families.py."""
     with make_llm(
-        checkpoint[0], num_blocks=25, max_num_batched_tokens=37, **NO_GATES, **layout
+        checkpoint[0], num_blocks=25, max_num_batched_tokens=37, **NO_GATES, **STAGES_2
     ) as llm:
         outputs = generate(llm, prompts)
     assert sum(output.num_preemptions for output in outputs) > 5
     assert_greedy_equal([output.token_ids for output in outputs], references)
 
 
+def test_beams_are_those_of_one_rank(llm: LLM, one_rank: LLM, prompts: list[list[int]]) -> None:
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts[:4]]
+    found = [each.beam_search(inputs, beam_width=3, max_tokens=6) for each in (llm, one_rank)]
+    ours, alone = ([[beam.token_ids for beam in output.beams] for output in each] for each in found)
+    assert ours == alone
+
+
 def test_logprobs_are_those_of_one_rank(llm: LLM, one_rank: LLM, prompts: list[list[int]]) -> None:
     params = SamplingParams(
-        temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=1, ignore_eos=True
+        temperature=0,
+        max_tokens=12,
+        logprobs=2,
+        prompt_logprobs=1,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        logit_bias={50: 2.0},
+        bad_words_token_ids=((50, 51), (52,)),
+        ignore_eos=True,
     )
     scored = [generate(each, prompts[:6], params) for each in (llm, one_rank)]
     for ours, alone in zip(*scored, strict=True):
@@ -192,9 +207,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(TENSOR_2, id="2 shards", marks=pytest.mark.slow),
+        pytest.param(TENSOR_2, id="2 shards"),
         pytest.param(STAGES_2, id="2 stages", marks=pytest.mark.slow),
-        pytest.param(BOTH, id="2 x 2"),
+        pytest.param(BOTH, id="2 x 2", marks=pytest.mark.slow),
     ],
 )
 def test_sigterm_lets_a_live_stream_finish_and_every_rank_exits_well(
@@ -213,7 +228,7 @@ def test_sigterm_lets_a_live_stream_finish_and_every_rank_exits_well(
     deployment.process.terminate()
     *_, last = stream
     assert last.usage.completion_tokens == 300
-    assert deployment.process.wait(timeout=20) == 0, deployment.output
+    assert deployment.process.wait(timeout=PATIENCE_S) == 0, deployment.output
     assert "Traceback" not in deployment.output
     deployment.assert_nothing_is_left()
 
@@ -221,7 +236,7 @@ def test_sigterm_lets_a_live_stream_finish_and_every_rank_exits_well(
 @pytest.mark.parametrize(
     ("layout", "victim"),
     [
-        pytest.param(TENSOR_2, 0, id="shard 0"),
+        pytest.param(TENSOR_2, 0, id="shard 0", marks=pytest.mark.slow),
         pytest.param(TENSOR_2, 1, id="shard 1", marks=pytest.mark.slow),
         pytest.param(STAGES_2, 0, id="stage 0", marks=pytest.mark.slow),
         pytest.param(STAGES_2, 1, id="stage 1"),
@@ -235,7 +250,7 @@ def test_a_killed_rank_is_named_and_takes_all_others_along(
     deployment.members[f"worker-{victim}"].kill()
     with pytest.raises(openai.APIError, match=f"the engine is gone: worker {victim} was killed"):
         list(stream)
-    assert deployment.process.wait(timeout=20) == 1
+    assert deployment.process.wait(timeout=PATIENCE_S) == 1
     assert "Traceback" not in deployment.output
     deployment.assert_nothing_is_left()
 
@@ -251,7 +266,7 @@ def test_a_rank_that_hangs_ends_the_engine_within_the_timeout_with_a_reason(
     checkpoint: tuple[Path, Any], layout: dict[str, Any], impatient: None
 ) -> None:
     before = psutil.Process().children()
-    with make_llm(checkpoint[0], rank_timeout_s=2.0, **layout) as llm:
+    with make_llm(checkpoint[0], rank_timeout_s=RANK_TIMEOUT_S, **layout) as llm:
         children = [child for child in psutil.Process().children() if child not in before]
         (hung,) = (child for child in children if child.cmdline()[-1].endswith("worker-0.json"))
         generate(llm, [[1, 2, 3]])
@@ -261,12 +276,18 @@ def test_a_rank_that_hangs_ends_the_engine_within_the_timeout_with_a_reason(
     assert not any(child.is_running() for child in children)
 
 
-@pytest.mark.parametrize("layout", TWO_RANKS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(TENSOR_2, id="2 shards", marks=pytest.mark.slow),
+        pytest.param(STAGES_2, id="2 stages"),
+    ],
+)
 def test_a_sampling_or_last_rank_that_hangs_is_noticed_although_nobody_waits_for_it(
     checkpoint: tuple[Path, Any], layout: dict[str, Any], impatient: None
 ) -> None:
     before = psutil.Process().children()
-    with make_llm(checkpoint[0], rank_timeout_s=1.0, **layout) as llm:
+    with make_llm(checkpoint[0], rank_timeout_s=RANK_TIMEOUT_S, **layout) as llm:
         children = [child for child in psutil.Process().children() if child not in before]
         (hung,) = (child for child in children if child.cmdline()[-1].endswith("worker-1.json"))
         generate(llm, [[1, 2, 3]])
@@ -297,7 +318,7 @@ def test_stop_while_ranks_wait_for_each_other_is_no_error(
     start_deployment: StartDeployment,
 ) -> None:
     deployment = start_deployment("--tensor-parallel-size", "2")
-    wait_until(lambda: "waiting for the other" in deployment.output, 30)
+    wait_until(lambda: "waiting for the other" in deployment.output)
     children = deployment.process.children()
     assert deployment.stop() == 0, deployment.output
     assert not any(child.is_running() for child in children)

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.integration.conftest import StartDeployment
-from tests.integration.deployment import Deployment, wait_until
+from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 
 
 def open_stream(deployment: Deployment, max_tokens: int) -> Any:
@@ -30,18 +30,6 @@ def open_stream(deployment: Deployment, max_tokens: int) -> Any:
     return stream
 
 
-def test_sigterm_lets_a_live_stream_finish_and_exits_well(
-    start_deployment: StartDeployment,
-) -> None:
-    deployment = start_deployment().wait_until_ready()
-    stream = open_stream(deployment, 600)
-    deployment.process.terminate()
-    *_, last = stream
-    assert last.usage.completion_tokens == 600
-    assert deployment.process.wait(timeout=20) == 0, deployment.output
-    deployment.assert_nothing_is_left()
-
-
 def test_drain_ends_at_its_deadline(start_deployment: StartDeployment) -> None:
     deployment = start_deployment("--drain-timeout-s", "1").wait_until_ready()
     stream = open_stream(deployment, 4000)
@@ -49,8 +37,8 @@ def test_drain_ends_at_its_deadline(start_deployment: StartDeployment) -> None:
     deployment.process.terminate()
     with pytest.raises(openai.APIError, match="shutting down"):
         list(stream)
-    assert deployment.process.wait(timeout=20) == 0, deployment.output
-    assert time.monotonic() - begin_s < 8
+    assert deployment.process.wait(timeout=PATIENCE_S) == 0, deployment.output
+    assert time.monotonic() - begin_s < 20  # 30 s without the flag
     assert "Traceback" not in deployment.output
     deployment.assert_nothing_is_left()
 
@@ -64,7 +52,7 @@ def test_sigterm_to_all_processes_at_once_lets_a_live_stream_finish(
         process.terminate()
     *_, last = stream
     assert last.usage.completion_tokens == 400
-    assert deployment.process.wait(timeout=20) == 0, deployment.output
+    assert deployment.process.wait(timeout=PATIENCE_S) == 0, deployment.output
     deployment.assert_nothing_is_left()
 
 
@@ -79,7 +67,7 @@ def test_process_that_dies_during_the_drain_is_named(
     deployment.members[victim].kill()
     with contextlib.suppress(Exception):  # how the stream breaks off is not the point
         list(stream)
-    assert deployment.process.wait(timeout=10) == 1, deployment.output
+    assert deployment.process.wait(timeout=PATIENCE_S) == 1, deployment.output
     assert victim.replace("-", " ") in deployment.output
     assert "SIGKILL" in deployment.output
     deployment.assert_nothing_is_left()
@@ -91,7 +79,7 @@ def test_second_signal_cuts_the_drain_short(start_deployment: StartDeployment) -
     deployment.process.terminate()
     wait_until(lambda: "30 s to finish; Ctrl-C again ends them now" in deployment.output)
     deployment.process.send_signal(signal.SIGINT)
-    assert deployment.process.wait(timeout=4) == 0, deployment.output
+    assert deployment.process.wait(timeout=20) == 0, deployment.output
     assert deployment.output.splitlines()[-1].endswith("stopped")
     deployment.assert_nothing_is_left()
 
@@ -103,9 +91,12 @@ def test_killed_process_takes_all_others_along(
     deployment = start_deployment().wait_until_ready()
     assert len(deployment.members) == 4
     assert len(deployment.runtime_dirs) == 1
-    open_stream(deployment, 4000)
+    stream = open_stream(deployment, 4000)
     deployment.members[victim].send_signal(signal.SIGKILL)
-    deployment.assert_nothing_is_left(timeout_s=10)
+    if victim == "worker-0":
+        with pytest.raises(openai.APIError, match=r"the engine is gone: worker 0 was killed"):
+            list(stream)
+    deployment.assert_nothing_is_left()
     if victim != "supervisor":
         assert deployment.process.wait() == 1
         last_line = deployment.output.strip().splitlines()[-1]
@@ -121,7 +112,7 @@ def test_port_in_use_is_said_before_anything_is_loaded(start_deployment: StartDe
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         deployment = start_deployment(port=port)
-        assert deployment.process.wait(timeout=30) != 0
+        assert deployment.process.wait(timeout=PATIENCE_S) != 0
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in deployment.output
     assert len(deployment.output.splitlines()) == 1
     assert deployment.runtime_dirs == []
@@ -135,7 +126,7 @@ def test_broken_checkpoint_is_named_once(
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     deployment = start_deployment(model_dir=broken)
-    assert deployment.process.wait(timeout=60) != 0
+    assert deployment.process.wait(timeout=PATIENCE_S) != 0
     assert "Traceback" not in deployment.output
     last_line = deployment.output.strip().splitlines()[-1]
     assert "worker 0" in last_line
@@ -146,7 +137,7 @@ def test_broken_checkpoint_is_named_once(
 
 def test_stop_while_loading_is_no_error(start_deployment: StartDeployment) -> None:
     deployment = start_deployment()
-    wait_until(lambda: "loading" in deployment.output, 30)
+    wait_until(lambda: "loading" in deployment.output)
     children = deployment.process.children()
     assert deployment.stop() == 0, deployment.output
     assert not any(child.is_running() for child in children)

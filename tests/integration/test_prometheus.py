@@ -15,7 +15,7 @@ import pytest
 from longshore.deploy.bench.options import ServeBenchOptions
 from longshore.deploy.bench.serve import run as run_bench
 from tests.deploy.grafana_board import FOLDER, expressions
-from tests.integration.deployment import Deployment, wait_until
+from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 
 pytestmark = pytest.mark.services
 
@@ -66,7 +66,7 @@ class Prometheus:
 
     def is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=10) as response:
+            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=PATIENCE_S) as response:
                 return bool(response.status == 200)
         except OSError:
             return False
@@ -74,7 +74,7 @@ class Prometheus:
     def ask(self, path: str, **query: str) -> Any:
         """The `data` of an answer. Raises HTTPError for a bad query."""
         url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
             answer = json.load(response)
         assert answer["status"] == "success"
         assert "warnings" not in answer
@@ -108,7 +108,7 @@ def test_metrics_of_a_busy_server_follow_the_conventions(
     deployment: Deployment, tmp_path: Path
 ) -> None:
     put_to_work(deployment, tmp_path)
-    with urllib.request.urlopen(f"{deployment.url}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"{deployment.url}/metrics", timeout=PATIENCE_S) as response:
         promtool("check", "metrics", text=response.read())
 
 

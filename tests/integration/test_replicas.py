@@ -20,7 +20,7 @@ import pytest
 from longshore.deploy.bench.options import ServeBenchOptions
 from longshore.deploy.bench.serve import run as run_bench
 from tests.integration.conftest import StartDeployment
-from tests.integration.deployment import Deployment, wait_until
+from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 from tests.integration.test_process_life import open_stream
 from tests.integration.test_serving import reference
 
@@ -39,7 +39,7 @@ def shared(
         deployment.assert_nothing_is_left()
 
 
-def get(deployment: Deployment, path: str, timeout_s: float = 5.0) -> str:
+def get(deployment: Deployment, path: str, timeout_s: float = PATIENCE_S) -> str:
     with urllib.request.urlopen(f"{deployment.url}{path}", timeout=timeout_s) as response:
         text: str = response.read().decode()
     return text
@@ -138,7 +138,10 @@ def test_the_report_is_of_one_engine_or_of_all(shared: Deployment) -> None:
 def test_doctor_top_and_bench_see_one_server(shared: Deployment, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "longshore.deploy"]
     doctor = subprocess.run(
-        [*command, "doctor", "--engine", shared.url], capture_output=True, text=True, timeout=30
+        [*command, "doctor", "--engine", shared.url],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert doctor.returncode == 0, doctor.stderr
     assert "engine-0.1 is idle" in doctor.stdout
@@ -156,7 +159,7 @@ def test_doctor_top_and_bench_see_one_server(shared: Deployment, tmp_path: Path)
             [*command, "top", "--url", shared.url, "--num-looks", "1"],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=PATIENCE_S,
         )
         assert top.returncode == 0, top.stderr
         return "1,198 free" in top.stdout
@@ -177,8 +180,8 @@ def test_the_ready_line_tells_what_each_engine_holds(shared: Deployment) -> None
 def test_a_gateway_that_hangs_is_noted_and_costs_the_others_little(shared: Deployment) -> None:
     shared.members["gateway-1"].send_signal(signal.SIGSTOP)
     try:
-        wait_until(lambda: _up(shared) == [1, 0], 30)
-        wait_until(lambda: "gateway 1 does not answer" in _not_ready(shared), 30)
+        wait_until(lambda: _up(shared) == [1, 0])
+        wait_until(lambda: "gateway 1 does not answer" in _not_ready(shared))
     finally:
         shared.members["gateway-1"].send_signal(signal.SIGCONT)
     assert by_process(shared, "longshore_gateway_up") == [1, 1]
@@ -203,7 +206,6 @@ def _not_ready(deployment: Deployment) -> str:
         return ""
 
 
-@pytest.mark.timeout(180)
 def test_an_engine_that_is_slow_gets_less_to_do(shared: Deployment) -> None:
     num_prompts = 40
     worker = shared.members["worker-0.0"]
@@ -213,9 +215,9 @@ def test_an_engine_that_is_slow_gets_less_to_do(shared: Deployment) -> None:
             answers: list[Future[Any]] = []
             for _ in range(num_prompts):
                 answers.append(threads.submit(ask, shared, [[9] * 40], temperature=0))
-                wait(answers[-1:], timeout=0.2)  # it comes at once, or with the slow engine
+                wait(answers[-1:], timeout=1)  # it comes at once, or with the slow engine
             # Without looking it would be half of them.
-            wait_until(lambda: 0 < sum(not a.done() for a in answers) <= num_prompts // 5, 30)
+            wait_until(lambda: 0 < sum(not a.done() for a in answers) <= num_prompts // 5)
             worker.send_signal(signal.SIGCONT)
             tokens = [answer.result(60).choices[0].token_ids for answer in answers]
     finally:
@@ -242,14 +244,14 @@ def test_told_to_stop_all_gateways_finish_their_streams_and_answer_who_waits_at_
     for stream in streams:
         *_, last = stream
         assert last.usage.completion_tokens == 400
-    assert deployment.process.wait(timeout=20) == 0, deployment.output
+    assert deployment.process.wait(timeout=PATIENCE_S) == 0, deployment.output
     deployment.assert_nothing_is_left()
 
 
 def at_the_door(deployment: Deployment) -> socket.socket:
     """A connection with a request on it that nobody has accepted yet."""
     url = urllib.parse.urlsplit(deployment.url)
-    connection = socket.create_connection((url.hostname, url.port), timeout=30)
+    connection = socket.create_connection((url.hostname, url.port), timeout=PATIENCE_S)
     body = b'{"prompt": "x", "max_tokens": 2}'
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -258,12 +260,10 @@ def at_the_door(deployment: Deployment) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("victim", ["worker-1.0", "scheduler-0", "gateway-1"])
-def test_a_process_that_is_killed_ends_all_and_is_named(
-    start_deployment: StartDeployment, victim: str
-) -> None:
+def test_a_process_that_is_killed_ends_all_and_is_named(start_deployment: StartDeployment) -> None:
+    """Of the other engine; test_process_life.py kills one of each kind."""
     deployment = start_deployment(*TWO_BY_TWO).wait_until_ready()
-    deployment.members[victim].kill()
-    assert deployment.process.wait(timeout=20) == 1
-    assert f"{victim.replace('-', ' ')} was killed (SIGKILL)" in deployment.output
+    deployment.members["worker-1.0"].kill()
+    assert deployment.process.wait(timeout=PATIENCE_S) == 1
+    assert "worker 1.0 was killed (SIGKILL)" in deployment.output
     deployment.assert_nothing_is_left()

@@ -101,32 +101,6 @@ def test_preemption_changes_neither_tokens_nor_scores(
         assert told_logprobs(one) == pytest.approx(told_logprobs(other), abs=1e-4)
 
 
-@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-def test_several_ranks_sample_and_score_as_one_does(
-    llm: LLM, tiny_model: tuple[Path, Any], ranks: dict[str, int]
-) -> None:
-    params = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=12,
-            ignore_eos=True,
-            logprobs=1,
-            prompt_logprobs=1,
-            repetition_penalty=1.3,
-            presence_penalty=0.5,
-            logit_bias={50: 2.0},
-            bad_words_token_ids=((50, 51), (52,)),
-        ),
-        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-    ]
-    prompts = [LONG_PROMPT, "the berth"]
-    wanted = llm.generate(prompts, params, progress=False)
-    with LLM(tiny_model[0], max_num_batched_tokens=48, **ranks, **SETTINGS) as several:
-        got = several.generate(prompts, params, progress=False)
-    assert [each.token_ids for each in got] == [each.token_ids for each in wanted]
-    assert told_logprobs(got[0]) == pytest.approx(told_logprobs(wanted[0]), abs=1e-4)
-
-
 def test_samples_of_a_prompt_share_its_blocks_and_draw_with_their_own_seeds(llm: LLM) -> None:
     prompt = {"prompt_token_ids": [30 + 11 * i % 180 for i in range(80)]}
     params = SamplingParams(seed=12, max_tokens=8, ignore_eos=True)

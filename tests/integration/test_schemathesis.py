@@ -13,7 +13,6 @@ PROGRAM = Path(sys.executable).parent / "schemathesis"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_server_does_what_its_document_says(deployment: Deployment, tmp_path: Path) -> None:
     """All of schemathesis' checks but one: a request that fits the schema may be refused, because
     the schema cannot say what fits the model (its vocabulary, its length, text or audio)."""

@@ -13,7 +13,7 @@ import pytest
 
 from longshore.deploy.bench.options import ServeBenchOptions
 from longshore.deploy.bench.serve import run as run_bench
-from tests.integration.deployment import Deployment, wait_until
+from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 
 IN_FLIGHT = 'longshore_scheduler_steps_in_flight{engine="0"}'
 CHAT: Any = [{"role": "user", "content": "Which berth holds C417?"}]
@@ -32,7 +32,7 @@ def model(client: openai.OpenAI) -> str:
 
 
 def metrics(deployment: Deployment) -> dict[str, float]:
-    with urllib.request.urlopen(f"{deployment.url}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"{deployment.url}/metrics", timeout=PATIENCE_S) as response:
         lines = [line for line in response.read().decode().splitlines() if line[0] != "#"]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
@@ -216,14 +216,14 @@ def test_top_shows_a_server_and_says_when_there_is_none(deployment: Deployment) 
         [*command, deployment.url, "--num-looks", "2", "--interval-s", "0.1"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == 0, run.stderr
     for part in ("running", "KV blocks", "ready"):
         assert part in run.stdout
     assert f"{deployment.url}" in run.stdout
     run = subprocess.run(
-        [*command, "http://127.0.0.1:9"], capture_output=True, text=True, timeout=30
+        [*command, "http://127.0.0.1:9"], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert run.returncode == 1
     assert "Is `longshore serve` running there?" in run.stderr

@@ -193,7 +193,7 @@ async def test_clients_with_half_a_request_keep_nobody_from_being_served(tmp_pat
         health = await gateway.client.request("GET", "/health", timeout_s=TIMEOUT_S)
         assert health.status == 200
         asking = asyncio.create_task(
-            gateway.client.request("POST", COMPLETIONS, b'{"prompt": "x"}', timeout_s=10)
+            gateway.client.request("POST", COMPLETIONS, b'{"prompt": "x"}', timeout_s=TIMEOUT_S)
         )
         await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 1)
         gateway.finish(gateway.engine.requests[0])

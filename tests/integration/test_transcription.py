@@ -303,7 +303,7 @@ def test_many_audios_on_few_blocks_are_preempted_and_heard_alike(llm: LLM, path:
     calm = llm.transcribe(audios, language="en", progress=False)
     settings = {**SETTINGS, "num_blocks": 33, "max_num_encoder_input_tokens": 300}
     gates = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
-    with LLM(path, verify_plan=True, **settings, **gates) as tight:
+    with LLM(path, in_process=True, verify_plan=True, **settings, **gates) as tight:
         pressed = tight.transcribe(audios, language="en", progress=False)
     assert [output.text for output in pressed] == [output.text for output in calm]
     assert sum(output.pieces[0].num_preemptions for output in pressed) > 0

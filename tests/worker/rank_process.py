@@ -1,8 +1,10 @@
-"""One rank of a group, as a process: `python -m tests.worker.rank_process RANK LAYOUT.json CASE`.
+"""One rank of a group after another, as a process: `python -m tests.worker.rank_process`.
 
-CASE is a function of this file; what it returns is printed.
+Each line of its input is [RANK, LAYOUT.json, CASE]. CASE is a function of this file; what it
+returns is printed as a line.
 """
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -60,7 +62,7 @@ def lose(parallel: Parallel) -> str:
     """Rank 0 exits once all are connected; the others report how they notice."""
     parallel.meet(CPU)
     if parallel.rank == 0:
-        print('"left"')
+        print('"left"', flush=True)
         sys.exit()
     try:
         parallel.all_reduce(torch.zeros(4))
@@ -89,13 +91,15 @@ def compile_slowly(parallel: Parallel) -> str:
     return "nothing was noticed"
 
 
-def main(rank: str, layout_file: str, case: str) -> None:
+def main() -> None:
     torch.set_num_threads(1)
-    layout = msgspec.json.decode(Path(layout_file).read_bytes(), type=RankLayout)
-    with joined_ranks(layout, int(rank), CPU, startup_timeout_s=60) as parallel:
-        result: Any = globals()[case](parallel)
-    print(msgspec.json.encode(result).decode())
+    for line in sys.stdin:
+        rank, layout_file, case = json.loads(line)
+        layout = msgspec.json.decode(Path(layout_file).read_bytes(), type=RankLayout)
+        with joined_ranks(layout, rank, CPU, startup_timeout_s=60) as parallel:
+            result: Any = globals()[case](parallel)
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

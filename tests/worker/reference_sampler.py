@@ -48,7 +48,8 @@ def edited(
 def kept(logits: Float32s, sampling: SamplingParams) -> dict[int, float]:
     """The tokens that may be drawn and their weights, in the order of drawing."""
     scaled = [float(logit) / sampling.temperature for logit in logits]
-    weights = {i: math.exp(value - max(scaled)) for i, value in enumerate(scaled)}
+    most = max(scaled)
+    weights = {i: math.exp(value - most) for i, value in enumerate(scaled)}
     weights = {i: weight for i, weight in weights.items() if weight >= sampling.min_p}
     if sampling.top_k == 0 and sampling.top_p == 1:
         return weights

@@ -21,12 +21,12 @@ def longshore(*arguments: str, **environment: str) -> subprocess.CompletedProces
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
 
 
 def test_command_line_loads_neither_torch_nor_a_server() -> None:
-    run = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=30)
+    run = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=60)
     assert run.stdout.strip() in ("set()", "{'numpy'}"), run.stdout + run.stderr
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.cli.refusal import refusal
-from tests.deploy.gateway.conftest import StartGateway, start_gateway
+from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway, start_gateway
 
 __all__ = ["start_gateway"]  # the fixture
 
@@ -32,8 +32,8 @@ async def test_an_address_with_v1_at_its_end_is_the_server_s(start_gateway: Star
     async with start_gateway() as gateway:
         for end in ("", "/", "/v1", "/v1/"):
             endpoint = HttpEndpoint(f"http://127.0.0.1:{gateway.port}{end}")
-            assert (await endpoint.request("GET", "/v1/models", timeout_s=5)).status == 200
-            assert (await endpoint.request("GET", "/metrics", timeout_s=5)).status == 200
+            assert (await endpoint.request("GET", "/v1/models", timeout_s=PATIENCE_S)).status == 200
+            assert (await endpoint.request("GET", "/metrics", timeout_s=PATIENCE_S)).status == 200
 
 
 async def test_who_talks_to_a_model_without_a_tokenizer_is_told_what_is_missing(
@@ -60,6 +60,6 @@ async def longshore(*arguments: str, said: str = "") -> str:
         input=said,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
     return " ".join((run.stdout + run.stderr).split())

@@ -21,6 +21,8 @@ from tests.deploy.gateway.fake_engine import IDENTITY, FakeEngine, Script, echo
 from tests.deploy.gateway.forms import encode_form
 from tests.deploy.tiny_tokenizer import EOS_ID, VOCAB_SIZE, save_tokenizer
 
+PATIENCE_S = 60.0  # for an answer that should come at once; other tests may have the processors
+
 
 @dataclass
 class RunningGateway:
@@ -35,17 +37,19 @@ class RunningGateway:
         return HttpEndpoint(f"http://127.0.0.1:{self.port}")
 
     async def get(self, path: str) -> HttpAnswer:
-        return await self.client.request("GET", path, timeout_s=5)
+        return await self.client.request("GET", path, timeout_s=PATIENCE_S)
 
     async def post_form(
         self, path: str, *, file: bytes | None = None, **fields: str | list[str]
     ) -> HttpAnswer:
         kind, body = encode_form(fields, {} if file is None else {"file": file})
-        return await self.client.request("POST", path, body, timeout_s=5, content_type=kind)
+        return await self.client.request(
+            "POST", path, body, timeout_s=PATIENCE_S, content_type=kind
+        )
 
     async def post(self, path: str, body: dict[str, Any] | bytes) -> HttpAnswer:
         encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await self.client.request("POST", path, encoded, timeout_s=5)
+        return await self.client.request("POST", path, encoded, timeout_s=PATIENCE_S)
 
 
 StartGateway = Callable[..., AbstractAsyncContextManager[RunningGateway]]

@@ -10,7 +10,7 @@ import pytest
 from longshore.protocol.logs.limits import MAX_PER_SECOND
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import AddRequest
-from tests.deploy.gateway.conftest import RunningGateway, StartGateway
+from tests.deploy.gateway.conftest import PATIENCE_S, RunningGateway, StartGateway
 from tests.deploy.gateway.fake_engine import FakeEngine, never_answer
 
 NAME = "longshore.deploy.gateway.request_log"
@@ -30,7 +30,7 @@ async def ask(gateway: RunningGateway, request_id: str, path: str = "/v1/complet
         "POST",
         path,
         json.dumps(BODY).encode(),
-        timeout_s=5,
+        timeout_s=PATIENCE_S,
         headers={"x-request-id": request_id, "authorization": "Bearer secret-key"},
     )
     return answer.status

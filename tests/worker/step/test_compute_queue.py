@@ -81,10 +81,10 @@ def test_operations_run_without_autograd() -> None:
 
 
 def test_the_time_of_an_operation_leaves_out_the_wait_before_it() -> None:
-    queue = CpuComputeQueue(before_each=lambda: threading.Event().wait(0.05))  # type: ignore[arg-type]
+    queue = CpuComputeQueue(before_each=lambda: threading.Event().wait(0.5))  # type: ignore[arg-type]
     completion = queue.submit(lambda: None)
     completion.wait()
-    assert completion.elapsed_s < 0.05
+    assert completion.elapsed_s < 0.5
     queue.close()
 
 

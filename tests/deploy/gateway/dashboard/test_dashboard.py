@@ -19,7 +19,7 @@ from longshore.protocol.statistics import (
     BlockSnapshot,
     BlockState,
 )
-from tests.deploy.gateway.conftest import StartGateway
+from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway
 from tests.deploy.gateway.fake_engine import BLOCK_MAP, REPORT
 
 PAGE = Dashboard(lambda: None, 1.0)
@@ -88,7 +88,9 @@ async def test_readers_at_the_same_time_share_one_question(start_gateway: StartG
     async with start_gateway() as gateway:
         gateway.engine.block_map = None
         client = gateway.process._engines.clients[0]
-        asking = [asyncio.create_task(client.describe_blocks(timeout_s=5)) for _ in range(3)]
+        asking = [
+            asyncio.create_task(client.describe_blocks(timeout_s=PATIENCE_S)) for _ in range(3)
+        ]
         await gateway.engine.wait_for(lambda: gateway.engine.num_describes > 0)
         gateway.engine.send(BLOCK_MAP)
         for block_map in await asyncio.gather(*asking):

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from longshore.protocol.statistics import EngineReport
-from tests.deploy.gateway.conftest import StartGateway
+from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway
 from tests.deploy.gateway.fake_engine import REPORT
 
 
@@ -25,7 +25,7 @@ async def test_readers_at_the_same_time_share_one_question(start_gateway: StartG
     async with start_gateway() as gateway:
         gateway.engine.report = None
         client = gateway.process._engines
-        asking = [asyncio.create_task(client.describe(timeout_s=5)) for _ in range(3)]
+        asking = [asyncio.create_task(client.describe(timeout_s=PATIENCE_S)) for _ in range(3)]
         await gateway.engine.wait_for(lambda: gateway.engine.num_describes > 0)
         gateway.engine.send(REPORT)
         assert await asyncio.gather(*asking) == [REPORT] * 3

@@ -127,7 +127,10 @@ async def test_probes_cannot_fill_the_log(tmp_path: Path, caplog: pytest.LogCapt
 
 async def test_a_sibling_that_asks_for_nothing_known_is_only_hung_up_on(tmp_path: Path) -> None:
     async with gateways(tmp_path, ready=[lambda: READY, lambda: READY]) as (first, _):
-        assert await first._ask_one(1, "what else") is None
-        _, writer = await asyncio.open_unix_connection(str(tmp_path / "1.sock"))
-        writer.close()
+        for said in (b"what else\n", b""):
+            reader, writer = await asyncio.open_unix_connection(str(tmp_path / "1.sock"))
+            writer.write(said)
+            if said:
+                assert await reader.read() == b""
+            writer.close()
         assert await first.not_ready_reason() is None

@@ -17,7 +17,7 @@ from longshore.deploy.gateway.http.connection import (
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway
 from tests.deploy.gateway.fake_engine import never_answer
 
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 CUT_OFF = b"reset"
 BODY = json.dumps({"model": "tiny", "prompt": "one", "max_tokens": 3}).encode()
 POST = (

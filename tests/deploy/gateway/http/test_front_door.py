@@ -7,7 +7,7 @@ import pytest
 
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import AddRequest
-from tests.deploy.gateway.conftest import StartGateway
+from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway
 from tests.deploy.gateway.fake_engine import FakeEngine, never_answer
 from tests.deploy.gateway.http.test_exchange import error_of
 
@@ -22,7 +22,7 @@ async def test_a_request_id_and_a_trace_reach_the_engine_and_come_back(
         headers = {"x-request-id": "order-66", "traceparent": TRACE}
         for _ in range(2):
             answer = await gateway.client.request(
-                "POST", "/v1/completions", BODY, timeout_s=5, headers=headers
+                "POST", "/v1/completions", BODY, timeout_s=PATIENCE_S, headers=headers
             )
             assert answer.headers["x-request-id"] == "order-66"
             assert answer.headers["traceparent"] == TRACE
@@ -51,7 +51,7 @@ async def test_an_id_that_no_log_should_hold_is_refused(
 ) -> None:
     async with start_gateway() as gateway:
         answer = await gateway.client.request(
-            "POST", "/v1/completions", BODY, timeout_s=5, headers={"x-request-id": given}
+            "POST", "/v1/completions", BODY, timeout_s=PATIENCE_S, headers={"x-request-id": given}
         )
         assert answer.status == 400
         assert "x-request-id" in error_of(answer)["message"]
@@ -78,7 +78,9 @@ async def test_only_those_with_a_key_are_served(
             ("GET", "/v1/models", b""),
             ("GET", "/engine/report", b""),
         ):
-            answer = await gateway.client.request(method, path, body, timeout_s=5, headers=headers)
+            answer = await gateway.client.request(
+                method, path, body, timeout_s=PATIENCE_S, headers=headers
+            )
             assert answer.status == status
             if status == 401:
                 assert error_of(answer)["code"] == "invalid_api_key"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from longshore.protocol.requests import AddRequest
-from tests.deploy.gateway.conftest import StartGateway
+from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway
 from tests.deploy.gateway.fake_engine import FakeEngine, never_answer
 from tests.deploy.gateway.http.test_exchange import error_of
 
@@ -77,7 +77,7 @@ async def test_what_contradicts_is_refused_by_name(
     start_gateway: StartGateway, extra: dict[str, Any], param: str
 ) -> None:
     async with start_gateway(never_answer) as gateway:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             answer = await gateway.post("/v1/completions", {"prompt": "p", **extra})
         assert answer.status == 400
         assert error_of(answer)["param"] == param

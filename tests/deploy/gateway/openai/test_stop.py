@@ -8,7 +8,7 @@ import pytest
 
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import AddRequest, StopFound
-from tests.deploy.gateway.conftest import StartGateway
+from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway
 from tests.deploy.gateway.fake_engine import FakeEngine, score_of, scored_echo
 from tests.deploy.gateway.http.test_exchange import (
     chunks_of,
@@ -70,7 +70,7 @@ async def test_the_engine_is_told_once_and_at_once(start_gateway: StartGateway) 
         engine = gateway.engine
         body = {"messages": [{"role": "user", "content": "?"}], "stop": ["two", "END"]}
         client = gateway.client.request(
-            "POST", "/v1/chat/completions", json.dumps(body).encode(), timeout_s=5
+            "POST", "/v1/chat/completions", json.dumps(body).encode(), timeout_s=PATIENCE_S
         )
         asked = asyncio.create_task(client)
         await engine.wait_for(lambda: bool(engine.stopped))

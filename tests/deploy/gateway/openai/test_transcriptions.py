@@ -17,7 +17,7 @@ from longshore.deploy.model.folder import AudioInput
 from longshore.deploy.requests.audio import Samples
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import AddRequest
-from tests.deploy.gateway.conftest import RunningGateway, StartGateway
+from tests.deploy.gateway.conftest import PATIENCE_S, RunningGateway, StartGateway
 from tests.deploy.gateway.fake_engine import FakeEngine, never_answer
 from tests.deploy.gateway.forms import encode_form
 from tests.deploy.sounds import as_file
@@ -203,7 +203,7 @@ async def test_stream_grows_with_the_tokens(start: Start, tokenizer: ModelTokeni
 
         kind, body = encode_form({"language": "en", "stream": "1"}, {"file": as_file(sound(2))})
         await gateway.client.request(
-            "POST", PATH, body, timeout_s=5, content_type=kind, on_event=read
+            "POST", PATH, body, timeout_s=PATIENCE_S, content_type=kind, on_event=read
         )
     assert len(deltas) == 2
     assert "".join(deltas) == "ster"
@@ -342,7 +342,9 @@ async def test_body_that_is_no_form_and_another_model_are_refused(start: Start) 
         assert answer.status == 404
         assert "'tiny' is served" in error_of(answer)["message"]
         kind, body = encode_form({"file": "sound"}, {})
-        answer = await gateway.client.request("POST", PATH, body, timeout_s=5, content_type=kind)
+        answer = await gateway.client.request(
+            "POST", PATH, body, timeout_s=PATIENCE_S, content_type=kind
+        )
         assert "send it as a file" in error_of(answer)["message"]
 
 

@@ -1,5 +1,6 @@
 """What a tokenizer keeps of long texts, and what it remembers."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -15,11 +16,12 @@ LONG = "the ships, the crates " * 20_000
 
 
 class CountingTokenizer:
-    """num_characters: that were encoded."""
+    """num_characters: that were encoded; decoded: ids that were, in order."""
 
     def __init__(self) -> None:
         self._tokenizer = byte_level_tokenizer()
         self.num_characters = 0
+        self.decoded: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
@@ -27,6 +29,10 @@ class CountingTokenizer:
     def encode(self, text: str, **options: Any) -> Any:
         self.num_characters += len(text)
         return self._tokenizer.encode(text, **options)
+
+    def decode(self, token_ids: Sequence[int], **options: Any) -> Any:
+        self.decoded += token_ids
+        return self._tokenizer.decode(token_ids, **options)
 
 
 def model_tokenizer(tokenizer: Any, *, keeps_end: bool = False) -> ModelTokenizer:
@@ -55,6 +61,8 @@ def test_what_is_cut_off_is_not_tokenized(keeps_end: bool) -> None:
 
 
 def test_texts_of_tokens_are_remembered_if_the_vocabulary_holds_them() -> None:
-    tokenizer = model_tokenizer(byte_level_tokenizer())
-    assert [tokenizer.decode([i]) for i in (60, 60, 10**6, 2**31 - 1)] == ["[", "[", "", ""]
-    assert tokenizer._texts == {60: "["}
+    counting = CountingTokenizer()
+    tokenizer = model_tokenizer(counting)
+    asked = [60, 60, 10**6, 10**6, 2**31 - 1]
+    assert [tokenizer.decode([i]) for i in asked] == ["[", "[", "", "", ""]
+    assert counting.decoded == asked[1:]
