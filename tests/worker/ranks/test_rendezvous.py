@@ -14,8 +14,8 @@ import torch
 
 from longshore.protocol.errors import EngineDead
 from longshore.worker.config import RankLayout
-from longshore.worker.ranks.rendezvous import joined_ranks
 from longshore.worker.ranks.parallel import ALONE
+from longshore.worker.ranks.rendezvous import joined_ranks
 from tests.conftest import ROOT
 from tests.worker.rank_process import NUM_STEPS, PATIENCE_S
 
