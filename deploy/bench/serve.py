@@ -17,7 +17,7 @@ from longshore.deploy.bench.options import ServeBenchOptions
 from longshore.deploy.bench.prompts import random_prompts
 from longshore.deploy.bench.report import check_writable, conditions, percentiles_ms, write
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
-from longshore.deploy.cli.refusal import refusal
+from longshore.deploy.cli.error_message import error_message
 from longshore.protocol.errors import LongshoreError
 
 UNKNOWN_VOCAB_SIZE = 1000
@@ -128,7 +128,7 @@ async def _measure(
 
 
 def _refused(answer: HttpAnswer) -> ServerFailed:
-    what = refusal(answer) or answer.body.decode(errors="replace")
+    what = error_message(answer) or answer.body.decode(errors="replace")
     return ServerFailed(f"HTTP {answer.status}: {what}")
 
 

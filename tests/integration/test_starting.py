@@ -194,7 +194,7 @@ def printed_num_blocks(deployment: Deployment, dtype: str, *, num_shards: int = 
     lines = deployment.output.splitlines()
     (ready,) = (line for line in lines if "ready at" in line)
     (line,) = (line for line in lines if "KV cache: " in line and "supervisor" in line)
-    found = re.search(r"room for ([\d,]+) tokens, 4,096 per request\)$", ready)
+    found = re.search(r"a KV cache of ([\d,]+) tokens, 4,096 per request\)$", ready)
     assert found is not None, ready
     num_tokens = int(found[1].replace(",", ""))
     found = re.search(r"KV cache: ([\d,]+) blocks of 16 tokens, ", line)
