@@ -98,7 +98,7 @@ def _processes(
     engines = [
         engine_processes(plan, runtime_dir, replica) for replica in replicas(options.replicas)
     ]
-    siblings = tuple(
+    peers = tuple(
         str(runtime_dir.socket_path(f"gateway-{number}")) for number in range(len(listeners))
     )
     return [
@@ -111,7 +111,7 @@ def _processes(
                 number,
                 listener,
                 engines=tuple(clients for _, clients in engines),
-                siblings=siblings,
+                peers=peers,
             )
             for number, listener in enumerate(listeners)
         ),
@@ -125,7 +125,7 @@ def _gateway(
     listener: socket.socket,
     *,
     engines: tuple[Endpoint, ...],
-    siblings: tuple[str, ...],
+    peers: tuple[str, ...],
 ) -> ProcessSpec:
     model = plan.model
     config = GatewayConfig(
@@ -138,7 +138,7 @@ def _gateway(
         sampling_defaults=model.sampling_defaults,
         engines=engines,
         number=number,
-        siblings=siblings,
+        peers=peers,
         listen_fd=listener.fileno(),
         chat_template=None if options.chat_template is None else str(options.chat_template),
         max_body_bytes=options.max_body_mib << 20,
@@ -160,5 +160,5 @@ def _gateway(
         config,
         environment=NO_BLAS_THREADS,
         pass_fds=(listener.fileno(),),
-        ends_with="gateways",
+        stop_group="gateways",
     )

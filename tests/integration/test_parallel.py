@@ -233,7 +233,9 @@ def test_a_killed_rank_is_named_and_takes_all_others_along(
     deployment = start_deployment(*flags(layout)).wait_until_ready()
     stream = open_stream(deployment, 4000)
     deployment.members[f"worker-{victim}"].kill()
-    with pytest.raises(openai.APIError, match=f"the engine is gone: worker {victim} was killed"):
+    with pytest.raises(
+        openai.APIError, match=f"the engine has stopped: worker {victim} was killed"
+    ):
         list(stream)
     assert deployment.process.wait(timeout=20) == 1
     assert "Traceback" not in deployment.output

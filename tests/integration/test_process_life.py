@@ -75,7 +75,7 @@ def test_process_that_dies_during_the_drain_is_named(
     deployment = start_deployment().wait_until_ready()
     stream = open_stream(deployment, 4000)
     deployment.process.terminate()
-    wait_until(lambda: "live answers have" in deployment.output)
+    wait_until(lambda: "running requests have" in deployment.output)
     deployment.members[victim].kill()
     with contextlib.suppress(Exception):  # how the stream breaks off is not the point
         list(stream)

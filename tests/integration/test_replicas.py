@@ -233,7 +233,7 @@ def test_told_to_stop_all_gateways_finish_their_streams_and_answer_who_waits_at_
         gateway.send_signal(signal.SIGSTOP)
     waiting = [at_the_door(deployment) for _ in range(8)]
     deployment.process.terminate()
-    wait_until(lambda: "live answers have" in deployment.output)
+    wait_until(lambda: "running requests have" in deployment.output)
     for gateway in gateways:
         gateway.send_signal(signal.SIGCONT)
     for connection in waiting:

@@ -133,7 +133,7 @@ def test_until_every_rank_is_warm_it_is_told_what_each_of_them_does(
     wait_until(lambda: told("worker 0 (warming up), worker 1 (warming up)"), 30)
     with (
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-        pytest.raises(openai.InternalServerError, match="still starting; /ready tells"),
+        pytest.raises(openai.InternalServerError, match="still starting; /ready shows"),
     ):
         client.completions.create(model="slow", prompt="x")
     assert "ready at" not in deployment.output

@@ -25,7 +25,7 @@ async def test_a_command_without_the_key_says_how_it_takes_one(
     for printed in (run, wrong):
         assert "API key" in printed
         assert "(use --api-key KEY or LONGSHORE_API_KEY)" in printed
-        assert "Is the server running" not in printed
+        assert "Is a server running" not in printed
 
 
 async def test_an_address_with_v1_at_its_end_is_the_server_s(start_gateway: StartGateway) -> None:

@@ -39,7 +39,7 @@ def test_command_line_loads_neither_torch_nor_a_server() -> None:
         (["serve", "--device", "tpu"], ["device='tpu'", "cuda"]),
         (
             ["serve", "/no/such/folder"],
-            ["/no/such/folder", "is no folder, and no id of a model hub"],
+            ["/no/such/folder", "is neither a folder nor a model hub id"],
         ),
         (["serve", "--scheduling-policy", "random"], ["scheduling_policy='random'", "continuum"]),
         (["serve", "--watermark", "1.5"], ["watermark=1.5"]),
@@ -72,7 +72,7 @@ def test_command_line_loads_neither_torch_nor_a_server() -> None:
         (["bench", "throughput", "--json", "/no/such/x.json"], ["/no/such/x.json", "written"]),
         (["bench", "serve", "--json", "/no/such/x.json"], ["/no/such/x.json", "written"]),
         (["bench", "serve", "--request-rate", "-1"], ["request_rate=-1"]),
-        (["bench", "serve", "--url", "http://127.0.0.1:9"], ["Is the server running there?"]),
+        (["bench", "serve", "--url", "http://127.0.0.1:9"], ["Is a server running there?"]),
         (["bench", "serve", "--url", "nowhere"], ["url='nowhere'"]),
     ],
 )

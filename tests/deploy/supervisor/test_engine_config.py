@@ -160,7 +160,7 @@ def test_every_rank_is_a_process_that_knows_its_place(model_dir: Path) -> None:
     assert (config.scheduler.max_steps_in_flight, config.scheduler.feed_back_tokens) == (3, True)
     for worker in workers:
         assert worker.environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        assert worker.told_by == scheduler.name
+        assert worker.stopped_by == scheduler.name
 
 
 def test_ranks_on_gpus_have_one_each(model_dir: Path) -> None:
@@ -192,7 +192,7 @@ def test_replicas_have_processes_sockets_and_gpus_of_their_own(
     assert [spec.name for spec in specs] == [
         "worker 0.0", "worker 0.1", "scheduler 0", "worker 1.0", "worker 1.1", "scheduler 1",
     ]  # fmt: skip
-    assert [spec.told_by for spec in specs] == 2 * ["scheduler 0"] + [None] + 2 * [
+    assert [spec.stopped_by for spec in specs] == 2 * ["scheduler 0"] + [None] + 2 * [
         "scheduler 1"
     ] + [None]
     configs: list[Any] = [spec.config for spec in specs]
