@@ -86,6 +86,7 @@ def test_a_conversation_goes_on_until_it_is_forgotten(deployment: Deployment) ->
     assert third == first
     terminal.type("/nothing\n")
     terminal.wait_for("unknown command /nothing")
+    terminal.wait_for("you")  # Ctrl-D before the prompt would be lost
     terminal.type("\x04")
     assert terminal.close() == 0
 
