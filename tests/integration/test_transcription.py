@@ -319,7 +319,7 @@ def test_samples_are_drawn_alike_for_one_seed(llm: LLM) -> None:
 
 
 def test_encoder_budget_is_checked_at_start(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"max_num_encoder_input_tokens=99.*100 or more"):
+    with pytest.raises(ConfigError, match=r"max_num_encoder_input_tokens=99.*at least 100"):
         LLM(path, max_num_encoder_input_tokens=99, **SETTINGS)
     with LLM(path, in_process=True, **SETTINGS) as llm:
         assert llm.settings_in_force["scheduler"]["max_num_encoder_input_tokens"] == 100
