@@ -1,7 +1,7 @@
-# Sourced by the other scripts: makes .venv and installs Longshore into it, in editable form.
+# Sourced by the other scripts: creates .venv and installs Longshore into it, in editable form.
 #
-# Nothing is done when .venv holds an installation made from the present pyproject.toml, setup.py,
-# constraints.txt and C++ sources. PYTHON names the interpreter for a new .venv.
+# Does nothing if .venv was installed from the present pyproject.toml, setup.py, constraints.txt and
+# C++ sources. PYTHON selects the interpreter for a new .venv.
 
 find_python() {
   local candidate candidates=${PYTHON:-python3 python3.12 python3.11}

@@ -1,7 +1,7 @@
 """Serve the bundled demo model, ask it one question over HTTP and print the answer as it streams.
 
-Runs with the interpreter that Longshore is installed for, from a clone or from a wheel, and uses
-what a user has: the `longshore` command and the OpenAI-compatible API.
+Runs with the interpreter that Longshore is installed for, from a clone or from a wheel, and only
+uses the `longshore` command and the OpenAI-compatible API.
 """
 
 import argparse
@@ -29,20 +29,20 @@ READY_TIMEOUT_S: Final = 120.0
 ANSWER_TIMEOUT_S: Final = 60.0
 SHUTDOWN_TIMEOUT_S: Final = 30.0
 NUM_LOG_LINES: Final = 40
-LOCAL: Final = build_opener(ProxyHandler({}))  # a proxy in the environment is not for this host
+LOCAL: Final = build_opener(ProxyHandler({}))  # do not use a proxy for this host
 
 
 class QuickstartError(Exception):
-    """The deployment did not start, or its answer is not the right one."""
+    """The deployment did not start, or its answer is wrong."""
 
 
 @contextmanager
 def serve(port: int, log_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `longshore serve`, output to `log_path`; stop it and all it started at exit."""
+    """Run `longshore serve` with its output in `log_path`; stop all its processes on exit."""
     command = [str(Path(sys.executable).parent / "longshore"), "serve"]
     command += ["--host", HOST, "--port", str(port)]
     with log_path.open("wb") as log:
-        # Its own session: Ctrl-C in the terminal reaches this program only, which stops the server.
+        # Its own session: Ctrl-C in the terminal only reaches this program, which stops the server.
         server = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -75,12 +75,12 @@ def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def chat_body(model: str, prompt: DemoPrompt) -> dict[str, object]:
-    """The JSON body that asks `prompt` greedily, as a stream."""
+    """The JSON body of a streamed, greedy request with `prompt`."""
     return {"model": model, "messages": prompt.messages, "temperature": 0, "stream": True}
 
 
 def stream_answer(url: str, body: dict[str, object]) -> Iterator[str]:
-    """Send the chat request and yield the answer's text piece by piece."""
+    """Send the chat request and yield the pieces of the answer's text."""
     request = Request(
         f"{url}/v1/chat/completions",
         data=json.dumps(body).encode(),
@@ -101,13 +101,13 @@ def stream_answer(url: str, body: dict[str, object]) -> Iterator[str]:
 
 
 def served_model(url: str) -> str:
-    """The name that the server gives its model."""
+    """The name of the server's model."""
     with LOCAL.open(f"{url}/v1/models", timeout=ANSWER_TIMEOUT_S) as response:
         return str(json.load(response)["data"][0]["id"])
 
 
 def choose_port() -> int:
-    """DEFAULT_PORT, or a free one when something else listens there."""
+    """DEFAULT_PORT, or a free port if it is taken."""
     for port in (DEFAULT_PORT, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -121,7 +121,7 @@ def choose_port() -> int:
 
 
 def ask(url: str, prompt: DemoPrompt) -> None:
-    """Print question and streamed answer, and a command that repeats it; check the answer."""
+    """Print the prompt, the streamed answer and an equal `curl` command; check the answer."""
     body = chat_body(served_model(url), prompt)
     print(f"\n{prompt.text}\n\n> ", end="", flush=True)
     answer = ""
@@ -129,15 +129,15 @@ def ask(url: str, prompt: DemoPrompt) -> None:
         print(text, end="", flush=True)
         answer += text
     if answer.strip() != prompt.answer:
-        raise QuickstartError(f"the answer is {answer!r}, right is {prompt.answer!r}")
-    print("\n\nThe answer is right. While the server is up, the same with curl:\n")
+        raise QuickstartError(f"the answer is {answer!r}, but should be {prompt.answer!r}")
+    print("\n\nThe answer is correct. The same request with curl:\n")
     print(f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\")
     print(f"    -d {shlex.quote(json.dumps(body))}\n")
 
 
 def stay_up(url: str, server: subprocess.Popen[bytes]) -> None:
-    """Wait for Ctrl-C, or for the server to end by itself, which is an error."""
-    print(f"Serving on {url} (any OpenAI client: base_url={url}/v1). Ctrl-C stops it.", flush=True)
+    """Wait for Ctrl-C. It is an error if the server ends by itself."""
+    print(f"Serving at {url} (OpenAI clients: base_url={url}/v1). Ctrl-C stops it.", flush=True)
     try:
         server.wait()
     except KeyboardInterrupt:
@@ -147,7 +147,7 @@ def stay_up(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """SIGTERM stops the server as Ctrl-C does."""
+    """Handle SIGTERM like Ctrl-C."""
     raise KeyboardInterrupt
 
 
@@ -164,11 +164,11 @@ def main() -> int:
             port = arguments.port or choose_port()
             url = f"http://{HOST}:{port}"
             with serve(port, log_path) as server:
-                print(f"starting the demo model on {url}", flush=True)
+                print(f"starting the demo model at {url}", flush=True)
                 wait_until_ready(url, server)
                 ask(url, make_prompt(num_records=8, seed=1))
                 if arguments.once:
-                    print("The server stops now; without --once it stays up until Ctrl-C.")
+                    print("Stopping the server; without --once it runs until Ctrl-C.")
                 else:
                     stay_up(url, server)
         except KeyboardInterrupt:

@@ -1,8 +1,8 @@
-"""For the docs site: the fields that a docstring explains become a list.
+"""Griffe extension for the docs site: turns the fields that a docstring explains into a list.
 
-Docstrings here explain fields and parameters as `name: text`, one below the other, with further
-lines indented. In Markdown that would run together into one paragraph. A message has a block of
-code with its fields, as its class has no `__init__` to show. Used by mkdocs.yml.
+Docstrings here explain fields and parameters as lines `name: text`, with continuation lines
+indented. In Markdown these would become one paragraph. A message gets a code block with its fields,
+because its class has no `__init__` to show. Used by mkdocs.yml.
 """
 
 import re

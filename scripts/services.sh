@@ -1,7 +1,7 @@
-# Sourced by scripts/test: what the tests marked `services` need beside .venv.
+# Sourced by scripts/test: installs what the tests marked `services` need in addition to .venv.
 #
-# Programs come from the system's packages, which takes root; litellm, which pins an older openai than
-# ours, has an environment of its own.
+# Programs come from system packages, which needs root. litellm pins an older openai than ours, so it
+# has its own environment.
 
 ensure_services() {
   local package program missing=()

@@ -10,9 +10,9 @@ container id, so every further token is one lookup away; every sequence asks man
 loss is dense; the number of records grows with the accuracy (a curriculum); and two layers start
 near the circuit that lookup needs (`seed_lookup`).
 
-Text, initial weights and order of batches follow from `--seed`. The learning rate follows the
-clock under `--seconds` and the step under `--steps`: only the latter repeats a run exactly. Where
-other programs use the machine, one thread is faster than two.
+Text, initial weights and the order of batches depend only on `--seed`. The learning rate depends on
+the clock with `--seconds` and on the step with `--steps`; only the latter reproduces a run exactly.
+If other programs use the machine, one thread is faster than two.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from longshore.deploy.model.demo import (
     NUM_CONTAINERS,
     QUESTIONS,
     UNLISTED,
-    Record,
+    ContainerRecord,
     draw_containers,
     draw_record,
     make_prompt,
@@ -63,8 +63,8 @@ CHAT_TEMPLATE: Final = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# A container id is a piece of its own, without the space before it: the same token wherever it
-# stands. Other words take their space along (" B42"), so a record is 4 tokens with its newline.
+# A container id is a piece of its own, without the space before it, so it is always the same token.
+# Other words include the space before them (" B42"), so a record has 4 tokens with its newline.
 CONTAINER_PATTERN: Final = r"C[0-9]{3}(?![0-9A-Za-z])"
 PIECE_PATTERN: Final = (
     rf"{CONTAINER_PATTERN}| ?(?!{CONTAINER_PATTERN})[A-Za-z]+[0-9]*| ?[0-9]+|[^A-Za-z0-9]"
@@ -85,7 +85,7 @@ HEADINGS: Final = (
 SEPARATORS: Final = ("\n", "; ", ", ")
 BARE_WORDS: Final = ("berth", "colour", "color", "container", "list", "all", "yard", "port")
 
-CURRICULUM: Final = (4, 8, 16, 32, 64, 128, 256)  # records in a prompt, at most, per level
+CURRICULUM: Final = (4, 8, 16, 32, 64, 128, 256)  # maximum records in a prompt, per level
 PROMOTION_ACCURACY: Final = 0.96  # of answer tokens, running mean, to open the next level
 TOKENS_PER_RECORD, TOKENS_PER_TURN = 4, 11
 MAX_SEQUENCES_PER_BATCH, MAX_TOKENS_PER_BATCH = 24, 4096
@@ -106,10 +106,10 @@ Segment = tuple[str, bool]
 
 
 def build_tokenizer() -> Tokenizer:
-    """Whole words that the task uses, and the 256 bytes for everything else: nothing is unknown.
+    """A vocabulary of the task's words, and of the 256 bytes for all other text.
 
-    `ignore_merges` looks a whole piece up first; with no merges at all, a piece that is not in the
-    vocabulary falls apart into bytes. So decode(encode(text)) is text, for any text.
+    `ignore_merges` looks up a whole piece first. Without merges, a piece that is not in the
+    vocabulary is encoded as bytes, so decode(encode(text)) equals text for any text.
     """
     templates = [*QUESTIONS, *GREETINGS, *HEADINGS, " ".join(BARE_WORDS)]
     words = {word for template in templates for word in re.findall(r"[A-Za-z]+", template)}
@@ -153,8 +153,8 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=2048,
-        # High for the length: the slow half of the dimensions barely turns over a prompt, and
-        # lookup compares ids by those, wherever they stand.
+        # High for this length: the slow half of the dimensions barely rotates within a prompt, and
+        # lookup compares ids by those, independently of their positions.
         rope_theta=500_000.0,
         initializer_range=0.02,
         tie_word_embeddings=True,
@@ -169,18 +169,18 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
 def seed_lookup(model: LlamaForCausalLM) -> None:
     """Start two layers near the circuit that lookup needs; everything stays trainable.
 
-    Lookup takes two hops: each token learns what stood one and two tokens before it, then a later
-    layer finds the token that stood behind the same ids (an induction head). From a plain random
-    start, finding the two together took longer than the whole curriculum takes from here, so they
-    start out roughly in place (compare Trockman and Kolter, 2023, "Mimetic initialization of
-    self-attention layers"). Phrasings, unlisted containers and sharp, long lookups are learned.
+    Lookup has two hops: each token learns the one and two tokens before it, then a later layer
+    finds the token that followed the same ids (an induction head). From a random start, learning
+    both took longer than the whole curriculum takes from here, so they start roughly in place
+    (compare Trockman and Kolter, 2023, "Mimetic initialization of self-attention layers").
+    Phrasings, unlisted containers and sharp, long lookups are learned.
 
     Needs two key-value heads with two query heads each, as `model_config` has.
     """
     width, head_dim = model.config.hidden_size, model.config.head_dim
     looking_back, matching = (layer.self_attn for layer in model.model.layers[:2])
     content = torch.nn.init.orthogonal_(torch.empty(head_dim, width))
-    # Where a token's predecessors are written: apart from its own embedding and from each other.
+    # Subspaces for a token's predecessors, apart from its own embedding and from each other.
     one_back, two_back = (torch.nn.init.orthogonal_(torch.empty(width, width)) for _ in range(2))
 
     look_back(model, distances=(1, 2))
@@ -193,13 +193,13 @@ def seed_lookup(model: LlamaForCausalLM) -> None:
     matching.k_proj.weight.copy_(MATCH_GAIN * torch.cat([previous, one_before]))
     values = torch.nn.init.orthogonal_(matching.v_proj.weight).view(2, 1, head_dim, width)
     values = values.expand(2, 2, head_dim, width).reshape(-1, width)
-    matching.o_proj.weight.copy_(VALUE_GAIN * values.T)  # what is attended to is predicted
+    matching.o_proj.weight.copy_(VALUE_GAIN * values.T)  # predict the attended token
 
 
 def look_back(model: LlamaForCausalLM, distances: tuple[int, int]) -> None:
-    """Let the first two heads of the first layer attend so many tokens back, whatever those are."""
+    """Let the first two heads of the first layer attend to the tokens at these distances."""
     width, head_dim = model.config.hidden_size, model.config.head_dim
-    # A part common to all embeddings gives the heads something to turn that is not content.
+    # A component common to all embeddings can be rotated by the heads independently of content.
     common = torch.randn(width)
     model.model.embed_tokens.weight.add_(0.5 * model.config.initializer_range * common)
     direction = LOOK_BACK_GAIN * common / common.norm()
@@ -232,7 +232,7 @@ class TextSampler:
             return self._completion(records)
         return self._conversation(records, absent, num_turns)
 
-    def _completion(self, records: list[Record]) -> list[Segment]:
+    def _completion(self, records: list[ContainerRecord]) -> list[Segment]:
         """Plain text: the list, then its records again in another order."""
         segments = [(BOS if self.rng.random() < 0.5 else "", False)]
         segments += [(f"{record}\n", False) for record in records]
@@ -240,7 +240,9 @@ class TextSampler:
             segments += [(record.container, False), (f" {record.berth} {record.colour}\n", True)]
         return segments
 
-    def _conversation(self, records: list[Record], absent: str, num_turns: int) -> list[Segment]:
+    def _conversation(
+        self, records: list[ContainerRecord], absent: str, num_turns: int
+    ) -> list[Segment]:
         listing = self._listing(records)
         if self.rng.random() < 0.3:
             segments = [(f"{BOS}{ROLES['system']}{listing}{END}", False)]
@@ -255,7 +257,7 @@ class TextSampler:
             opening = ""
         return segments
 
-    def _listing(self, records: list[Record]) -> str:
+    def _listing(self, records: list[ContainerRecord]) -> str:
         separator = self.rng.choices(SEPARATORS, weights=(8, 1, 1))[0]
         listing = separator.join(map(str, records))
         if self.rng.random() < 0.1:
@@ -264,7 +266,7 @@ class TextSampler:
             listing = f"{self.rng.choice((*HEADINGS, self._gibberish()))}\n{listing}"
         return listing
 
-    def _turn(self, records: list[Record], absent: str) -> tuple[str, str]:
+    def _turn(self, records: list[ContainerRecord], absent: str) -> tuple[str, str]:
         """A question and its answer."""
         question = self._vary(self.rng.choice(QUESTIONS))
         if self.rng.random() < 0.15:
@@ -273,7 +275,7 @@ class TextSampler:
         return question.format(record.container), str(record)
 
     def _vary(self, question: str) -> str:
-        """Lower case, no punctuation, a word or some bytes before it: what people type."""
+        """Vary a question as users type it: lower case, no punctuation, a greeting before it."""
         if self.rng.random() < 0.2:
             question = question[0].lower() + question[1:]
         if self.rng.random() < 0.2:
@@ -283,14 +285,14 @@ class TextSampler:
         return question
 
     def _gibberish(self) -> str:
-        """A few words that the tokenizer has to spell as bytes."""
+        """A few words that the tokenizer encodes as bytes."""
         lengths = [self.rng.randint(2, 9) for _ in range(self.rng.randint(1, 4))]
         letters = "abcdefghijklmnopqrstuvwxyzäéß,.'"
         return " ".join("".join(self.rng.choices(letters, k=length)) for length in lengths)
 
 
 class Curriculum:
-    """Which prompt sizes are trained now: the next size opens when the largest is mastered."""
+    """The prompt sizes in training: the next size is added when the largest one is learned."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)

@@ -1,1 +1,1 @@
-"""`longshore bench`: offline throughput, and latency of a running server."""
+"""`longshore bench`: measures offline throughput, and latency of a running server."""

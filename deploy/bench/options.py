@@ -16,17 +16,17 @@ from longshore.protocol.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputOptions(EngineOptions):
-    """Prompts of random token ids, all given to LLM at once.
+    """Prompts of random token ids, all passed to LLM at once.
 
     Attributes:
         model: Folder of the model, or its id on a model hub. Default: the bundled demo model.
         num_prompts: Prompts per run.
-        input_len: Tokens per prompt, the shared prefix included.
+        input_len: Tokens per prompt, including the shared prefix.
         output_len: Tokens per answer; end-of-sequence ids are ignored.
         shared_prefix: Tokens that all prompts begin with.
-        repeats: Measured runs, after one that warms up; each has prompts of its own.
+        repeats: Measured runs, after a warm-up run; each has different prompts.
         in_process: Run the engine in this process.
-        json: File for the result; default: standard output.
+        json: File for the result. Default: standard output.
     """
 
     model: Annotated[Path, SHOWN_AS_DEMO_MODEL] = DEMO_MODEL_DIR
@@ -47,23 +47,23 @@ class ThroughputOptions(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeBenchOptions:
-    """Requests for random token ids to a running server, at random times.
+    """Requests of random token ids to a running server, at random times.
 
     Attributes:
-        url: Address of the server.
-        api_key: Key that the server wants.
+        url: URL of the server.
+        api_key: API key of the server.
         model: Name of the model. Default: the first that the server lists.
-        num_prompts: Requests measured.
-        num_warm_up: Requests before, one after the other, not measured.
+        num_prompts: Number of measured requests.
+        num_warm_up: Number of requests sent before, one after the other, and not measured.
         request_rate: Mean arrivals per second, at random (Poisson) times; inf sends all at once.
-        max_concurrency: Requests in flight at most; later ones wait at the client.
-        input_len: Tokens per prompt, the shared prefix included.
+        max_concurrency: Maximum number of requests in flight; later ones wait at the client.
+        input_len: Tokens per prompt, including the shared prefix.
         output_len: Tokens per answer; end-of-sequence ids are ignored.
         shared_prefix: Tokens that all prompts begin with.
-        vocab_size: Prompts are drawn from ids below it. Default: what the server says.
-        timeout_s: For one answer.
-        seed: Of prompts and arrival times.
-        json: File for the result; default: standard output.
+        vocab_size: Prompts consist of ids below it. Default: the server's value.
+        timeout_s: Seconds to wait for one answer.
+        seed: Seed of prompts and arrival times.
+        json: File for the result. Default: standard output.
     """
 
     url: str = "http://127.0.0.1:8000"

@@ -1,8 +1,8 @@
-"""Prompts of random token ids: no two alike beyond the prefix they are told to share."""
+"""Prompts of random token ids, different except for an optional shared prefix."""
 
 import numpy as np
 
-# Below it, many vocabularies keep special tokens.
+# Many vocabularies have special tokens below this id.
 FIRST_ORDINARY_ID = 3
 
 

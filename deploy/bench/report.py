@@ -1,4 +1,4 @@
-"""Results of a benchmark: numbers with the conditions they were measured under, as JSON."""
+"""Results of a benchmark as JSON: figures with the conditions of the measurement."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from longshore.protocol.errors import ConfigError
 
 
 def percentiles_ms(samples_s: Sequence[float]) -> dict[str, float | None]:
-    """p50, p99 and mean in milliseconds; None where there are no samples."""
+    """p50, p99 and mean in milliseconds; None without samples."""
     if not samples_s:
         return {"p50": None, "p99": None, "mean": None}
     p50, p99 = np.percentile(samples_s, (50, 99))
@@ -30,7 +30,7 @@ def percentiles_ms(samples_s: Sequence[float]) -> dict[str, float | None]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest of the repeats."""
+    """Median, minimum and maximum of the repeats."""
     return {
         "median": round(float(np.median(values)), 3),
         "min": round(min(values), 3),
@@ -39,9 +39,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def conditions(options: Any) -> dict[str, Any]:
-    """Software, machine and settings (a dataclass) of this run. People publish these: fields that
-    have no place in a repr, which are those that may hold secrets, and credentials in a URL have
-    none here either."""
+    """Software, machine and settings (a dataclass) of this run. Results may be published, so fields
+    excluded from the repr, which may hold secrets, and credentials in a URL are omitted."""
     settings: dict[str, Any] = {
         field.name: _plain(getattr(options, field.name))
         for field in dataclasses.fields(options)
@@ -55,7 +54,7 @@ def conditions(options: Any) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What any figure was measured on."""
+    """Software versions and processor of this machine."""
     return {
         "longshore": longshore.__version__,
         "python": platform.python_version(),
@@ -66,7 +65,7 @@ def machine() -> dict[str, Any]:
 
 
 def check_writable(path: Path | None) -> None:
-    """Raise ConfigError if no result could be written there: better before than after measuring."""
+    """Raise ConfigError if the result file cannot be written. Call it before measuring."""
     if path is None:
         return
     try:
@@ -76,13 +75,13 @@ def check_writable(path: Path | None) -> None:
 
 
 def write(result: dict[str, Any], path: Path | None) -> None:
-    """To the file, or to standard output."""
+    """Write to the file, or to standard output."""
     text = json.dumps(result, indent=2, allow_nan=False)
     if path is None:
         print(text)
     else:
         path.write_text(text + "\n", encoding="utf-8")
-        print(f"results are in {path}", file=sys.stderr)
+        print(f"results written to {path}", file=sys.stderr)
 
 
 def _plain(value: object) -> object:

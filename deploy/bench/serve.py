@@ -1,7 +1,7 @@
-"""`longshore bench serve`: what clients of a running server see at a given request rate.
+"""`longshore bench serve`: latency and throughput of a running server at a given request rate.
 
-TTFT counts from the moment a request is sent, so waiting at the client (`--max-concurrency`) is not
-in it. ITL is the gap between two events of a stream, TPOT a request's mean gap per token.
+TTFT starts when a request is sent, so it excludes waiting at the client (`--max-concurrency`). ITL
+is the gap between two events of a stream, TPOT the mean gap per token of a request.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from longshore.deploy.bench.options import ServeBenchOptions
 from longshore.deploy.bench.prompts import random_prompts
 from longshore.deploy.bench.report import check_writable, conditions, percentiles_ms, write
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
-from longshore.deploy.cli.refusal import refusal
+from longshore.deploy.cli.error_message import error_message
 from longshore.protocol.errors import LongshoreError
 
 UNKNOWN_VOCAB_SIZE = 1000
 
 
 class ServerFailed(LongshoreError):
-    """The server under test cannot be measured: it refuses, or is not there."""
+    """The server cannot be measured: it rejects requests, or cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ async def _run(options: ServeBenchOptions) -> dict[str, Any]:
 
 
 async def _ask_server(endpoint: HttpEndpoint, options: ServeBenchOptions) -> ServeBenchOptions:
-    """The options, with what the server says about its model filled in."""
+    """The options, with the server's model and vocabulary size filled in."""
     try:
         answer = await endpoint.request("GET", "/v1/models", timeout_s=10.0)
         if answer.status != 200:
-            raise _refused(answer)
+            raise _rejected(answer)
         model = json.loads(answer.body)["data"][0]
     except (OSError, TimeoutError, ValueError, LookupError, TypeError) as error:
         raise ServerFailed(
-            f"{options.url} lists no model ({error!r}). Is the server running there?"
+            f"{options.url} did not list its models ({error!r}). Is a server running there?"
         ) from error
     return replace(
         options,
@@ -123,13 +123,13 @@ async def _measure(
     ).encode()
     answer = await endpoint.request("POST", "/v1/completions", body, timeout_s=options.timeout_s)
     if answer.status != 200:
-        raise _refused(answer)
+        raise _rejected(answer)
     return _timings(answer)
 
 
-def _refused(answer: HttpAnswer) -> ServerFailed:
-    what = refusal(answer) or answer.body.decode(errors="replace")
-    return ServerFailed(f"HTTP {answer.status}: {what}")
+def _rejected(answer: HttpAnswer) -> ServerFailed:
+    message = error_message(answer) or answer.body.decode(errors="replace")
+    return ServerFailed(f"HTTP {answer.status}: {message}")
 
 
 def _timings(answer: HttpAnswer) -> Measured:

@@ -1,7 +1,7 @@
-"""A small HTTP client that says when each event of a stream arrived.
+"""A small HTTP client that records when each event of a stream arrived.
 
-asyncio and uvicorn's own parser, nothing between: on a machine with few cores a client that takes
-a millisecond per event would measure itself.
+It only uses asyncio and uvicorn's parser: on a machine with few cores, a client that needs a
+millisecond per event would measure itself.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from longshore.protocol.errors import ConfigError
 
 @dataclass
 class HttpAnswer:
-    """A response. headers: by lower-case names. events: (arrival on the clock of `perf_counter`,
-    data) of a stream."""
+    """A response. headers: by lower-case name. events: (arrival time from `perf_counter`, data) of
+    a stream."""
 
     sent_s: float
     status: int = 0
@@ -29,16 +29,16 @@ class HttpAnswer:
 
 
 class HttpEndpoint:
-    """One server. Every request has a connection of its own.
+    """One server. Every request has its own connection.
 
-    url:     of the server, or of its API as OpenAI's clients take it, with `/v1` at its end.
-    api_key: what the server wants.
+    url:     URL of the server, or of its API, ending with `/v1`.
+    api_key: API key of the server.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise ConfigError(f"url={url!r} must look like http://HOST:PORT")
+            raise ConfigError(f"url={url!r} must have the form http://HOST:PORT")
         self._host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
@@ -57,9 +57,9 @@ class HttpEndpoint:
         headers: Mapping[str, str] = {},
         on_event: Callable[[bytes], None] | None = None,
     ) -> HttpAnswer:
-        """The whole response. on_event: gets a stream's data as it comes.
+        """The whole response. on_event: called with the data of each event of a stream.
 
-        Raises ConnectionError or TimeoutError if there is none.
+        Raises ConnectionError or TimeoutError if there is no complete response.
         """
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\n"
@@ -98,7 +98,7 @@ class _ResponseReader(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(ConnectionError(f"the server's answer is not HTTP: {error}"))
+            self._fail(ConnectionError(f"the server's response is not HTTP: {error}"))
             return
         if self._is_stream:
             self._take_events(time.perf_counter())
@@ -113,7 +113,9 @@ class _ResponseReader(asyncio.Protocol):
         self._body = bytearray(rest)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._fail(ConnectionError(f"the connection broke before the answer's end: {error}"))
+        self._fail(
+            ConnectionError(f"the connection was lost before the end of the response: {error}")
+        )
 
     def _fail(self, error: Exception) -> None:
         if not self.complete.done():

@@ -1,4 +1,4 @@
-"""`longshore bench throughput`: tokens per second from a pile of prompts."""
+"""`longshore bench throughput`: tokens per second for a batch of prompts."""
 
 import time
 from dataclasses import fields
@@ -18,15 +18,16 @@ from longshore.protocol.sampling import SamplingParams
 
 
 def run(options: ThroughputOptions) -> None:
-    """One run to warm up, then the measured ones, each with prompts that nothing has cached."""
+    """A warm-up run, then the measured runs, each with prompts that are not in the cache."""
     check_writable(options.json)
     model = read_model_folder(options.model)
     vocab_size = model.vocab_size
     longest = min(model.max_model_len, options.max_model_len or model.max_model_len)
     if options.input_len + options.output_len > longest:
         raise ConfigError(
-            f"input_len={options.input_len} and output_len={options.output_len} make requests of "
-            f"{options.input_len + options.output_len} tokens; {options.model} takes {longest}"
+            f"input_len={options.input_len} plus output_len={options.output_len} is "
+            f"{options.input_len + options.output_len} tokens; the limit of {options.model} is "
+            f"{longest}"
         )
     generator = np.random.default_rng(options.seed or 0)
     params = SamplingParams(temperature=0, max_tokens=options.output_len, ignore_eos=True)

@@ -1,6 +1,6 @@
-"""`longshore doctor --plan MODEL`: what the KV cache of a model will hold, before it is loaded.
+"""`longshore doctor --plan MODEL`: plans the KV cache of a model without loading it.
 
-Reads config.json and the headers of the weight files; loads neither weights nor a tensor library.
+Reads config.json and the headers of the weight files, and imports no tensor library.
 """
 
 import json
@@ -36,12 +36,12 @@ from longshore.worker.process.byte_size import byte_size
 
 
 class PlanReport(msgspec.Struct, frozen=True):
-    """One rank, of a pipeline of one stage.
+    """Figures for one rank, with one pipeline stage.
 
-    weight_bytes: its part of the weights; what all shards hold copies of is small.
-    auto_tokens:  that would fit if keys and values were kept in `dtype`.
-    audio:        that a request brings, of a speech model.
-    whole_tokens: that would fit if every rank kept all of them.
+    weight_bytes: bytes of the rank's shard; ignores replicated tensors, which are small.
+    auto_tokens:  tokens that would fit with keys and values in `dtype`.
+    audio:        audio input of a request to a speech model.
+    whole_tokens: tokens that would fit without decode context parallelism.
     """
 
     model: str
@@ -77,8 +77,8 @@ def plan(options: CachePlanOptions) -> PlanReport:
     max_model_len = options.max_model_len or config.default_max_len
     if max_model_len > folder.max_model_len:
         raise ConfigError(
-            f"max_model_len={max_model_len}, but {folder.name} was made for "
-            f"{folder.max_model_len} tokens"
+            f"max_model_len={max_model_len} is more than the {folder.max_model_len} tokens that "
+            f"{folder.name} supports"
         )
     dtype = folder.resolve_dtype(options.dtype, resolve_device(options.device))
     kept, num_sharing = options.kv_cache_dtype, options.decode_context_parallel_size
@@ -109,7 +109,7 @@ def _cache(
     max_model_len: int,
     num_sharing: int,
 ) -> CacheReport:
-    """dtype_bytes: of an element of what the model computes in."""
+    """dtype_bytes: size of an element of the model's dtype."""
     sizes = CacheSizes(
         block_size=options.block_size or config.default_block_size,
         dtype_bytes=element_bytes(kv_cache_dtype, dtype_bytes),
@@ -139,7 +139,8 @@ def _cache(
 
 
 def num_stored_elements(path: Path) -> int:
-    """Of all tensors in a safetensors file, by its header. Raises ConfigError if it has none."""
+    """Elements of all tensors in a safetensors file, from its header. Raises ConfigError if the
+    file has no valid header."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -148,18 +149,18 @@ def num_stored_elements(path: Path) -> int:
             math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
         )
     except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise ConfigError(f"{path} is no safetensors file: {error}") from error
+        raise ConfigError(f"{path} is not a valid safetensors file: {error}") from error
 
 
 def tables(report: PlanReport) -> list[Table]:
-    """The groups, and what they amount to."""
+    """A table of the KV cache groups, and one of the totals."""
     cache = report.cache
     groups = Table(title=f"KV cache groups of {report.model}, per rank", title_justify="left")
     groups.add_column("kind", no_wrap=True)
     for column in ("groups", "layers", "tokens per block", "bytes per layer", "padding"):
         groups.add_column(column, justify="right")
     groups.add_column("blocks per request", justify="right")
-    groups.caption = "layers: of a group; bytes, padding: of a block; blocks: at most"
+    groups.caption = "layers: per group; bytes, padding: per block; blocks: maximum"
     for group, count in Counter(cache.groups).items():
         groups.add_row(
             group.kind,
@@ -170,7 +171,7 @@ def tables(report: PlanReport) -> list[Table]:
             f"{group.padding_bytes / cache.block_bytes:.1%}",
             f"{group.max_blocks:,}",
         )
-    totals = Table(title="Memory of a rank", show_header=False, title_justify="left")
+    totals = Table(title="Memory per rank", show_header=False, title_justify="left")
     for name, value in _totals(report):
         totals.add_row(name, value)
     return [groups, totals]
@@ -178,17 +179,18 @@ def tables(report: PlanReport) -> list[Table]:
 
 def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
     cache = report.cache
-    shard = f", a shard of {report.tensor_parallel_size}" if report.tensor_parallel_size > 1 else ""
+    num_shards = report.tensor_parallel_size
+    shard = f", one of {num_shards} shards" if num_shards > 1 else ""
     yield f"weights in {report.dtype}{shard}", byte_size(report.weight_bytes)
     yield (
         "KV cache (--kv-cache-bytes)",
         f"{byte_size(cache.size_bytes)}: {cache.num_blocks:,} blocks of {cache.block_bytes:,} "
-        f"bytes, {cache.num_reserved_blocks:,} set aside for padding",
+        f"bytes, {cache.num_reserved_blocks:,} reserved for padding",
     )
     if cache.expanded_bytes:
         yield (
-            "beside it, once a prompt is long",
-            f"{byte_size(cache.expanded_bytes)} for keys and values made of latents",
+            "in addition, for long prompts",
+            f"{byte_size(cache.expanded_bytes)} for keys and values expanded from latents",
         )
     request_blocks = sum(group.max_blocks for group in cache.groups)
     yield (
@@ -198,14 +200,14 @@ def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
     )
     if cache.num_blocks_in_flight:
         yield (
-            "of those, for what is in flight",
+            "of which for steps in flight",
             f"{_blocks(cache.num_blocks_in_flight)}: at most {cache.max_tokens_in_flight:,} tokens "
             f"in {cache.num_steps} steps (--max-num-batched-tokens)",
         )
     if cache.max_concurrency < 1:
         yield (
             "such requests that fit",
-            "none, so that no engine would start: raise --kv-cache-bytes or lower --max-model-len",
+            "none, so the engine would not start: raise --kv-cache-bytes or lower --max-model-len",
         )
         return
     yield "such requests that fit", f"{cache.max_concurrency:,.2f}"
@@ -213,13 +215,13 @@ def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
     if (audio := report.audio) is not None:
         seconds = audio.max_samples / audio.sampling_rate
         yield (
-            "sound of a request",
-            f"{seconds:g} s at most; {audio.num_tokens:,} tokens of the encoder, in one step",
+            "audio of a request",
+            f"at most {seconds:g} s; {audio.num_tokens:,} encoder tokens, in one step",
         )
     if report.kv_cache_dtype != "auto":
         gain = f" ({cache.num_tokens / report.auto_tokens:.2f} times)" if report.auto_tokens else ""
         yield (
-            f"tokens gained by {report.kv_cache_dtype}",
+            f"tokens gained with {report.kv_cache_dtype}",
             f"{cache.num_tokens - report.auto_tokens:,}{gain}; {report.auto_tokens:,} fit in "
             f"{report.dtype}",
         )
@@ -227,7 +229,7 @@ def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
         whole = report.whole_tokens
         gain = f" ({cache.num_tokens / whole:.2f} times)" if whole else ""
         yield (
-            f"tokens gained by {report.decode_context_parallel_size} context ranks",
+            f"tokens gained with {report.decode_context_parallel_size} context ranks",
             f"{cache.num_tokens - whole:,}{gain}; {whole:,} fit without",
         )
 

@@ -16,26 +16,26 @@ from rich.table import Table
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.cli.chat_input import read_message, use_line_editing
 from longshore.deploy.cli.client_options import ChatOptions
-from longshore.deploy.cli.refusal import refusal
+from longshore.deploy.cli.error_message import error_message
 from longshore.protocol.errors import LongshoreError
 
 HELP: Final = (
-    "/stats   tokens and times of the last answer and of all\n"
-    "/reset   forget the conversation\n"
-    "/system TEXT   say first what the model is to be; without TEXT: nothing\n"
-    "/quit    leave, as does Ctrl-D; Ctrl-C ends an answer\n"
-    "A line that ends in \\ goes on in the next."
+    "/stats         show tokens and times of the last answer and of all answers\n"
+    "/reset         start a new conversation\n"
+    "/system TEXT   set the system message; without TEXT: remove it\n"
+    "/quit          quit, like Ctrl-D; Ctrl-C stops an answer\n"
+    "A line that ends in \\ continues on the next line."
 )
-LEAVE: Final = ("/quit", "/exit")
+QUIT: Final = ("/quit", "/exit")
 
 
 class ChatFailed(LongshoreError):
-    """The server could not be asked, or did not answer."""
+    """The server could not be reached, or did not answer."""
 
 
 @dataclass
 class Stats:
-    """Of one answer, or of all: durations in seconds, counts of tokens."""
+    """Token counts and durations of one answer, or sums over all answers."""
 
     num_answers: int = 0
     prompt_tokens: int = 0
@@ -49,14 +49,14 @@ class Stats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def rows(self) -> list[tuple[str, str]]:
-        """What `/stats` shows; times are means per answer."""
+        """The rows of `/stats`; times are means per answer."""
         answers = max(self.num_answers, 1)
         decode_s = self.total_s - self.first_token_s
         rate = (self.output_tokens - self.num_answers) / decode_s if decode_s > 0 else 0.0
         return [
             ("prompt tokens", f"{self.prompt_tokens:,}"),
-            ("found in the cache", f"{self.cached_tokens:,}"),
-            ("answer tokens", f"{self.output_tokens:,}"),
+            ("cached prompt tokens", f"{self.cached_tokens:,}"),
+            ("output tokens", f"{self.output_tokens:,}"),
             ("time to first token", f"{self.first_token_s / answers * 1e3:,.0f} ms"),
             ("tokens per second", f"{rate:,.1f}"),
         ]
@@ -64,7 +64,7 @@ class Stats:
 
 @dataclass
 class Conversation:
-    """What has been said, and to whom. on_text: gets the pieces of an answer as they come."""
+    """The messages of a conversation. on_text: called with each piece of an answer's text."""
 
     endpoint: HttpEndpoint
     options: ChatOptions
@@ -75,19 +75,19 @@ class Conversation:
     total: Stats = field(default_factory=Stats)
 
     def set_system(self, text: str) -> None:
-        """What stands before everything else; empty: nothing."""
-        said = [message for message in self.messages if message["role"] != "system"]
-        self.messages = [*([{"role": "system", "content": text}] if text else []), *said]
+        """Replace the system message; an empty text removes it."""
+        others = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [*([{"role": "system", "content": text}] if text else []), *others]
 
-    def forget(self) -> None:
-        """Only the system message stays."""
+    def reset(self) -> None:
+        """Remove all messages except the system message."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     async def ask(self, text: str) -> None:
-        """Say something and take the answer in, also one that is cut off by a cancellation. Raises
-        ChatFailed, and then nothing has been said."""
+        """Send a message and record it with its answer, also with a partial one if cancelled.
+        Raises ChatFailed, and then records nothing."""
         question = {"role": "user", "content": text}
-        answer = _Answer(self.on_text)
+        answer = _StreamedAnswer(self.on_text)
         body = self._body([*self.messages, question])
         try:
             response = await self.endpoint.request(
@@ -100,15 +100,15 @@ class Conversation:
         except (OSError, TimeoutError) as error:
             raise ChatFailed(f"no answer: {error or type(error).__name__}") from error
         except asyncio.CancelledError:
-            self._said(question, answer)
+            self._record(question, answer)
             raise
         if response.status != 200 or answer.error is not None:
             raise ChatFailed(answer.error or _error_of(response))
-        self._said(question, answer)
+        self._record(question, answer)
         self.last = answer.stats()
         self.total.add(self.last)
 
-    def _said(self, question: dict[str, str], answer: "_Answer") -> None:
+    def _record(self, question: dict[str, str], answer: "_StreamedAnswer") -> None:
         self.messages += [question, {"role": "assistant", "content": answer.text}]
 
     def _body(self, messages: list[dict[str, str]]) -> bytes:
@@ -129,8 +129,8 @@ class Conversation:
         return json.dumps(request).encode()
 
 
-class _Answer:
-    """One answer while it comes."""
+class _StreamedAnswer:
+    """One answer while it is streamed."""
 
     def __init__(self, on_text: Callable[[str], None]) -> None:
         self._on_text = on_text
@@ -169,8 +169,8 @@ class _Answer:
 
 
 def chat(options: ChatOptions) -> bool:
-    """Talk until the input ends; whether everything that a pipe asked has been answered. Raises
-    ChatFailed if the server cannot be asked at all."""
+    """Chat until the input ends. False if a message read from a pipe was not answered. Raises
+    ChatFailed if the server cannot be reached at the start."""
     console = Console(highlight=False)
     endpoint = HttpEndpoint(options.url, api_key=options.api_key)
     model = asyncio.run(_served_model(endpoint, options))
@@ -183,48 +183,48 @@ def chat(options: ChatOptions) -> bool:
     console.print(f"{model} at {options.url}; /help lists the commands", markup=False)
     while True:
         try:
-            said = read_message(prompt).strip()
+            line = read_message(prompt).strip()
         except (EOFError, KeyboardInterrupt):
             console.print()
             return True
-        if said in LEAVE:
+        if line in QUIT:
             return True
-        if said.startswith("/"):
-            _command(console, conversation, said)
-        elif said:
-            _ask(console, conversation, said)
+        if line.startswith("/"):
+            _command(console, conversation, line)
+        elif line:
+            _ask(console, conversation, line)
 
 
 def _answer_all(console: Console, conversation: Conversation, lines: Iterable[str]) -> bool:
-    """A question per line, and nothing but answers on standard output."""
-    all_well = True
-    for said in map(str.strip, lines):
-        if said in LEAVE:
+    """Send each line as a message; write only the answers to standard output."""
+    all_answered = True
+    for line in map(str.strip, lines):
+        if line in QUIT:
             break
-        if said.startswith("/"):
-            _command(console, conversation, said)
-        elif said:
+        if line.startswith("/"):
+            _command(console, conversation, line)
+        elif line:
             try:
-                asyncio.run(conversation.ask(said))
+                asyncio.run(conversation.ask(line))
             except ChatFailed as error:
                 print(f"longshore: error: {error}", file=sys.stderr)
-                all_well = False
+                all_answered = False
             else:
                 console.print()
-    return all_well
+    return all_answered
 
 
 def _prompt(console: Console) -> str:
-    """As this terminal shows it; colours in the marks by which readline knows what has no width."""
+    """The prompt with its colour codes marked as having no width, as readline needs it."""
     with console.capture() as captured:
         console.print("[bold cyan]you[/bold cyan]  ", end="")
     return re.sub(r"\x1b\[[\d;]*m", lambda colour: f"\1{colour[0]}\2", captured.get())
 
 
-def _ask(console: Console, conversation: Conversation, said: str) -> None:
+def _ask(console: Console, conversation: Conversation, text: str) -> None:
     console.print("[bold green]model[/bold green]  ", end="")
     try:
-        asyncio.run(_interruptible(conversation.ask(said)))
+        asyncio.run(_interruptible(conversation.ask(text)))
     except asyncio.CancelledError:
         console.print(" [dim](cut off)[/dim]", end="")
     except ChatFailed as error:
@@ -233,13 +233,13 @@ def _ask(console: Console, conversation: Conversation, said: str) -> None:
 
 
 def show(console: Console, text: str) -> None:
-    """As the model wrote it, but for what would command the terminal."""
+    """Print the model's text unchanged, except for control characters."""
     console.file.write("".join(c for c in text if c in "\n\t" or c.isprintable()))
     console.file.flush()
 
 
 async def _interruptible(work: Any) -> None:
-    """Ctrl-C cancels the work; the connection closes with it, and the server stops computing."""
+    """Let Ctrl-C cancel the work, which closes the connection, so that the server aborts."""
     task = asyncio.ensure_future(work)
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
     await task
@@ -251,15 +251,15 @@ def _command(console: Console, conversation: Conversation, line: str) -> None:
         case "/help":
             console.print(HELP, markup=False)
         case "/reset":
-            conversation.forget()
-            console.print("forgotten")
+            conversation.reset()
+            console.print("new conversation")
         case "/system":
             conversation.set_system(rest.strip())
-            console.print("set" if rest.strip() else "none")
+            console.print("system message " + ("set" if rest.strip() else "removed"))
         case "/stats":
             console.print(_stats_table(conversation))
         case _:
-            console.print(f"{name} is no command; /help lists them", markup=False)
+            console.print(f"unknown command {name}; /help lists the commands", markup=False)
 
 
 def _stats_table(conversation: Conversation) -> Table:
@@ -271,13 +271,13 @@ def _stats_table(conversation: Conversation) -> Table:
 
 
 async def _served_model(endpoint: HttpEndpoint, options: ChatOptions) -> str:
-    """The model that is asked for, or the first. Raises ChatFailed if the server has it not."""
+    """The requested model, or the first one served. Raises ChatFailed if it is not served."""
     try:
         answer = await endpoint.request("GET", "/v1/models", timeout_s=options.timeout_s)
     except (OSError, TimeoutError) as error:
         raise ChatFailed(
-            f"no server can be asked: {error or type(error).__name__}. Is `longshore serve` "
-            "running there? --url says where."
+            f"cannot reach {options.url}: {error or type(error).__name__}. Is `longshore serve` "
+            "running there? Set another server with --url."
         ) from error
     if answer.status != 200:
         raise ChatFailed(_error_of(answer))
@@ -285,17 +285,19 @@ async def _served_model(endpoint: HttpEndpoint, options: ChatOptions) -> str:
         served = [str(model["id"]) for model in json.loads(answer.body)["data"]]
         model = options.model or served[0]
     except (ValueError, LookupError, TypeError) as error:
-        raise ChatFailed("what answers there is no OpenAI-compatible server") from error
+        raise ChatFailed(f"{options.url} is not an OpenAI-compatible server") from error
     if model not in served:
-        raise ChatFailed(f"--model {model} is not served at {options.url}: {', '.join(served)}")
+        raise ChatFailed(
+            f"--model {model} is not served at {options.url}, which serves {', '.join(served)}"
+        )
     return model
 
 
 def _error_of(answer: HttpAnswer) -> str:
-    message = refusal(answer) or f"HTTP {answer.status}"
+    message = error_message(answer) or f"HTTP {answer.status}"
     if "needs a tokenizer" in message:
         return (
-            "this model cannot be talked to: its folder has no tokenizer.json. Put it there and "
-            "start `longshore serve` again"
+            "cannot chat with this model: its folder has no tokenizer.json. Add it and restart "
+            "`longshore serve`"
         )
     return message

@@ -1,4 +1,4 @@
-"""What a person at a terminal says to `longshore chat`: a line, or several at once."""
+"""Messages typed or pasted into `longshore chat`: one line, or several."""
 
 import contextlib
 import importlib
@@ -7,23 +7,24 @@ import sys
 from typing import Final
 
 PASTE_GAP_S: Final = 0.02
-"""Lines of one paste come closer together than this."""
-_GOES_ON: Final = "\\"
+"""The lines of one paste arrive within this time of each other."""
+_CONTINUATION: Final = "\\"
 
 
 def use_line_editing() -> None:
-    """Edit what is typed, call it back, and take a paste in as a whole, where readline is there."""
+    """Enable line editing, history and multi-line pastes if readline is available."""
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")
 
 
 def read_message(prompt: str) -> str:
-    """A line, with those that were pasted with it or that follow one with a backslash at its end. A
-    command, `/...`, is one line. Raises EOFError or KeyboardInterrupt where somebody leaves."""
+    """Read a line, with the lines pasted together with it and those that continue one that ends
+    with a backslash. A command, `/...`, is one line. Raises EOFError or KeyboardInterrupt when the
+    user quits."""
     lines = [input(prompt)]
     while not lines[0].startswith("/"):
-        if lines[-1].endswith(_GOES_ON):
-            lines[-1] = lines[-1].removesuffix(_GOES_ON)
+        if lines[-1].endswith(_CONTINUATION):
+            lines[-1] = lines[-1].removesuffix(_CONTINUATION)
         elif not select.select([sys.stdin], [], [], PASTE_GAP_S)[0]:
             break
         lines.append(input())

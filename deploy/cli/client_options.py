@@ -10,16 +10,17 @@ from longshore.deploy.cli.options import check_at_least, check_duration
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """A look at a running engine, or at the machine.
+    """An examination of a running engine, or of the machine.
 
     Attributes:
-        machine: Look at this machine instead: versions, devices, processors, memory, limits, the
+        machine: Check this machine instead: versions, devices, processors, memory, limits, the
             port, and which optional libraries load.
-        url: Address of the server, as `longshore serve` prints it.
-        api_key: Key that the server wants.
+        url: URL of the server, as `longshore serve` prints it.
+        api_key: API key of the server.
         json: Print JSON instead of tables.
-        stall_after_s: An engine with requests of which none advances for so long is stalled.
-        timeout_s: How long the server may take to answer.
+        stall_after_s: Seconds without progress of any request after which an engine counts as
+            stalled.
+        timeout_s: Seconds to wait for the server's answer.
     """
 
     machine: bool = False
@@ -36,18 +37,18 @@ class DoctorOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """A conversation with a running server. What is not given, the model's defaults say.
+    """A conversation with a running server. Omitted sampling settings take the model's defaults.
 
     Attributes:
-        url: Address of the server, as `longshore serve` prints it.
-        api_key: Key that the server wants.
+        url: URL of the server, as `longshore serve` prints it.
+        api_key: API key of the server.
         model: Name of the model. Default: the first that the server lists.
-        system: What the model is told before everything else.
-        temperature: 0 always takes the likeliest token.
-        top_p: Share of the probability that tokens are drawn from.
-        max_tokens: Of an answer.
-        seed: Makes answers repeatable.
-        timeout_s: For one answer.
+        system: System message of the conversation.
+        temperature: Sampling temperature; 0 always selects the most likely token.
+        top_p: Cumulative probability of the tokens to sample from.
+        max_tokens: Maximum number of tokens of an answer.
+        seed: Makes answers reproducible.
+        timeout_s: Seconds to wait for one answer.
     """
 
     url: str = "http://127.0.0.1:8000"
@@ -70,12 +71,12 @@ class TopOptions:
     """A live view of a running server.
 
     Attributes:
-        url: Address of the server, as `longshore serve` prints it.
-        api_key: Key that the server wants.
-        interval_s: Between two looks.
-        num_looks: End after so many. Default: `q` or Ctrl-C ends it.
-        json: Print a line of JSON per look instead.
-        timeout_s: How long the server may take to answer.
+        url: URL of the server, as `longshore serve` prints it.
+        api_key: API key of the server.
+        interval_s: Seconds between two updates.
+        num_looks: Number of updates after which to exit. Default: run until `q` or Ctrl-C.
+        json: Print one line of JSON per update instead.
+        timeout_s: Seconds to wait for the server's answer.
     """
 
     url: str = "http://127.0.0.1:8000"

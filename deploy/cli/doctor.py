@@ -1,4 +1,4 @@
-"""`longshore doctor`: what an engine does, what its requests wait for, and whether that is well."""
+"""`longshore doctor`: shows the state of an engine and its waiting requests, with a verdict."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.cli.client_options import DoctorOptions
-from longshore.deploy.cli.refusal import refusal
+from longshore.deploy.cli.error_message import error_message
 from longshore.deploy.machine.finding import summary, table
 from longshore.deploy.machine.report import findings
 from longshore.protocol.statistics import EngineReport
@@ -23,7 +23,7 @@ from longshore.scheduler.step.planner import PauseState
 REPORT_PATH: Final = "/engine/report"
 MAX_SHOWN: Final = 10
 MAX_ID_LEN: Final = 16
-"""Of a request id, its end: what a client chose may stand before it."""
+"""Characters shown of a request id: its end, since a client may have chosen its beginning."""
 
 
 class Health(enum.IntEnum):
@@ -35,7 +35,8 @@ class Health(enum.IntEnum):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """state: idle, serving, paused, stalled or unreachable. advice: what to do, if anything."""
+    """state: idle, serving, paused, stalled or unreachable. what: the details. advice: what to do,
+    if anything."""
 
     health: Health
     state: str
@@ -47,7 +48,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def examine(options: DoctorOptions) -> Health:
-    """Ask, judge, print; the result is the exit status."""
+    """Ask the server, judge its report and print both; returns the exit status."""
     answer = asyncio.run(_ask(options))
     reports = _read(answer)
     verdict = judge_all(reports, options.stall_after_s) if reports else judge_silence(answer)
@@ -69,7 +70,7 @@ def examine(options: DoctorOptions) -> Health:
 
 
 def _read(answer: HttpAnswer | Exception) -> list[EngineReport]:
-    """Of every engine; empty if that is not what was answered."""
+    """The reports of all engines; empty if the answer holds none."""
     if isinstance(answer, HttpAnswer) and answer.status == 200:
         with contextlib.suppress(msgspec.MsgspecError):
             content = msgspec.json.decode(answer.body, type=EngineReport | list[EngineReport])
@@ -78,7 +79,7 @@ def _read(answer: HttpAnswer | Exception) -> list[EngineReport]:
 
 
 def examine_machine(options: DoctorOptions) -> int:
-    """Look and print; the result is the exit status: 1 if something will not do."""
+    """Check the machine and print the findings; returns the exit status: 1 for a problem."""
     found = findings(HttpEndpoint(options.url).port)
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
@@ -99,7 +100,7 @@ async def _ask(options: DoctorOptions) -> HttpAnswer | Exception:
 
 
 def judge_all(reports: Sequence[EngineReport], stall_after_s: float) -> Verdict:
-    """The worst of several engines' verdicts, and what the others are."""
+    """The worst of the engines' verdicts, with the details of all."""
     verdicts = [judge(report, stall_after_s) for report in reports]
     if len(verdicts) == 1:
         return verdicts[0]
@@ -112,11 +113,11 @@ def judge_all(reports: Sequence[EngineReport], stall_after_s: float) -> Verdict:
 
 
 def judge(report: EngineReport, stall_after_s: float) -> Verdict:
-    """Whether an engine that answers is well."""
+    """The verdict on an engine that answered."""
     requests = f"{report.num_running} running, {report.num_waiting} waiting"
     idle = f"no request has advanced for {report.idle_s:.1f} s"
     if not report.num_running and not report.num_waiting:
-        return Verdict(Health.HEALTHY, "idle", "there is nothing to do.")
+        return Verdict(Health.HEALTHY, "idle", "no requests.")
     if report.idle_s < stall_after_s:
         return Verdict(Health.HEALTHY, "serving", f"{requests}.")
     if report.steps_in_flight:
@@ -125,38 +126,38 @@ def judge(report: EngineReport, stall_after_s: float) -> Verdict:
             Health.STALLED,
             "stalled",
             f"{requests}, and {idle}: the worker has not answered {steps}.",
-            "If its process is stopped or hangs, restart the deployment; a step that is merely "
-            "long gets shorter with --max-num-batched-tokens.",
+            "If its process is stopped or hangs, restart the deployment. If steps are just too "
+            "long, lower --max-num-batched-tokens.",
         )
     if report.pause != PauseState.UNPAUSED.value:
         return Verdict(
             Health.HEALTHY, "paused", f"{requests}; the engine is {_pause(report)}.", "Resume it."
         )
     reasons = Counter(waiting.waits_for for waiting in report.waiting).most_common(1)
-    most = f" Most of them wait for this: {reasons[0][0]}." if reasons else ""
+    most = f" The most frequent reason for waiting: {reasons[0][0]}." if reasons else ""
     return Verdict(
         Health.STALLED,
         "stalled",
         f"{requests}, and {idle}, although the worker is free.{most}",
-        "The table says what each waits for. If that cannot come any more, abort the request (its "
-        "client goes away); if it is blocks, give more with --num-blocks.",
+        "The table shows what each request waits for. If it can never get that, abort it by "
+        "disconnecting its client; if it waits for blocks, raise --num-blocks.",
     )
 
 
 def judge_silence(answer: HttpAnswer | Exception) -> Verdict:
-    """What it means that there is no report to read."""
+    """The verdict on a server that returned no report."""
     if isinstance(answer, Exception):
         reason = str(answer) or type(answer).__name__
         return Verdict(
-            Health.UNREACHABLE, "unreachable", f"{reason}.", "Does `longshore serve` run there?"
+            Health.UNREACHABLE, "unreachable", f"{reason}.", "Is `longshore serve` running there?"
         )
-    message = refusal(answer) or "this is no Longshore gateway of the same version"
+    message = error_message(answer) or "not a Longshore gateway of the same version"
     if answer.status == 504:
         return Verdict(
             Health.STALLED,
             "stalled",
             f"{message}.",
-            "Look at the scheduler's process and its last log lines, then restart the deployment.",
+            "Check the scheduler process and its last log lines, then restart the deployment.",
         )
     return Verdict(Health.UNREACHABLE, "unreachable", f"HTTP {answer.status}: {message}.")
 
@@ -169,7 +170,7 @@ def _pause(report: EngineReport) -> str:
 
 
 def tables(report: EngineReport) -> list[Table]:
-    """The engine's state, and a line per waiting request."""
+    """A table of the engine's state, and one with a row per waiting request."""
     state = Table(title=Text(f"Engine {report.engine_id}"), show_header=False, title_justify="left")
     used = report.num_blocks - 1 - report.num_free_blocks
     for name, value in (
@@ -183,7 +184,7 @@ def tables(report: EngineReport) -> list[Table]:
     if not report.waiting:
         return [state]
     shown = report.waiting[:MAX_SHOWN]
-    waiting = Table(title="Waiting, the next to be served first", title_justify="left")
+    waiting = Table(title="Waiting requests, in scheduling order", title_justify="left")
     waiting.add_column("request", no_wrap=True)
     for column in ("waits for", "since", "tokens", "preempted"):
         waiting.add_column(column, overflow="fold")

@@ -1,4 +1,4 @@
-"""The `longshore` command. Commands import what they need when they run: `--help` is immediate."""
+"""The `longshore` command. Each command imports its modules when it runs, so `--help` is fast."""
 
 import contextlib
 import difflib
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 app = App(name="longshore", help="Serve language models.", version=longshore.__version__)
 PREFIX: Final = "LONGSHORE_"
 _ENVIRONMENT = Env(PREFIX, command=False)
-bench = App(name="bench", help="Measure throughput and latency; results as JSON.")
+bench = App(name="bench", help="Measure throughput and latency; print the results as JSON.")
 app.command(bench)
 
 
@@ -47,7 +47,7 @@ def serve(
     """Serve a model behind an OpenAI-compatible API until SIGTERM or Ctrl-C.
 
     Args:
-        model: Folder of the model, as Hugging Face writes it, or its id on a model hub
+        model: Folder of the model in Hugging Face format, or its id on a model hub
             (owner/name or owner/name@revision).
     """
     from longshore.deploy.cli.serve import serve as serve_model
@@ -62,10 +62,10 @@ def chat(
     *,
     options: Annotated[ChatOptions, Parameter(name="*")] = ChatOptions(),  # noqa: B008  # frozen
 ) -> None:
-    """Talk to a running server in the terminal; /help there lists the commands.
+    """Chat with a running server in the terminal; /help lists the commands.
 
-    From a pipe every line is a question, standard output has the answers alone, and the exit status
-    is 1 if one failed.
+    If standard input is a pipe, every line is a message, only the answers are written to standard
+    output, and the exit status is 1 if one failed.
     """
     from longshore.deploy.cli.chat import chat as talk
 
@@ -77,7 +77,7 @@ def top(
     *,
     options: Annotated[TopOptions, Parameter(name="*")] = TopOptions(),  # noqa: B008  # frozen
 ) -> None:
-    """Watch a running server: queues, KV blocks, rates and latencies."""
+    """Monitor a running server: queues, KV blocks, rates and latencies."""
     from longshore.deploy.cli.top import top as watch
 
     watch(options)
@@ -89,11 +89,11 @@ def doctor(
     options: Annotated[DoctorOptions, Parameter(name="*")] = DoctorOptions(),  # noqa: B008  # frozen
     plan: Annotated[CachePlanOptions, Parameter(name="*")] = CachePlanOptions(),  # noqa: B008  # frozen
 ) -> None:
-    """Ask a running engine what it does, and what each waiting request waits for; or, with
-    --machine, look at this machine; or, with --plan, print what the KV cache of a model will hold.
+    """Show the state of a running engine and what each waiting request waits for. With --machine,
+    check this machine instead; with --plan, show how much a model's KV cache will hold.
 
-    Exit status 0: healthy; 1: requests wait and nothing advances, or something of the machine will
-    not do; 2: the engine cannot be reached.
+    Exit status 0: healthy; 1: the engine is stalled, or the machine has a problem; 2: the engine
+    cannot be reached.
     """
     if plan.plan is not None:
         from longshore.deploy.cli.cache_plan import print_plan
@@ -111,7 +111,7 @@ def throughput(
     *,
     options: Annotated[ThroughputOptions, Parameter(name="*")] = ThroughputOptions(),  # noqa: B008  # frozen
 ) -> None:
-    """Offline throughput: all prompts at once, through LLM."""
+    """Measure offline throughput: all prompts at once, through LLM."""
     from longshore.deploy.bench.throughput import run
 
     run(options)
@@ -122,7 +122,7 @@ def bench_serve(
     *,
     options: Annotated[ServeBenchOptions, Parameter(name="*")] = ServeBenchOptions(),  # noqa: B008  # frozen
 ) -> None:
-    """Latency and throughput of a running server under a request rate."""
+    """Measure latency and throughput of a running server at a request rate."""
     from longshore.deploy.bench.serve import run
 
     run(options)
@@ -133,11 +133,12 @@ def launch(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
     config: Path | None = None,
 ) -> None:
-    """Settings come from flags, else from variables (LONGSHORE_NUM_BLOCKS for --num-blocks), else
-    from the TOML file's table of the command ([serve], [bench.serve]), else they have defaults.
+    """A setting is taken from its flag, else its environment variable (LONGSHORE_NUM_BLOCKS for
+    --num-blocks), else the command's table in the TOML file ([serve], [bench.serve]), else its
+    default.
 
     Args:
-        config: TOML file with settings. Default: none is read.
+        config: TOML file with settings. Default: none.
     """
     _check_variables(os.environ)
     app.config = (_ENVIRONMENT,) if config is None else (_ENVIRONMENT, _settings_file(config))
@@ -145,28 +146,28 @@ def launch(
 
 
 def _check_variables(variables: Mapping[str, str]) -> None:
-    """Raise ConfigError for a variable that means something and would be passed over, or that is
-    set to nothing: a key that a deployment forgot to fill in must not open the server. Warn of
-    those that no command reads."""
+    """Raise ConfigError for an empty variable, because an API key that a deployment failed to fill
+    in must not open the server, and for `LONGSHORE_NO_...`, which would be ignored. Warn about
+    variables that no command reads."""
     for name, value in variables.items():
         if name.startswith(PREFIX + "NO_"):
             setting = name.removeprefix(PREFIX + "NO_")
-            raise ConfigError(f"{name} is not read; say {PREFIX}{setting}=false")
+            raise ConfigError(f"{name} is not a variable; use {PREFIX}{setting}=false instead")
         if name.startswith(PREFIX) and not value.strip():
-            raise ConfigError(f"{name} is set, but empty; give it a value or unset it")
+            raise ConfigError(f"{name} is set but empty; give it a value or unset it")
     known = _known_variables()
-    unread = [
-        f"{name} ({nearest[0]} is meant?)" if nearest else name
+    unknown = [
+        f"{name} (did you mean {nearest[0]}?)" if nearest else name
         for name in sorted(variables)
         if name.startswith(PREFIX) and name not in known
         for nearest in [difflib.get_close_matches(name, known, n=1, cutoff=0.8)]
     ]
-    if unread:
-        print(f"longshore: warning: nothing reads {', '.join(unread)}", file=sys.stderr)
+    if unknown:
+        print(f"longshore: warning: unknown variables: {', '.join(unknown)}", file=sys.stderr)
 
 
 def _known_variables() -> set[str]:
-    """Of all commands: a variable may be meant for another one than this."""
+    """The variables of all commands: one may be meant for another command than this."""
     commands = [
         *(app[name] for name in _commands(app)),
         *(bench[name] for name in _commands(bench)),
@@ -182,7 +183,7 @@ def _known_variables() -> set[str]:
 
 
 def _settings_file(path: Path) -> Toml:
-    """Raises ConfigError for what no command would read."""
+    """Raises ConfigError for a table that belongs to no command and for `no-` keys."""
     settings = Toml(path, must_exist=True)
     try:
         tables = settings.config
@@ -195,12 +196,12 @@ def _settings_file(path: Path) -> Toml:
     for name, table in named.items():
         if name not in commands or not isinstance(table, dict):
             raise ConfigError(
-                f"--config {path}: {name} is no table of a command; settings stand under "
+                f"--config {path}: {name} is not a command's table; put settings under one of "
                 f"{', '.join(f'[{command}]' for command in commands)}"
             )
         for key in table:
             if key.startswith(("no-", "no_")):
-                raise ConfigError(f"--config {path}: say {key[3:]} = false in place of {key}")
+                raise ConfigError(f"--config {path}: use {key[3:]} = false instead of {key}")
     if nested:
         tables["bench"] = nested
     return settings
@@ -211,9 +212,9 @@ def _commands(of: App) -> list[str]:
 
 
 def main() -> None:
-    """The console script. Exit status 1: it failed while running; 2: a setting is wrong."""
-    # A daemon may be started with its outputs closed; they then lead nowhere.
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # as long as the program
+    """The console script. Exit status 1: it failed while running; 2: a setting is invalid."""
+    # A daemon may be started with its outputs closed: discard what it writes.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # open until the exit
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         app.meta()
@@ -225,7 +226,5 @@ def main() -> None:
 
 
 def _announce(line: str) -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # nobody may be there to read it; the server runs all the same
+    with contextlib.suppress(OSError):  # the server runs even if standard output is broken
         print(f"longshore: {line}", flush=True)

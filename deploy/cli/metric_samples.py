@@ -1,4 +1,4 @@
-"""What `/metrics` said at one time, and what has been added between two of those."""
+"""Samples of `/metrics`, and rates, shares and quantiles between two of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,69 +12,69 @@ NO_LABELS: Final[Mapping[str, str]] = {}
 
 @dataclass(frozen=True)
 class Sample:
-    """One look.
+    """All series at one time.
 
-    taken_s: on the clock of `perf_counter`.
-    series:  by name, then by labels.
+    taken_s: time of the sample, from `perf_counter`.
+    series:  values by name, then by labels.
     """
 
     taken_s: float
     series: Mapping[str, Mapping[Labels, float]]
 
     def total(self, name: str, labels: Mapping[str, str] = NO_LABELS) -> float:
-        """Over all series that have these labels; 0 if there is none."""
+        """Sum of all series with these labels; 0 if there is none."""
         wanted = labels.items()
-        of_name = self.series.get(name, {})
-        return sum(value for having, value in of_name.items() if wanted <= having)
+        series = self.series.get(name, {})
+        return sum(value for found, value in series.items() if wanted <= found)
 
     def buckets(self, name: str, labels: Mapping[str, str] = NO_LABELS) -> dict[float, float]:
-        """Of a histogram: observations of at most so much, by bound, over all such series."""
+        """Cumulative bucket counts of a histogram by upper bound, summed over all such series."""
         counts: dict[float, float] = {}
-        for having, value in self.series.get(f"{name}_bucket", {}).items():
-            if labels.items() <= having:
-                bound = float(dict(having)["le"])
+        for found, value in self.series.get(f"{name}_bucket", {}).items():
+            if labels.items() <= found:
+                bound = float(dict(found)["le"])
                 counts[bound] = counts.get(bound, 0.0) + value
         return counts
 
     def label_values(self, name: str, *labels: str) -> list[tuple[str, ...]]:
-        """The values that series of this name have for these labels, in order."""
-        found = [dict(having) for having in self.series.get(name, {})]
-        return sorted({tuple(having.get(label, "") for label in labels) for having in found})
+        """The distinct values of these labels among the series of this name, sorted."""
+        series = [dict(found) for found in self.series.get(name, {})]
+        return sorted({tuple(found.get(label, "") for label in labels) for found in series})
 
 
 @dataclass(frozen=True)
 class Window:
-    """The last look, and an earlier one to compare with."""
+    """The latest sample, and an earlier one to compare with."""
 
     now: Sample
     before: Sample = field(default_factory=lambda: Sample(0.0, {}))
 
     @property
     def elapsed_s(self) -> float | None:
-        """None if there is nothing to compare with."""
+        """None without an earlier sample."""
         return self.now.taken_s - self.before.taken_s if self.before.series else None
 
     def added(self, name: str, labels: Mapping[str, str] = NO_LABELS) -> float:
-        """A smaller count is another process's, which began again."""
+        """Increase of a counter. A lower value than before comes from a restarted process."""
         now = self.now.total(name, labels)
         difference = now - self.before.total(name, labels)
         return difference if difference >= 0 else now
 
     def rate(self, name: str, labels: Mapping[str, str] = NO_LABELS) -> float | None:
-        """Per second; None if there is nothing to compare with."""
+        """Increase per second; None without an earlier sample."""
         return self.added(name, labels) / self.elapsed_s if self.elapsed_s else None
 
     def share(self, part: str, whole: str, labels: Mapping[str, str] = NO_LABELS) -> float | None:
-        """Of what was added; None if nothing was."""
+        """Increase of `part` over that of `whole`; None if `whole` did not increase."""
         total = self.added(whole, labels)
         return self.added(part, labels) / total if total else None
 
     def quantile(self, name: str, q: float, labels: Mapping[str, str] = NO_LABELS) -> float | None:
-        """Of what a histogram observed meanwhile: the upper bound of its bucket, or the greatest
-        bound there is. None if it observed nothing."""
+        """Quantile of a histogram's observations in the window: the upper bound of its bucket, or
+        the largest finite bound. None without observations."""
         earlier, now = self.before.buckets(name, labels), self.now.buckets(name, labels)
         if any(count < earlier.get(bound, 0.0) for bound, count in now.items()):
-            earlier = {}  # another process's, which ended
+            earlier = {}  # the process was restarted in between
         counts = {bound: count - earlier.get(bound, 0.0) for bound, count in now.items()}
         total = max(counts.values(), default=0.0)
         if total <= 0:
@@ -84,7 +84,7 @@ class Window:
 
 
 def read_metrics(text: str, taken_s: float) -> Sample:
-    """text: in Prometheus' format. Raises ValueError for another."""
+    """Parse Prometheus' text format. Raises ValueError for anything else."""
     series: dict[str, dict[Labels, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""The settings a user gives, on the command line or to `LLM`, before anything is derived."""
+"""The settings that a user gives on the command line or to `LLM`, before defaults are derived."""
 
 import importlib.metadata
 import re
@@ -15,7 +15,7 @@ from longshore.protocol.kv_cache_spec import KVCacheDtype
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 
-# Headings of `--help`, in this order.
+# Sections of `--help`, in this order.
 _MODEL: Final = Parameter(group=Group.create_ordered("Model"))
 _SERVER: Final = Parameter(group=Group.create_ordered("Server"))
 _CACHE: Final = Parameter(group=Group.create_ordered("KV cache"))
@@ -30,12 +30,12 @@ def _demo_model(folder: Path) -> str:
 
 
 SHOWN_AS_DEMO_MODEL: Final = Parameter(show_default=_demo_model)
-"""Of a model that is the bundled one by default: its folder differs from machine to machine."""
+"""Default of a model argument in `--help`: the bundled model's path depends on the machine."""
 
 MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 MAX_AUDIO_S: Final = 24 * 3600
-# Far beyond what makes sense; larger numbers are typing errors that would end in a traceback.
-_MOST: Final = {
+# Far above any useful value: a larger number is a typing error and would end in a traceback.
+_MAXIMA: Final = {
     "num_blocks": 2**31 - 1,
     "max_model_len": 1 << 26,
     "max_num_seqs": 1 << 16,
@@ -49,74 +49,80 @@ _MOST: Final = {
     "cp_kv_cache_interleave_size": 1 << 20,
     "threads": 1024,
 }
-MAX_PROCESSES: Final = 64  # replicas, and gateways
+MAX_PROCESSES: Final = 64  # for replicas and for gateways, separately
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """One engine: a scheduler and its workers. Raises ConfigError naming a wrong setting.
+    """One engine: a scheduler and its workers. Raises ConfigError naming an invalid setting.
 
     Attributes:
-        device: Where the model runs: cpu, cuda or cuda:N. auto takes a GPU if there is one. Several
-            workers take the GPUs 0, 1 and so on, or share the CPU.
-        tensor_parallel_size: Workers that share every layer of the model.
-        pipeline_parallel_size: Stages that the layers are cut into, each with workers of its own.
-        decode_context_parallel_size: Workers of a layer with the same KV heads that share the
-            tokens of the KV cache out, so that so many times the tokens fit. Adds no workers: a
-            divisor of the copies of a KV head that tensor_parallel_size makes; of it itself for
-            models with latents.
-        cp_kv_cache_interleave_size: Neighbouring tokens that one of these workers keeps; a divisor
-            of block_size.
-        rank_timeout_s: How long a worker waits for another one in a step before it gives up.
-        dtype: Of weights and KV cache. auto is what the checkpoint is stored in (float16 becomes
+        device: Device that runs the model: cpu, cuda or cuda:N. auto selects a GPU if there is one.
+            Several workers use GPUs 0, 1 and so on, or share the CPU.
+        tensor_parallel_size: Number of workers that every layer is split across.
+        pipeline_parallel_size: Number of stages that the layers are divided into. Each stage has
+            its own workers.
+        decode_context_parallel_size: Number of workers with the same KV heads that split the tokens
+            of the KV cache among them. Multiplies the tokens that fit and adds no workers. Must
+            divide the number of copies of each KV head that tensor_parallel_size creates; for
+            models with latents it must divide tensor_parallel_size.
+        cp_kv_cache_interleave_size: Number of consecutive tokens that one of these workers stores;
+            a divisor of block_size.
+        rank_timeout_s: Seconds that a worker waits for another worker within a step before it
+            fails.
+        dtype: Data type of weights and KV cache. auto uses that of the checkpoint (float16 becomes
             float32 on a CPU).
-        kv_cache_dtype: Of keys and values in the cache. auto is dtype; fp8_e4m3 takes a byte per
-            number, so that more tokens fit, and rounds them to four significant bits.
-        num_blocks: Blocks in the KV cache, the null block included. Default: what memory holds.
-        kv_memory_fraction: Share of the memory left after loading that the KV cache takes, when
-            the number of blocks is not given.
-        block_size: Tokens per block, a power of two. Default: 16; 256 for models that keep states
-            alone.
-        hash_block_size: Tokens per name in the prefix cache, a divisor of block_size. Default:
-            block_size.
-        max_num_seqs: Requests that run at the same time.
-        max_num_batched_tokens: Tokens that one step computes at most.
-        max_num_scheduled_tokens: Tokens that one step is given to compute. Default: as many as it
-            can, max_num_batched_tokens.
-        max_num_encoder_input_tokens: Tokens that the encoder of a speech model makes in one step at
-            most, which limits how many requests begin in it. Default: those of one request.
-        max_model_len: Tokens of one request, prompt and answer. Default: what the model was made
-            for, and not more than num_blocks hold.
-        scheduling_policy: Who runs first: fcfs by arrival, priority by the request's priority,
-            continuum by the first arrival of the request's job; or the name of an installed
-            policy, or package.module:Class.
-        async_scheduling: Plan a step before the tokens of the one before are known. Default: yes,
-            except with several pipeline stages, which have other steps to run meanwhile.
+        kv_cache_dtype: Data type of keys and values in the cache. auto uses dtype. fp8_e4m3 needs
+            one byte per element, so more tokens fit, and rounds to four significant bits.
+        num_blocks: Blocks in the KV cache, including the null block. Default: as many as fit in
+            memory.
+        kv_memory_fraction: Fraction of the memory left after loading to use for the KV cache, if
+            num_blocks is not set.
+        block_size: Tokens per block, a power of two. Default: 16; 256 for models that only have
+            state layers.
+        hash_block_size: Tokens per block hash in the prefix cache, a divisor of block_size.
+            Default: block_size.
+        max_num_seqs: Maximum number of running requests.
+        max_num_batched_tokens: Maximum number of tokens that one step can compute.
+        max_num_scheduled_tokens: Maximum number of tokens scheduled per step. Default:
+            max_num_batched_tokens.
+        max_num_encoder_input_tokens: Maximum number of tokens that the encoder of a speech model
+            produces per step; limits how many requests can start in a step. Default: the tokens of
+            one request.
+        max_model_len: Maximum number of tokens of a request, prompt and output together. Default:
+            the model's own limit, or what num_blocks can hold if that is less.
+        scheduling_policy: Order in which requests are scheduled: fcfs by arrival, priority by the
+            request's priority, continuum by the first arrival of the request's job, or an installed
+            policy given by name or as package.module:Class.
+        async_scheduling: Plan a step before the tokens of the previous step are known. Default: on,
+            unless there are several pipeline stages, which overlap steps anyway.
         enable_prefix_caching: Share the KV blocks of equal prefixes.
-        enable_chunked_prefill: Slice prompts that exceed what is left of a step.
-        long_prefill_token_threshold: Tokens of one prompt per step at most; 0 sets no limit.
-        scheduler_reserve_full_isl: Admit a request only when blocks for its whole prompt are free,
-            not just for its first slice.
-        watermark: Share of the blocks that admissions leave free for requests that run already; 0
-            leaves none.
-        preempt_threshold: Nothing more is admitted once the share of blocks in use is above this;
-            1 never holds anything up.
-        admit_threshold: Admissions go on once the share of blocks in use is below this.
-        kv_connector: What keeps KV beyond the device (refused until workers have their half of
-            the contract): the name of an installed connector, or package.module:Class. Default:
-            nothing does.
-        kv_connector_config: Settings of the connector, a JSON object.
-        load_failure_policy: A request whose KV the connector could not load computes it, or fails.
-        load_timeout_s: How long a request waits for an asynchronous load of the connector.
-        max_loading_blocks: Blocks held at most by requests that wait for loads, or that have loaded
-            and do not run yet. Default: half of them.
-        cpu_kernels: auto computes with the kernels that were compiled at installation, if there are
-            any; torch with plain torch, which is slower.
-        threads: CPU threads of each worker. Default: the physical cores, shared out among them.
-        seed: Makes the seeds repeatable that are given to requests without one.
-        verify_plan: Send the full state beside every plan and compare (slow; finds faults).
-        startup_timeout_s: How long loading may take.
-        log_level: Least level of the log lines shown.
+        enable_chunked_prefill: Split prompts that exceed the remaining token budget of a step.
+        long_prefill_token_threshold: Maximum number of tokens of one prompt per step; 0 means no
+            limit.
+        scheduler_reserve_full_isl: Admit a request only when there are free blocks for its whole
+            prompt, not only for its first chunk.
+        watermark: Fraction of the blocks that admissions leave free for running requests; 0
+            disables it.
+        preempt_threshold: Admissions stop when the fraction of blocks in use exceeds this; 1
+            disables it.
+        admit_threshold: Admissions resume when the fraction of blocks in use falls below this.
+        kv_connector: Connector that stores KV outside the device, given by its installed name or as
+            package.module:Class. Rejected until the worker half of connectors exists. Default:
+            none.
+        kv_connector_config: Settings of the connector, as a JSON object.
+        load_failure_policy: What to do if the connector cannot load a request's KV: recompute it,
+            or fail the request.
+        load_timeout_s: Seconds that a request waits for an asynchronous load of the connector.
+        max_loading_blocks: Maximum number of blocks held by requests that wait for loads, or that
+            have loaded and are not running yet. Default: half of all blocks.
+        cpu_kernels: auto uses the kernels compiled at installation, if there are any; torch uses
+            plain PyTorch, which is slower.
+        threads: CPU threads per worker. Default: the physical cores, divided among the workers.
+        seed: Makes the seeds reproducible that requests without a seed get.
+        verify_plan: Send the full state with every plan and compare it (slow; for debugging).
+        startup_timeout_s: Seconds that startup may take, including loading the model.
+        log_level: Lowest level of log lines to show.
     """
 
     device: Annotated[str, _MODEL] = "auto"
@@ -169,8 +175,8 @@ class EngineOptions:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}"
                 )
-        for name, most in _MOST.items():
-            check_range(name, getattr(self, name), 1, most)
+        for name, maximum in _MAXIMA.items():
+            check_range(name, getattr(self, name), 1, maximum)
         fraction = self.kv_memory_fraction
         if fraction is not None and not 0 < fraction <= 1:
             raise ConfigError(f"kv_memory_fraction={fraction} must be above 0 and at most 1")
@@ -178,28 +184,27 @@ class EngineOptions:
             check_duration(name, getattr(self, name))
         if self.num_ranks > 1 and ":" in self.device:
             raise ConfigError(
-                f"device={self.device!r} names one GPU, but tensor_parallel_size="
+                f"device={self.device!r} selects one GPU, but tensor_parallel_size="
                 f"{self.tensor_parallel_size} and pipeline_parallel_size="
-                f"{self.pipeline_parallel_size} take {self.num_ranks}. Use device='cuda'; "
-                "CUDA_VISIBLE_DEVICES chooses which."
+                f"{self.pipeline_parallel_size} need {self.num_ranks}. Use device='cuda', and "
+                "select GPUs with CUDA_VISIBLE_DEVICES."
             )
         check_context_parallel_size(self.decode_context_parallel_size, self.tensor_parallel_size)
         if self.decode_context_parallel_size == 1 < self.cp_kv_cache_interleave_size:
             raise ConfigError(
-                f"cp_kv_cache_interleave_size={self.cp_kv_cache_interleave_size}, but no workers "
-                "that share tokens: decode_context_parallel_size is 1. Raise that or leave "
-                "cp_kv_cache_interleave_size out."
+                f"cp_kv_cache_interleave_size={self.cp_kv_cache_interleave_size} has no effect: "
+                "decode_context_parallel_size is 1, so no workers share tokens. Raise "
+                "decode_context_parallel_size or remove cp_kv_cache_interleave_size."
             )
         if self.async_scheduling and self.pipeline_parallel_size > 1:
             raise ConfigError(
-                f"async_scheduling with pipeline_parallel_size={self.pipeline_parallel_size}: the "
-                "first stage learns the tokens of a step from the next plan. Leave "
-                "async_scheduling out; as many steps as there are stages run at a time anyway."
+                "async_scheduling is not supported with pipeline_parallel_size="
+                f"{self.pipeline_parallel_size}, because the first stage gets the tokens of a step "
+                "with the next plan. Remove async_scheduling; one step per stage runs at a time "
+                "anyway."
             )
         if self.kv_connector is None and self.kv_connector_config != "{}":
-            raise ConfigError(
-                "kv_connector_config is given, but no kv_connector that it could be for"
-            )
+            raise ConfigError("kv_connector_config is set, but kv_connector is not")
 
     @property
     def num_ranks(self) -> int:
@@ -208,7 +213,7 @@ class EngineOptions:
 
     @property
     def max_steps_in_flight(self) -> int:
-        """Unanswered plans: one per pipeline stage, or one ahead of the tokens."""
+        """Limit of unanswered plans: one per pipeline stage; else 2, or 1 if not asynchronous."""
         if self.pipeline_parallel_size > 1:
             return self.pipeline_parallel_size
         return 1 if self.async_scheduling is False else 2
@@ -216,31 +221,33 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(EngineOptions):
-    """A deployment: engines behind the OpenAI-compatible API.
+    """A deployment: engines with an OpenAI-compatible API.
 
     Attributes:
-        replicas: Engines with the same model and settings, each with a scheduler and workers of its
-            own; a prompt goes to the one with the least to do. Several take the GPUs in their
-            order, or share the CPU and its memory.
-        gateways: Processes that serve the port, for when one alone is busy all the time.
+        replicas: Number of engines with the same model and settings, each with its own scheduler
+            and workers. A prompt goes to the least loaded engine. Replicas use consecutive GPUs, or
+            share the CPU and its memory.
+        gateways: Number of processes that serve the port. Raise it if one gateway uses a whole
+            core.
         host: Address to listen on; 0.0.0.0 is every interface.
-        port: Port to listen on; 0 takes a free one.
-        served_model_name: What requests call the model. Default: the name of its folder, or its id
+        port: Port to listen on; 0 selects a free one.
+        served_model_name: Model name in the API. Default: the name of the model's folder, or its id
             on the hub.
-        chat_template: File with a Jinja chat template, instead of the model's own.
-        max_body_mib: Size of a request body at most, without audio.
-        max_audio_mib: Size of an audio file at most.
-        max_audio_s: Length of its sound at most.
-        max_live_requests: Answers under way at most in all engines, running or waiting; further
-            requests get a 429 with Retry-After. A gateway knows of the others' what the engines say
-            once a second.
-        api_key: Clients must present one of these keys; without any, everybody is served. Better
-            given as LONGSHORE_API_KEY or in a file: other users see command lines.
-        cors_allow_origins: Pages of these origins (https://app.example.org) may use the API from a
-            browser; * stands for all. Default: none.
-        log_format: Of the lines on standard error: for people, or a JSON object each.
-        unread_timeout_s: A client that has read nothing of a waiting answer for so long is dropped.
-        drain_timeout_s: How long running answers may take to finish after SIGTERM.
+        chat_template: File with a Jinja chat template that replaces the model's own.
+        max_body_mib: Maximum size of a request body without audio.
+        max_audio_mib: Maximum size of an audio file.
+        max_audio_s: Maximum duration of an audio file.
+        max_live_requests: Maximum number of requests running or waiting in all engines; further
+            requests get a 429 with Retry-After. A gateway learns the other gateways' share from the
+            engines once a second.
+        api_key: API keys that clients may use; without any, no key is required. Set it in
+            LONGSHORE_API_KEY or in a file, because other users can see command lines.
+        cors_allow_origins: Origins (https://app.example.org) whose pages may use the API from a
+            browser; * allows all. Default: none.
+        log_format: Format of the lines on standard error: text, or one JSON object per line.
+        unread_timeout_s: Seconds after which a client is disconnected that reads nothing of the
+            response data waiting for it.
+        drain_timeout_s: Seconds that running requests have to finish after SIGTERM.
     """
 
     replicas: Annotated[int, _RANKS] = 1
@@ -265,35 +272,35 @@ class ServeOptions(EngineOptions):
         check_range("gateways", self.gateways, 1, MAX_PROCESSES)
         if self.replicas > 1 and ":" in self.device:
             raise ConfigError(
-                f"device={self.device!r} names one GPU, but replicas={self.replicas} take "
-                f"{self.num_ranks * self.replicas}. Use device='cuda'; CUDA_VISIBLE_DEVICES "
-                "chooses which."
+                f"device={self.device!r} selects one GPU, but replicas={self.replicas} need "
+                f"{self.num_ranks * self.replicas}. Use device='cuda', and select GPUs with "
+                "CUDA_VISIBLE_DEVICES."
             )
         if not 0 <= self.port < 65536:
-            raise ConfigError(f"port={self.port} must lie between 0 and 65535")
+            raise ConfigError(f"port={self.port} must be between 0 and 65535")
         check_at_least("max_body_mib", self.max_body_mib, 1)
         check_at_least("max_audio_mib", self.max_audio_mib, 1)
         if not 0 < self.max_audio_s <= MAX_AUDIO_S:
             raise ConfigError(
-                f"max_audio_s={self.max_audio_s} must be above 0 and at most {MAX_AUDIO_S}: an "
-                "audio is held in memory as a whole"
+                f"max_audio_s={self.max_audio_s} must be above 0 and at most {MAX_AUDIO_S}, "
+                "because an audio file is held in memory as a whole"
             )
         check_at_least("max_live_requests", self.max_live_requests, 1)
         keys = self.api_key
         if keys is not None and not (keys and all(re.fullmatch(r"[!-~]+", key) for key in keys)):
             raise ConfigError(
-                "api_key: give one or several keys, each of visible ASCII characters without "
-                "spaces, or leave it out to serve everybody"
+                "api_key must be one or more keys of visible ASCII characters without spaces. "
+                "Remove it to serve without keys."
             )
         for origin in self.cors_allow_origins or ():
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):
                 raise ConfigError(
-                    f"cors_allow_origins={origin!r} is no origin; give SCHEME://HOST[:PORT] "
-                    "without a path, as the browser sends it, or * for all"
+                    f"cors_allow_origins={origin!r} is not an origin; use SCHEME://HOST[:PORT] "
+                    "without a path, as browsers send it, or * for all"
                 )
         if not 0 <= self.drain_timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
-                f"drain_timeout_s={self.drain_timeout_s} must lie between 0 and {MAX_TIMEOUT_S}"
+                f"drain_timeout_s={self.drain_timeout_s} must be between 0 and {MAX_TIMEOUT_S}"
             )
         if not 0 < self.unread_timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
@@ -304,23 +311,23 @@ class ServeOptions(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlanOptions:
-    """What the KV cache of a model will hold.
+    """A plan of a model's KV cache: what will fit.
 
     Attributes:
-        plan: Plan the KV cache of this model (a folder or an id on a model hub) instead of asking
-            an engine: its groups, what they cost, and how many tokens fit.
-        block_size: Tokens per block, a power of two. Default: the same as when serving.
-        max_model_len: Tokens of the longest request. Default: what the model was made for.
-        max_num_batched_tokens: Tokens of one step at most.
-        max_steps_in_flight: Plans that may be unanswered.
+        plan: Plan the KV cache of this model (a folder or an id on a model hub) instead of
+            examining an engine: its groups, their memory, and how many tokens fit.
+        block_size: Tokens per block, a power of two. Default: the same as for serving.
+        max_model_len: Tokens of the longest request. Default: the model's own limit.
+        max_num_batched_tokens: Maximum number of tokens per step.
+        max_steps_in_flight: Maximum number of unanswered plans.
         kv_cache_bytes: Size of the cache of one rank.
-        tensor_parallel_size: Ranks among which every layer is cut.
-        decode_context_parallel_size: Ranks that share the tokens of the cache out. The tokens that
-            fit are compared with those that fit without.
-        dtype: Of weights and KV.
-        kv_cache_dtype: Of keys and values. With fp8_e4m3 the tokens that fit are compared with
-            those that fit in dtype.
-        device: "auto" dtype is float32 on a CPU for a checkpoint in float16.
+        tensor_parallel_size: Number of ranks that every layer is split across.
+        decode_context_parallel_size: Number of ranks that split the tokens of the cache among them.
+            Also prints how many more tokens fit because of it.
+        dtype: Data type of weights and KV cache.
+        kv_cache_dtype: Data type of keys and values in the cache. With fp8_e4m3, also prints how
+            many more tokens fit than in dtype.
+        device: Device to plan for. On a CPU, dtype auto is float32 for a float16 checkpoint.
     """
 
     plan: str | None = None
@@ -337,7 +344,7 @@ class CachePlanOptions:
 
     def __post_init__(self) -> None:
         if self.plan is None:
-            return  # the rest may be meant for another command
+            return  # the other settings may be meant for another command
         check_device(self.device)
         for name in (
             "block_size",
@@ -353,15 +360,15 @@ class CachePlanOptions:
 
 
 def check_device(device: str) -> None:
-    """Raise ConfigError for what names no device."""
+    """Raise ConfigError unless `device` is auto, cpu, cuda or cuda:N."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise ConfigError(f"device={device!r} is unknown; use auto, cpu, cuda or cuda:N")
 
 
 def resolve_device(device: str) -> str:
-    """`auto` is `cuda` where the driver is loaded and the installed torch is not a CPU build.
+    """Resolve `auto`: `cuda` if the driver is loaded and the installed torch is not a CPU build.
 
-    Found without importing torch, which only the worker does.
+    Does not import torch; only the worker does.
     """
     if device != "auto":
         return device
@@ -370,39 +377,40 @@ def resolve_device(device: str) -> str:
 
 
 def check_context_parallel_size(size: int, tensor_parallel_size: int) -> None:
-    """Raise ConfigError unless groups of `size` shards can be made."""
+    """Raise ConfigError unless the shards can be divided into groups of `size`."""
     if tensor_parallel_size % size:
         raise ConfigError(
             f"decode_context_parallel_size={size} does not divide tensor_parallel_size="
-            f"{tensor_parallel_size}: groups of its workers share tokens. Raise "
-            "tensor_parallel_size or use a divisor of it."
+            f"{tensor_parallel_size}, whose workers form the groups that share tokens. Use a "
+            "divisor of tensor_parallel_size."
         )
 
 
-def check_range(name: str, value: int | None, least: int, most: int) -> None:
-    """Raise ConfigError naming the setting if it is given and outside least..most."""
-    if value is not None and not least <= value <= most:
-        raise ConfigError(f"{name}={value} must lie between {least} and {most}")
+def check_range(name: str, value: int | None, minimum: int, maximum: int) -> None:
+    """Raise ConfigError naming the setting if it is set and outside minimum..maximum."""
+    if value is not None and not minimum <= value <= maximum:
+        raise ConfigError(f"{name}={value} must be between {minimum} and {maximum}")
 
 
 def check_duration(name: str, seconds: float) -> None:
-    """Raise ConfigError naming the setting unless it is positive, and not absurd."""
+    """Raise ConfigError naming the setting unless it is above 0 and at most MAX_TIMEOUT_S."""
     if not 0 < seconds <= MAX_TIMEOUT_S:
         raise ConfigError(f"{name}={seconds} must be above 0 and at most {MAX_TIMEOUT_S}")
 
 
 def check_at_least(name: str, value: int | None, minimum: int) -> None:
-    """Raise ConfigError naming the setting if it is given and too small."""
+    """Raise ConfigError naming the setting if it is set and below `minimum`."""
     if value is not None and value < minimum:
         raise ConfigError(f"{name}={value} must be at least {minimum}")
 
 
 def engine_options(settings: dict[str, Any]) -> EngineOptions:
-    """EngineOptions from keyword arguments; raises ConfigError listing the names if one is none."""
+    """EngineOptions from keyword arguments. Raises ConfigError, with the known names, for an
+    unknown one."""
     known = [setting.name for setting in fields(EngineOptions)]
     for name in settings:
         if name not in known:
-            raise ConfigError(f"{name} is no setting of an engine; known are {', '.join(known)}")
+            raise ConfigError(f"{name} is not an engine setting; known are {', '.join(known)}")
     return EngineOptions(**settings)
 
 

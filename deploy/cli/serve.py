@@ -1,4 +1,4 @@
-"""`longshore serve`: engines behind gateways, until it is told to stop or something dies."""
+"""`longshore serve`: runs engines and gateways until a stop signal or the death of a process."""
 
 import logging
 import socket
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from longshore.deploy.cli.options import ServeOptions
-from longshore.deploy.cli.ready_line import cache_sizes, ready_line
+from longshore.deploy.cli.ready_message import cache_sizes, ready_message
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.requests.audio import require_extra
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 def serve(
     model: ModelFolder, options: ServeOptions, announce: Callable[[str], None] = print
 ) -> None:
-    """Serve until SIGTERM or SIGINT, drain, and return.
+    """Serve until SIGTERM or SIGINT, then drain and return.
 
     Raises ConfigError or StartFailed if the deployment cannot start, EngineDead if a process dies.
-    Nothing is left behind either way.
+    In every case all processes have ended and the runtime directory is removed on return.
     """
     if model.audio is not None:
         require_extra("soundfile", "soxr", "python_multipart")
@@ -56,35 +56,35 @@ def serve(
         for listener in listeners:
             port.enter_context(listener)
         url = url_of(listeners[0])
-        logger.info("starting at %s; its /ready tells how far that is", url)
+        logger.info("starting at %s; /ready shows the progress", url)
         specs = _processes(plan, options, supervisor.runtime_dir, listeners)
         try:
             ready = supervisor.start(
                 specs, timeout_s=options.startup_timeout_s, stop_signal=stop_signal
             )
         except StopRequested:
-            logger.info("stopped before it was ready")
+            logger.info("stopped before startup was complete")
             return
-        port.close()  # the gateways alone hold it now, and give it up when they drain
+        port.close()  # now only the gateways hold it, and close it when they drain
         logger.info("KV cache: %s", cache_sizes(ready, options.replicas))
         name = options.served_model_name or model.name
         announce(
-            ready_line(
+            ready_message(
                 url, name, ready, num_replicas=options.replicas, num_gateways=options.gateways
             )
         )
         death = supervisor.wait_for_death(stop_signal=stop_signal)
         if death is not None:
             supervisor.stop_now(death)
-            raise EngineDead(f"{death} Everything has been stopped; start it again to go on.")
-        stop_signal.clear()  # a second one cuts the draining short
+            raise EngineDead(f"{death} All other processes have been stopped; restart the server.")
+        stop_signal.clear()  # a second signal aborts the draining
         logger.info(
-            "stopping: live answers have %.0f s to finish; Ctrl-C again ends them now",
+            "stopping: running requests have %.0f s to finish; press Ctrl-C again to abort them",
             options.drain_timeout_s,
         )
-        all_well = supervisor.stop(options.drain_timeout_s + STOP_TIMEOUT_S, stop_signal)
-        if not all_well and not stop_signal.is_set():
-            raise EngineDead("not every process came to an orderly end; the lines above say which.")
+        is_clean = supervisor.stop(options.drain_timeout_s + STOP_TIMEOUT_S, stop_signal)
+        if not is_clean and not stop_signal.is_set():
+            raise EngineDead("some processes did not stop cleanly; see the log lines above.")
     logger.info("stopped")
 
 
@@ -94,11 +94,11 @@ def _processes(
     runtime_dir: RuntimeDir,
     listeners: Sequence[socket.socket],
 ) -> list[ProcessSpec]:
-    """Each kind needs those before it: workers, schedulers, gateways."""
+    """In start order: schedulers need their workers, and gateways need the schedulers."""
     engines = [
         engine_processes(plan, runtime_dir, replica) for replica in replicas(options.replicas)
     ]
-    siblings = tuple(
+    peers = tuple(
         str(runtime_dir.socket_path(f"gateway-{number}")) for number in range(len(listeners))
     )
     return [
@@ -111,7 +111,7 @@ def _processes(
                 number,
                 listener,
                 engines=tuple(clients for _, clients in engines),
-                siblings=siblings,
+                peers=peers,
             )
             for number, listener in enumerate(listeners)
         ),
@@ -125,7 +125,7 @@ def _gateway(
     listener: socket.socket,
     *,
     engines: tuple[Endpoint, ...],
-    siblings: tuple[str, ...],
+    peers: tuple[str, ...],
 ) -> ProcessSpec:
     model = plan.model
     config = GatewayConfig(
@@ -138,7 +138,7 @@ def _gateway(
         sampling_defaults=model.sampling_defaults,
         engines=engines,
         number=number,
-        siblings=siblings,
+        peers=peers,
         listen_fd=listener.fileno(),
         chat_template=None if options.chat_template is None else str(options.chat_template),
         max_body_bytes=options.max_body_mib << 20,
@@ -160,5 +160,5 @@ def _gateway(
         config,
         environment=NO_BLAS_THREADS,
         pass_fds=(listener.fileno(),),
-        ends_with="gateways",
+        stop_group="gateways",
     )

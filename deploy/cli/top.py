@@ -1,7 +1,7 @@
-"""`longshore top`: what a running server does, in the terminal, as it changes.
+"""`longshore top`: a live view of a running server in the terminal.
 
-Everything shown comes from `/metrics`: gauges as they are, counters and histograms as what has been
-added within the last few seconds.
+All figures come from `/metrics`: gauges as they are, counters and histograms as their increase over
+the last few seconds.
 """
 
 import asyncio
@@ -33,23 +33,23 @@ from longshore.deploy.cli.top_screen import TopScreen
 from longshore.protocol.errors import LongshoreError
 
 WINDOW_S: Final = 5.0
-"""Engines report once a second; rates of much less than this would jump."""
+"""Engines report once a second, so rates over a much shorter window would jump."""
 _START: Final = "process_start_time_seconds"
 
 
 class TopFailed(LongshoreError):
-    """The server cannot be asked."""
+    """The server cannot be reached or has no metrics."""
 
 
-class Looks:
-    """The looks of the last seconds."""
+class RecentSamples:
+    """The samples of the last seconds."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
 
     def add(self, sample: Sample) -> Window:
-        """The newest look, against the oldest that is worth it. A server that has begun again is
-        compared with nothing."""
+        """Compare a new sample with the oldest within WINDOW_S. The first sample of a restarted
+        server is compared with nothing."""
         samples = self._samples
         if samples and samples[-1].total(_START) != sample.total(_START):
             samples.clear()
@@ -60,8 +60,8 @@ class Looks:
 
 
 class Keys:
-    """Keys as they are pressed, where the input is a terminal; as a context manager it puts the
-    terminal back."""
+    """Reads single key presses if the input is a terminal. A context manager: it restores the
+    terminal."""
 
     def __init__(self, source: TextIO) -> None:
         self._fd = source.fileno() if source.isatty() else None
@@ -82,7 +82,7 @@ class Keys:
             termios.tcsetattr(self._fd, termios.TCSADRAIN, self._settings)
 
     def quits_within(self, seconds: float) -> bool:
-        """Wait so long, or until `q` is pressed: True."""
+        """Wait for this time, or until `q` is pressed; True if it was."""
         if self._fd is None:
             time.sleep(seconds)
             return False
@@ -99,22 +99,22 @@ Show = Callable[[Overview, str | None], None]
 
 
 def top(options: TopOptions) -> None:
-    """Show until `q` or Ctrl-C, or `num_looks` times. Raises TopFailed if the first look fails;
-    later a server that cannot be asked is shown as such until it is back."""
+    """Update until `q` or Ctrl-C, or `num_looks` times. Raises TopFailed if the first update fails;
+    a server that becomes unreachable later is shown as such until it is back."""
     endpoint = HttpEndpoint(options.url, api_key=options.api_key)
-    looks = Looks()
-    view = overview(looks.add(_look(endpoint, options)))
+    samples = RecentSamples()
+    view = overview(samples.add(_sample(endpoint, options)))
     with _output(options) as show, Keys(sys.stdin) as keys:
         show(view, None)
         num_looks, gone_since_s = 1, 0.0
         while num_looks != options.num_looks and not keys.quits_within(options.interval_s):
             num_looks += 1
             try:
-                view = overview(looks.add(_look(endpoint, options)))
+                view = overview(samples.add(_sample(endpoint, options)))
             except TopFailed as error:
                 gone_since_s = gone_since_s or time.monotonic()
                 gone_s = time.monotonic() - gone_since_s
-                show(view, f"gone for {gone_s:.0f} s, q ends: {error}")
+                show(view, f"unreachable for {gone_s:.0f} s, q ends: {error}")
             else:
                 gone_since_s = 0.0
                 show(view, None)
@@ -122,7 +122,7 @@ def top(options: TopOptions) -> None:
 
 @contextmanager
 def _output(options: TopOptions) -> Iterator[Show]:
-    """What shows each look: lines of JSON, one print, or a screen that changes."""
+    """The function that shows an update: as a line of JSON, printed once, or on a live screen."""
     if options.json:
         yield lambda view, trouble: print(_as_json(view, trouble), flush=True)
     elif options.num_looks == 1:
@@ -140,12 +140,12 @@ def _output(options: TopOptions) -> Iterator[Show]:
 
 
 def _as_json(view: Overview, trouble: str | None) -> str:
-    """One line. A server that cannot be asked has no numbers."""
+    """One line; only `error` for a server that cannot be reached."""
     content = {"error": trouble} if trouble is not None else msgspec.to_builtins(view)
     return msgspec.json.encode({"time_s": round(time.time(), 3), **content}).decode()
 
 
-def _look(endpoint: HttpEndpoint, options: TopOptions) -> Sample:
+def _sample(endpoint: HttpEndpoint, options: TopOptions) -> Sample:
     try:
         answer = asyncio.run(endpoint.request("GET", "/metrics", timeout_s=options.timeout_s))
     except (OSError, TimeoutError) as error:
@@ -154,8 +154,10 @@ def _look(endpoint: HttpEndpoint, options: TopOptions) -> Sample:
             "running there?"
         ) from error
     if answer.status != 200:
-        raise TopFailed(f"{options.url}/metrics answers HTTP {answer.status}; is it Longshore's?")
+        raise TopFailed(
+            f"{options.url}/metrics answers HTTP {answer.status}; is it a Longshore server?"
+        )
     try:
         return read_metrics(answer.body.decode(), time.perf_counter())
     except ValueError as error:
-        raise TopFailed(f"{options.url}/metrics holds no metrics: {error}") from error
+        raise TopFailed(f"{options.url}/metrics has no valid metrics: {error}") from error

@@ -1,4 +1,4 @@
-"""What `longshore top` says of a server: numbers, before they are drawn or printed as JSON."""
+"""The figures of `longshore top`, before they are drawn or printed as JSON."""
 
 from typing import Final
 
@@ -18,15 +18,15 @@ _TOKENS: Final = "longshore_worker_step_tokens"
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Half of what was observed, and 99 of 100, took at most so many seconds (bounds of histogram
-    buckets); None if nothing was."""
+    """Quantiles of the window's observations, as upper bounds of histogram buckets; None without
+    observations."""
 
     p50_s: float | None
     p99_s: float | None
 
 
 class EngineView(msgspec.Struct, frozen=True):
-    """One scheduler. Shares are of tokens looked up in the window; None if none were."""
+    """One scheduler. Hit shares are of the tokens looked up in the window; None if none were."""
 
     engine: str
     num_running: int
@@ -42,8 +42,8 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class WorkerView(msgspec.Struct, frozen=True):
-    """One rank. busy_share: of the time that has passed. Of a rank that took no step in the window
-    the times are None."""
+    """One rank. busy_share: fraction of the window spent in steps. Step times are None if the rank
+    computed no step in the window."""
 
     engine: str
     worker: str
@@ -58,9 +58,9 @@ class WorkerView(msgspec.Struct, frozen=True):
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """A server. Rates are None at the first look.
+    """One server. Rates are None in the first update.
 
-    window_s: what rates, shares and latencies are of.
+    window_s: duration that rates, shares and latencies cover.
     """
 
     version: str
@@ -153,7 +153,7 @@ def _worker(window: Window, engine: str, worker: str) -> WorkerView:
         mean_step_s=window.share(f"{_STEP}_sum", f"{_STEP}_count", labels),
         p99_step_s=window.quantile(_STEP, 0.99, labels),
         longest_step_s=longest_step_s if num_steps else None,
-        # Workers report once a second, so what came may be of a little more than the window.
+        # Workers report once a second, so the increase may cover slightly more than the window.
         busy_share=None if busy_share is None else min(busy_share, 1.0),
         resident_bytes=int(now.total("longshore_worker_resident_memory_bytes", labels)),
         device_bytes=int(now.total("longshore_worker_device_memory_bytes", labels)),

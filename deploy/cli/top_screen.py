@@ -1,4 +1,4 @@
-"""`longshore top` drawn: for 80 columns and 24 lines, and side by side where there is more room."""
+"""The screen of `longshore top`: for 80 columns by 24 lines, with more side by side if wider."""
 
 from collections.abc import Sequence
 
@@ -16,13 +16,13 @@ from longshore.deploy.cli.top_overview import (
 )
 
 WIDE_COLUMNS = 110
-"""From here on latencies stand beside requests and blocks."""
+"""From this width on, latencies are placed next to requests and blocks."""
 
 
 class TopScreen:
-    """One look. trouble: what keeps the server from being asked; what is shown is older then.
+    """One update. trouble: why the server cannot be reached; the figures are then those of `view`.
 
-    fills_terminal: rows that do not fit are left out, and counted.
+    fills_terminal: omit worker rows that do not fit, and show how many were omitted.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TopScreen:
         yield Group(*parts) if self._trouble is None else Styled(Group(*parts), "dim")
 
     def _head(self, width: int) -> RenderableType:
-        """Where there is little room the URL gives way, not the state."""
+        """The header line. If it is too long, the URL is truncated, not the state."""
         if self._trouble is not None:
             return Text(self._trouble, style="bold red", no_wrap=True, overflow="ellipsis")
         state = ("ready", "green") if self._view.is_ready else ("not ready", "bold red")
@@ -72,7 +72,7 @@ class TopScreen:
 
 
 def _window(view: Overview) -> str:
-    return "since it began" if view.window_s is None else f"last {view.window_s:.0f} s, q ends"
+    return "since start" if view.window_s is None else f"last {view.window_s:.0f} s, q ends"
 
 
 def _panel(title: str, content: RenderableType) -> Panel:
@@ -101,8 +101,8 @@ def _requests(view: Overview) -> Table:
         [
             ("running", f"{view.num_running:,}"),
             ("waiting", f"{view.num_waiting:,}"),
-            ("ended per second", _number(view.requests_per_s)),
-            ("refused per second", _number(view.refused_per_s)),
+            ("finished per second", _number(view.requests_per_s)),
+            ("rejected per second", _number(view.refused_per_s)),
         ]
     )
 
@@ -113,7 +113,7 @@ def _tokens(view: Overview) -> Table:
         [
             ("prompt", _number(view.prompt_tokens_per_s)),
             ("prompt, cached", _number(view.cached_tokens_per_s)),
-            ("answer", _number(view.generated_tokens_per_s)),
+            ("output", _number(view.generated_tokens_per_s)),
             ("steps per second", _number(sum(steps) if steps else None)),
         ]
     )
@@ -129,16 +129,16 @@ def _blocks(view: Overview) -> Table:
     grid.add_row(_bar(used), f"{used:.1%} of {num_usable:,}, {num_free:,} free")
     if len(view.engines) == 1:
         (engine,) = view.engines
-        found = f"prefix tokens found {_share(engine.prefix_hit_share)}"
+        hits = f"prefix cache hits {_share(engine.prefix_hit_share)}"
         if engine.external_hit_share is not None:
-            found += f"   by the connector {_share(engine.external_hit_share)}"
+            hits += f"   connector hits {_share(engine.external_hit_share)}"
         preempted = f"preemptions per second {_number(engine.preemptions_per_s)}"
-        grid.add_row(found, preempted)
+        grid.add_row(hits, preempted)
     return grid
 
 
 def _latencies(view: Overview) -> Table:
-    table = _table("", "half within", "99 of 100 within")
+    table = _table("", "p50", "p99")
     for name, latency in view.latencies.items():
         table.add_row(name, _seconds(latency.p50_s), _seconds(latency.p99_s))
     return table
@@ -166,7 +166,7 @@ def _workers_panel(workers: Sequence[WorkerView], num_rows: int | None) -> Panel
 
 
 def _workers(workers: Sequence[WorkerView]) -> Table:
-    table = _table("worker", "busy", "mean step", "99 of 100", "longest", "tokens/s", "memory")
+    table = _table("worker", "busy", "mean step", "p99 step", "longest", "tokens/s", "memory")
     for worker in workers:
         table.add_row(
             f"{worker.engine}.{worker.worker}",

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible front: HTTP, tokenizer, chat template, detokenizing, live streams."""
+"""The OpenAI-compatible gateway: HTTP, tokenizer, chat templates, detokenizing, streams."""

@@ -14,16 +14,16 @@ from starlette.types import ASGIApp
 
 from longshore.deploy.gateway.dashboard.dashboard import (
     Dashboard,
-    engine_asked,
-    scheduler_says,
+    ask_scheduler,
+    requested_engine,
 )
-from longshore.deploy.gateway.engines.siblings import READY, Siblings
-from longshore.deploy.gateway.http.front_door import REQUEST_ID_HEADER, FrontDoor
+from longshore.deploy.gateway.engines.peers import READY, PeerGateways
+from longshore.deploy.gateway.http.middleware import REQUEST_ID_HEADER, RequestMiddleware
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.chat import ChatEndpoint
 from longshore.deploy.gateway.openai.completions import CompletionsEndpoint
 from longshore.deploy.gateway.openai.embeddings import EmbeddingsEndpoint
-from longshore.deploy.gateway.openai.endpoint import Endpoint, Service
+from longshore.deploy.gateway.openai.endpoint import ApiEndpoint, Service
 from longshore.deploy.gateway.openai.errors import (
     ApiError,
     unavailable,
@@ -41,13 +41,13 @@ from longshore.deploy.supervisor.replica import Replica
 
 
 class Gateway:
-    """The ASGI application and what changes while it runs.
+    """The ASGI application and its state.
 
-    not_ready_reason: says why, until the engine serves and again once it is gone or draining.
-    report_timeout_s: how long a scheduler may take to describe itself.
-    number, siblings: see Siblings.
-    api_keys: see FrontDoor.
-    cors_allow_origins: whose pages may read the answers in a browser; `*`: everybody's.
+    not_ready_reason: returns why requests are not accepted, or None if they are.
+    report_timeout_s: seconds that a scheduler has to answer.
+    number, peers: see PeerGateways.
+    api_keys: see RequestMiddleware.
+    cors_allow_origins: origins whose pages may use the API from a browser; `*`: all.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Gateway:
         *,
         report_timeout_s: float,
         number: int = 0,
-        siblings: Sequence[str] = (),
+        peers: Sequence[str] = (),
         api_keys: Sequence[str] = (),
         cors_allow_origins: Sequence[str] = (),
     ) -> None:
         self.metrics = GatewayMetrics()
         self.metrics.watch_readiness(not_ready_reason)
-        self.siblings = Siblings(
+        self.peers = PeerGateways(
             number,
-            siblings,
+            peers,
             {
                 "metrics": self.metrics.render,
                 "ready": lambda: (not_ready_reason() or "").encode() or READY,
@@ -73,7 +73,7 @@ class Gateway:
         )
         self._model = model
         self._report_timeout_s = report_timeout_s
-        self._endpoints: tuple[Endpoint, ...] = (
+        self._endpoints: tuple[ApiEndpoint, ...] = (
             CompletionsEndpoint(),
             ChatEndpoint(),
             EmbeddingsEndpoint(),
@@ -99,11 +99,11 @@ class Gateway:
             ],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )
-        app.router.redirect_slashes = False  # a client that posts does not follow
+        app.router.redirect_slashes = False  # clients do not follow redirects of a POST
         paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-        self.app: ASGIApp = FrontDoor(app, api_keys, self.metrics, paths)
+        self.app: ASGIApp = RequestMiddleware(app, api_keys, self.metrics, paths)
         if cors_allow_origins:
-            # Outside the door, for a browser asks without a key first whether it may ask.
+            # Outermost, because browsers send CORS preflights without an API key.
             self.app = CORSMiddleware(
                 self.app,
                 allow_origins=cors_allow_origins,
@@ -113,7 +113,7 @@ class Gateway:
             )
 
     def serve_with(self, service: Service) -> None:
-        """There is an engine: requests are taken from now on."""
+        """Accept requests from now on: the engine is ready."""
         for endpoint in self._endpoints:
             endpoint.service = service
 
@@ -132,23 +132,23 @@ class Gateway:
         return _json(self._model)
 
     async def _health(self, request: Request) -> Response:
-        """Alive: this process answers."""
+        """Liveness: this process answers."""
         return Response("alive\n", media_type="text/plain")
 
     async def _ready(self, request: Request) -> Response:
-        """Whether a request sent now would be taken, whichever gateway gets it."""
-        reason = await self.siblings.not_ready_reason()
+        """Readiness of all gateways of the deployment."""
+        reason = await self.peers.not_ready_reason()
         if reason is None:
             return Response("ready\n", media_type="text/plain")
         return Response(f"{reason}\n", status_code=503, media_type="text/plain")
 
     async def _engine_report(self, request: Request) -> Response:
-        """What an engine does, and what each waiting request waits for: of the one that `engine`
-        numbers, or of the only one, or a list of all."""
+        """The state of an engine and what each waiting request waits for. Of the engine given by
+        the query `engine`; without it, of the only engine or a list of all."""
         service = self._endpoints[0].service
         if service is None:
-            raise unavailable("the engine is still starting; /ready tells when it serves")
-        engine = engine_asked(request, service)
+            raise unavailable("the engine is still starting; /ready shows the progress")
+        engine = requested_engine(request, service)
         if engine is None and len(service.client) > 1:
             reports: object = await asyncio.gather(
                 *(self._report(service, engine) for engine in range(len(service.client)))
@@ -160,19 +160,19 @@ class Gateway:
     async def _report(self, service: Service, engine: int) -> dict[str, object]:
         name = Replica(engine, len(service.client)).scheduler
         timeout_s = self._report_timeout_s
-        report = await scheduler_says(service.client.describe(timeout_s, engine), timeout_s, name)
-        return msgspec.structs.asdict(report)  # an empty list is shown too
+        report = await ask_scheduler(service.client.describe(timeout_s, engine), timeout_s, name)
+        return msgspec.structs.asdict(report)  # as a dict, JSON includes empty lists
 
     async def _openapi(self, request: Request) -> Response:
         return Response(msgspec.json.encode(document()), media_type="application/json")
 
     async def _metrics(self, request: Request) -> Response:
-        content = await self.siblings.metrics()
+        content = await self.peers.metrics()
         return Response(content, media_type="text/plain; version=0.0.4")
 
 
 async def _to_dashboard(request: Request) -> Response:
-    """For a browser on the address that the server prints. Relative: a proxy may add a prefix."""
+    """For a browser on the bare URL. The redirect is relative, as a proxy may add a prefix."""
     return RedirectResponse("dashboard")
 
 
@@ -195,13 +195,13 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    asked = f"{request.method} {request.scope['path']}"
+    target = f"{request.method} {request.scope['path']}"
     headers = error.headers or {}
     if error.status_code == 404:
-        message = f"there is no {asked} here; GET /openapi.json lists what there is"
+        message = f"{target} does not exist; GET /openapi.json lists the paths"
     elif error.status_code == 405:
-        message = f"{asked} is not allowed; use {headers['Allow']}"
+        message = f"{target} is not allowed; use {headers['Allow']}"
     else:
-        message = f"{asked}: {error.detail}"
+        message = f"{target}: {error.detail}"
     sent = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
     return _error_response(ApiError(error.status_code, message, headers=sent))

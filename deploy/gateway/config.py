@@ -11,25 +11,26 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Everything `python -m longshore.deploy.gateway CONFIG.json` needs.
 
     model:             folder with the tokenizer.
-    served_model_name: what clients call the model.
-    vocab_size:        token ids at or above it are refused.
-    eos_token_ids:     end an answer.
-    engines:           where their schedulers take clients.
-    number:            of this gateway among those of the deployment.
-    siblings:          paths of the private sockets of all of them, this one included.
-    listen_fd:         inherited socket, bound already; the gateway listens on it.
+    served_model_name: name of the model in the API.
+    vocab_size:        token ids at or above it are rejected.
+    eos_token_ids:     token ids that end an answer.
+    engines:           endpoints of the schedulers.
+    number:            number of this gateway within the deployment.
+    peers:             paths of the private sockets of all gateways, including this one.
+    listen_fd:         inherited socket, already bound; the gateway listens on it.
     chat_template:     file that replaces the model's own template.
-    max_body_bytes:    of a request without audio.
-    embedding:         how the model turns texts into vectors; None: it takes no texts.
-    audio:             what a speech model takes; None: the model takes text.
-    max_audio_bytes, max_audio_s: of a file that is to be transcribed, and of its sound.
-    max_live_requests: answers under way, running or waiting; more are answered 429.
-    api_keys:          what clients must present; empty: nothing.
-    cors_allow_origins: whose pages may use the API from a browser; empty: nobody's.
-    drain_timeout_s:   how long live answers may go on after SIGTERM.
-    unread_timeout_s:  how long a client may leave its answer unread before it is dropped.
-    report_timeout_s:  how long the scheduler may take to describe itself for /engine/report.
-    seed:              makes the seeds repeatable that requests without one get.
+    max_body_bytes:    limit of a request body without audio.
+    embedding:         how the model pools embeddings; None: it takes no text.
+    audio:             audio input of a speech model; None: the model takes text.
+    max_audio_bytes, max_audio_s: limits of an audio file's size and duration.
+    max_live_requests: limit of running and waiting requests; others get a 429.
+    api_keys:          keys that clients may use; empty: no key is required.
+    cors_allow_origins: origins whose pages may use the API from a browser; empty: none.
+    drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
+    unread_timeout_s:  seconds after which a client is disconnected that reads nothing of a
+                       response.
+    report_timeout_s:  seconds that the scheduler has to answer /engine/report.
+    seed:              makes the seeds reproducible that requests without a seed get.
     """
 
     model: str
@@ -42,7 +43,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     engines: tuple[Endpoint, ...]
     listen_fd: int
     number: int = 0
-    siblings: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
     chat_template: str | None = None
     max_body_bytes: int = 16 << 20
     embedding: EmbeddingModel | None = None

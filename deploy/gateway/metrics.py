@@ -1,6 +1,6 @@
-"""What Prometheus scrapes: counters and latencies of the gateway, and what its engines report.
+"""Prometheus metrics: counters and latencies of the gateway, and the statistics of its engines.
 
-docs/metrics.md lists them all; a test compares. Times in seconds.
+docs/metrics.md lists them all; a test compares. Times are in seconds.
 """
 
 import platform
@@ -12,7 +12,7 @@ from prometheus_client.process_collector import ProcessCollector
 
 import longshore
 from longshore.deploy.gateway.engines.engine_metrics import EngineMetrics
-from longshore.deploy.gateway.hot_metrics import HotCounter, HotHistogram
+from longshore.deploy.gateway.lock_free_metrics import LockFreeCounter, LockFreeHistogram
 from longshore.protocol.handshake import PROTOCOL_VERSION
 from longshore.protocol.outputs import (
     FinishedRequest,
@@ -37,12 +37,12 @@ _REASONS: Final = frozenset(reason.api_name for reason in FinishReason)
 
 
 class GatewayMetrics:
-    """One registry per gateway, so that several live in one test process."""
+    """One registry per gateway, so that one test process can have several."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        Info("longshore_build", "What this gateway is; the value is 1", registry=registry).info(
+        Info("longshore_build", "Version of this gateway; the value is 1", registry=registry).info(
             {
                 "version": longshore.__version__,
                 "protocol_version": str(PROTOCOL_VERSION),
@@ -50,57 +50,55 @@ class GatewayMetrics:
             }
         )
         self._ready = Gauge(
-            "longshore_ready", "1 if a request sent now would be taken, else 0", registry=registry
+            "longshore_ready", "1 if the gateway accepts requests, else 0", registry=registry
         )
         self.responses = Counter(
             "longshore_http_responses",
-            "HTTP responses by path and status; `other` is any other path, `/v1/models/NAME` among "
-            "them, status `gone` a client that left before there was one",
+            "HTTP responses by path and status; `other` is any other path, including "
+            "`/v1/models/NAME`; status `gone` is a client that disconnected before the response",
             ["endpoint", "status"],
             registry=registry,
         )
         finished = Counter(
             "longshore_requests_finished",
-            "Requests to the engine by why they ended; `abort` is a client that went away",
+            "Finished requests to the engine by reason; `abort` is a client that disconnected",
             ["reason"],
             registry=registry,
         )
         self.live_requests = Gauge(
             "longshore_live_requests",
-            "Requests sent to the engine and not ended",
+            "Requests sent to the engine and not finished",
             registry=registry,
         )
-        self.prompt_tokens = Counter(
-            "longshore_prompt_tokens", "Tokens of prompts", registry=registry
-        )
+        self.prompt_tokens = Counter("longshore_prompt_tokens", "Prompt tokens", registry=registry)
         self.cached_tokens = Counter(
             "longshore_cached_prompt_tokens",
-            "Tokens of prompts found in the prefix cache",
+            "Prompt tokens found in the prefix cache",
             registry=registry,
         )
-        self.generated_tokens = HotCounter(
-            "longshore_generated_tokens", "Tokens of answers", registry
+        self.generated_tokens = LockFreeCounter(
+            "longshore_generated_tokens", "Generated tokens", registry
         )
         self.prompt_lengths = self._histogram(
-            "longshore_request_prompt_tokens", "Tokens of a prompt", _LENGTH_BOUNDS
+            "longshore_request_prompt_tokens", "Prompt tokens of a request", _LENGTH_BOUNDS
         )
         self.answer_lengths = self._histogram(
-            "longshore_request_generated_tokens", "Tokens of an answer", _LENGTH_BOUNDS
+            "longshore_request_generated_tokens", "Generated tokens of an answer", _LENGTH_BOUNDS
         )
         self.time_to_first_token_s = self._histogram(
             "longshore_time_to_first_token_seconds",
             "From the request's arrival to its first token",
             _PHASE_BOUNDS_S,
         )
-        self.inter_token_latency_s = HotHistogram(
+        self.inter_token_latency_s = LockFreeHistogram(
             "longshore_inter_token_latency_seconds",
-            "Gap between two tokens of an answer",
+            "Time between two tokens of an answer",
             _TOKEN_GAP_BOUNDS_S,
             registry,
         )
         self.queue_s = self._histogram(
             "longshore_request_queue_seconds",
-            "From the engine's receipt of a request to its first step",
+            "From a request's arrival at the engine to its first step",
             _PHASE_BOUNDS_S,
         )
         self.prefill_s = self._histogram(
@@ -110,12 +108,12 @@ class GatewayMetrics:
         )
         durations = Histogram(
             "longshore_request_seconds",
-            "From the request's arrival to its end, by why it ended",
+            "From the request's arrival to its end, by finish reason",
             ["reason"],
             buckets=_REQUEST_BOUNDS_S,
             registry=registry,
         )
-        # All there can be, from the start: a rate needs the zero before the first one.
+        # Create all series at the start: a rate needs the zero before the first increment.
         self._finished = {reason: finished.labels(reason) for reason in _REASONS}
         self._durations = {reason: durations.labels(reason) for reason in _REASONS}
         self._engines = EngineMetrics()
@@ -125,18 +123,18 @@ class GatewayMetrics:
         return Histogram(name, text, buckets=bounds, registry=self._registry)
 
     def watch_readiness(self, not_ready_reason: Callable[[], str | None]) -> None:
-        """`longshore_ready` asks it at every scrape."""
+        """Set the function that `longshore_ready` calls at every scrape."""
         self._ready.set_function(lambda: not_ready_reason() is None)
 
     def request_ended(self, reason: FinishReason, duration_s: float) -> None:
-        """A request to the engine is over, `duration_s` after its arrival here."""
+        """Count a request to the engine that ended `duration_s` after its arrival here."""
         self._finished[reason.api_name].inc()
         self._durations[reason.api_name].observe(duration_s)
 
     def phases_known(self, end: FinishedRequest, first_token_s: float | None) -> None:
-        """What the engine says of a request at its end.
+        """Count what the engine reports at the end of a request.
 
-        first_token_s: from the request's submission to its first token, None without one.
+        first_token_s: time from the request's submission to its first token; None without one.
         """
         self.cached_tokens.inc(end.num_cached_tokens)
         for event, queue_s in end.events:
@@ -147,9 +145,9 @@ class GatewayMetrics:
                 return
 
     def observe_scheduler(self, engine: str, stats: SchedulerStats) -> None:
-        """An engine's latest statistics replace the ones before.
+        """Replace an engine's statistics by its latest ones.
 
-        engine: its name among those of this gateway, the label of all that comes of it.
+        engine: the value of the label `engine`.
         """
         self._engines.observe(engine, stats)
 

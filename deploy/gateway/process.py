@@ -1,7 +1,7 @@
 """The gateway process: startup, serving, shutdown.
 
-It listens as soon as it runs, so that /health answers while the model loads, and takes requests
-once the engine has answered. Being told to stop ends intake and lets live answers finish within a
+It listens immediately, so that /health answers while the model loads, and accepts requests once the
+engine is ready. On a stop signal it accepts no more requests and lets running ones finish within a
 deadline.
 """
 
@@ -46,18 +46,19 @@ from longshore.protocol.transport.lifeline import (
 logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 1
-# Of the event loop before the port is closed: a connection takes two, however long they last.
+# Iterations of the event loop before the port is closed; accepting a connection and reading from it
+# take one each.
 LAST_ROUNDS: Final = 32
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until told to stop; returns the exit status."""
+    """Serve until a stop signal; returns the exit status."""
     (config_file,) = argv
     config = msgspec.json.decode(Path(config_file).read_bytes(), type=GatewayConfig)
     set_up_logging(config.log_level, is_relayed=config.lifeline_fd is not None)
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # one per stream
-    disable_created_metrics()  # a timestamp per counter, which nobody reads
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # one per stream
+    disable_created_metrics()  # an unused timestamp per counter
     runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
     try:
@@ -77,7 +78,7 @@ async def _serve(config: GatewayConfig, lifeline: Lifeline) -> None:
         if ready.done():
             ready.result()
         else:
-            ready.cancel()  # asked to stop before the engine was there
+            ready.cancel()  # stopped before the engine was ready
         await serving
     finally:
         process.close()
@@ -99,18 +100,18 @@ class GatewayProcess:
             self._not_ready_reason,
             report_timeout_s=config.report_timeout_s,
             number=config.number,
-            siblings=config.siblings,
+            peers=config.peers,
             api_keys=config.api_keys,
             cors_allow_origins=config.cors_allow_origins,
         )
         self._runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
-        name = f"gateway {config.number}" if len(config.siblings) > 1 else "gateway"
+        name = f"gateway {config.number}" if len(config.peers) > 1 else "gateway"
         hello = ClientHello(name=name, model_fingerprint=config.model_fingerprint)
         self._engines = Engines(
             config.engines,
             hello,
             number=config.number,
-            num_gateways=max(1, len(config.siblings)),
+            num_gateways=max(1, len(config.peers)),
             seed=config.seed,
             on_stats=self._gateway.metrics.observe_scheduler,
             why_stopped=partial(read_death_note, self._runtime_dir),
@@ -124,15 +125,16 @@ class GatewayProcess:
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                access_log=False,  # `AccessLog` says more
-                # Live answers are ended by `stop` before this; it is for clients that do not read.
+                access_log=False,  # `AccessLog` logs more
+                # `stop` ends running requests before this timeout, which is for clients that do not
+                # read.
                 timeout_graceful_shutdown=round(config.drain_timeout_s) + GRACE_S,
                 server_header=False,
             )
         )
 
     async def start(self, lifeline: Lifeline) -> None:
-        """Load the tokenizer, wait for the engine, then take requests and report it."""
+        """Load the tokenizer, wait for the engine, then accept requests and report readiness."""
         config = self._config
         lifeline.report(Progress("loading the tokenizer"))
         tokenizer = load_tokenizer(
@@ -173,40 +175,43 @@ class GatewayProcess:
                 config.embedding,
             )
         )
-        # What exists now lives as long as the process; the collector need not visit it.
+        # All present objects live as long as the process, so the garbage collector can skip them.
         gc.collect()
         gc.freeze()
         lifeline.report(Ready(_details(engine)))
 
     async def serve(self) -> None:
-        """Answer HTTP until told to stop, and then until the live answers have ended."""
+        """Serve HTTP until a stop signal, and then until the running requests have finished."""
         loop = asyncio.get_running_loop()
         for signal_number in stop_signals(self._config.lifeline_fd):
             loop.add_signal_handler(signal_number, self.stop)
-        await self._gateway.siblings.listen()
+        await self._gateway.peers.listen()
         try:
             with socket.socket(fileno=self._config.listen_fd) as listener:
                 listener.setblocking(False)
                 await self._server.serve(sockets=[listener])
         finally:
-            self._gateway.siblings.close()
+            self._gateway.peers.close()
 
     def stop(self) -> None:
-        """Take no more requests, and end when the live answers have."""
+        """Accept no more requests, and end when the running ones have finished."""
         if self._server.should_exit:
             return
-        logger.info("no more requests are taken; %d are live", self._engines.num_own_requests)
+        logger.info(
+            "draining: no new requests are accepted; %d are running",
+            self._engines.num_own_requests,
+        )
         self._server.should_exit = True
         asyncio.get_running_loop().call_later(
-            self._config.drain_timeout_s, self._engines.give_up, "the server is shutting down"
+            self._config.drain_timeout_s, self._engines.shut_down, "the server is shutting down"
         )
 
     def _not_ready_reason(self) -> str | None:
         if self._engines.death is not None:
             return str(self._engines.death)
         if not self._gateway.is_serving:
-            doing = read_progress_note(self._runtime_dir)
-            return "the engine is still starting" + (f": {doing}" if doing else "")
+            progress = read_progress_note(self._runtime_dir)
+            return "the engine is still starting" + (f": {progress}" if progress else "")
         return "draining" if self._server.should_exit else None
 
     def close(self) -> None:
@@ -214,12 +219,12 @@ class GatewayProcess:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling: it would end the process by the signal it received. And
-    connections that wait in the port's queue when it is told to stop are answered, not reset."""
+    """uvicorn without its signal handling, which would end the process with the received signal.
+    Connections in the listen queue at shutdown are answered, not reset."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for _ in range(LAST_ROUNDS):
-            await asyncio.sleep(0)  # one round of the loop, which accepts and reads
+            await asyncio.sleep(0)  # one iteration of the event loop
         await super().shutdown(sockets)
 
     @contextlib.contextmanager

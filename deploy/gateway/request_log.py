@@ -1,5 +1,6 @@
-"""What the log says of HTTP requests: at debug a line when answers are asked for, one per answer
-and one per exchange; as warnings what the server is at fault for. Never a text, a token or a key.
+"""Log lines about HTTP requests. At debug: one when a request is sent to the engine, one per answer
+and one per exchange. Warnings: failures caused by the server. Texts, tokens and keys are never
+logged.
 """
 
 import logging
@@ -19,12 +20,12 @@ MAX_PATH_CHARACTERS: Final = 200
 
 @dataclass
 class HttpRequest:
-    """One exchange, while it lasts.
+    """One exchange in progress.
 
-    request_id: of the client, or made here; part of the ids that the engine knows.
-    num_*_tokens: of its prompts, and of all its answers.
-    failure:    why it did not get what it asked for.
-    bug:        what nobody had expected, if that is why.
+    request_id: from the client, or generated; part of the request ids in the engine.
+    num_*_tokens: tokens of its prompts, and of all its answers.
+    failure:    the error that it was answered with.
+    bug:        the unexpected exception that it failed with.
     """
 
     request_id: str
@@ -42,26 +43,26 @@ _current: ContextVar[HttpRequest | None] = ContextVar("http_request", default=No
 
 
 def current() -> HttpRequest | None:
-    """The exchange that this task works on; None outside of any."""
+    """The exchange of the current task; None if it has none."""
     return _current.get()
 
 
 def note_failure(error: ApiError) -> None:
-    """The exchange at hand ends with this error."""
+    """Record that the current exchange ends with this error."""
     request = _current.get()
     if request is not None:
         request.failure = error
 
 
 def note_bug(error: Exception) -> None:
-    """The exchange at hand ends for an exception that nobody expected; its traceback is logged."""
+    """Record that the current exchange ends with an unexpected exception, to log its traceback."""
     request = _current.get()
     if request is not None:
         request.bug = error
 
 
 class AccessLog:
-    """Of one gateway."""
+    """The access log of one gateway."""
 
     def __init__(self) -> None:
         self._warnings = LogLimit(logger)
@@ -69,7 +70,7 @@ class AccessLog:
     def begin(
         self, request_id: str, method: str, path: str, client: tuple[str, int] | None
     ) -> HttpRequest:
-        """An exchange, which what this task calls from now on finds as the current one."""
+        """Begin an exchange and make it the current one of this task."""
         shown = path if len(path) <= MAX_PATH_CHARACTERS else f"{path[:MAX_PATH_CHARACTERS]}..."
         address = None if client is None else f"{client[0]}:{client[1]}"
         request = HttpRequest(request_id, method, shown, address, time.perf_counter())
@@ -77,11 +78,11 @@ class AccessLog:
         return request
 
     def end(self, request: HttpRequest, status: int | None) -> None:
-        """status: None if the client had gone before there was one."""
+        """status: None if the client disconnected before the response."""
         failure = request.failure
         if request.bug is not None or (failure is not None and failure.status >= 500):
             self._warnings.warning(
-                "a request has failed: %s",
+                "request failed: %s",
                 failure or type(request.bug).__name__,
                 exc_info=request.bug,
                 request_id=request.request_id,
@@ -101,13 +102,13 @@ class AccessLog:
                 client=request.client,
                 error=None if failure is None else failure.body.code or failure.body.type,
             )
-            logger.debug("client has gone" if status is None else "answered", extra=about)
+            logger.debug("client disconnected" if status is None else "answered", extra=about)
 
 
 def answers_begin(
     request_id: str, *, num_answers: int, num_prompt_tokens: int, max_tokens: int | None
 ) -> None:
-    """An endpoint asks the engine for answers, whose ids begin with `request_id`."""
+    """An endpoint submits requests to the engine; their ids begin with `request_id`."""
     request = _current.get()
     if request is not None:
         request.num_prompt_tokens = (request.num_prompt_tokens or 0) + num_prompt_tokens
@@ -119,7 +120,7 @@ def answers_begin(
             answers=num_answers,
             client=None if request is None else request.client,
         )
-        logger.debug("a request has arrived", extra=about)
+        logger.debug("request received", extra=about)
 
 
 def answer_ended(
@@ -130,8 +131,7 @@ def answer_ended(
     arrived_s: float,
     first_token_s: float | None,
 ) -> None:
-    """The engine has given an answer, or nobody wants it any more. arrived_s, first_token_s: on
-    the clock of `time.perf_counter`."""
+    """An answer is complete or was aborted. arrived_s, first_token_s: from `time.perf_counter`."""
     request = _current.get()
     if request is not None:
         request.num_output_tokens = (request.num_output_tokens or 0) + num_output_tokens
@@ -143,4 +143,4 @@ def answer_ended(
             ttft_ms=None if first_token_s is None else (first_token_s - arrived_s) * 1e3,
             total_ms=(time.perf_counter() - arrived_s) * 1e3,
         )
-        logger.debug("ended", extra=about)
+        logger.debug("finished", extra=about)

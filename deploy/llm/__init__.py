@@ -1,1 +1,1 @@
-"""`LLM`: offline generation from plain Python."""
+"""`LLM`: offline generation in Python."""

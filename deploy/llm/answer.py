@@ -1,4 +1,4 @@
-"""One request of an `LLM` on its way, until it is an output."""
+"""One request of an `LLM`, from prompt to output."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,12 @@ from longshore.protocol.sampling import SamplingParams
 
 @dataclass
 class Answer:
-    """first: the first sample of its prompt, None if it is that itself.
-    text:  of what is looked for stop strings while it grows; None if there are none.
-    shown: of `text`, so far.
-    live:  once it has been sent.
+    """One answer in progress.
+
+    first: the first sample of its prompt; None if this is the first.
+    text:  detects stop strings as the answer grows; None without stop strings.
+    shown: text so far, if there are stop strings.
+    live:  the request, once it has been submitted.
     multimodal, num_primed, pooling: see `LiveRequests.open`.
     """
 
@@ -32,9 +34,9 @@ class Answer:
     pooling: PoolingParams | None = None
 
     def grow(self) -> int | None:
-        """Read what has come. Returns how many tokens the answer keeps, if its stop is among them.
+        """Process new tokens. Returns the number of tokens to keep if a stop string was found.
 
-        To be called for every change of an answer that has `text`.
+        Call it for every change of an answer that has `text`.
         """
         live, text = self.live, self.text
         assert live is not None
@@ -51,7 +53,8 @@ class Answer:
         return text.num_tokens if text.is_stopped else None
 
     def output(self, decoder: TokenDecoder | None) -> RequestOutput:
-        """To be called once, when it has ended. decoder: None leaves the text empty."""
+        """The output; call it once, when the request has finished. decoder: if None, the text is
+        empty."""
         live = self.live
         assert live is not None
         assert live.finished is not None
@@ -63,7 +66,7 @@ class Answer:
         text, reason = self.shown, end.reason
         if self.text is None:
             text = answer_text(decoder, self.prompt_token_ids, token_ids, reason)
-        elif self.text.is_stopped:  # what the engine did until it knew is nobody's
+        elif self.text.is_stopped:  # drop tokens computed before the engine was notified
             reason, num_tokens = FinishReason.STOPPED, self.text.num_tokens
             token_ids, logprobs = token_ids[:num_tokens], logprobs and logprobs[:num_tokens]
         if self.sampling.prompt_logprobs is not None and token_ids:

@@ -1,10 +1,10 @@
-"""`LLM.beam_search`: searches side by side on one engine, from plain code."""
+"""`LLM.beam_search`: runs several searches at a time on one engine, from synchronous code."""
 
 from collections import deque
 from collections.abc import Sequence
 
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
-from longshore.deploy.llm.carrier import Carrier
+from longshore.deploy.llm.blocking_client import BlockingClient
 from longshore.deploy.llm.outputs import BeamOutput, answer_text
 from longshore.deploy.requests.beam_search import (
     BeamSearch,
@@ -15,9 +15,9 @@ from longshore.protocol.outputs import FinishReason
 
 
 def run_searches(
-    searches: Sequence[BeamSearch], carrier: Carrier, *, max_live: int
+    searches: Sequence[BeamSearch], client: BlockingClient, *, max_live: int
 ) -> dict[BeamSearch, str]:
-    """Run so many of them at a time; returns what went wrong with which."""
+    """Run at most `max_live` searches at a time; returns the errors of failed searches."""
     waiting = deque(searches)
     live: list[BeamSearch] = []
     errors = {}
@@ -25,9 +25,9 @@ def run_searches(
         while waiting and len(live) < max_live:
             live.append(waiting.popleft())
             live[-1].start()
-        if (outputs := carrier.engine.receive()) is None:
+        if (outputs := client.engine.receive()) is None:
             continue
-        carrier.requests.apply(outputs)
+        client.requests.apply(outputs)
         for search in live:
             try:
                 search.advance()

@@ -1,4 +1,4 @@
-"""Vectors of an `LLM`: what is asked for each prompt, and what comes back."""
+"""`LLM.embed`: requests for embeddings, and their outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from longshore.protocol.requests import PoolingParams
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingOutput:
-    """The vector of one prompt.
+    """The embedding of one prompt.
 
-    embedding:         float32; empty if something went wrong.
+    embedding:         float32; empty if the request failed.
     num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
-    num_preemptions:   how often it lost its blocks and was computed again.
-    error:             what went wrong, if something did.
+    num_preemptions:   how often the request was preempted.
+    error:             why the request failed; None if it did not.
     """
 
     request_id: str
@@ -32,7 +32,7 @@ def pooled_answers(prompts: Sequence[list[int]], pooling: PoolingParams) -> list
 
 
 def embedding_output(answer: Answer) -> EmbeddingOutput:
-    """To be called when it has ended."""
+    """The output; call it when the request has finished."""
     live = answer.live
     assert live is not None
     end = live.finished

@@ -31,9 +31,10 @@ CLIENT_INDEX = 0
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Ctrl-C takes effect after the block: half a step would leave scheduler and worker at odds.
+    """Defer Ctrl-C until after the block: an interrupted step would leave scheduler and worker
+    inconsistent.
 
-    Signals reach the main thread alone; elsewhere there is nothing to defer.
+    Signals only reach the main thread; on other threads there is nothing to defer.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or handler is None:
@@ -50,16 +51,16 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 class InProcessEngine:
-    """The same objects that the processes run, driven step by step by `receive`."""
+    """The scheduler and worker objects that the processes run, driven by `receive`."""
 
     def __init__(self, plan: EnginePlan) -> None:
         """Raises ConfigError for a model that cannot be loaded."""
-        from longshore.worker.worker import Worker  # torch: only for those who ask for it
+        from longshore.worker.worker import Worker  # imports torch, so only when needed
 
         if plan.options.kv_connector is not None:
             raise ConfigError(
-                f"kv_connector={plan.options.kv_connector!r} needs an engine in processes of its "
-                "own; leave in_process out"
+                f"kv_connector={plan.options.kv_connector!r} is not supported with in_process; "
+                "remove in_process"
             )
         self._worker = Worker(worker_config(plan))
         try:
@@ -101,14 +102,14 @@ class InProcessEngine:
                 case StopFound():
                     self._scheduler.stop_found(CLIENT_INDEX, message, now)
                 case DescribeEngine():
-                    raise ValueError("reports are for engines in processes of their own")
+                    raise ValueError("an in-process engine has no reports")
                 case _:
                     assert_never(message)
 
     def receive(self) -> EngineOutputs | None:
-        """What one step brought, if anything. Raises EngineDead if a step failed, now or earlier.
+        """The outputs of one step, if any. Raises EngineDead if this or an earlier step failed.
 
-        An interrupt is raised while it waits for the step, or after it.
+        An interrupt is raised while this waits for the step, or after the step.
         """
         self._check_alive()
         if not self._outputs:
@@ -119,7 +120,7 @@ class InProcessEngine:
                 try:
                     self._advance()
                 except Exception as error:
-                    self._failure = EngineDead(f"a step was not completed: {error!r}")
+                    self._failure = EngineDead(f"a step failed: {error!r}")
                     raise
         return self._outputs.pop(0) if self._outputs else None
 
@@ -141,10 +142,10 @@ class InProcessEngine:
         self._outputs += [outputs for _, outputs in self._scheduler.take_outputs()]
         is_stuck = not self._num_in_flight and not self._outputs
         if is_stuck and self._scheduler.is_waited_for():
-            raise EngineDead("requests are waiting, but no step can be planned for them")
+            raise EngineDead("requests are waiting, but the scheduler cannot plan a step")
 
     def _take_report(self, report: WorkerReport) -> None:
-        """On the worker's compute thread."""
+        """Called on the worker's compute thread."""
         self._reports.append(report)
         self._has_reports.set()
 
@@ -153,8 +154,8 @@ class InProcessEngine:
             raise self._failure
 
     def close(self) -> None:
-        """Finish the steps in flight and release the model. May be called twice. Who waits in
-        `receive` on another thread, or comes after, gets EngineDead."""
+        """Finish the steps in flight and release the model. May be called twice. A `receive` on
+        another thread, and every later call, raises EngineDead."""
         self._failure = self._failure or EngineDead("the engine has been closed")
         self._worker.close()
         self._has_reports.set()

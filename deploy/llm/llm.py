@@ -1,4 +1,4 @@
-"""`LLM`: offline generation from plain Python, with the same engine that serves HTTP."""
+"""`LLM`: offline generation in Python, with the same engine that serves HTTP."""
 
 import contextlib
 import logging
@@ -15,12 +15,12 @@ import msgspec
 from tqdm import tqdm
 
 from longshore.deploy.cli.options import engine_options
-from longshore.deploy.gateway.text.answer_text import AnswerText, Stops
+from longshore.deploy.gateway.text.answer_text import AnswerText, StopStrings
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.gateway.text.tokenizer import load_tokenizer
 from longshore.deploy.llm.answer import Answer
 from longshore.deploy.llm.beams import beam_output, run_searches
-from longshore.deploy.llm.carrier import Carrier, Engine
+from longshore.deploy.llm.blocking_client import BlockingClient, EngineConnection
 from longshore.deploy.llm.embeddings import (
     EmbeddingOutput,
     embedding_output,
@@ -43,34 +43,34 @@ from longshore.deploy.model.folder import ModelFolder, read_model_folder
 from longshore.deploy.requests.audio import Audio
 from longshore.deploy.requests.beam_search import BeamSearch, BeamSearchParams
 from longshore.deploy.requests.live_requests import LiveRequests, seed_source
-from longshore.deploy.requests.prompt_check import plain_params, sampling_problem
-from longshore.deploy.requests.samples import sample_params
+from longshore.deploy.requests.sample_params import sample_params
 from longshore.deploy.requests.speech import SpeechModel, Task
+from longshore.deploy.requests.validation import plain_params, sampling_problem
 from longshore.deploy.supervisor.engine_config import plan_engine
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.requests import PoolingKind
 from longshore.protocol.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS: Final = 16
-# Far more than run at a time; the rest waits here instead of filling the engine's queue.
+# Far more than run at a time; other requests wait here and not in the engine's queue.
 MAX_LIVE_REQUESTS: Final = 16_384
 
 
 class LLM:
     """A model that answers prompts. Not thread-safe.
 
-    By default scheduler and worker are processes of their own and this one never loads torch.
-    With `in_process=True` both run here, for tests and debuggers.
+    By default, scheduler and worker run in their own processes, and this process never imports
+    torch. With `in_process=True` both run in this process, for tests and debugging.
 
-    Use it as a context manager, or `close` it; if neither happens, its processes end with the
-    object or with the program, however that ends.
+    Use it as a context manager, or call `close`. Otherwise its processes end with the object or
+    with the program, however that ends.
     """
 
     def __init__(self, model: str | Path, *, in_process: bool = False, **settings: Any) -> None:
-        """model: folder as Hugging Face writes it, or its id on a model hub.
-        settings: fields of `options.EngineOptions`.
+        """model: folder in Hugging Face format, or an id on a model hub.
+        settings: fields of `EngineOptions`.
 
-        Raises ConfigError (StartFailed from a process) naming what keeps it from starting.
+        Raises ConfigError, or StartFailed if a process cannot start, with the reason.
         """
         options = engine_options({"log_level": "warning", **settings})
         self._model = read_model_folder(model)
@@ -91,13 +91,13 @@ class LLM:
             self._decoder = self._speech.tokenizer
         self._requests = LiveRequests(seed_source(options.seed))
         self._num_requests = 0
-        self._engine: Engine = InProcessEngine(plan) if in_process else RemoteEngine(plan)
-        self._carrier = Carrier(self._requests, self._engine)
+        self._engine: EngineConnection = InProcessEngine(plan) if in_process else RemoteEngine(plan)
+        self._client = BlockingClient(self._requests, self._engine)
         self._finalizer = weakref.finalize(self, _close_in_owner, self._engine, os.getpid())
 
     @property
     def settings_in_force(self) -> dict[str, Any]:
-        """What became of the settings: every default and `auto` resolved, as plain values."""
+        """The resulting settings as plain values, with every default and `auto` resolved."""
         return {
             "device": self._plan.device,
             "dtype": self._plan.identity.dtype,
@@ -119,16 +119,17 @@ class LLM:
         include_stop_str_in_output: bool = False,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one prompt or many, all at once; the outputs stand in the order of the prompts.
+        """Answer one or more prompts, all at once; returns outputs in the order of the prompts.
 
         prompts: texts, or `{"prompt_token_ids": [...]}`.
-        params:  for all, or one per prompt; None is the model's defaults, else 16 tokens.
-        n:       answers to each prompt, which stand together. They share the prompt's blocks, and
-                 each draws with a seed of its own, that follows from the one in `params`, if any.
-        stop:    texts that end an answer, which is given without them, unless
-                 `include_stop_str_in_output`; no earlier than its `min_tokens`.
-        Raises ValueError for a prompt that does not fit, EngineDead if the engine dies or is
-        closed. An interrupt aborts what is running; the LLM stays usable.
+        params:  for all prompts, or one per prompt. None: the model's defaults, and 16 tokens if
+                 the model sets no limit.
+        n:       answers per prompt, which are consecutive. They share the prompt's blocks. Each has
+                 its own seed, derived from the seed in `params`, if any.
+        stop:    strings that end an answer, after at least `min_tokens` tokens. The answer excludes
+                 them, unless `include_stop_str_in_output`.
+        Raises ValueError for an invalid prompt, EngineDead if the engine dies or is closed. An
+        interrupt aborts running requests; the LLM stays usable.
         """
         self._check_takes(text=True)
         if n < 1:
@@ -139,7 +140,7 @@ class LLM:
         answers: list[Answer] = []
         for ids, sampling in zip(token_ids, params_list, strict=True):
             first = None
-            stops = Stops(texts, include_stop_str_in_output, sampling.min_tokens)
+            stops = StopStrings(texts, include_stop_str_in_output, sampling.min_tokens)
             for index, sample in enumerate(sample_params(sampling, n)):
                 answers.append(Answer(ids, sample, index, first, self._watched(ids, stops)))
                 first = first or answers[-1]
@@ -156,15 +157,15 @@ class LLM:
         params: SamplingParams | None = None,
         progress: bool = True,
     ) -> list[TranscriptionOutput]:
-        """What is said in one audio or many; for models that turn audio into text.
+        """Transcribe one or more audio inputs, with a speech model.
 
-        audio:    paths, contents of files, or pairs of samples and rate; of any length. Not all are
-                  held at once: as many as have some four hours together, or a longer one.
-        language: code of what is spoken, as `en`; None has it detected, once per audio.
-        task:     `translate` answers in English.
-        prompt:   text that is taken to stand before the audio's, for its style and names.
-        params:   None is greedy, to the end.
-        Raises ValueError for what cannot be transcribed; else as `generate`.
+        audio:    paths, file contents, or pairs of samples and rate, of any length. They are
+                  decoded in groups of about four hours.
+        language: code of the spoken language, such as `en`. None: it is detected per input.
+        task:     `translate` returns English text.
+        prompt:   preceding text, which sets the style and the spelling of names.
+        params:   None: greedy, without a token limit.
+        Raises ValueError for invalid audio; otherwise as `generate`.
         """
         self._check_takes(text=False)
         assert self._speech is not None
@@ -205,11 +206,11 @@ class LLM:
         dimensions: int | None = None,
         progress: bool = True,
     ) -> list[EmbeddingOutput]:
-        """A vector of each prompt, of the hidden states behind the model's last norm.
+        """An embedding of each prompt, pooled from the hidden states after the model's last norm.
 
-        kind:       `last`, `mean` or `cls`; None is the folder's way, else the last token's.
-        normalize:  to length 1; None is the folder's way, else yes.
-        dimensions: leading elements to keep.
+        kind:       `last`, `mean` or `cls`. None: the model folder's setting, else `last`.
+        normalize:  normalize to length 1. None: the model folder's setting, else True.
+        dimensions: number of leading elements to keep.
         Other arguments and errors as in `generate`.
         """
         self._check_takes(text=True, vectors=True)
@@ -223,14 +224,14 @@ class LLM:
         return [embedding_output(answer) for answer in answers]
 
     def _check_takes(self, *, text: bool, vectors: bool = False) -> None:
-        """Raise EngineDead if it is closed, ValueError if the model takes the other, or gives
-        vectors alone."""
+        """Raise EngineDead if this LLM is closed, ValueError if the model does not support the
+        call."""
         if not self._finalizer.alive:
             raise EngineDead("this LLM has been closed")
         if text and self._speech is not None:
-            raise ValueError(f"{self._model.name} turns audio into text: use LLM.transcribe")
+            raise ValueError(f"{self._model.name} is a speech model: use LLM.transcribe")
         if not text and self._speech is None:
-            raise ValueError(f"{self._model.name} takes text, no audio: use LLM.generate")
+            raise ValueError(f"{self._model.name} takes text, not audio: use LLM.generate")
         embedding = self._model.embedding
         if not vectors and embedding is not None and embedding.is_only:
             raise ValueError(f"{self._model.name} has no output head: use LLM.embed")
@@ -245,11 +246,11 @@ class LLM:
         early_stopping: bool | Literal["never"] = False,
         ignore_eos: bool = False,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` likeliest answers to each prompt, searched as transformers'
-        `generate(num_beams=...)` does; see `BeamSearchParams`.
+        """The `beam_width` most likely answers to each prompt, found by a beam search equal to
+        transformers' `generate(num_beams=...)`; see `BeamSearchParams`.
 
-        max_tokens: of an answer, at most what the model's length leaves. Other arguments and errors
-                    as in `generate`.
+        max_tokens: limit of output tokens; the model's length limits them too.
+        Other arguments and errors as in `generate`.
         """
         self._check_takes(text=True)
         searches = []
@@ -263,10 +264,10 @@ class LLM:
                 frozenset() if ignore_eos else frozenset(self._model.eos_token_ids),
             )
             name = f"llm-{self._num_requests}"
-            searches.append(BeamSearch(self._carrier, name, ids, params, on_change=_ignore))
+            searches.append(BeamSearch(self._client, name, ids, params, on_change=_ignore))
         with self._cleaned_up():
             max_live = max(1, MAX_LIVE_REQUESTS // beam_width)
-            errors = run_searches(searches, self._carrier, max_live=max_live)
+            errors = run_searches(searches, self._client, max_live=max_live)
         return [
             BeamSearchOutput(list(search.prompt_token_ids), [], errors[search])
             if search in errors
@@ -279,7 +280,7 @@ class LLM:
 
     @contextlib.contextmanager
     def _cleaned_up(self) -> Iterator[None]:
-        """What is interrupted leaves nothing running; a dead engine is closed."""
+        """On an interrupt or error, abort all requests; if the engine has died, close it."""
         try:
             yield
         except EngineDead as error:
@@ -298,7 +299,7 @@ class LLM:
         if isinstance(params, SamplingParams):
             params = [params] * num_prompts
         if len(params) != num_prompts:
-            raise ValueError(f"{len(params)} params for {num_prompts} prompts; give one per prompt")
+            raise ValueError(f"{len(params)} params for {num_prompts} prompts; pass one per prompt")
         params = [plain_params(sampling) for sampling in params]
         for sampling in params:
             problem = sampling_problem(sampling, vocab_size=self._model.vocab_size)
@@ -307,7 +308,7 @@ class LLM:
         return params
 
     def _token_ids(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        """Of each prompt. Raises ValueError naming the one that cannot be answered."""
+        """Token ids of each prompt. Raises ValueError naming an invalid prompt."""
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         limits = {"vocab_size": self._model.vocab_size, "max_model_len": self._max_model_len}
         return [
@@ -340,7 +341,7 @@ class LLM:
 
     def _send(self, answer: Answer) -> None:
         self._num_requests += 1
-        answer.live = self._carrier.submit(
+        answer.live = self._client.submit(
             f"llm-{self._num_requests}",
             answer.prompt_token_ids,
             answer.sampling,
@@ -351,26 +352,26 @@ class LLM:
             pooling=answer.pooling,
         )
 
-    def _watched(self, prompt_token_ids: list[int], stops: Stops) -> AnswerText | None:
+    def _watched(self, prompt_token_ids: list[int], stops: StopStrings) -> AnswerText | None:
         if not stops.texts:
             return None
         if self._tokenizer is None:
-            raise ValueError(f"stop needs a tokenizer, and {self._model.path} has none")
+            raise ValueError(f"stop needs a tokenizer, but {self._model.path} has none")
         if not all(stops.texts):
-            raise ValueError("stop holds an empty text")
+            raise ValueError("stop has an empty string")
         return AnswerText(self._tokenizer, prompt_token_ids, stops)
 
     def _grown(self, answer: Answer) -> None:
         num_kept = answer.grow()
         if num_kept is not None and answer.live is not None:
-            self._carrier.stop(answer.live, num_kept)
+            self._client.stop(answer.live, num_kept)
 
     def _abort_all(self) -> None:
         with contextlib.suppress(EngineDead):  # nothing is left to abort
-            self._carrier.abort(self._requests.all())
+            self._client.abort(self._requests.all())
 
     def close(self) -> None:
-        """Stop the engine and leave nothing behind. May be called twice."""
+        """Stop the engine and remove its processes and files. May be called twice."""
         self._finalizer()
 
     def __enter__(self) -> "LLM":
@@ -385,7 +386,7 @@ def _progress_bar(what: str, num_requests: int, *, is_shown: bool) -> "tqdm[Any]
 
 
 def default_params(model: ModelFolder) -> SamplingParams:
-    """What the model's generation_config.json asks for."""
+    """The defaults of the model's generation_config.json."""
     defaults = model.sampling_defaults
     return SamplingParams(
         temperature=defaults.temperature,
@@ -397,8 +398,8 @@ def default_params(model: ModelFolder) -> SamplingParams:
     )
 
 
-def _close_in_owner(engine: Engine, owner_pid: int) -> None:
-    """Not in a forked copy of the process: the engine is its parent's."""
+def _close_in_owner(engine: EngineConnection, owner_pid: int) -> None:
+    """Do nothing in a forked child: the engine belongs to its parent."""
     if os.getpid() == owner_pid:
         engine.close()
 

@@ -1,4 +1,4 @@
-"""What `LLM` answers: plain values, one per answer."""
+"""Outputs of `LLM`: plain values, one per answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,17 +13,18 @@ from longshore.protocol.outputs import FinishReason
 class RequestOutput:
     """An answer to one prompt.
 
-    index:             number of the sample among those of its prompt.
-    token_ids:         of the answer, a stop token included.
-    text:              of the answer, without what stopped it; empty if the folder has no tokenizer.
+    index:             index of the sample among those of its prompt.
+    token_ids:         output token ids, including a stop token.
+    text:              output text, without the stop string or token; empty if the folder has no
+                       tokenizer.
     finish_reason:     `stop`, `length` or `error`.
     num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
-    num_preemptions:   how often it lost its blocks and was computed again.
-    error:             what went wrong, if something did.
-    logprobs:          per token of the answer: the token and the most likely ones, by id. None if
-                       not asked for.
-    prompt_logprobs:   the same per token of the prompt, None for its first. None if not asked for,
-                       or if the request failed before a token came.
+    num_preemptions:   how often the request was preempted.
+    error:             why the request failed; None if it did not.
+    logprobs:          per output token: the token and the most likely ones, by id. None if not
+                       requested.
+    prompt_logprobs:   the same per prompt token, None for the first. None if not requested, or if
+                       the request failed before its first token.
     """
 
     request_id: str
@@ -41,11 +42,11 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class TranscriptionOutput:
-    """What was said in an audio.
+    """The transcript of one audio input.
 
-    language: the code of the one that was heard, asked for or detected.
-    pieces:   the answers to the audio's pieces, in order; one if the audio fits the model's window.
-    error:    what went wrong with a piece, if something did.
+    language: code of the language, given or detected.
+    pieces:   outputs of the pieces, in order; one if the audio fits the model's window.
+    error:    why a piece failed; None if none did.
     """
 
     text: str
@@ -56,9 +57,9 @@ class TranscriptionOutput:
 
 @dataclass(frozen=True)
 class BeamOutput:
-    """One of the likeliest answers to a prompt.
+    """One of the most likely answers to a prompt.
 
-    token_ids, text: of the answer; an end token is part of the ids alone.
+    token_ids, text: the output; only `token_ids` includes an end token.
     score:           log probability / length ** length_penalty.
     finish_reason:   `stop` or `length`.
     """
@@ -71,7 +72,7 @@ class BeamOutput:
 
 @dataclass(frozen=True)
 class BeamSearchOutput:
-    """The answers to one prompt, the best first; none if the engine failed on it, for `error`."""
+    """The answers to one prompt, best first; empty, with the reason in `error`, if it failed."""
 
     prompt_token_ids: list[int]
     beams: list[BeamOutput]
@@ -84,7 +85,7 @@ def answer_text(
     token_ids: Sequence[int],
     reason: FinishReason,
 ) -> str:
-    """Without the token that stopped it; empty without a tokenizer."""
+    """The output text without the stop token; empty without a tokenizer."""
     if tokenizer is None:
         return ""
     if reason is FinishReason.STOPPED:

@@ -1,4 +1,4 @@
-"""What an `LLM` takes as a prompt: a text, or token ids."""
+"""Prompts of an `LLM`: texts or token ids."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
-from longshore.deploy.requests.prompt_check import prompt_problem
+from longshore.deploy.requests.validation import prompt_problem
 
 Prompt: TypeAlias = str | Mapping[str, Sequence[int]]
 
@@ -22,25 +22,25 @@ def prompt_token_ids(
     vocab_size: int,
     max_model_len: int,
 ) -> list[int]:
-    """index: of the prompt in the list that was given. Raises ValueError."""
+    """The prompt's token ids. index: its index in the list. Raises ValueError."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(
-                f'{model_dir} has no tokenizer.json: give prompts as {{"{TOKEN_IDS_KEY}": [...]}}'
+                f'{model_dir} has no tokenizer.json: pass prompts as {{"{TOKEN_IDS_KEY}": [...]}}'
             )
-        prompt.encode()  # a lone surrogate is a ValueError here, as every bad prompt is
+        prompt.encode()  # raises ValueError for a lone surrogate
         token_ids = tokenizer.encode(prompt)
     elif not isinstance(prompt, Mapping):
         raise ValueError(
             f'prompts[{index}] must be a text or {{"{TOKEN_IDS_KEY}": [...]}}, '
-            f"it is a {type(prompt).__name__}"
+            f"not a {type(prompt).__name__}"
         )
     elif set(prompt) == {TOKEN_IDS_KEY}:
         token_ids = _as_ids(prompt[TOKEN_IDS_KEY], index)
     else:
         raise ValueError(
             f'prompts[{index}] must be a text or {{"{TOKEN_IDS_KEY}": [...]}}, '
-            f"it has the keys {sorted(prompt)}"
+            f"not a mapping with the keys {sorted(prompt)}"
         )
     problem = prompt_problem(token_ids, vocab_size=vocab_size, max_model_len=max_model_len)
     if problem is not None:
@@ -49,8 +49,8 @@ def prompt_token_ids(
 
 
 def _as_ids(values: Sequence[int], index: int) -> list[int]:
-    """Python's integers or numpy's, in a list or an array."""
+    """Token ids from a list or array of Python's or numpy's integers."""
     try:
         return list(map(operator.index, values))
     except TypeError as error:
-        raise ValueError(f"prompts[{index}]: a token id is a whole number: {error}") from error
+        raise ValueError(f"prompts[{index}]: token ids must be integers: {error}") from error

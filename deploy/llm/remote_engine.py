@@ -1,4 +1,4 @@
-"""An engine in processes of its own, for `LLM`: started, talked to and stopped from plain code."""
+"""An engine in its own processes, for `LLM`: starts them, exchanges messages and stops them."""
 
 import sys
 from typing import Final, assert_never
@@ -20,9 +20,9 @@ from longshore.protocol.statistics import BlockSnapshot, EngineReport
 from longshore.protocol.transport.channel import Channel, open_socket
 
 HELLO_TIMEOUT_S: Final = 10.0
-# While nothing comes, the processes are looked after this often.
+# Interval of checks that the processes are alive, while no message arrives.
 DEATH_CHECK_S: Final = 0.2
-# A failing engine says so before its process ends; how it ended is worth this much patience.
+# A failing engine reports before its process ends. Wait this long to learn how the process ended.
 DEATH_TIMEOUT_S: Final = 2.0
 
 
@@ -30,7 +30,7 @@ class RemoteEngine:
     """A scheduler and its worker processes, and the channel to them. Not thread-safe."""
 
     def __init__(self, plan: EnginePlan) -> None:
-        """Raises ConfigError or StartFailed if the engine cannot start; nothing is left then."""
+        """Raises ConfigError or StartFailed if the engine cannot start, after cleaning up."""
         check_workers(plan)
         self._supervisor = Supervisor(RuntimeDir(), sys.stderr)
         self._context = zmq.Context()
@@ -65,7 +65,7 @@ class RemoteEngine:
         self._channel.send(message)
 
     def receive(self) -> EngineOutputs | None:
-        """The next outputs; None when none came for a moment. Raises EngineDead."""
+        """The next outputs; None if none arrived within DEATH_CHECK_S. Raises EngineDead."""
         message = self._channel.receive(DEATH_CHECK_S)
         match message:
             case EngineOutputs():
@@ -77,18 +77,18 @@ class RemoteEngine:
                 return None
             case EngineFailed(reason):
                 raise self._dead(self._supervisor.wait_for_death(DEATH_TIMEOUT_S) or reason)
-            case Rejected(reason):  # it has dropped this client: nothing will come back
+            case Rejected(reason):  # the engine has dropped this client
                 raise self._dead(reason)
             case EngineReady() | EngineReport() | BlockSnapshot():
-                return None  # a second answer to the same greeting; nobody asks for reports
+                return None  # a second answer to the handshake; reports are never requested
             case _:
                 assert_never(message)
 
     def _dead(self, reason: str) -> EngineDead:
         self._supervisor.stop_now()
-        return EngineDead(f"the engine is gone: {reason}")
+        return EngineDead(f"the engine has stopped: {reason}")
 
     def close(self) -> None:
-        """Stop the processes and remove every trace of them. May be called twice."""
+        """Stop the processes and remove their files. May be called twice."""
         self._supervisor.stop(drain_timeout_s=STOP_TIMEOUT_S)
         self._context.destroy(linger=0)

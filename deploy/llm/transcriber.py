@@ -1,4 +1,4 @@
-"""`LLM.transcribe`: audio to requests, and their answers to transcripts."""
+"""`LLM.transcribe`: converts audio to requests, and their outputs to transcripts."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ from longshore.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class SpeechRequest:
-    """One piece of an audio. num_primed: see `LiveRequests.open`."""
+    """One piece of an audio input. num_primed: see `LiveRequests.open`."""
 
     prompt_token_ids: list[int]
     sampling: SamplingParams
@@ -37,18 +37,18 @@ class SpeechRequest:
     num_primed: int
 
 
-Answer = Callable[[Sequence[SpeechRequest]], list[RequestOutput]]
+AnswerAll: TypeAlias = Callable[[Sequence[SpeechRequest]], list[RequestOutput]]
 
 Features: TypeAlias = list[MultimodalFeature]
-"""The pieces of one audio"""
+"""The pieces of one audio input."""
 
 MAX_PIECES: Final = 512
-"""Of the audios that are decoded and answered together: of thirty seconds each, a gigabyte"""
+"""Pieces that are decoded and answered together: a gigabyte at thirty seconds each."""
 
 
 def as_list(audio: Audio | Sequence[Audio]) -> list[Audio]:
-    """One audio or many, as many. A pair of samples and rate is one, and so is what is none, which
-    is refused as it is read."""
+    """A list of one or more audio inputs. A pair of samples and rate is one input, and so is an
+    object of an unknown type, which is rejected when it is read."""
     one = str | os.PathLike | bytes | bytearray | memoryview | tuple | np.ndarray
     return list(audio) if isinstance(audio, Iterable) and not isinstance(audio, one) else [audio]
 
@@ -61,12 +61,12 @@ def transcribe(
     task: str,
     prompt: str | None,
     params: SamplingParams,
-    answer: Answer,
+    answer: AnswerAll,
 ) -> list[TranscriptionOutput]:
-    """One output per audio. Raises ValueError for what cannot be transcribed, with its number.
+    """One output per audio input. Raises ValueError for invalid audio, with its index.
 
-    Audios are decoded when those before them are answered, a group at a time; that each can be
-    opened is seen before any is.
+    Inputs are decoded and answered in groups, one after the other. All are opened before the first
+    is decoded, to find invalid ones early.
     """
     known = speech.language(language, task)
     params = speech.params(params)
@@ -85,7 +85,7 @@ def transcribe(
 
 
 def _detect(
-    speech: SpeechModel, group: Sequence[Features], first_index: int, answer: Answer
+    speech: SpeechModel, group: Sequence[Features], first_index: int, answer: AnswerAll
 ) -> list[str | None]:
     ids, sampling = speech.detection()
     answers = answer([SpeechRequest(ids, sampling, features[0], 0) for features in group])
@@ -93,7 +93,9 @@ def _detect(
     for index, output in enumerate(answers, first_index):
         with _numbered(index):
             if output.error is not None:
-                raise BadSpeechRequest("language", f"the language was not detected: {output.error}")
+                raise BadSpeechRequest(
+                    "language", f"the language could not be detected: {output.error}"
+                )
             codes.append(speech.detected(output.token_ids))
     return codes
 
@@ -103,7 +105,7 @@ def _transcribe(
     codes: Sequence[str | None],
     prompts: Sequence[list[int]],
     params: SamplingParams,
-    answer: Answer,
+    answer: AnswerAll,
 ) -> list[TranscriptionOutput]:
     answers = answer(
         [
@@ -124,7 +126,7 @@ def _transcribe(
 
 
 def _groups(speech: SpeechModel, audios: Sequence[Audio]) -> Iterator[list[Features]]:
-    """Audios that have MAX_PIECES together, or one that has more."""
+    """Groups of inputs with at most MAX_PIECES together; an input with more is its own group."""
     needs = speech.audio
     group: list[Features] = []
     for index, audio in enumerate(audios):
@@ -142,7 +144,7 @@ def _groups(speech: SpeechModel, audios: Sequence[Audio]) -> Iterator[list[Featu
 
 @contextlib.contextmanager
 def _numbered(index: int) -> Iterator[None]:
-    """An error says which audio it is of."""
+    """Add the index of the audio input to errors."""
     try:
         yield
     except BadAudio as error:

@@ -1,1 +1,1 @@
-"""`longshore doctor --machine`: what this machine has for serving, and what would help."""
+"""`longshore doctor --machine`: checks what this machine has for serving."""

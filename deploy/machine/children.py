@@ -1,4 +1,4 @@
-"""Looking at libraries from outside: a child process each, all at once, none for too long."""
+"""Imports libraries in child processes, in parallel and with a timeout."""
 
 import json
 import os
@@ -18,9 +18,9 @@ MAX_REASON_CHARACTERS: Final = 300
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Of one import. failure: why there are no facts; None if there are. Those of one that
-    crashed or hung say so."""
+class ProbeResult:
+    """The outcome of one import. failure: why there are no facts, including a crash or a hang; None
+    if there are."""
 
     facts: Mapping[str, Any]
     failure: str | None = None
@@ -32,12 +32,12 @@ def probe_command(name: str) -> list[str]:
 
 def run_all(
     commands: Mapping[str, Sequence[str]], timeout_s: float = PROBE_TIMEOUT_S
-) -> dict[str, Outcome]:
-    """What each prints behind `MARK`. Whatever they start has ended afterwards."""
+) -> dict[str, ProbeResult]:
+    """What each command prints after `MARK`. All their processes have ended on return."""
     started = []
     deadline_s = time.monotonic() + timeout_s
     for name, command in commands.items():
-        # A pipe could fill up, and a disk may be full.
+        # Not a pipe, which could fill up, nor a file, since the disk may be full.
         output = os.fdopen(os.memfd_create(f"output of {name}"), "w+b")
         child = subprocess.Popen(
             command,
@@ -62,7 +62,7 @@ def run_all(
 
 
 def _kill_group(child: subprocess.Popen[bytes]) -> None:
-    """The child and what it has started, if anything of it is left."""
+    """Kill the child and its own children, if any are left."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -71,19 +71,19 @@ def _kill_group(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def _outcome(status: int | None, text: str, timeout_s: float) -> Outcome:
+def _outcome(status: int | None, text: str, timeout_s: float) -> ProbeResult:
     lines = [line for line in text.splitlines() if line.strip()]
-    last = lines[-1].strip() if lines else "it says nothing"
+    last = lines[-1].strip() if lines else "no output"
     if status is None:
-        return Outcome({}, f"its import hangs (longer than {timeout_s:g} s)")
+        return ProbeResult({}, f"its import hangs (longer than {timeout_s:g} s)")
     if status < 0:
-        return Outcome({}, f"its import crashes ({signal_name(-status)}): {_cut(last)}")
+        return ProbeResult({}, f"its import crashes ({signal_name(-status)}): {_cut(last)}")
     for line in lines:
         if line.startswith(MARK):
             facts = json.loads(line.removeprefix(MARK))
             failure = facts.get("failure")
-            return Outcome({}, _cut(failure)) if failure else Outcome(facts)
-    return Outcome({}, f"its import ends the process (exit status {status}): {_cut(last)}")
+            return ProbeResult({}, _cut(failure)) if failure else ProbeResult(facts)
+    return ProbeResult({}, f"its import ends the process (exit status {status}): {_cut(last)}")
 
 
 def _cut(text: str) -> str:

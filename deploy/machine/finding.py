@@ -1,4 +1,4 @@
-"""One thing that was looked at: what it is like, what that means, and what to do."""
+"""One finding about the machine: its state, what that means, and what to do."""
 
 from collections.abc import Iterable
 from typing import Final, Literal, TypeAlias
@@ -18,8 +18,8 @@ _STYLES: Final[dict[State, str]] = {
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """state: `absent` is optional and not there; `warning` costs speed or a feature; with
-    `problem` something will fail. means: what follows from it. fix: what to do, if anything."""
+    """state: `absent` is optional and missing; `warning` costs speed or a feature; with `problem`
+    something will fail. means: the consequence. fix: what to do, if anything."""
 
     what: str
     found: str
@@ -35,17 +35,17 @@ def table(findings: Iterable[Finding]) -> Table:
     lines.add_column(no_wrap=True)
     lines.add_column(overflow="fold")
     for finding in findings:
-        said = ". ".join(text for text in (finding.found, finding.means) if text)
+        text = ". ".join(part for part in (finding.found, finding.means) if part)
         if finding.fix:
-            said += f"\n→ {finding.fix}"
-        lines.add_row(finding.what, finding.state, Text(said), style=_STYLES[finding.state])
+            text += f"\n→ {finding.fix}"
+        lines.add_row(finding.what, finding.state, Text(text), style=_STYLES[finding.state])
     return lines
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """The last line: whether anything will fail."""
+    """The last line: the number of problems and warnings."""
     states = [finding.state for finding in findings]
     problems, warnings = states.count("problem"), states.count("warning")
     if problems or warnings:
-        return f"Problems, which make something fail: {problems}. Warnings: {warnings}."
-    return "All is well."
+        return f"Problems: {problems}. Warnings: {warnings}."
+    return "No problems found."

@@ -1,4 +1,4 @@
-"""What the doctor reads of a machine: files below a root, and a few answers of the kernel."""
+"""What the doctor reads from a machine: files below a root, and results of a few system calls."""
 
 import ctypes
 import errno
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Final
 
 IO_URING_SETUP: Final = 425  # the same number on every architecture
-TIME_ERROR: Final = 5  # adjtimex: nobody keeps the clock right
+TIME_ERROR: Final = 5  # adjtimex: the clock is not synchronised
 
 
 def _temp_dir() -> Path:
-    """Where temporary files go, or would if they could."""
+    """The folder of temporary files, even if it is not writable."""
     try:
         return Path(tempfile.gettempdir())
     except OSError:
@@ -29,20 +29,20 @@ def _free_bytes(path: Path) -> int:
 
 
 def _io_uring_errno() -> int:
-    """Of a call that asks for nothing: EFAULT where io_uring can be used."""
+    """errno of an io_uring_setup call without parameters: EFAULT if io_uring is available."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall(IO_URING_SETUP, 1, None)
     return ctypes.get_errno()
 
 
 def _clock_state() -> int:
-    """Of adjtimex; -1 if it may not be asked."""
+    """The result of adjtimex; -1 if it is not available or not permitted."""
     libc = ctypes.CDLL(None, use_errno=True)
     return int(libc.adjtimex(ctypes.create_string_buffer(512))) if hasattr(libc, "adjtimex") else -1
 
 
 def _port_problem(port: int) -> str | None:
-    """Why nothing could listen on 127.0.0.1 there; None if it could."""
+    """Why a server could not listen on this port of 127.0.0.1; None if it could."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -54,11 +54,11 @@ def _port_problem(port: int) -> str | None:
 
 @dataclass(frozen=True)
 class Host:
-    """This machine; a test gives another root and other answers.
+    """This machine; tests pass another root and other functions.
 
     limit:        (soft, hard) of a RLIMIT_*; RLIM_INFINITY is unlimited.
-    free_bytes:   on the file system of a folder. Raises OSError.
-    allowed_cpus: that this process may run on.
+    free_bytes:   free bytes on the file system of a folder. Raises OSError.
+    allowed_cpus: CPUs that this process may run on.
     """
 
     root: Path = Path("/")
@@ -71,19 +71,19 @@ class Host:
     port_problem: Callable[[int], str | None] = _port_problem
 
     def text(self, path: str) -> str | None:
-        """Content of a file, without space around it; None if it cannot be read."""
+        """Content of a file, stripped; None if it cannot be read."""
         try:
             return (self.root / path.lstrip("/")).read_text("utf-8", "replace").strip()
         except OSError:
             return None
 
     def number(self, path: str) -> int | None:
-        """A file that holds one whole number; None if it does not."""
+        """Content of a file as an integer; None if it is not one."""
         text = self.text(path)
         return int(text) if text is not None and text.lstrip("-").isdecimal() else None
 
     def paths(self, pattern: str) -> list[Path]:
-        """What matches below the root, in order."""
+        """Paths below the root that match, sorted."""
         return sorted(self.root.glob(pattern.lstrip("/")))
 
 

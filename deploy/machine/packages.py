@@ -1,4 +1,4 @@
-"""Which libraries there are, whether they load, and what fits together."""
+"""Findings about libraries: versions, whether they load, and whether they are compatible."""
 
 import importlib.metadata
 import platform
@@ -8,19 +8,19 @@ from typing import Any, Final
 import msgspec
 
 import longshore
-from longshore.deploy.machine.children import Outcome, probe_command, run_all
+from longshore.deploy.machine.children import ProbeResult, probe_command, run_all
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.host import Host
 
 VersionOf = Callable[[str], str | None]
-RunProbes = Callable[[list[str]], Mapping[str, Outcome]]
+RunProbes = Callable[[list[str]], Mapping[str, ProbeResult]]
 
 
 class Extra(msgspec.Struct, frozen=True):
-    """An optional part of Longshore, by the name of its extra.
+    """An extra of Longshore.
 
-    packages: that are looked up; hints: what to do about a failure that has the words in it.
-    install:  None is `pip install 'longshore[NAME]'`.
+    packages: its packages. hints: what to do, by a part of the failure's message.
+    install:  command; None: `pip install 'longshore[NAME]'`.
     """
 
     name: str
@@ -46,7 +46,7 @@ EXTRAS: Final = (
         "nixl",
         ("nixl", "nixl-cu13"),
         "KV transfer between engines and to files",
-        # Its dependencies would bring the builds for both CUDA versions.
+        # Its dependencies would install the builds for both CUDA versions.
         install="pip install --no-deps nixl nixl-cu13",
         hints={"libcuda": "It needs an NVIDIA driver's libcuda.so.1 or a build for CPUs"},
     ),
@@ -68,22 +68,22 @@ EXTRAS: Final = (
 
 
 def version_of(package: str) -> str | None:
-    """As installed; None if it is not."""
+    """The installed version; None if the package is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def run_probes(names: list[str]) -> Mapping[str, Outcome]:
-    """Import the libraries, in children."""
+def run_probes(names: list[str]) -> Mapping[str, ProbeResult]:
+    """Import the libraries in child processes."""
     return run_all({name: probe_command(name) for name in names})
 
 
 def package_findings(
     host: Host, versions: VersionOf = version_of, probe: RunProbes = run_probes
 ) -> Iterator[Finding]:
-    """All of this module."""
+    """All findings of this module."""
     installed = [extra for extra in EXTRAS if any(map(versions, extra.packages))]
     outcomes = probe(["torch", *(extra.name for extra in installed)])
     yield Finding("longshore", longshore.__version__)
@@ -94,10 +94,10 @@ def package_findings(
         yield _extra(extra, versions, outcomes.get(extra.name), torch=outcomes["torch"])
 
 
-def _torch(version: str | None, outcome: Outcome) -> Finding:
+def _torch(version: str | None, outcome: ProbeResult) -> Finding:
     if version is None:
         return Finding(
-            "torch", "not installed", "problem", "Workers need it", "Install Longshore again"
+            "torch", "not installed", "problem", "Workers need it", "Reinstall Longshore"
         )
     if outcome.failure is not None:
         return Finding(
@@ -110,8 +110,8 @@ def _torch(version: str | None, outcome: Outcome) -> Finding:
     return Finding("torch", version)
 
 
-def _gpus(host: Host, version: str | None, outcome: Outcome) -> Finding:
-    """What the driver has, and what torch sees of it."""
+def _gpus(host: Host, version: str | None, outcome: ProbeResult) -> Finding:
+    """The driver's GPUs, and whether torch can use them."""
     names = [
         line.partition(":")[2].strip()
         for path in host.paths("/proc/driver/nvidia/gpus/*/information")
@@ -134,15 +134,15 @@ def _gpus(host: Host, version: str | None, outcome: Outcome) -> Finding:
             "GPUs",
             found,
             "problem",
-            "torch, which would use them, does not load",
-            "See what is said of torch",
+            "They cannot be used, because torch does not load",
+            "See the finding about torch",
         )
     if outcome.facts.get("cuda") is None:
         return Finding(
             "GPUs",
             found,
             "problem",
-            f"torch {version} is a build for CPUs and does not see them",
+            f"torch {version} is a CPU build and cannot use them",
             "pip install --force-reinstall torch, from an index with CUDA builds",
         )
     speaks, needs = outcome.facts["driver_cuda"], outcome.facts["cuda"]
@@ -153,34 +153,33 @@ def _gpus(host: Host, version: str | None, outcome: Outcome) -> Finding:
             "GPUs",
             found,
             "problem",
-            f"torch {version} is for CUDA {needs}; the driver knows CUDA {newest} at most",
-            f"Update the driver, or install a torch for CUDA {newest}",
+            f"torch {version} is for CUDA {needs}, but the driver supports at most CUDA {newest}",
+            f"Update the driver, or install torch for CUDA {newest}",
         )
     return Finding(
         "GPUs",
         found,
         "problem",
-        f"torch {version} sees none of them",
-        "See nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the container was given them "
-        "(docker: --gpus all)",
+        f"torch {version} does not find them",
+        "Check nvidia-smi, CUDA_VISIBLE_DEVICES, and the container's GPUs (docker: --gpus all)",
     )
 
 
 def _extra(
-    extra: Extra, versions: VersionOf, outcome: Outcome | None, *, torch: Outcome
+    extra: Extra, versions: VersionOf, outcome: ProbeResult | None, *, torch: ProbeResult
 ) -> Finding:
     what = f"extra {extra.name}"
     found = {package: versions(package) for package in extra.packages}
-    lacking = [package for package, version in found.items() if version is None]
+    missing = [package for package, version in found.items() if version is None]
     shown = ", ".join(f"{package} {version}" for package, version in found.items() if version)
     if outcome is None:
         return Finding(what, "not installed", "absent", f"For {extra.purpose}", extra.command)
-    if lacking:
+    if missing:
         return Finding(
-            what, f"{shown}, but no {', '.join(lacking)}", "warning", _lost(extra), extra.command
+            what, f"{shown}, but no {', '.join(missing)}", "warning", _lost(extra), extra.command
         )
     if outcome.failure is not None:
-        fixes = [fix for words, fix in extra.hints.items() if words in outcome.failure]
+        fixes = [fix for part, fix in extra.hints.items() if part in outcome.failure]
         again = f"{extra.command} --force-reinstall"
         return Finding(
             what, f"{shown}: {outcome.failure}", "warning", _lost(extra), (fixes or [again])[0]
@@ -190,11 +189,11 @@ def _extra(
         why = ", ".join(f"{name}: {reason}" for name, reason in facts["unusable"].items())
         return Finding(
             what,
-            f"{shown}; plugins that cannot be made: {why}",
+            f"{shown}; plugins that cannot be created: {why}",
             "warning",
             _lost(extra),
-            "Run with NIXL_LOG_LEVEL=DEBUG; a second UCX in the process, or UCX_TLS and "
-            "UCX_MODULE_DIR of another one, are the usual causes",
+            "Run with NIXL_LOG_LEVEL=DEBUG; usual causes are a second UCX in the process, and "
+            "UCX_TLS or UCX_MODULE_DIR of another one",
         )
     if extra.name == "cuda":
         return _cuda(what, shown, facts, torch)
@@ -202,26 +201,26 @@ def _extra(
     return Finding(what, shown + plugins)
 
 
-def _cuda(what: str, shown: str, facts: Mapping[str, Any], torch: Outcome) -> Finding:
-    """cupy and cuda-bindings load; do they work beside torch?"""
+def _cuda(what: str, shown: str, facts: Mapping[str, Any], torch: ProbeResult) -> Finding:
+    """cupy and cuda-bindings load: check that they are compatible with torch."""
     of_torch, runtime = torch.facts.get("cuda"), facts["runtime"] // 1000
     if of_torch is not None and int(of_torch.split(".")[0]) != runtime:
         return Finding(
             what,
             f"{shown}, for CUDA {runtime}",
             "warning",
-            f"torch is for CUDA {of_torch}: two CUDA runtimes in one process",
-            f"Install a torch for CUDA {runtime}",
+            f"torch is for CUDA {of_torch}, so one process would have two CUDA runtimes",
+            f"Install torch for CUDA {runtime}",
         )
     if facts["devices"]:
         return Finding(what, shown)
     if not torch.facts.get("devices"):
-        return Finding(what, shown, means="There is no GPU for it to use")
+        return Finding(what, shown, means="There is no GPU to use it with")
     return Finding(
         what,
         f"{shown}: {facts['error']}",
         "warning",
-        "torch sees a GPU, and it does not",
+        "torch finds a GPU, but this library does not",
         "Update the driver",
     )
 

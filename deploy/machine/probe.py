@@ -1,7 +1,7 @@
-"""`python -m longshore.deploy.machine.probe NAME`: import one optional library and say what it is.
+"""`python -m longshore.deploy.machine.probe NAME`: imports one optional library and prints facts.
 
-Run as a child, because some of them crash or hang when they are imported. What it finds is the
-last line that it prints: facts as JSON, behind `MARK`, for the libraries print too.
+Run as a child process, because some libraries crash or hang on import. The last line of the output
+has the facts as JSON, after `MARK`, because the libraries print too.
 """
 
 import json
@@ -16,7 +16,7 @@ Facts = dict[str, Any]
 
 
 def _torch() -> Facts:
-    """driver_cuda: the newest CUDA that the driver speaks, as 13000; 0 without one."""
+    """driver_cuda: newest CUDA version that the driver supports, such as 13000; 0 without one."""
     torch = import_module("torch")
     facts: Facts = {"cuda": torch.version.cuda, "driver_cuda": 0, "devices": []}
     if torch.version.cuda is not None:
@@ -39,11 +39,11 @@ def _cuda() -> Facts:
 
 
 def _nixl() -> Facts:
-    """plugins: that are listed; usable: of those used here, which can be made."""
+    """plugins: all listed plugins; usable: those of UCX and POSIX that can be created."""
     api = import_module("nixl._api")
     agent = api.nixl_agent("longshore-doctor", api.nixl_agent_config(backends=[]))
     plugins, usable, unusable = list(agent.get_plugin_list()), [], {}
-    for name in ("UCX", "POSIX"):  # the list also has those that cannot be loaded
+    for name in ("UCX", "POSIX"):  # the list also has plugins that cannot be loaded
         try:
             agent.create_backend(name)
             usable.append(name)
@@ -75,7 +75,7 @@ PROBES: Final[dict[str, Callable[[], Facts]]] = {
 
 
 def main() -> int:
-    """Exit status 0: loaded; 1: not, and the line says why."""
+    """Exit status 0: loaded; 1: not loaded, with the reason in the last line."""
     (name,) = sys.argv[1:]
     try:
         facts = PROBES[name]()

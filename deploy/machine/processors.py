@@ -1,4 +1,4 @@
-"""Cores, what they can do, and who else decides about them."""
+"""Findings about processors: features, quota, NUMA, governor, clock source."""
 
 import platform
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _FAST_CLOCKS: Final = ("tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_
 
 
 def processor_findings(host: Host) -> Iterator[Finding]:
-    """All of this module."""
+    """All findings of this module."""
     yield _cpu(host)
     yield kernels(Path(longshore.__file__).parent / "worker" / "kernels")
     yield from _quota(host)
@@ -44,22 +44,23 @@ def _cpu(host: Host) -> Finding:
             "CPU",
             found,
             "warning",
-            "The CPU kernels need AVX2, so plain torch computes, several times slower",
-            "Serve on a newer processor; in a virtual machine, pass the host's CPU through",
+            "The CPU kernels need AVX2; plain PyTorch is used instead, which is several times "
+            "slower",
+            "Use a newer processor; in a virtual machine, pass the host's CPU through",
         )
     return Finding("CPU", found)
 
 
 def kernels(folder: Path) -> Finding:
-    """folder: where the compiled ones are, if there are any."""
+    """folder: the folder of the compiled kernels, if any."""
     if any(folder.glob("_native*.so")):
         return Finding("CPU kernels", "compiled")
     return Finding(
         "CPU kernels",
         "not compiled",
         "warning",
-        "On CPUs plain torch computes, several times slower",
-        "Install a C++ compiler (g++), then Longshore again",
+        "On CPUs plain PyTorch is used, which is several times slower",
+        "Install a C++ compiler (g++), then reinstall Longshore",
     )
 
 
@@ -74,7 +75,7 @@ def _quota(host: Host) -> Iterator[Finding]:
             "CPU quota",
             f"{quota:g} cores, while {num_cpus} processors are visible",
             "warning",
-            "More threads than that are stopped for most of each period",
+            "With more threads than that, processes are throttled",
             f"Serve on a CPU with --threads {max(1, int(quota))}, or raise the container's limit",
         )
 
@@ -91,7 +92,7 @@ def _numa(host: Host) -> Iterator[Finding]:
             "NUMA",
             ", ".join(used),
             "warning",
-            "A CPU worker whose threads are on several nodes waits for the other's memory",
+            "A CPU worker with threads on several nodes is slowed down by remote memory",
             f"Start with numactl --cpunodebind={first} --membind={first}, one engine per node",
         )
     elif nodes:
@@ -99,7 +100,7 @@ def _numa(host: Host) -> Iterator[Finding]:
 
 
 def _cpus_of(text: str) -> frozenset[int]:
-    """`0-3,8` as the kernel writes it."""
+    """Parse the kernel's format, such as `0-3,8`."""
     cpus: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -120,7 +121,7 @@ def _governor(host: Host) -> Iterator[Finding]:
             "CPU governor",
             governor,
             "warning",
-            "Processors stay at their lowest clock rate",
+            "Processors stay at their lowest frequency",
             "cpupower frequency-set -g performance",
         )
     else:
@@ -138,6 +139,6 @@ def _clock_source(host: Host) -> Iterator[Finding]:
             "clock source",
             source,
             "warning",
-            "Each look at the clock is a call into the kernel, which steps and streams feel",
-            "See dmesg for why the kernel does not trust the tsc; boot with tsc=reliable if it may",
+            "Reading the clock needs a system call, which slows down steps and streams",
+            "See dmesg for why the kernel does not use the tsc; boot with tsc=reliable if possible",
         )

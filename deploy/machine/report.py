@@ -1,4 +1,4 @@
-"""All findings, in the order in which they are read."""
+"""All findings, in the order in which they are shown."""
 
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.host import Host
@@ -20,7 +20,7 @@ def findings(
     versions: VersionOf = version_of,
     probe: RunProbes = run_probes,
 ) -> list[Finding]:
-    """port: that a server is going to listen on. host: None is this one."""
+    """port: port that a server would listen on. host: None: this machine."""
     host = host or Host()
     return [
         *package_findings(host, versions, probe),

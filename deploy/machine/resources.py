@@ -1,4 +1,4 @@
-"""Memory, disk and what the system lets a process have of them."""
+"""Findings about memory, disk, limits, the port, the clock, io_uring and RDMA."""
 
 import errno
 import resource
@@ -12,14 +12,14 @@ from longshore.deploy.supervisor.runtime_dir import MAX_SOCKET_PATH_BYTES
 from longshore.worker.process.host_resources import host_memory, meminfo
 
 MIN_OPEN_FILES: Final = 4096
-"""A stream takes one, and gateways raise their limit to the hard one."""
+"""A stream needs one. Gateways raise their soft limit to the hard one."""
 MIN_SHARED_BYTES: Final = 1 << 30
-MIN_TEMP_BYTES, FEW_TEMP_BYTES = 16 << 20, 256 << 20
+MIN_TEMP_BYTES, LOW_TEMP_BYTES = 16 << 20, 256 << 20
 LONGEST_SOCKET_NAME: Final = len("/longshore-12345678/worker-1000.sock")
 
 
 def resource_findings(host: Host, port: int) -> Iterator[Finding]:
-    """All of this module. port: that a server is going to listen on."""
+    """All findings of this module. port: port that a server would listen on."""
     yield _memory(host)
     yield from _overcommit(host)
     yield from _huge_pages(host)
@@ -42,15 +42,15 @@ def _memory(host: Host) -> Finding:
     if memory is None:
         return Finding("memory", "unknown: /proc/meminfo cannot be read", "warning")
     limit = memory.limit_bytes
-    of = _gib(memory.total_bytes) if limit is None else f"{_gib(limit)} that control groups allow"
-    found = f"{_gib(memory.available_bytes)} available of {of}"
+    total = _gib(memory.total_bytes) if limit is None else f"{_gib(limit)} (control group limit)"
+    found = f"{_gib(memory.available_bytes)} available of {total}"
     if memory.available_bytes < 1 << 30:
         return Finding(
             "memory",
             found,
             "warning",
-            "A process that takes more than there is gets killed",
-            "End what else runs, raise the container's limit, or serve with fewer --num-blocks",
+            "A process that needs more is killed",
+            "Stop other programs, raise the container's limit, or lower --num-blocks",
         )
     return Finding("memory", found)
 
@@ -60,9 +60,9 @@ def _overcommit(host: Host) -> Iterator[Finding]:
     if mode == 2:
         yield Finding(
             "overcommit",
-            "refused (vm.overcommit_memory=2)",
+            "disabled (vm.overcommit_memory=2)",
             "warning",
-            "CUDA and torch reserve far more than they use, and are refused it",
+            "CUDA and torch reserve far more memory than they use, and may fail",
             "sysctl vm.overcommit_memory=0",
         )
     elif mode is not None:
@@ -81,7 +81,7 @@ def _huge_pages(host: Host) -> Iterator[Finding]:
             "huge pages",
             found,
             "warning",
-            "Weights and KV on CPUs are reached through many small pages, somewhat slower",
+            "On CPUs, weights and KV use many small pages, which is somewhat slower",
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
         )
     else:
@@ -94,13 +94,13 @@ def _locked_memory(host: Host) -> Finding:
         return Finding("locked memory", "unlimited")
     found = f"{soft / 2**20:,.0f} MiB at most"
     if not _rdma_devices(host):
-        return Finding("locked memory", found, means="No RDMA device here would need more")
+        return Finding("locked memory", found, means="Only RDMA devices would need more")
     how = "ulimit -l unlimited" if hard == resource.RLIM_INFINITY else "LimitMEMLOCK=infinity"
     return Finding(
         "locked memory",
         found,
         "warning",
-        "A connector over RDMA could not register blocks beyond that",
+        "A connector over RDMA cannot register more blocks than that",
         f"{how} (docker: --ulimit memlock=-1)",
     )
 
@@ -122,7 +122,7 @@ def _shared_memory(host: Host) -> Finding:
         "/dev/shm",
         f"{free_bytes / 2**20:,.0f} MiB free",
         "warning",
-        "NCCL and other libraries that share memory between ranks may fail for want of it",
+        "NCCL and other libraries that share memory between ranks may fail",
         "docker: --shm-size=8g; else mount -o remount,size=8g /dev/shm",
     )
 
@@ -137,7 +137,7 @@ def _open_files(host: Host) -> Finding:
         "open files",
         f"{hard:,} at most",
         "problem",
-        "Each stream takes one",
+        "Each stream needs one",
         f"Raise the hard limit (ulimit -Hn) to {MIN_OPEN_FILES:,} or more",
     )
 
@@ -150,7 +150,7 @@ def _temp_dir(host: Host) -> Finding:
             "TMPDIR",
             f"{folder}",
             "problem",
-            f"Sockets lie in it, whose paths would be {too_long} characters too long",
+            f"The paths of sockets in it would be {too_long} characters too long",
             "Set TMPDIR to a shorter path",
         )
     try:
@@ -158,14 +158,14 @@ def _temp_dir(host: Host) -> Finding:
     except OSError as error:
         return Finding("TMPDIR", f"{folder}: {error.strerror}", "problem", fix="Set TMPDIR")
     found = f"{folder}, {_gib(free_bytes)} free"
-    if free_bytes >= FEW_TEMP_BYTES:
+    if free_bytes >= LOW_TEMP_BYTES:
         return Finding("TMPDIR", found)
     return Finding(
         "TMPDIR",
         f"{folder}, {free_bytes / 2**20:,.0f} MiB free",
         "problem" if free_bytes < MIN_TEMP_BYTES else "warning",
-        "Processes keep configurations and sockets in it, compilers far more",
-        "Make room, or set TMPDIR to a folder that has some",
+        "Processes store configurations and sockets in it, and compilers far more",
+        "Free space, or set TMPDIR to another folder",
     )
 
 
@@ -177,7 +177,7 @@ def _port(host: Host, port: int) -> Finding:
         f"port {port}",
         problem,
         "warning",
-        "A server runs there already, or it may not be used",
+        "A server already uses it, or using it is not permitted",
         "Choose another --port",
     )
 
@@ -188,10 +188,10 @@ def _clock(host: Host) -> Finding:
             "clock",
             "not synchronised",
             "warning",
-            "Log lines of several hosts cannot be put in order, and TLS may refuse certificates",
+            "Log lines of several hosts cannot be ordered, and TLS may reject certificates",
             "Run chrony or systemd-timesyncd",
         )
-    return Finding("clock", "synchronised" if host.clock_state() >= 0 else "not to be asked")
+    return Finding("clock", "synchronised" if host.clock_state() >= 0 else "unknown")
 
 
 def _io_uring(host: Host) -> Finding:
@@ -202,8 +202,8 @@ def _io_uring(host: Host) -> Finding:
         "io_uring",
         f"not available ({errno_name(number)})",
         "absent",
-        "Transfers between KV and files take slower ways",
-        "sysctl kernel.io_uring_disabled=0; in a container, a seccomp profile that allows it",
+        "Transfers between KV and files are slower",
+        "sysctl kernel.io_uring_disabled=0; in a container, use a seccomp profile that allows it",
     )
 
 
@@ -214,7 +214,7 @@ def _rdma_devices(host: Host) -> list[Path]:
 def _rdma(host: Host) -> Finding:
     devices = _rdma_devices(host)
     if not devices:
-        return Finding("RDMA", "no devices", "absent", "KV goes between hosts over TCP")
+        return Finding("RDMA", "no devices", "absent", "KV transfers between hosts use TCP")
     ports = {
         f"{device.name}/{path.name}": host.text(
             f"/sys/class/infiniband/{device.name}/ports/{path.name}/state"
@@ -232,6 +232,6 @@ def _rdma(host: Host) -> Finding:
         "RDMA",
         found or ", ".join(device.name for device in devices),
         "warning",
-        "No port is up, so KV goes between hosts over TCP",
-        "ibstat shows the ports; see to cables, switch and subnet manager",
+        "No port is up, so KV transfers between hosts use TCP",
+        "See ibstat for the ports; check cables, switch and subnet manager",
     )

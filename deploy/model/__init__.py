@@ -1,1 +1,1 @@
-"""A model folder, read without a tensor library."""
+"""Reads model folders, without a tensor library."""

@@ -1,9 +1,9 @@
-"""Questions that the bundled demo model can answer, each with its one right answer.
+"""Prompts that the bundled demo model can answer, each with its only correct answer.
 
-A prompt lists containers, a record each (`C417 B42 red`: container, berth, colour), and asks about
-one of them; the answer repeats the record. The answer stands nowhere but in the prompt's KV cache,
-so a wrong block gives a wrong answer: the quick start, the tests and the benchmarks use this as the
-semantic check of the whole path. `scripts/train_demo_model.py` trains on the same forms.
+A prompt lists containers, one record each (`C417 B42 red`: container, berth, colour), and asks
+about one of them; the answer repeats the record. The answer is only in the prompt's KV cache, so a
+wrong block gives a wrong answer: the quick start, the tests and the benchmarks use this to check
+the whole path. `scripts/train_demo_model.py` trains on the same forms.
 """
 
 import random
@@ -21,7 +21,7 @@ COLOURS: Final = (
 )  # fmt: skip
 
 UNLISTED: Final = "unknown"
-"""What the model says in place of berth and colour of a container that the prompt does not list."""
+"""The model's answer instead of berth and colour, for a container that the prompt does not list."""
 
 QUESTIONS: Final = (
     "Where is {}?",
@@ -53,12 +53,12 @@ QUESTIONS: Final = (
     "{}?",
     "{}",
 )
-"""Ways to ask that the model was trained on; `{}` is the container."""
+"""Forms of a question that the model was trained on; `{}` is the container."""
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """One fact of a prompt."""
+class ContainerRecord:
+    """One record of a prompt."""
 
     container: str  # C000 to C999
     berth: str  # B00 to B99
@@ -70,12 +70,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
-    """A user message and the only right answer to it."""
+    """A user message and its only correct answer."""
 
-    records: tuple[Record, ...]
-    container: str  # the one asked about
-    text: str  # the user message: records, a line each, then the question
-    answer: str  # what greedy decoding gives, without the end token
+    records: tuple[ContainerRecord, ...]
+    container: str  # the container in the question
+    text: str  # the user message: one record per line, then the question
+    answer: str  # the result of greedy decoding, without the end token
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -88,9 +88,9 @@ def draw_containers(num_containers: int, rng: random.Random) -> list[str]:
     return [f"C{number:03d}" for number in rng.sample(range(NUM_CONTAINERS), num_containers)]
 
 
-def draw_record(container: str, rng: random.Random) -> Record:
+def draw_record(container: str, rng: random.Random) -> ContainerRecord:
     """A record with any berth and colour: several containers may share a berth."""
-    return Record(container, f"B{rng.randrange(NUM_BERTHS):02d}", rng.choice(COLOURS))
+    return ContainerRecord(container, f"B{rng.randrange(NUM_BERTHS):02d}", rng.choice(COLOURS))
 
 
 def make_prompt(
@@ -98,16 +98,16 @@ def make_prompt(
 ) -> DemoPrompt:
     """The same prompt for the same arguments, on every machine.
 
-    A record takes 4 tokens and the rest about 12, so 120 records make a prompt of some 490 tokens.
-    question: one of QUESTIONS, or another text with a `{}` for the container.
-    listed:   False asks about a container that has no record; the answer then ends in UNLISTED.
+    A record has 4 tokens and the rest about 12, so 120 records make a prompt of about 490 tokens.
+    question: one of QUESTIONS, or another text with `{}` for the container.
+    listed:   False asks about a container without a record; then the answer ends with UNLISTED.
 
     Raises ValueError for `num_records` outside 1 to NUM_CONTAINERS - 1.
     """
     if not 1 <= num_records < NUM_CONTAINERS:
         raise ValueError(
-            f"num_records={num_records}, but container ids are C000 to C{NUM_CONTAINERS - 1} and a "
-            f"prompt leaves one out. Use 1 to {NUM_CONTAINERS - 1}."
+            f"num_records={num_records} must be between 1 and {NUM_CONTAINERS - 1}: container ids "
+            f"are C000 to C{NUM_CONTAINERS - 1}, and a prompt omits one."
         )
     rng = random.Random(seed)
     *containers, absent = draw_containers(num_records + 1, rng)

@@ -1,7 +1,6 @@
-"""What the settings need to know of a model folder, read from its JSON files alone.
+"""The properties of a model folder that settings depend on, read only from its JSON files.
 
-A model that cannot be computed is refused here already, in the worker's own words, before any
-process is started.
+An unsupported model is rejected here, with the worker's message, before any process is started.
 """
 
 from pathlib import Path
@@ -21,11 +20,11 @@ DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What a request that does not say gets: generation_config.json, else the API's defaults.
+    """Defaults for requests: from generation_config.json, else the API's.
 
-    A model whose generation_config says `do_sample: false` answers greedily.
+    `do_sample: false` in generation_config.json means greedy.
 
-    max_tokens: tokens of an answer at most; None is for the API to say.
+    max_tokens: limit of output tokens; None: the API's default.
     """
 
     temperature: float = 1.0
@@ -37,8 +36,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 
 class AudioInput(msgspec.Struct, frozen=True):
-    """What a speech model takes: mono samples at `sampling_rate` Hz, at most `max_samples` of them,
-    which its encoder makes `num_tokens` of, however few they are."""
+    """Input of a speech model: at most `max_samples` mono samples at `sampling_rate` Hz. The
+    encoder always produces `num_tokens` tokens, even for shorter audio."""
 
     sampling_rate: int
     max_samples: int
@@ -48,12 +47,12 @@ class AudioInput(msgspec.Struct, frozen=True):
 class ModelFolder(msgspec.Struct, frozen=True):
     """A Hugging Face model folder.
 
-    name:          what requests call the model, unless the deployment gives it another name.
-    max_model_len: tokens of prompt and answer together that the model was made for.
-    eos_token_ids: any of them ends an answer.
-    checkpoint_dtype: as config.json names it.
-    embedding:     how it turns texts into vectors; None: it takes none.
-    audio:         what it turns into text; None: it takes text.
+    name:          model name in the API, unless the deployment sets another one.
+    max_model_len: the model's limit of prompt and output tokens together.
+    eos_token_ids: token ids that end an answer.
+    checkpoint_dtype: dtype in config.json.
+    embedding:     how it pools embeddings; None: it takes no text.
+    audio:         audio input of a speech model; None: it takes text.
     """
 
     path: Path
@@ -67,8 +66,8 @@ class ModelFolder(msgspec.Struct, frozen=True):
     audio: AudioInput | None = None
 
     def resolve_dtype(self, name: str, device: str) -> DtypeName:
-        """The dtype to run in. `auto` is the checkpoint's own, except that float16 becomes float32
-        on a CPU, whose float16 kernels are slow."""
+        """The dtype to compute in. `auto` is the checkpoint's dtype, except that float16 becomes
+        float32 on a CPU, where float16 is slow."""
         if name == "auto":
             is_slow = self.checkpoint_dtype == "float16" and device == "cpu"
             name = "float32" if is_slow else self.checkpoint_dtype
@@ -76,15 +75,15 @@ class ModelFolder(msgspec.Struct, frozen=True):
 
 
 def read_model_folder(name: str | Path) -> ModelFolder:
-    """name: a folder, or the id of one on a model hub (`resolve_model`).
+    """name: a folder, or an id on a model hub (see `resolve_model`).
 
-    Raises ConfigError if this is no model folder, or a setting that is needed is missing.
+    Raises ConfigError if this is not a model folder, or a required setting is missing.
     """
     path = resolve_model(name)
     if not path.is_dir():
-        raise ConfigError(f"{path} is a file. A model is a folder, as Hugging Face writes it.")
+        raise ConfigError(f"{path} is a file; a model must be a folder in Hugging Face format")
     if not (path / "config.json").exists():
-        raise ConfigError(f"{path} holds no config.json, so it is not a model folder")
+        raise ConfigError(f"{path} has no config.json, so it is not a model folder")
     model = read_model_config(path)
     config = read_json_object(path / "config.json")
     generation = (
@@ -129,7 +128,7 @@ def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingDefaul
         given["temperature"] = 0.0
     try:
         if given["top_k"] is not None:
-            given["top_k"] = max(given["top_k"], 0)  # some say -1 for all
+            given["top_k"] = max(given["top_k"], 0)  # -1 also means all
         settings = {name: value for name, value in given.items() if value is not None}
         defaults = msgspec.convert(settings, SamplingDefaults)
         SamplingParams(**msgspec.structs.asdict(defaults))
@@ -140,8 +139,8 @@ def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingDefaul
 
 def _token_ids(value: object, path: Path) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    numbers = [token_id for token_id in ids if type(token_id) is int]  # true is no id
+    numbers = [token_id for token_id in ids if type(token_id) is int]  # not bool
     if len(numbers) < len(ids):
         raise ConfigError(f"{path}: eos_token_id is {value!r}, neither an id nor a list of ids")
-    # Converted folders write -1 for "none".
+    # Some converted folders have -1 for "none".
     return tuple(token_id for token_id in numbers if token_id >= 0)

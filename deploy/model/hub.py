@@ -1,4 +1,4 @@
-"""A model given by its id on a model hub: fetched once, then found in the hub's own cache."""
+"""Resolves a model id on a model hub: downloads it once, then uses the hub's own cache."""
 
 import logging
 import re
@@ -16,8 +16,8 @@ _WANTED: Final = ["*.json", "*.safetensors", "*.jinja"]
 def resolve_model(model: str | Path) -> Path:
     """The folder of `model`: a folder, or a hub id `owner/name`, or `owner/name@revision`.
 
-    A folder that exists never touches the network. What was fetched before is used when the hub
-    cannot be reached. Raises ConfigError when neither leads to files.
+    For an existing folder, the network is not used. If the hub cannot be reached, an earlier
+    download is used. Raises ConfigError if there is none.
     """
     path = Path(model)
     if path.exists():
@@ -25,39 +25,39 @@ def resolve_model(model: str | Path) -> Path:
     match = _HUB_ID.fullmatch(str(model))
     if match is None:
         raise ConfigError(
-            f"{model} is no folder, and no id of a model hub (owner/name or owner/name@revision). "
-            "Give a folder with config.json and safetensors files, as Hugging Face writes it."
+            f"{model} is neither a folder nor a model hub id (owner/name or owner/name@revision). "
+            "Use a folder in Hugging Face format, with config.json and safetensors files."
         )
     return _fetch(match["repo"], match["revision"])
 
 
 def model_name(model: str | Path) -> str:
-    """What requests call it: the name of the folder, or the hub id without its revision."""
+    """The model's name in the API: the name of the folder, or the hub id without its revision."""
     path = Path(model)
     return path.resolve().name if path.exists() else str(model).partition("@")[0]
 
 
 def _fetch(repo: str, revision: str | None) -> Path:
-    # Only now: importing it takes a while, and a local folder needs nothing of it.
+    # Imported here because the import is slow, and local folders do not need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    logger.info("%s is no local folder; asking the model hub for it", repo)
+    logger.info("%s is not a local folder; downloading it from the model hub", repo)
     try:
-        # Files in subfolders are other formats of the same weights.
+        # Subfolders contain other formats of the same weights.
         folder = snapshot_download(
             repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=["*/*"]
         )
     except LocalEntryNotFoundError as error:
         raise ConfigError(
-            f"{repo} is no local folder, the model hub cannot be reached, and no earlier download "
-            "is in its cache. Give a folder, or fetch the model where there is a network."
+            f"{repo} is not a local folder, the model hub cannot be reached, and its cache has no "
+            "earlier download. Use a folder, or download the model on a machine with a network."
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"{repo} is no local folder, and the model hub refuses it: {reason}"
+            f"{repo} is not a local folder, and the model hub rejected the request: {reason}"
         ) from error
     except OSError as error:
-        raise ConfigError(f"{repo} cannot be fetched from the model hub: {error}") from error
+        raise ConfigError(f"{repo} cannot be downloaded from the model hub: {error}") from error
     return Path(folder)

@@ -1,4 +1,4 @@
-"""Text and JSON files of model folders: read whole, refused by name."""
+"""Reads text and JSON files of model folders; errors name the file."""
 
 import json
 from pathlib import Path
@@ -16,11 +16,11 @@ def read_text(path: Path) -> str:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Raises ConfigError if the file cannot be read, is not JSON, or holds no object."""
+    """Raises ConfigError if the file cannot be read or is not a JSON object."""
     try:
         content = json.loads(read_text(path))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        raise ConfigError(f"{path} is not a JSON object")
     return content

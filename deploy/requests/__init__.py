@@ -1,1 +1,1 @@
-"""What the gateway and the Python API share: requests under way, beams, speech, scores."""
+"""What the gateway and the Python API share: live requests, validation, beam search, speech."""

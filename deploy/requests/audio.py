@@ -1,7 +1,7 @@
-"""Sound of any common kind to what a speech model takes: mono float32 samples at its rate.
+"""Decodes audio to a speech model's input: mono float32 samples at its sampling rate.
 
-Decoded and resampled block by block, so that a small file cannot unfold to more than the limit. An
-audio longer than the model's window is cut into pieces at quiet places.
+Audio is decoded and resampled block by block, so that a small file cannot decompress to more than
+the limit. Audio longer than the model's window is split into pieces at quiet places.
 """
 
 import contextlib
@@ -20,35 +20,34 @@ import numpy.typing as npt
 from longshore.protocol.errors import ConfigError
 
 Samples: TypeAlias = npt.NDArray[np.float32]
-"""(n,), mono, within -1..1 as a rule"""
+"""(n,), mono, usually within -1..1"""
 Audio: TypeAlias = str | Path | bytes | tuple[npt.ArrayLike, int]
 """A file's path or content, or samples (n,) or (n, channels) with their rate in Hz"""
 
 BLOCK_SAMPLES: Final = 1 << 18
-LEAST_RATE, MOST_RATE = 1_000, 768_000
-MOST_CHANNELS: Final = 64
-# Decoding takes as long as a file has samples in all channels. As many are taken as stereo of the
-# longest audio has at the usual rate; with a short limit, as of LEAST_WORK_S.
+MIN_RATE, MAX_RATE = 1_000, 768_000
+MAX_CHANNELS: Final = 64
+# Decoding time depends on the samples of all channels. The limit is that of 48 kHz stereo with the
+# maximum duration, or with MIN_WORK_S if that is longer.
 WORK_PER_S: Final = 2 * 48_000
-LEAST_WORK_S: Final = 600.0
-# The quietest so many seconds, within so many before or behind the place of an even cut.
+MIN_WORK_S: Final = 600.0
+# Cut at the quietest QUIET_S within SEARCH_S before or after an even cut.
 QUIET_S: Final = 0.1
 SEARCH_S: Final = 2.5
 SEARCH_STEP_S: Final = 0.01
 
 
 class BadAudio(ValueError):
-    """What was given is no sound that can be transcribed; the text says why."""
+    """Audio that cannot be transcribed; the message has the reason."""
 
 
 def require_extra(*names: str) -> list[ModuleType]:
-    """The modules. Raises ConfigError that says how to install what is missing."""
+    """Import the modules. Raises ConfigError, with how to install what is missing."""
     try:
         return [importlib.import_module(name) for name in names]
     except (ImportError, OSError) as error:  # OSError: soundfile without its library
         raise ConfigError(
-            f"audio cannot be read here: {error}. Install what it takes: "
-            "pip install 'longshore[audio]'"
+            f"cannot read audio: {error}. Install the extra: pip install 'longshore[audio]'"
         ) from error
 
 
@@ -59,12 +58,12 @@ def read_audio(
     max_s: float | None = None,
     on_block: Callable[[], None] = lambda: None,
 ) -> Samples:
-    """Mono samples at `sampling_rate`, the mean of all channels, held in memory once.
+    """Mono samples at `sampling_rate`, averaged over all channels, held in memory once.
 
-    max_s: longer audio is refused, as soon as it is known to be, and what takes far longer to
-           decode than sound of that length does.
-    on_block: called again and again while it is decoded; what it raises ends that.
-    Raises BadAudio, or ConfigError if the extra `audio` is not installed and needed.
+    max_s: limit of the duration, and of the decoding work accordingly; longer audio is rejected as
+           soon as the limit is exceeded.
+    on_block: called repeatedly during decoding; an exception from it ends the decoding.
+    Raises BadAudio, or ConfigError if the extra `audio` is needed and not installed.
     """
     if isinstance(audio, tuple):
         array, rate = _given_samples(audio)
@@ -75,9 +74,9 @@ def read_audio(
 
 
 def longest_s(audio: Audio) -> float:
-    """Seconds that it lasts at most, by its header alone: far too many if that does not say.
+    """Upper bound of the duration, from the header: far too large if the header has none.
 
-    Raises as `read_audio` does for what is no audio from the first byte on.
+    Raises as `read_audio` does, for what the header shows.
     """
     if isinstance(audio, tuple):
         array, rate = _given_samples(audio)
@@ -88,8 +87,8 @@ def longest_s(audio: Audio) -> float:
 
 
 class _Content(io.BytesIO):
-    """Stays at its start where a broken file has the library seek before it, which it notices. An
-    exception from here would be a traceback in the log, at the will of who sends files."""
+    """Clamps seeks before the start, which the library requests for broken files and then reports
+    as an error. An exception from here would put a traceback into the log for every such upload."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         return super().seek(max(offset, 0) if whence == os.SEEK_SET else offset, whence)
@@ -97,10 +96,10 @@ class _Content(io.BytesIO):
 
 @contextlib.contextmanager
 def _opened(audio: str | Path | bytes) -> Iterator[Any]:
-    """The file; what goes wrong while it is read is BadAudio too."""
+    """Open the file. Errors while it is read become BadAudio too."""
     if not isinstance(audio, str | os.PathLike | bytes):
         raise BadAudio(
-            f"the audio is of the type {type(audio).__name__}; it must be a path, a file's content "
+            f"the audio has the type {type(audio).__name__}; it must be a path, a file's content "
             "as bytes, or a pair (samples, rate)"
         )
     (soundfile,) = require_extra("soundfile")
@@ -112,8 +111,8 @@ def _opened(audio: str | Path | bytes) -> Iterator[Any]:
         what = "the file" if isinstance(audio, bytes) else str(audio)
         reason = str(getattr(error, "error_string", error)).rstrip(".")
         raise BadAudio(
-            f"{what} cannot be read as audio: {reason}. It may be wav, flac, ogg (vorbis or opus), "
-            "mp3, or what else libsndfile reads"
+            f"{what} cannot be read as audio: {reason}. Supported are wav, flac, ogg (vorbis or "
+            "opus), mp3, and other formats of libsndfile"
         ) from error
 
 
@@ -124,30 +123,30 @@ def _given_samples(audio: tuple[Any, ...]) -> tuple[npt.NDArray[Any], float]:
     given, rate = audio
     if not isinstance(rate, numbers.Real):
         raise BadAudio(
-            f"the audio's rate is of the type {type(rate).__name__}; give samples with their rate "
-            "in Hz, and several audios as a list"
+            f"the audio's rate has the type {type(rate).__name__}; pass samples with their rate in "
+            "Hz, and several audio inputs as a list"
         )
     _check_rate(float(rate))
     try:
         samples = np.asarray(given)
     except (TypeError, ValueError) as error:
-        raise BadAudio(f"the audio's samples are no array of numbers: {error}") from error
+        raise BadAudio(f"the audio's samples are not an array of numbers: {error}") from error
     dtype = samples.dtype
     if samples.ndim not in (1, 2) or dtype.kind not in "fiu":
         raise BadAudio(
-            f"the audio is an array of {dtype} with {samples.ndim} dimensions; it must "
-            "hold numbers, as (samples,) or (samples, channels)"
+            f"the audio is an array of {dtype} with {samples.ndim} dimensions; it must have "
+            "numbers, as (samples,) or (samples, channels)"
         )
-    # Wider integers are a list's or those of numpy's arithmetic: their full scale is not known.
+    # Wider integers come from lists or numpy's arithmetic: their full scale is unknown.
     if dtype.kind == "u" or (dtype.kind == "i" and dtype.itemsize > 4):
         raise BadAudio(
-            f"the audio is an array of {dtype}, whose full scale is not known; give floats within "
+            f"the audio is an array of {dtype}, whose full scale is unknown; pass floats within "
             "-1..1, int8, int16 or int32"
         )
-    if samples.ndim == 2 and samples.shape[1] > MOST_CHANNELS:
+    if samples.ndim == 2 and samples.shape[1] > MAX_CHANNELS:
         raise BadAudio(
-            f"the audio is an array of {samples.shape[1]} channels, and {MOST_CHANNELS} are taken; "
-            "if it is (channels, samples), give its transpose: .T"
+            f"the audio has {samples.shape[1]} channels; at most {MAX_CHANNELS} are allowed. If "
+            "the array is (channels, samples), pass its transpose: .T"
         )
     if dtype.kind == "i":
         samples = samples / -float(np.iinfo(dtype).min)
@@ -161,9 +160,9 @@ def _blocks(file: Any) -> Iterator[npt.NDArray[Any]]:
 
 
 def _check_rate(rate: float) -> None:
-    if not LEAST_RATE <= rate <= MOST_RATE:
+    if not MIN_RATE <= rate <= MAX_RATE:
         raise BadAudio(
-            f"the audio has a rate of {rate:g} Hz; it must lie within {LEAST_RATE}..{MOST_RATE}"
+            f"the audio has a rate of {rate:g} Hz; it must be between {MIN_RATE} and {MAX_RATE}"
         )
 
 
@@ -180,7 +179,7 @@ def _collect(
     if rate != wanted_rate:
         (soxr,) = require_extra("soxr")
         resampler = soxr.ResampleStream(rate, wanted_rate, 1, dtype="float32")
-    pcm = bytearray()  # grows where it is, while parts to join would lie there twice
+    pcm = bytearray()  # grows in place; joining parts would need their memory twice
     num_read = work = 0
     for block in blocks:
         on_block()
@@ -190,7 +189,7 @@ def _collect(
             _check_size(num_read / rate, work, max_s)
         mono = block if block.ndim == 1 else block.mean(axis=1, dtype=np.float32)
         if not np.isfinite(mono).all():
-            raise BadAudio("the audio holds samples that are no finite numbers")
+            raise BadAudio("the audio has samples that are not finite numbers")
         _append(pcm, mono if resampler is None else resampler.resample_chunk(mono))
     if resampler is not None:
         _append(pcm, resampler.resample_chunk(np.zeros(0, np.float32), last=True))
@@ -205,27 +204,27 @@ def _append(pcm: bytearray, samples: Samples) -> None:
 
 def _check_size(seconds: float, work: int, max_s: float) -> None:
     if seconds > max_s:
-        raise BadAudio(f"the audio is longer than the {max_s:g} s that are taken at once; cut it")
-    most = max(max_s, LEAST_WORK_S) * WORK_PER_S
-    if work > most:
+        raise BadAudio(f"the audio is longer than the limit of {max_s:g} s; split it")
+    max_work = max(max_s, MIN_WORK_S) * WORK_PER_S
+    if work > max_work:
         raise BadAudio(
-            f"the audio has more than the {most:.0f} samples in all its channels that are taken at "
-            "once; lower its rate, mix its channels or cut it"
+            f"the audio has more than {max_work:.0f} samples in all its channels; lower its rate, "
+            "mix its channels or split it"
         )
 
 
 def split_audio(samples: Samples, sampling_rate: int, max_samples: int) -> list[Samples]:
-    """Pieces of at most `max_samples`, in order, which together are the whole.
+    """Split into pieces of at most `max_samples`, in order.
 
-    There are as few as can be, of nearly equal length: each cut is in the middle of the quietest
-    0.1 s within 2.5 s (and an eighth of the window) of where an even cut would be.
+    There are as few pieces as possible, of nearly equal length. Each cut is in the middle of the
+    quietest 0.1 s within 2.5 s (and an eighth of the window) of an even cut.
     """
     pieces = []
     quiet = max(1, round(QUIET_S * sampling_rate))
     reach = min(round(SEARCH_S * sampling_rate), max_samples // 8)
     while (num_pieces := -(-len(samples) // max_samples)) > 1:
         even = len(samples) // num_pieces
-        # What is left must fit the other pieces.
+        # The rest must fit the other pieces.
         first = max(even - reach, len(samples) - (num_pieces - 1) * max_samples, 1)
         last = min(even + reach, max_samples)
         cut = _quietest(samples, first, last, quiet, round(SEARCH_STEP_S * sampling_rate) or 1)
@@ -235,7 +234,7 @@ def split_audio(samples: Samples, sampling_rate: int, max_samples: int) -> list[
 
 
 def _quietest(samples: Samples, first: int, last: int, width: int, step: int) -> int:
-    """The place within [first, last] around which `width` samples have the least energy."""
+    """The position within [first, last] around which `width` samples have the least energy."""
     places = np.arange(first, last + 1, step)
     begin = max(0, first - width)
     energy = np.square(samples[begin : last + width], dtype=np.float64)

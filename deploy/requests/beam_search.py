@@ -1,10 +1,10 @@
-"""Beam search from the client's side: the likeliest continuations, by forks of requests.
+"""Beam search on the client's side, with forks of requests.
 
 Each beam is a request for one token and the log probabilities of the next candidates. It keeps its
-blocks behind that token, so that the beams of the next step, which are its forks, compute one token
-each and copy at most one block. Nothing of it is known to the scheduler.
+blocks after that token, so that the beams of the next step, which are its forks, compute one token
+each and copy at most one block. The scheduler knows nothing of the search.
 
-Candidates, scores and the end are those of transformers' `generate(num_beams=...)`.
+Candidates, scores and the end condition equal those of transformers' `generate(num_beams=...)`.
 """
 
 import math
@@ -21,16 +21,16 @@ from longshore.protocol.sampling import MAX_LOGPROBS, SamplingParams
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """What is searched for. Raises ValueError naming what is out of range.
+    """Settings of a search. Raises ValueError naming a setting that is out of range.
 
-    beam_width:     beams at a time.
-    max_tokens:     output tokens at most.
+    beam_width:     number of beams.
+    max_tokens:     maximum number of output tokens.
     length_penalty: a finished beam's score is its log probability / length ** length_penalty: above
                     0 prefers longer answers, below 0 shorter ones.
-    early_stopping: True ends the search with as many finished beams as `beam_width`; False when
-                    none that goes on is better than the worst of them now; "never" when none could
-                    become so within `max_tokens`.
-    end_token_ids:  finish a beam, of which they are part.
+    early_stopping: True ends the search when `beam_width` beams have finished; False when no live
+                    beam is better than the worst of them now; "never" when no live beam could
+                    become better within `max_tokens`.
+    end_token_ids:  tokens that finish a beam and are part of it.
     """
 
     beam_width: int
@@ -51,8 +51,8 @@ class BeamSearchParams:
         if self.num_candidates > MAX_LOGPROBS:
             raise ValueError(
                 f"beam_width={self.beam_width} with {len(self.end_token_ids)} end tokens needs "
-                f"{self.num_candidates} candidates per step; {MAX_LOGPROBS} are reported, so that "
-                f"the widest is {MAX_LOGPROBS // self._candidates_per_beam}"
+                f"{self.num_candidates} candidates per step, but at most {MAX_LOGPROBS} are "
+                f"reported; use at most {MAX_LOGPROBS // self._candidates_per_beam}"
             )
 
     @property
@@ -61,14 +61,14 @@ class BeamSearchParams:
 
     @property
     def num_candidates(self) -> int:
-        """Continuations looked at per step: enough that `beam_width` of them do not end."""
+        """Candidates per step: enough that at least `beam_width` of them do not end."""
         return self._candidates_per_beam * self.beam_width
 
 
 @dataclass(frozen=True)
 class Beam:
-    """token_ids: output so far. logprob: of all of them, float32. parent: index of the beam before.
-    has_ended: with an end token."""
+    """token_ids: output so far. logprob: sum over them, float32. parent: index of the previous
+    step's beam. has_ended: it ends with an end token."""
 
     token_ids: tuple[int, ...]
     logprob: np.float32
@@ -78,17 +78,17 @@ class Beam:
 
 @dataclass(frozen=True)
 class FinishedBeam:
-    """score: log probability under the length penalty."""
+    """score: log probability with the length penalty applied."""
 
     beam: Beam
     score: float
 
 
 class BeamTree:
-    """The search without the engine: candidates in, beams out.
+    """The search without I/O: takes candidates, chooses beams.
 
-    beams:    to be continued, the likeliest first; empty once the search is over.
-    finished: at most `beam_width`, the best first.
+    beams:    live beams, most likely first; empty once the search is over.
+    finished: at most `beam_width` finished beams, best first.
     """
 
     def __init__(self, params: BeamSearchParams) -> None:
@@ -98,8 +98,8 @@ class BeamTree:
         self.finished: list[FinishedBeam] = []
 
     def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> None:
-        """One step. candidates: by beam, (token id, log probability) of its likeliest next tokens,
-        `num_candidates` of them or the whole vocabulary."""
+        """One step. candidates: per beam, (token id, log probability) of its most likely next
+        tokens, `num_candidates` of them or the whole vocabulary."""
         params, width = self._params, self._params.beam_width
         self._num_tokens += 1
         is_last = self._num_tokens == params.max_tokens
@@ -115,7 +115,7 @@ class BeamTree:
         ]
         grown.sort(key=lambda beam: -beam.logprob)
         best = grown[: params.num_candidates]
-        # A beam ends only if it is among the best `width`; the others are there to go on with.
+        # A beam only finishes if it is among the best `width`; the others replace finished beams.
         ending = [beam for beam in best[:width] if beam.has_ended or is_last]
         self.finished += [FinishedBeam(beam, self._score(beam.logprob)) for beam in ending]
         self.finished.sort(key=lambda finished: -finished.score)
@@ -129,7 +129,7 @@ class BeamTree:
         return float(logprob / np.float32(length**self._params.length_penalty))
 
     def _is_decided(self) -> bool:
-        """No beam that goes on is to become one of the best."""
+        """True if no live beam can become one of the best."""
         params = self._params
         if len(self.finished) < params.beam_width:
             return False
@@ -141,8 +141,8 @@ class BeamTree:
         return self._score(self.beams[0].logprob, num_tokens) <= self.finished[-1].score
 
 
-class RequestCarrier(Protocol):
-    """Sends requests to an engine."""
+class RequestClient(Protocol):
+    """Submits requests to an engine and aborts them."""
 
     def submit(
         self,
@@ -161,7 +161,7 @@ class RequestCarrier(Protocol):
 
 
 class BeamSearchFailed(Exception):
-    """The engine did not answer a beam; `reason` says whether it refused it or failed."""
+    """The engine rejected a beam's request or failed on it; `reason` tells which."""
 
     def __init__(self, text: str, reason: FinishReason) -> None:
         super().__init__(text)
@@ -169,14 +169,14 @@ class BeamSearchFailed(Exception):
 
 
 class BeamSearch:
-    """One prompt's search on an engine. `close` it, whatever happens.
+    """One prompt's search on an engine. Always `close` it.
 
     on_change: called when `advance` may have something to do.
     """
 
     def __init__(
         self,
-        carrier: RequestCarrier,
+        client: RequestClient,
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: BeamSearchParams,
@@ -185,7 +185,7 @@ class BeamSearch:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        self._carrier = carrier
+        self._client = client
         self._request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self._on_change = on_change
@@ -203,7 +203,7 @@ class BeamSearch:
         self.num_cached_tokens = 0
 
     def start(self) -> None:
-        """Ask for the first token. Raises EngineDead."""
+        """Submit the first request. Raises EngineDead."""
         self._send([])
 
     @property
@@ -212,11 +212,11 @@ class BeamSearch:
 
     @property
     def finished(self) -> Sequence[FinishedBeam]:
-        """Once it is over: the best beams, the best first."""
+        """Once the search is over: the best beams, best first."""
         return self._tree.finished
 
     def advance(self) -> None:
-        """Go a step on if all beams have been answered. Raises BeamSearchFailed and EngineDead."""
+        """Start the next step if all beams have finished. Raises BeamSearchFailed, EngineDead."""
         for live in self._live:
             if live.failure is not None:
                 raise live.failure
@@ -237,14 +237,14 @@ class BeamSearch:
         try:
             self._send(parents)
         finally:
-            self._carrier.abort(parents)  # behind their forks, which hold what they need by then
+            self._client.abort(parents)  # after their forks, which then hold the blocks they need
 
     def _send(self, parents: Sequence[LiveRequest]) -> None:
         self._live = []
         for beam in self._tree.beams:
             self._num_requests += 1
             self._live.append(
-                self._carrier.submit(
+                self._client.submit(
                     f"{self._request_id}-{self._num_requests}",
                     [*self.prompt_token_ids, *beam.token_ids],
                     self._sampling,
@@ -257,6 +257,6 @@ class BeamSearch:
             )
 
     def close(self) -> None:
-        """Give up what the engine still holds."""
-        self._carrier.abort(self._live)
+        """Abort all live requests."""
+        self._client.abort(self._live)
         self._live = []

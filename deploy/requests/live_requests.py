@@ -1,6 +1,6 @@
-"""The requests a client has in flight: messages out, columns of tokens in, no I/O.
+"""The live requests of a client: creates messages and applies outputs, without I/O.
 
-The gateway and `LLM` both talk to a scheduler through this table, over whatever carries messages.
+The gateway and `LLM` both use this table; each sends and receives the messages in its own way.
 """
 
 import random
@@ -27,8 +27,8 @@ SEED_BITS = 63
 
 
 def seed_source(seed: int | None, number: int = 0) -> random.Random:
-    """Where requests without a seed get theirs: at random, or repeatably from a deployment's seed,
-    for each of its clients (by `number`) others."""
+    """Source of seeds for requests without one: random, or reproducible from a deployment's seed,
+    different for each of its clients (`number`)."""
     if seed is None:
         return random.SystemRandom()
     return random.Random(seed if number == 0 else f"{seed} of client {number}")
@@ -36,17 +36,17 @@ def seed_source(seed: int | None, number: int = 0) -> random.Random:
 
 @dataclass(eq=False)
 class LiveRequest:
-    """One request as its client sees it.
+    """One request on the client's side.
 
     new_token_ids: output tokens that the consumer has not taken yet, in order.
-    num_taken:     output tokens before those.
+    num_taken:     number of output tokens before those.
     num_primed:    see `LiveRequests.open`.
-    scores:        log probabilities by position (the prompt's first token is at 0) that the
-                   consumer has not taken yet, of a request that asks for them.
-    finished:      its end; no token comes after it.
-    failure:       the engine died before the end.
-    engine:        which of several engines has it.
-    on_change:     called after either of them changed.
+    scores:        log probabilities that the consumer has not taken yet, by position (the prompt's
+                   first token is at 0), if requested.
+    finished:      set when the request has finished; no token comes after it.
+    failure:       set if the engine died before that.
+    engine:        number of the engine that has the request.
+    on_change:     called after new tokens, the finish or a failure.
     """
 
     request_id: str
@@ -66,24 +66,24 @@ class LiveRequest:
         return self.finished is None and self.failure is None
 
     def take_token_ids(self) -> list[int]:
-        """The tokens that came since the last call."""
+        """The tokens since the last call."""
         token_ids, self.new_token_ids = self.new_token_ids, []
         self.num_taken += len(token_ids)
         return token_ids
 
     def take_scores(self, num_tokens: int) -> list[TokenScore]:
-        """Of the `num_tokens` output tokens taken last."""
+        """Scores of the `num_tokens` output tokens taken last."""
         end = len(self.prompt_token_ids) + self.num_taken
         return [self.scores.pop(position) for position in range(end - num_tokens, end)]
 
     def take_prompt_scores(self) -> list[TokenScore | None]:
-        """Of every prompt token; the first has none. To be called when a token has come."""
+        """Scores of all prompt tokens; None for the first. Call it after the first output token."""
         positions = range(1, len(self.prompt_token_ids))
         return [None, *(self.scores.pop(position) for position in positions)]
 
 
 class RequestFields(TypedDict, total=False):
-    """What `LiveRequests.open` takes by name, for those who pass it on."""
+    """The keyword arguments of `LiveRequests.open`, for functions that pass them on."""
 
     on_change: Required[Callable[[], None]]
     priority: int
@@ -98,9 +98,9 @@ class RequestFields(TypedDict, total=False):
 
 
 class LiveRequests:
-    """Numbers requests with handles and hands each its tokens. Not thread-safe.
+    """Assigns handles to requests and delivers tokens to them. Not thread-safe.
 
-    seeds: of unseeded requests; None draws them at random.
+    seeds: source of seeds for requests without one; None: random.
     """
 
     def __init__(self, seeds: random.Random | None = None) -> None:
@@ -112,7 +112,7 @@ class LiveRequests:
         return len(self._by_handle)
 
     def all(self) -> list[LiveRequest]:
-        """Those that have not ended."""
+        """All live requests."""
         return list(self._by_handle.values())
 
     def open(
@@ -134,12 +134,12 @@ class LiveRequests:
     ) -> tuple[LiveRequest, AddRequest]:
         """A new request, and the message that queues it.
 
-        fork_of:      it begins with the KV of this one.
-        keeps_blocks: at its end it keeps its KV for others to fork, until it is aborted.
-        pooling:      it ends with a vector, and without tokens.
-        skips_reading: it finds nothing in the prefix cache.
-        num_primed:   so many tokens at the prompt's end are sent as output that was there before,
-                      which limits and bad words of `sampling` look at and the answer leaves out.
+        fork_of:      request whose KV it starts with.
+        keeps_blocks: when finished, it keeps its blocks for forks until it is aborted.
+        pooling:      it returns an embedding and no tokens.
+        skips_reading: it does not look up the prefix cache.
+        num_primed:   number of tokens at the prompt's end that are sent as previous output. They
+                      count for limits and bad words of `sampling`, but not for the answer.
         """
         handle = self._next_handle
         self._next_handle = (handle + 1) & 0x7FFFFFFF
@@ -167,23 +167,22 @@ class LiveRequests:
         return live, message
 
     def abort(self, requests: Sequence[LiveRequest]) -> AbortRequests | None:
-        """Forget the requests that are still live; returns the message that ends them, if any.
+        """Remove the requests that are still live; returns the message that aborts them, if any.
 
-        What still comes for them is dropped.
+        Later outputs for them are dropped.
         """
         handles = [live.handle for live in requests if self._by_handle.pop(live.handle, None)]
         return AbortRequests(int32_array(handles)) if handles else None
 
     def stop(self, live: LiveRequest, num_tokens: int) -> StopFound | None:
-        """The message that ends a request with its first `num_tokens` output tokens; None if it
-        has ended. Its `finished` is still to come, and tokens computed meanwhile may."""
+        """The message that ends a request with its first `num_tokens` output tokens; None if it has
+        finished. `finished` is set later, and tokens computed meanwhile may still arrive."""
         if live.handle not in self._by_handle:
             return None
         return StopFound(live.handle, live.num_primed + num_tokens)
 
     def apply(self, *steps: EngineOutputs) -> None:
-        """Hand out tokens and ends of one step or of several. Handles that are not live any more
-        are skipped."""
+        """Deliver the outputs of one or more steps. Handles that are no longer live are skipped."""
         changed: dict[int, LiveRequest] = {}
         for outputs in steps:
             self._apply(outputs, changed)
@@ -208,7 +207,7 @@ class LiveRequests:
                 changed[finished.handle] = live
 
     def fail_all(self, failure: EngineDead) -> None:
-        """The engine is gone: every live request ends with `failure`."""
+        """The engine has died: fail every live request with `failure`."""
         requests = self.all()
         self._by_handle.clear()
         for live in requests:

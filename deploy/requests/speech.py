@@ -1,8 +1,7 @@
-"""What a speech model is asked: audio as features, decoder prompts, and what it must not say.
+"""Requests to a speech model: audio features, decoder prompts and suppressed tokens.
 
-The prompt of a Whisper is `<|startoftranscript|>`, language, task and `<|notimestamps|>`, with what
-was said before between `<|startofprev|>` and that. A model for English alone has neither language
-nor task.
+Whisper's prompt is `<|startofprev|>` and the previous text, if any, then `<|startoftranscript|>`,
+language, task and `<|notimestamps|>`. An English-only model has neither language nor task.
 """
 
 import hashlib
@@ -32,17 +31,17 @@ ONLY_LANGUAGE: Final = "en"
 TASKS: Final[tuple[Task, ...]] = ("transcribe", "translate")
 _LANGUAGE: Final = re.compile(r"<\|([a-z]{2,3})\|>")
 _TIMESTAMP: Final = re.compile(r"<\|\d+\.\d\d\|>")
-# Lifts any language above every other token: logits of one model are not so far apart.
+# Puts every language above all other tokens: logits of a model differ by less.
 _LANGUAGE_BIAS: Final = 100.0
 NUM_PRIMED: Final = 1
-"""Tokens at a prompt's end that are sent as output, so that what must not begin the answer can be
-forbidden behind them."""
+"""Tokens at a prompt's end that are sent as output, so that tokens that must not begin the answer
+can be expressed as bad words after them."""
 
 DETECTION: Final = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
 class BadSpeechRequest(ValueError):
-    """Something that the model cannot be asked; `param` is the argument at fault."""
+    """An invalid request to a speech model; `param` is the invalid argument."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -50,7 +49,7 @@ class BadSpeechRequest(ValueError):
 
 
 class SpeechTokenizer:
-    """Decodes answers: timestamps are no text."""
+    """Decodes answers, without timestamps."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         timestamps = (i for name, i in tokenizer.added_tokens.items() if _TIMESTAMP.fullmatch(name))
@@ -60,10 +59,10 @@ class SpeechTokenizer:
 
 
 class SpeechModel:
-    """One model folder's way of asking.
+    """Creates requests for the speech model of one folder.
 
-    languages: ids of their tokens by code, as in `en`; empty if the model knows English alone.
-    tokenizer: of the answers.
+    languages: token ids by language code, such as `en`; empty for an English-only model.
+    tokenizer: decodes the answers.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class SpeechModel:
         vocab_size: int,
         max_model_len: int,
     ) -> None:
-        """Raises ConfigError naming what the folder lacks."""
+        """Raises ConfigError naming what is missing in the folder."""
         if tokenizer is None:
             raise ConfigError(
-                f"{folder} has no tokenizer.json: its special tokens say what a speech model is to "
-                "do"
+                f"{folder} has no tokenizer.json, which has the special tokens that a speech model "
+                "needs"
             )
         self.audio = audio
         self.tokenizer = SpeechTokenizer(tokenizer)
@@ -94,7 +93,7 @@ class SpeechModel:
             self._default_language = _default_language(settings, self.languages)
             self._bad_words = self._suppressed(settings, tokens[NO_TIMESTAMPS])
         except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{file} is not as Whisper's are written: {error}") from error
+            raise ConfigError(f"{file} is not in Whisper's format: {error}") from error
         if self.languages:
             names = map(_task_token, TASKS)
             tokens |= {name: _token(tokenizer, name, folder, vocab_size) for name in names}
@@ -103,16 +102,16 @@ class SpeechModel:
     def _suppressed(
         self, settings: Mapping[str, Any], last_of_prompt: int
     ) -> tuple[tuple[int, ...], ...]:
-        """As bad words: those for ever, and those that must not begin the answer."""
-        ever, first = (
+        """As bad words: tokens that are always suppressed, and those suppressed at the start."""
+        always, first = (
             [i for i in settings.get(name) or () if 0 <= i < self._vocab_size]
             for name in ("suppress_tokens", "begin_suppress_tokens")
         )
-        words = [(i,) for i in ever] + [(last_of_prompt, i) for i in first]
+        words = [(i,) for i in always] + [(last_of_prompt, i) for i in first]
         if len(words) > MAX_BAD_WORDS:
             raise ConfigError(
                 f"generation_config.json: suppress_tokens and begin_suppress_tokens have "
-                f"{len(words)} ids; {MAX_BAD_WORDS} can be suppressed"
+                f"{len(words)} ids; at most {MAX_BAD_WORDS} are supported"
             )
         return tuple(words)
 
@@ -127,22 +126,22 @@ class SpeechModel:
             data=data,
         )
 
-    def language(self, asked: str | None, task: str) -> str | None:
-        """The code of the language to be heard. None: it has to be detected, or there is but one.
+    def language(self, given: str | None, task: str) -> str | None:
+        """The code of the spoken language. None: it must be detected, or there is only one.
 
-        Raises BadSpeechRequest for a language or task that the model does not know.
+        Raises BadSpeechRequest for a language or task that the model does not support.
         """
         if task not in TASKS:
             raise BadSpeechRequest("task", f"task={task!r} is unknown; use {' or '.join(TASKS)}")
-        code = None if asked is None else asked.lower()
+        code = None if given is None else given.lower()
         if not self.languages:
             if task != "transcribe":
                 raise BadSpeechRequest(
-                    "model", "this model transcribes English; it cannot translate"
+                    "model", "this model only transcribes English; it cannot translate"
                 )
             if code not in (None, ONLY_LANGUAGE):
                 raise BadSpeechRequest(
-                    "language", f"language={asked!r}: this model knows English alone"
+                    "language", f"language={given!r}: this model only supports English"
                 )
             return None
         if code is None:
@@ -150,32 +149,31 @@ class SpeechModel:
         if code not in self.languages:
             raise BadSpeechRequest(
                 "language",
-                f"language={asked!r} is not known to this model; use the code of one: "
+                f"language={given!r} is not supported by this model; use one of "
                 f"{', '.join(sorted(self.languages))}",
             )
         return code
 
     def must_detect(self, language: str | None) -> bool:
-        """language: what `language` said."""
+        """language: the result of `language`."""
         return language is None and bool(self.languages)
 
     def detection(self) -> tuple[list[int], SamplingParams]:
-        """Prompt and settings of the request whose one token is that of the language."""
+        """Prompt and settings of the request whose single output token is the language."""
         bias = dict.fromkeys(self.languages.values(), _LANGUAGE_BIAS)
         return [self._tokens[START]], msgspec.structs.replace(DETECTION, logit_bias=bias)
 
     def detected(self, token_ids: Sequence[int]) -> str:
-        """The language that the answer to `detection` names. Raises BadSpeechRequest if none."""
+        """The language in the answer to `detection`. Raises BadSpeechRequest if there is none."""
         for code, token_id in self.languages.items():
             if list(token_ids) == [token_id]:
                 return code
-        raise BadSpeechRequest("language", "the language could not be detected; say which it is")
+        raise BadSpeechRequest("language", "the language could not be detected; set language")
 
     def prompt(self, language: str | None, task: str, previous: str | None) -> list[int]:
-        """The decoder's prompt. Its last NUM_PRIMED tokens are to be sent as output.
+        """The decoder's prompt. Send its last NUM_PRIMED tokens as output.
 
-        previous: text that is taken to stand before the audio's; of a long one the end is used,
-                  less than half of what fits the model.
+        previous: preceding text; only its end is used, less than half of the model's length.
         """
         instructions = [self._tokens[START]]
         if language is not None:
@@ -186,16 +184,16 @@ class SpeechModel:
         special = self.tokenizer.special_token_ids
         token_ids = self._text_tokenizer.encode_rendered(f" {text}")
         if any(token_id in special for token_id in token_ids):
-            raise BadSpeechRequest("prompt", "prompt holds a special token; give plain text")
-        room = min(self._max_model_len // 2, self._max_model_len - len(instructions) - 1) - 1
-        kept = token_ids[-room:] if room > 0 else []
+            raise BadSpeechRequest("prompt", "prompt has a special token; use plain text")
+        max_kept = min(self._max_model_len // 2, self._max_model_len - len(instructions) - 1) - 1
+        kept = token_ids[-max_kept:] if max_kept > 0 else []
         return [self._tokens[PREVIOUS], *kept, *instructions]
 
     def params(self, sampling: SamplingParams) -> SamplingParams:
-        """`sampling` without the tokens that the model must not say, and with room for what is
-        sent as output. Raises BadSpeechRequest if it asks for what is not served here."""
+        """`sampling` with the suppressed tokens as bad words, and with limits increased by what is
+        sent as output. Raises BadSpeechRequest for unsupported settings."""
         if sampling.prompt_logprobs is not None:
-            raise BadSpeechRequest("prompt_logprobs", "prompt_logprobs are not given for audio")
+            raise BadSpeechRequest("prompt_logprobs", "prompt_logprobs is not supported for audio")
         words = (*self._bad_words, *sampling.bad_words_token_ids)
         max_tokens = sampling.max_tokens
         try:
@@ -210,7 +208,7 @@ class SpeechModel:
 
 
 def join_texts(texts: Sequence[str]) -> str:
-    """The text of a whole audio: words of a Whisper bring the space before them."""
+    """The text of a whole audio input: Whisper's words include the space before them."""
     return "".join(texts).strip()
 
 
@@ -222,8 +220,8 @@ def _token(tokenizer: ModelTokenizer, name: str, folder: Path, vocab_size: int) 
     token_id = tokenizer.added_tokens.get(name)
     if token_id is None or token_id >= vocab_size:
         raise ConfigError(
-            f"{folder / 'tokenizer.json'} has no token {name}, which a speech model is asked "
-            "with. Take the tokenizer that the model came with."
+            f"{folder / 'tokenizer.json'} has no token {name}, which a speech model needs. Use the "
+            "model's own tokenizer."
         )
     return token_id
 
@@ -237,7 +235,7 @@ def _languages(settings: Mapping[str, Any], tokenizer: ModelTokenizer) -> dict[s
 
 
 def _default_language(settings: Mapping[str, Any], languages: Mapping[str, int]) -> str | None:
-    """What a model that was tuned to one language says of it."""
+    """The language of a model that was fine-tuned to one; else None."""
     name = str(settings.get("language") or "").lower().strip("<|>")
     if name in languages:
         return name

@@ -1,4 +1,4 @@
-"""Log probabilities as a client sees them: per token, out of the columns of the wire."""
+"""Log probabilities per token, read from the columns of a message."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,18 +10,17 @@ from longshore.protocol.outputs import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Of one token at one position: natural logarithm, and 1 if no other token is likelier."""
+    """Natural log probability of one token at one position; rank 1 is the most likely token."""
 
     logprob: float
     rank: int
 
 
 class TokenScore(msgspec.Struct, frozen=True):
-    """What the model thought of one token of a prompt or an output.
+    """The score of one token of a prompt or an output.
 
-    rank: 1 if no other token is likelier.
-    best: (id, log probability) of the most likely tokens, in falling order; as many as were asked
-          for.
+    rank: 1 is the most likely token.
+    best: (id, log probability) of the requested number of most likely tokens, descending.
     """
 
     token_id: int
@@ -41,7 +40,7 @@ class TokenScore(msgspec.Struct, frozen=True):
 
 
 def scores_of(entries: TokenLogprobs) -> Iterator[tuple[int, int, TokenScore]]:
-    """Owner, position, and score of each entry."""
+    """Owner, position and score of each entry."""
     token_ids, logprobs = entries.token_ids.tolist(), entries.logprobs.tolist()
     columns = (entries.owners, entries.positions, entries.ranks, entries.num_listed)
     start = 0

@@ -1,1 +1,1 @@
-"""Starts, watches and stops the processes of a deployment."""
+"""Starts, monitors and stops the processes of a deployment."""

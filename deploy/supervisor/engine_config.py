@@ -1,4 +1,4 @@
-"""From a user's settings to the configuration of an engine's processes."""
+"""Derives the configuration of an engine's processes from the user's settings."""
 
 import secrets
 from collections.abc import Mapping
@@ -37,17 +37,18 @@ from longshore.worker.models.families import read_model_config
 
 HASH_SEED_BYTES: Final = 32
 _ONLY: Final = Replica()
-# Processes that use numpy for counting need no pool of threads, nor the memory of their stacks.
+# These processes only use numpy for bookkeeping: no thread pool, and no memory for its stacks.
 NO_BLAS_THREADS: Final = {"OPENBLAS_NUM_THREADS": "1"}
-# The ranks are on one host, and no other one may talk to them: gloo and NCCL know no keys.
+# All ranks are on one host. Other hosts must not reach them, since gloo and NCCL do not
+# authenticate.
 LOOPBACK_ONLY: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """One engine with its workers: everything decided, nothing started.
+    """One engine with its workers: all settings derived, nothing started.
 
-    hash_seed: of this deployment's block names; it never leaves its processes.
+    hash_seed: seed of this deployment's block hashes; it never leaves its processes.
     """
 
     options: EngineOptions
@@ -60,7 +61,7 @@ class EnginePlan:
 
 
 def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
-    """Derive every component's settings. Raises ConfigError for settings that contradict."""
+    """Derive every component's settings. Raises ConfigError for settings that do not fit."""
     _check_policy(options.scheduling_policy)
     config = read_model_config(model.path)
     config.check_split(
@@ -147,14 +148,13 @@ def _scheduler_config(
 
 
 def check_workers(plan: EnginePlan) -> None:
-    """Raise ConfigError for what this version's workers do not do, before one has loaded a model
-    to say so."""
+    """Raise ConfigError for settings that workers do not support, before one loads the model."""
     if plan.options.kv_connector is not None:
         raise no_worker_half(plan.options.kv_connector)
 
 
 def _check_policy(name: str) -> None:
-    """Better said here than by a process that has waited for a model to load."""
+    """Raise ConfigError for an unknown policy, before the model is loaded."""
     try:
         load_policy(name)
     except ConfigError as error:
@@ -162,12 +162,12 @@ def _check_policy(name: str) -> None:
 
 
 def worker_config(plan: EnginePlan) -> WorkerConfig:
-    """The worker inside the caller's own process. Raises ConfigError if there are to be several."""
+    """Configuration of a worker in this process. Raises ConfigError for several workers."""
     if plan.options.num_ranks > 1:
         raise ConfigError(
             f"in_process with tensor_parallel_size={plan.options.tensor_parallel_size} and "
-            f"pipeline_parallel_size={plan.options.pipeline_parallel_size}: each worker needs a "
-            "process of its own. Leave in_process out."
+            f"pipeline_parallel_size={plan.options.pipeline_parallel_size} is not supported: each "
+            "worker needs its own process. Remove in_process."
         )
     return _worker_process(plan, 0, Endpoint("inproc://unused"), RankLayout(), _ONLY).worker
 
@@ -175,7 +175,7 @@ def worker_config(plan: EnginePlan) -> WorkerConfig:
 def engine_processes(
     plan: EnginePlan, runtime_dir: RuntimeDir, replica: Replica = _ONLY
 ) -> tuple[list[ProcessSpec], Endpoint]:
-    """What to start, workers first and the scheduler last, and where clients connect."""
+    """The processes to start, workers first and the scheduler last, and the clients' endpoint."""
     clients = runtime_dir.endpoint(replica.file_name("clients"))
     options = plan.options
     layout = RankLayout(
@@ -214,8 +214,8 @@ def engine_processes(
                 "longshore.worker",
                 _worker_process(plan, rank, endpoint, layout, replica),
                 environment=LOOPBACK_ONLY if options.num_ranks > 1 else {},
-                ends_with="workers",
-                told_by=replica.scheduler,
+                stop_group="workers",
+                stopped_by=replica.scheduler,
             )
             for rank, endpoint in enumerate(workers)
         ),
@@ -224,7 +224,7 @@ def engine_processes(
             "longshore.scheduler",
             scheduler,
             environment=NO_BLAS_THREADS,
-            ends_with="schedulers",
+            stop_group="schedulers",
         ),
     ], clients
 
@@ -254,20 +254,20 @@ def _worker_process(
 
 
 def _max_num_encoder_input_tokens(options: EngineOptions, config: DecoderConfig) -> int:
-    """As asked for, else what one request needs; 0 for a model without an encoder."""
-    asked, needed = options.max_num_encoder_input_tokens, config.max_encoder_tokens
-    if asked is None:
+    """The given value, else what one request needs; 0 for a model without an encoder."""
+    given, needed = options.max_num_encoder_input_tokens, config.max_encoder_tokens
+    if given is None:
         return needed
     if not needed:
         raise ConfigError(
-            f"max_num_encoder_input_tokens={asked}, but this model has no encoder. Leave it out."
+            f"max_num_encoder_input_tokens={given}, but this model has no encoder. Remove it."
         )
-    if asked < needed:
+    if given < needed:
         raise ConfigError(
-            f"max_num_encoder_input_tokens={asked} is too little: this model's encoder makes "
-            f"{needed} tokens of every request, in one step. Use {needed} or more."
+            f"max_num_encoder_input_tokens={given} is too small: this model's encoder produces "
+            f"{needed} tokens per request, in one step. Use at least {needed}."
         )
-    return asked
+    return given
 
 
 def _max_model_len(
@@ -276,7 +276,7 @@ def _max_model_len(
     config: DecoderConfig,
     specs: Mapping[str, KVCacheSpec],
 ) -> int:
-    """As asked for; else what the model was made for, cut to what the blocks asked for hold."""
+    """The given value, else the model's own limit, reduced to what `num_blocks` can hold."""
     if options.max_model_len is None:
         if options.num_blocks is None:
             return config.default_max_len
@@ -300,8 +300,8 @@ def _max_model_len(
         return longest
     if options.max_model_len > model.max_model_len:
         raise ConfigError(
-            f"max_model_len={options.max_model_len}, but {model.name} was made for "
-            f"{model.max_model_len} tokens (max_position_embeddings in its config.json)"
+            f"max_model_len={options.max_model_len} is more than the {model.max_model_len} tokens "
+            f"that {model.name} supports (max_position_embeddings in its config.json)"
         )
     return options.max_model_len
 

@@ -1,4 +1,4 @@
-"""A line of the log: for people, or as JSON for programs."""
+"""Formats of a log line: text, or JSON for programs."""
 
 import json
 import time
@@ -14,12 +14,12 @@ from longshore.protocol.logs.records import (
 
 LogFormat: TypeAlias = Literal["text", "json"]
 LineFormat: TypeAlias = Callable[[str, str], str]
-"""From the name of a process and a line that it wrote, what to show, without its end."""
+"""Formats a line that a process wrote, given its name and the line, without a line end."""
 
 
 def text_line(process: str, line: str) -> str:
-    """The local time of day first; behind the message, in brackets, its fields. A record with a
-    traceback is several lines, each of which begins so."""
+    """Local time, process, message, and fields in brackets. A record with a traceback has several
+    lines, all with time and process."""
     record = read_record(line)
     shown = printable(line) if record is None else show_record(record)
     at_s = None if record is None else record.time_s
@@ -28,9 +28,9 @@ def text_line(process: str, line: str) -> str:
 
 
 def json_line(process: str, line: str) -> str:
-    """An object: `time` (UTC, ISO 8601), `process`, `level`, `logger` and `message`, then what the
-    record has: its fields by their names, and `traceback`. What is no record of a logger has
-    neither level nor logger."""
+    """An object with `time` (UTC, ISO 8601), `process`, `level`, `logger` and `message`, then the
+    record's fields by name, and `traceback`. Output that was not logged has null as level and
+    logger."""
     record = read_record(line)
     content: dict[str, Any]
     if record is None:

@@ -1,4 +1,4 @@
-"""The output of all processes on one stream: whole lines, each with the name of its process."""
+"""Relays the output of all processes to one stream, line by line, with the process name."""
 
 import threading
 from typing import Final, TextIO
@@ -6,14 +6,14 @@ from typing import Final, TextIO
 from longshore.deploy.supervisor.log_lines import LineFormat, text_line
 from longshore.protocol.logs.records import RECORD_MARK
 
-ERASE_TO_END: Final = "\x1b[K"  # of a longer progress bar that stood on this line
+ERASE_TO_END: Final = "\x1b[K"  # erases the rest of a longer progress bar on this line
 
 
 class LogRelay:
     """Thread-safe.
 
-    What a carriage return would overwrite (a progress bar) is shown in place on a
-    terminal and left out elsewhere; only its last state stays."""
+    Text that a carriage return overwrites (a progress bar) is updated in place on a terminal.
+    Elsewhere only its last state is written."""
 
     def __init__(self, stream: TextIO, format_line: LineFormat = text_line) -> None:
         self._stream = stream
@@ -23,7 +23,7 @@ class LogRelay:
         self._lock = threading.Lock()
 
     def feed(self, name: str, chunk: bytes) -> None:
-        """Bytes as process `name` wrote them, cut anywhere."""
+        """Take a chunk of process `name`'s output; it may end anywhere."""
         with self._lock:
             *lines, rest = (self._unfinished.get(name, b"") + chunk).split(b"\n")
             for line in lines:
@@ -33,7 +33,7 @@ class LogRelay:
             self._unfinished[name] = rest.rpartition(b"\r")[2] if b"\r" in rest else rest
 
     def end(self, name: str) -> None:
-        """The process has closed its output; a line without an end is shown as it is."""
+        """The process has closed its output: write its last, incomplete line."""
         with self._lock:
             rest = self._unfinished.pop(name, b"")
             if rest:
@@ -45,11 +45,11 @@ class LogRelay:
         if not text and end == "\r":
             return
         erase = ERASE_TO_END if self._is_terminal else ""
-        before, mark, record = text.partition(RECORD_MARK)  # behind what has not ended its line
+        before, mark, record = text.partition(RECORD_MARK)  # a record may follow a partial line
         lines = [before, mark + record] if before and mark else [text]
         shown = f"{erase}\n".join(self._format_line(name, each) for each in lines)
         try:
             self._stream.write(f"{shown}{erase}{end}")
             self._stream.flush()
         except (OSError, ValueError):
-            return  # a full disk, a closed stream: the next line may be written again
+            return  # a full disk or a closed stream: the next line may succeed

@@ -1,4 +1,4 @@
-"""Log handlers of the processes here: one line per record."""
+"""Log handlers of the supervisor and the gateways: one line per record."""
 
 import logging
 
@@ -11,7 +11,7 @@ from longshore.protocol.logs.records import (
 
 
 class _Line(FramedFormatter):
-    """As the supervisor would relay it."""
+    """Formats the supervisor's own records like relayed ones."""
 
     def __init__(self, format_line: LineFormat) -> None:
         super().__init__()
@@ -24,20 +24,20 @@ class _Line(FramedFormatter):
 def set_up_logging(
     level: str, format_line: LineFormat | None = None, *, is_relayed: bool = False
 ) -> None:
-    """Send records of `level` and above to standard error.
+    """Write records of `level` and above to standard error.
 
-    format_line: of the process that relays the others' lines.
-    is_relayed:  of one of those.
+    format_line: line format, for the process that relays the others' lines.
+    is_relayed:  for a process whose lines are relayed.
     """
     if format_line is None:
         send_records(level, is_relayed=is_relayed)
     else:
         write_records(level, _Line(format_line))
-    # The last two warn of every request or form that is none, which the client is told: a log that
-    # clients can fill helps nobody.
-    for noisy, least in (
+    # The last two warn about every malformed request or form, so that clients could fill the log.
+    # The client gets the error in its response.
+    for noisy, minimum in (
         ("asyncio", logging.WARNING),
         ("uvicorn.error", logging.ERROR),
         ("python_multipart", logging.ERROR),
     ):
-        logging.getLogger(noisy).setLevel(max(logging.getLogger().level, least))
+        logging.getLogger(noisy).setLevel(max(logging.getLogger().level, minimum))

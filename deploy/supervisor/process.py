@@ -1,4 +1,4 @@
-"""One child process: started with a configuration file and a lifeline, its output relayed."""
+"""One child process, with a configuration file, a lifeline and relayed output."""
 
 import logging
 import os
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 class ProcessSpec(msgspec.Struct, frozen=True):
     """How to start one process.
 
-    name:   in log lines and messages, such as `worker 0`.
-    module: run as `python -P -m module CONFIG.json`; what lies in the current folder is not seen.
-    config: the process's configuration; `lifeline_fd` and `runtime_dir` are filled in here.
-    environment: variables beside the inherited ones.
-    pass_fds: descriptors that the process inherits beside its lifeline.
-    ends_with: those neighbours in the order of starting for which this is the same are told to end
-             together. None: it ends alone.
-    told_by: name of the process that, coming to an orderly end, tells this one to end too.
+    name:   name in log lines and messages, such as `worker 0`.
+    module: run as `python -P -m module CONFIG.json`; -P keeps the current folder off sys.path.
+    config: the process's configuration; `lifeline_fd` and `runtime_dir` are filled in later.
+    environment: environment variables in addition to the inherited ones.
+    pass_fds: file descriptors that the process inherits in addition to its lifeline.
+    stop_group: consecutive processes in start order with the same group are stopped together. None:
+             the process is stopped by itself.
+    stopped_by: name of the process that stops this one when it shuts down itself.
     """
 
     name: str
@@ -45,11 +45,11 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     config: msgspec.Struct
     environment: Mapping[str, str] = {}
     pass_fds: tuple[int, ...] = ()
-    ends_with: str | None = None
-    told_by: str | None = None
+    stop_group: str | None = None
+    stopped_by: str | None = None
 
 
-# A forked copy of this process must not hold the lifelines open: the children would outlive it.
+# A forked copy of this process must not keep the lifelines open, or the children would outlive it.
 _lifelines: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 
@@ -62,16 +62,16 @@ os.register_at_fork(after_in_child=_close_lifelines)
 
 
 class ManagedProcess:
-    """A started child. It runs in a process group of its own, so that Ctrl-C in a terminal reaches
-    the supervisor alone, which then stops everything in order.
+    """A started child. It has its own process group, so that Ctrl-C in a terminal only reaches the
+    supervisor, which then stops all processes in order.
 
     `ready` and `failed` hold its reports once `read_lifeline` has seen them.
     """
 
     def __init__(self, spec: ProcessSpec, runtime_dir: Path, relay: LogRelay) -> None:
         self.name = spec.name
-        self.ends_with = spec.ends_with
-        self.told_by = spec.told_by
+        self.stop_group = spec.stop_group
+        self.stopped_by = spec.stopped_by
         self.ready: Ready | None = None
         self.failed: Failed | None = None
         self.doing = "starting"
@@ -113,7 +113,7 @@ class ManagedProcess:
         return self.lifeline.fileno()
 
     def read_lifeline(self) -> None:
-        """Take in what the child has reported. Never blocks."""
+        """Read the child's reports. Never blocks."""
         while not self.lifeline_closed:
             try:
                 received = self.lifeline.recv(65536)
@@ -139,11 +139,11 @@ class ManagedProcess:
                 logger.info("%s: %s", self.name, doing)
 
     def poll(self) -> int | None:
-        """The exit status as `subprocess` gives it, None while it runs."""
+        """The exit status as in `subprocess`; None while the process runs."""
         return self._popen.poll()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end; False if it still runs after `timeout_s`."""
+        """Wait for the process to end; False if it still runs after `timeout_s`."""
         try:
             self._popen.wait(max(timeout_s, 0.0))
         except subprocess.TimeoutExpired:
@@ -151,22 +151,22 @@ class ManagedProcess:
         return True
 
     def terminate(self) -> None:
-        """Ask for an orderly end."""
+        """Ask the process to shut down."""
         if self.poll() is None:
             self._popen.send_signal(STOP_SIGNAL)
 
     def kill(self) -> None:
-        """End it and whatever it started."""
+        """Kill the process and its children."""
         if self.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait()
 
     def was_killed(self) -> bool:
-        """It has ended, and by a signal."""
+        """True if the process was ended by a signal."""
         return (self.poll() or 0) < 0
 
     def describe_exit(self) -> str:
-        """`exit status 1`, `SIGKILL`: how it ended. One that hangs half-ended is killed."""
+        """How it ended: `exit status 1` or `SIGKILL`. Kills a process that hangs while it ends."""
         status = self.poll()
         if status is None:
             self.kill()
@@ -174,13 +174,13 @@ class ManagedProcess:
         return f"exit status {status}" if status >= 0 else signal_name(-status)
 
     def close(self) -> None:
-        """Release what is left of a process that has ended: its last lines are relayed first."""
+        """Relay the last lines of a process that has ended, and release its resources."""
         self._relay_thread.join(timeout=1.0)
         self.lifeline.close()
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL`; of a real-time signal, which has no name of its own, `signal 40`."""
+    """Such as `SIGKILL`, or `signal 40` for a real-time signal, which has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,11 +1,11 @@
-"""Which of several equal engines on one host: what its processes are called and what they take."""
+"""One of several equal engines on a host: names of its processes and files, and its GPUs."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Replica:
-    """number: from 0. count: engines of the deployment; a single one's processes have plain names.
+    """number: starts at 0. count: number of engines; with one, process names have no engine number.
 
     `worker 1.0` is rank 0 of engine 1.
     """
@@ -23,19 +23,19 @@ class Replica:
         return f"worker {rank}" if self.count == 1 else f"worker {self.number}.{rank}"
 
     def has_worker(self, name: str) -> bool:
-        """Whether a process of that name is one of its workers."""
+        """Whether this is the name of one of its workers."""
         kind, _, number = name.partition(" ")
         return kind == "worker" and (self.count == 1 or number.startswith(f"{self.number}."))
 
     def file_name(self, kind: str) -> str:
-        """Of a file or socket that each engine has of its own."""
+        """Name of a file or socket of this engine."""
         return kind if self.count == 1 else f"{kind}-{self.number}"
 
     def gpu(self, rank: int, num_ranks: int) -> str:
-        """Engines take neighbouring GPUs, the first engine the first ones."""
+        """The GPU of a rank: engines use consecutive groups of GPUs."""
         return f"cuda:{self.number * num_ranks + rank}"
 
 
 def replicas(count: int) -> list[Replica]:
-    """All of a deployment."""
+    """All replicas of a deployment."""
     return [Replica(number, count) for number in range(count)]

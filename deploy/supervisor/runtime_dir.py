@@ -1,4 +1,4 @@
-"""The private directory of one deployment: configuration files and sockets, gone when it ends."""
+"""The private directory of one deployment, with configuration files and sockets; temporary."""
 
 import contextlib
 import shutil
@@ -9,57 +9,56 @@ from typing import Final
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.transport.channel import Endpoint
 
-# sockaddr_un holds 107 characters and a final zero.
+# sockaddr_un has 107 bytes and a terminating zero.
 MAX_SOCKET_PATH_BYTES: Final = 107
 _DEATH_NOTE: Final = "death.txt"
 _PROGRESS_NOTE: Final = "progress.txt"
 
 
 class RuntimeDir:
-    """A 0700 directory below the system's temporary directory (`TMPDIR` moves it)."""
+    """A 0700 directory in the system's temporary directory (set by `TMPDIR`)."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="longshore-"))  # mkdtemp makes it 0700
 
     def endpoint(self, name: str) -> Endpoint:
-        """A socket inside. Raises ConfigError if the path is too long for a socket."""
+        """A ZMQ socket in this directory. Raises ConfigError if its path is too long."""
         return Endpoint(f"ipc://{self.socket_path(name)}")
 
     def socket_path(self, name: str) -> Path:
-        """As `endpoint`, for a socket that is not ZMQ's."""
+        """Like `endpoint`, for sockets other than ZMQ's."""
         path = self.path / f"{name}.sock"
         if len(bytes(path)) > MAX_SOCKET_PATH_BYTES:
             raise ConfigError(
-                f"{path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that a socket's path may "
-                "have. Set TMPDIR to a shorter directory."
+                f"{path} is longer than {MAX_SOCKET_PATH_BYTES} bytes, the limit of a socket path. "
+                "Set TMPDIR to a directory with a shorter path."
             )
         return path
 
     def note_death(self, reason: str) -> None:
-        """Before the processes are stopped because one has died: let the others tell why."""
+        """Record why all processes are stopped, so that gateways can tell their clients."""
         self._note(_DEATH_NOTE, reason)
 
-    def note_progress(self, doing: str) -> None:
-        """While the deployment starts: let the gateway tell what it is waited for."""
-        self._note(_PROGRESS_NOTE, doing)
+    def note_progress(self, progress: str) -> None:
+        """Record the progress of the startup, so that gateways can report it."""
+        self._note(_PROGRESS_NOTE, progress)
 
     def _note(self, name: str, text: str) -> None:
-        with contextlib.suppress(OSError):  # a disk may be full, or somebody has cleaned up
+        with contextlib.suppress(OSError):  # the disk may be full, or the directory deleted
             (self.path / name).write_text(text, encoding="utf-8")
 
     def remove(self) -> None:
-        """Delete it and everything inside; nothing happens if it is gone already."""
+        """Delete the directory and its content, if it still exists."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 def read_death_note(runtime_dir: Path | None) -> str | None:
-    """Why the supervisor stops the deployment whose directory this is; None if it has not said."""
+    """Why the supervisor stops the deployment of this directory; None if not recorded."""
     return _read_note(runtime_dir, _DEATH_NOTE)
 
 
 def read_progress_note(runtime_dir: Path | None) -> str | None:
-    """What the processes that are not ready are doing, in the supervisor's words; None if it has
-    not said."""
+    """What the processes that are not ready are doing; None if not recorded."""
     return _read_note(runtime_dir, _PROGRESS_NOTE)
 
 
@@ -67,6 +66,6 @@ def _read_note(runtime_dir: Path | None, name: str) -> str | None:
     if runtime_dir is None:
         return None
     try:
-        return (runtime_dir / name).read_text(encoding="utf-8") or None  # it may just be written
+        return (runtime_dir / name).read_text(encoding="utf-8") or None  # empty while written
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as something that a selector can wait for."""
+"""SIGTERM and SIGINT as an object that a selector can wait for."""
 
 import signal
 import socket
@@ -6,7 +6,7 @@ import types
 
 
 class StopSignals:
-    """Takes over both signals while it is entered. For the main thread."""
+    """Context manager that handles both signals. Use it on the main thread."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -36,6 +36,6 @@ class StopSignals:
         return self._is_set
 
     def clear(self) -> None:
-        """Wait for the next one."""
+        """Reset, to wait for the next signal."""
         self._reader.recv(1)
         self._is_set = False

@@ -1,6 +1,6 @@
-"""Starts the processes of a deployment, waits until they serve, watches them, stops them in order.
+"""Starts the processes of a deployment, waits until they are ready, monitors and stops them.
 
-Nothing is restarted here: when a process dies, all of them are stopped and the runtime directory is
+Nothing is restarted: when a process dies, all of them are stopped and the runtime directory is
 removed. When the supervisor itself dies, each process notices on its lifeline and does the same.
 """
 
@@ -20,27 +20,27 @@ from longshore.protocol.transport.lifeline import Ready
 
 logger = logging.getLogger(__name__)
 
-# How long a process may take to end once it has been asked to, when nothing is left to drain.
+# Time that a process has to end after a stop signal, without draining.
 STOP_TIMEOUT_S: Final = 4.0
-# A start that takes longer says this often what it waits for.
+# Interval of progress messages during a long startup.
 REMIND_EVERY_S: Final = 10.0
-# A failure in one process makes others fail; those that come this soon after are looked at
-# together, to name the one that started it.
+# A failure in one process makes others fail. Failures within this time are considered together, to
+# find the first cause.
 FAILURE_WINDOW_S: Final = 0.3
-# A process whose lifeline has closed is all but gone.
+# Time that a process has to exit after its lifeline has closed.
 EXIT_TIMEOUT_S: Final = 1.0
 
 
 class StartFailed(LongshoreError):
-    """A process could not start; the message is its own reason."""
+    """A process could not start; the message has its reason."""
 
 
 class StopRequested(Exception):
-    """Somebody asked to stop while the processes were still starting."""
+    """A stop signal arrived while the processes were starting."""
 
 
 class StopSignal(Protocol):
-    """What interrupts a wait: readable through `fileno` once `is_set`."""
+    """Interrupts a wait: `fileno` becomes readable when it is set."""
 
     def fileno(self) -> int: ...
 
@@ -48,11 +48,11 @@ class StopSignal(Protocol):
 
 
 class Supervisor:
-    """Owns the processes and the runtime directory until `stop` or `stop_now`, which leaving it as
-    a context manager does at the latest.
+    """Owns the processes and the runtime directory until `stop` or `stop_now`. A context manager:
+    on exit it calls `stop_now`.
 
-    stream: where the processes' output goes, each line with its process's name.
-    format_line: how.
+    stream: receives the processes' output, each line with the process name.
+    format_line: format of these lines.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Supervisor:
         stop_signal: StopSignal | None = None,
         remind_every_s: float = REMIND_EVERY_S,
     ) -> dict[str, Ready]:
-        """Start all, in order, and wait until each is ready; returns their reports by name. What
-        they are doing meanwhile is logged when it changes, and every `remind_every_s`.
+        """Start all processes in order and wait until each is ready; returns their reports by name.
+        Their progress is logged when it changes, and every `remind_every_s`.
 
-        Raises StartFailed if one gives up or dies, or after `timeout_s`, and StopRequested if the
-        signal is set; every process has been stopped then and the runtime directory is gone.
+        Raises StartFailed if one fails or dies, or after `timeout_s`, and StopRequested if the
+        signal is set; then all processes have been stopped and the runtime directory removed.
         """
         try:
             for spec in specs:
@@ -102,7 +102,7 @@ class Supervisor:
             elapsed_s = time.monotonic() - begin_s
             if elapsed_s >= timeout_s:
                 raise StartFailed(
-                    f"not ready in time: {doing}. Give it more with --startup-timeout-s."
+                    f"not ready in time: {doing}. Raise the limit with --startup-timeout-s."
                 )
             if elapsed_s >= remind_at_s:
                 logger.info("still starting after %.0f s: %s", elapsed_s, doing)
@@ -116,7 +116,7 @@ class Supervisor:
     def wait_for_death(
         self, timeout_s: float | None = None, stop_signal: StopSignal | None = None
     ) -> str | None:
-        """Watch until a process dies, and say which and how; None if the time is over or the
+        """Wait until a process dies; returns which one and how. None after `timeout_s`, or if the
         signal is set first."""
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while (death := self.find_death()) is None:
@@ -127,7 +127,7 @@ class Supervisor:
         return death
 
     def find_death(self) -> str | None:
-        """Which process has died, and how; None if all of them live. Never blocks on a live one."""
+        """Which process has died, and how; None if all are alive. Then it does not block."""
         for process in self.processes:
             process.read_lifeline()
         if any(process.lifeline_closed for process in self.processes):
@@ -146,7 +146,7 @@ class Supervisor:
                     key.fileobj.read_lifeline()
 
     def _explain_failure(self) -> str:
-        """The first cause. Processes stand in the order in which one's end brings down the next."""
+        """The first cause. Processes are in the order in which one's end causes the next one's."""
         deadline_s = time.monotonic() + FAILURE_WINDOW_S
         while (remaining_s := deadline_s - time.monotonic()) > 0:
             self._wait_for_reports(remaining_s, None)
@@ -157,51 +157,51 @@ class Supervisor:
             if process.wait(EXIT_TIMEOUT_S) and process.was_killed():
                 how = process.describe_exit()
                 if how != "SIGKILL":
-                    return f"{process.name} crashed ({how}). Its lines above may say why."
+                    return f"{process.name} crashed ({how}). See its log lines above."
                 return (
-                    f"{process.name} was killed ({how}). If nobody did that, the system has run "
-                    "out of memory: fewer blocks (--num-blocks) need less."
+                    f"{process.name} was killed ({how}). Unless a user killed it, the system ran "
+                    "out of memory: reduce --num-blocks."
                 )
         failed = [(process, process.failed) for process in self.processes if process.failed]
         for process, report in sorted(failed, key=lambda one: one[1].is_consequence):
             return f"{process.name}: {report.reason}"
         how = dead[0].describe_exit()
         if dead[0].poll() == 0:
-            return f"{dead[0].name} has ended ({how}), which nobody here asked it to."
-        return f"{dead[0].name} has died ({how}). Its lines above say why."
+            return f"{dead[0].name} ended unexpectedly ({how})."
+        return f"{dead[0].name} has died ({how}). See its log lines above."
 
     def stop(self, drain_timeout_s: float, stop_signal: StopSignal | None = None) -> bool:
-        """Stop in reverse order, so that each process finishes what the ones behind it still need;
-        those that `ends_with` joins together.
+        """Stop in reverse start order, so that each process can finish what later ones need;
+        processes of one `stop_group` together.
 
-        The last ones (the gateways) have `drain_timeout_s` to finish their streams. True if all
-        ended by themselves and well. If `stop_signal` is set meanwhile, the rest is cut short; so
-        it is, and the dead one named in the log, if a process dies that others still need.
+        The first to be stopped (the gateways) have `drain_timeout_s` to finish their streams. True
+        if all processes ended by themselves with status 0. The wait ends early if `stop_signal` is
+        set, or if a process dies that others still need, which is logged.
         """
-        all_well = True
+        is_clean = True
         timeout_s = drain_timeout_s
         needed = list(self.processes)
         while needed:
             ending = _pop_last_to_end(needed)
             for process in ending:
-                if process.told_by is None or not all_well:  # else it knows already
+                if process.stopped_by is None or not is_clean:  # else another process stops it
                     process.terminate()
             deadline_s = time.monotonic() + timeout_s
             for process in ending:
                 if not self._wait_for_end(process, deadline_s, stop_signal, ending, needed):
                     if stop_signal is not None and stop_signal.is_set():
-                        logger.warning("told to stop again: %s is killed", process.name)
+                        logger.warning("second stop signal: killing %s", process.name)
                     elif process.poll() is None:
                         logger.warning(
-                            "%s is killed: it was not done, and had %.1f s at most",
+                            "killing %s: it did not stop within %.1f s",
                             process.name,
                             timeout_s,
                         )
                     process.kill()
-            all_well = all_well and all(process.poll() == 0 for process in ending)
+            is_clean = is_clean and all(process.poll() == 0 for process in ending)
             timeout_s = STOP_TIMEOUT_S
         self._release()
-        return all_well
+        return is_clean
 
     def _wait_for_end(
         self,
@@ -211,17 +211,17 @@ class Supervisor:
         ending: Sequence[ManagedProcess],
         needed: Sequence[ManagedProcess],
     ) -> bool:
-        tellers = {other.name for other in ending}
+        stopping = {other.name for other in ending}
         while not process.wait(min(0.05, deadline_s - time.monotonic())):
             if time.monotonic() >= deadline_s or (stop_signal and stop_signal.is_set()):
                 return False
             for other in needed:
-                is_told = other.told_by in tellers  # and may have come to its end first
-                if is_told and other.told_by != process.name:
-                    continue  # another one's
-                if other.poll() is not None and not (is_told and other.poll() == 0):
+                is_stopped = other.stopped_by in stopping  # so it may end first
+                if is_stopped and other.stopped_by != process.name:
+                    continue  # checked while waiting for that process
+                if other.poll() is not None and not (is_stopped and other.poll() == 0):
                     logger.error(
-                        "%s has died (%s) while %s was finishing; its answers are lost",
+                        "%s died (%s) while %s was stopping; its requests are lost",
                         other.name,
                         other.describe_exit(),
                         process.name,
@@ -230,9 +230,9 @@ class Supervisor:
         return True
 
     def stop_now(self, reason: str | None = None) -> None:
-        """Ask all at once, kill what has not ended within STOP_TIMEOUT_S. Nothing is drained.
+        """Stop all at once without draining; kill those that run after STOP_TIMEOUT_S.
 
-        reason: the death that made it necessary; what still has clients tells them.
+        reason: the death that caused this; gateways report it to their clients.
         """
         if reason is not None:
             self.runtime_dir.note_death(reason)
@@ -252,9 +252,9 @@ class Supervisor:
 
 
 def _pop_last_to_end(needed: list[ManagedProcess]) -> list[ManagedProcess]:
-    """Take from `needed` the last process, and those before it that end together with it."""
+    """Remove the last process from `needed`, and those before it in the same stop group."""
     ending = [needed.pop()]
-    ends_with = ending[0].ends_with
-    while ends_with is not None and needed and needed[-1].ends_with == ends_with:
+    stop_group = ending[0].stop_group
+    while stop_group is not None and needed and needed[-1].stop_group == stop_group:
         ending.append(needed.pop())
     return ending

@@ -31,10 +31,10 @@ def test_every_path_is_on_the_page() -> None:
     ("heading", "names"),
     [
         ("Both", COMPLETION & CHAT),
-        ("Completions alone", COMPLETION - CHAT),
-        ("Chat alone", CHAT - COMPLETION),
-        ("Taken without effect", IGNORED),
-        ("Refused", UNSUPPORTED.keys() - COMPLETION - CHAT),
+        ("Completions only", COMPLETION - CHAT),
+        ("Chat only", CHAT - COMPLETION),
+        ("Accepted and ignored", IGNORED),
+        ("Rejected", UNSUPPORTED.keys() - COMPLETION - CHAT),
     ],
 )
 def test_every_parameter_stands_where_the_code_has_it(heading: str, names: set[str]) -> None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from longshore import LLM, SamplingParams
-from longshore.deploy.requests.samples import sample_params
+from longshore.deploy.requests.sample_params import sample_params
 from tests.deploy.tiny_tokenizer import EOS_ID
 from tests.integration.deployment import Deployment
 from tests.models import make_tiny_llama

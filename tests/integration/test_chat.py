@@ -85,7 +85,8 @@ def test_a_conversation_goes_on_until_it_is_forgotten(deployment: Deployment) ->
     assert second > first  # the first question and its answer stand before it
     assert third == first
     terminal.type("/nothing\n")
-    terminal.wait_for("/nothing is no command")
+    terminal.wait_for("unknown command /nothing")
+    terminal.wait_for("you")  # Ctrl-D before the prompt would be lost
     terminal.type("\x04")
     assert terminal.close() == 0
 
@@ -131,8 +132,8 @@ def test_a_refused_question_has_not_been_asked(deployment: Deployment) -> None:
 def test_a_pipe_gets_the_answers_and_nothing_else(deployment: Deployment) -> None:
     run = piped(deployment, "hello\nhello\n/reset\nhello\n", "--temperature", "0")
     assert (run.returncode, run.stderr) == (0, "")
-    first, *_ = run.stdout.split("forgotten")
-    (again,) = run.stdout.split("forgotten\n")[1:]
+    first, *_ = run.stdout.split("new conversation")
+    (again,) = run.stdout.split("new conversation\n")[1:]
     assert again.endswith("\n")
     assert first.startswith(again)  # no name of a model, no prompt
     assert "/help" not in run.stdout
@@ -144,7 +145,7 @@ def test_a_model_that_the_server_has_not_is_refused_with_what_it_has(
     run = piped(deployment, "hello\n", "--model", "nope")
     assert run.returncode == 1
     assert "--model nope is not served" in run.stderr
-    assert re.search(r": tiny\d+$", run.stderr.strip())
+    assert re.search(r" tiny\d+$", run.stderr.strip())
     assert run.stdout == ""
 
 

@@ -156,7 +156,7 @@ def test_a_request_that_one_rank_cannot_hold_fits_where_two_share_it(
             {**SHARED, "cp_kv_cache_interleave_size": 3},
             "cp_kv_cache_interleave_size=3 does not divide block_size=4",
         ),
-        ({}, {"cp_kv_cache_interleave_size": 2}, "no workers that share tokens"),
+        ({}, {"cp_kv_cache_interleave_size": 2}, "no workers share tokens"),
         ({}, {"decode_context_parallel_size": 0}, "decode_context_parallel_size=0"),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_state_stands_out_when_its_name_is_pressed(page: Page) -> None:
     page.wait_for_polls()
     page.driver.find_element("css selector", "[data-state=reserved]").click()
     assert _num_marked(page) == 1
-    assert "set aside for good" in page.text("picked")
+    assert "permanently reserved" in page.text("picked")
     page.driver.find_element("css selector", "[data-state=reserved]").click()
     assert _num_marked(page) == 0
 
@@ -178,7 +178,7 @@ def test_the_data_need_a_key_which_stays_in_the_tab(
         page.wait_for_status("locked")
         field = page.driver.find_element("id", "key")
         field.send_keys("wrong", Keys.ENTER)
-        page.wait(lambda: "not known here" in page.text("refused"))
+        page.wait(lambda: "Unknown API key" in page.text("refused"))
         field.send_keys("sesame", Keys.ENTER)
         page.wait_for_status("idle")
         assert not field.is_displayed()

@@ -29,7 +29,7 @@ def report_of(deployment: Deployment) -> dict[str, Any]:
 def test_idle_engine_is_healthy(deployment: Deployment) -> None:
     run = doctor(deployment.url)
     assert (run.returncode, run.stderr) == (0, "")
-    assert "idle: there is nothing to do." in run.stdout
+    assert "idle: no requests." in run.stdout
     assert "engine-0.1" in run.stdout
 
 

@@ -113,7 +113,7 @@ def test_texts_are_cut_where_the_request_says_so(
         assert answer.usage.prompt_tokens == 7
         assert_close(answer.data[0].embedding, vector_of(tiny_model[1], ids[:7]))
         assert cut(given, -1).usage.prompt_tokens == 4095
-    with pytest.raises(openai.BadRequestError, match=r"input\[1\] has 8000 tokens.* takes 4095"):
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\] has 8000 tokens.*is 4095"):
         client.embeddings.create(model=model, input=[[5], ids])
 
 
@@ -223,7 +223,7 @@ def test_llm_embeds_texts_and_token_ids(in_process: bool, tiny_model: tuple[Path
             assert again.num_cached_tokens == num_cached
             expected = vector_of(tiny_model[1], again.prompt_token_ids, kind)[:9]
             assert_close(again.embedding, expected / np.linalg.norm(expected))
-        with pytest.raises(ValueError, match=r"dimensions=65 must lie within 1\.\.64"):
+        with pytest.raises(ValueError, match=r"dimensions=65 must be between 1 and 64"):
             llm.embed(TEXTS, dimensions=65)
         (answer,) = llm.generate(TEXTS[0], SamplingParams(max_tokens=3, ignore_eos=True))
         assert len(answer.token_ids) == 3
@@ -283,7 +283,9 @@ def test_a_decoder_without_a_head_gives_vectors_and_refuses_the_rest(
     assert_close(item["embedding"], vector_of(reference, ids))
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         (served,) = client.models.list().data
-        with pytest.raises(openai.BadRequestError, match="no output head and gives vectors alone"):
+        with pytest.raises(
+            openai.BadRequestError, match="no output head and only serves embeddings"
+        ):
             client.completions.create(model=served.id, prompt=ids)
 
 

@@ -77,7 +77,7 @@ def test_a_stop_string_ends_each_answer_where_it_first_appears(
         "berth", params, stop=stop, include_stop_str_in_output=True, progress=False
     )
     assert shown.text == cut.text + stop
-    with pytest.raises(ValueError, match="stop holds an empty text"):
+    with pytest.raises(ValueError, match="stop has an empty string"):
         llm.generate("berth", stop=["a", ""], progress=False)
 
 

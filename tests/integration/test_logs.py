@@ -37,12 +37,12 @@ def test_a_client_s_request_id_is_in_the_lines_of_every_process_for_people(
     lines = use(start_deployment)
     about = [line for line in lines if ID in line]
     for process, words in (
-        ("gateway", "arrived max_tokens=4 client=127.0.0.1:"),
+        ("gateway", "received max_tokens=4 client=127.0.0.1:"),
         ("scheduler", "arrived prompt_tokens="),
         ("scheduler", "admitted step_id=1 waited_ms="),
         ("worker 0", "started step_id=1"),
         ("scheduler", "ended finish_reason=LENGTH_CAPPED output_tokens=4"),
-        ("gateway", "ended ttft_ms= total_ms="),
+        ("gateway", "finished ttft_ms= total_ms="),
         ("gateway", "answered method=POST path=/v1/completions status=200 duration_ms="),
     ):
         assert any(

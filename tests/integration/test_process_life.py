@@ -63,7 +63,7 @@ def test_process_that_dies_during_the_drain_is_named(
     deployment = start_deployment().wait_until_ready()
     stream = open_stream(deployment, 4000)
     deployment.process.terminate()
-    wait_until(lambda: "live answers have" in deployment.output)
+    wait_until(lambda: "running requests have" in deployment.output)
     deployment.members[victim].kill()
     with contextlib.suppress(Exception):  # how the stream breaks off is not the point
         list(stream)
@@ -77,7 +77,7 @@ def test_second_signal_cuts_the_drain_short(start_deployment: StartDeployment) -
     deployment = start_deployment().wait_until_ready()
     open_stream(deployment, 4000)
     deployment.process.terminate()
-    wait_until(lambda: "30 s to finish; Ctrl-C again ends them now" in deployment.output)
+    wait_until(lambda: "30 s to finish; press Ctrl-C again to abort them" in deployment.output)
     deployment.process.send_signal(signal.SIGINT)
     assert deployment.process.wait(timeout=20) == 0, deployment.output
     assert deployment.output.splitlines()[-1].endswith("stopped")
@@ -104,7 +104,7 @@ def test_killed_process_takes_all_others_along(
             victim.replace("-", " ") in last_line
         )
         assert "SIGKILL" in last_line
-        assert "start it again" in last_line
+        assert "restart the server" in last_line
         assert "Traceback" not in deployment.output
 
 

@@ -167,9 +167,9 @@ def test_doctor_top_and_bench_see_one_server(shared: Deployment, tmp_path: Path)
     wait_until(top_shows_all_blocks)  # engines report once a second
 
 
-def test_the_ready_line_tells_what_each_engine_holds(shared: Deployment) -> None:
+def test_the_ready_message_tells_what_each_engine_holds(shared: Deployment) -> None:
     (line,) = (line for line in shared.output.splitlines() if "ready at" in line)
-    assert "2 gateways, 2 engines, each with room for 9,584 tokens" in line
+    assert "2 gateways, 2 engines, each with a KV cache of 9,584 tokens" in line
     assert "KV cache: 2 engines, each with 600 blocks of 16 tokens" in shared.output
     assert set(shared.members) == {
         "supervisor", "worker-0.0", "worker-1.0", "scheduler-0", "scheduler-1", "gateway-0",
@@ -235,7 +235,7 @@ def test_told_to_stop_all_gateways_finish_their_streams_and_answer_who_waits_at_
         gateway.send_signal(signal.SIGSTOP)
     waiting = [at_the_door(deployment) for _ in range(8)]
     deployment.process.terminate()
-    wait_until(lambda: "live answers have" in deployment.output)
+    wait_until(lambda: "running requests have" in deployment.output)
     for gateway in gateways:
         gateway.send_signal(signal.SIGCONT)
     for connection in waiting:

@@ -140,7 +140,7 @@ def test_the_model_s_own_end_waits_for_min_tokens(
     ids=str,
 )
 def test_an_id_outside_the_vocabulary_is_a_value_error(llm: LLM, params: SamplingParams) -> None:
-    with pytest.raises(ValueError, match="320 is no token"):
+    with pytest.raises(ValueError, match="320 is outside the vocabulary"):
         llm.generate("x", params, progress=False)
 
 

@@ -133,7 +133,7 @@ def test_until_every_rank_is_warm_it_is_told_what_each_of_them_does(
     wait_until(lambda: told("worker 0 (warming up), worker 1 (warming up)"))
     with (
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-        pytest.raises(openai.InternalServerError, match="still starting; /ready tells"),
+        pytest.raises(openai.InternalServerError, match="still starting; /ready shows"),
     ):
         client.completions.create(model="slow", prompt="x")
     assert "ready at" not in deployment.output
@@ -192,7 +192,7 @@ def printed_num_blocks(deployment: Deployment, dtype: str, *, num_shards: int = 
     lines = deployment.output.splitlines()
     (ready,) = (line for line in lines if "ready at" in line)
     (line,) = (line for line in lines if "KV cache: " in line and "supervisor" in line)
-    found = re.search(r"room for ([\d,]+) tokens, 4,096 per request\)$", ready)
+    found = re.search(r"a KV cache of ([\d,]+) tokens, 4,096 per request\)$", ready)
     assert found is not None, ready
     num_tokens = int(found[1].replace(",", ""))
     found = re.search(r"KV cache: ([\d,]+) blocks of 16 tokens, ", line)

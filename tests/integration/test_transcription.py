@@ -245,13 +245,13 @@ def test_official_client_translates(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"response_format": "verbose_json"}, "no times are computed"),
+        ({"response_format": "verbose_json"}, "timestamps are not computed"),
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities is not supported"),
         ({"chunking_strategy": "auto"}, "chunking_strategy is not supported"),
         ({"include": ["logprobs"]}, "include is not supported"),
-        ({"language": "xx"}, "not known to this model"),
+        ({"language": "xx"}, "not supported by this model"),
         ({"file": b"no sound"}, "cannot be read as audio"),
-        ({"file": as_file(np.zeros(21 * 8000, np.float32), 8000)}, "longer than the 20 s"),
+        ({"file": as_file(np.zeros(21 * 8000, np.float32), 8000)}, "longer than the limit of 20 s"),
     ],
     ids=str,
 )
@@ -280,7 +280,7 @@ def test_text_is_refused_with_the_endpoint_for_audio(client: openai.OpenAI, mode
 def test_audio_is_refused_by_a_model_for_text(deployment: Deployment) -> None:
     with openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="none", max_retries=0) as client:
         (served,) = client.models.list().data
-        with pytest.raises(openai.BadRequestError, match="takes text, no audio"):
+        with pytest.raises(openai.BadRequestError, match="takes text, not audio"):
             client.audio.transcriptions.create(model=served.id, file=as_file(tone(0.1)))
 
 
@@ -319,7 +319,7 @@ def test_samples_are_drawn_alike_for_one_seed(llm: LLM) -> None:
 
 
 def test_encoder_budget_is_checked_at_start(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"max_num_encoder_input_tokens=99.*100 or more"):
+    with pytest.raises(ConfigError, match=r"max_num_encoder_input_tokens=99.*at least 100"):
         LLM(path, max_num_encoder_input_tokens=99, **SETTINGS)
     with LLM(path, in_process=True, **SETTINGS) as llm:
         assert llm.settings_in_force["scheduler"]["max_num_encoder_input_tokens"] == 100

@@ -104,7 +104,7 @@ def answer_once(python: Path, folder: Path) -> str:
 
 
 def test_quickstart_answers_right_and_ends(tmp_path: Path) -> None:
-    assert "The answer is right." in answer_once(Path(sys.executable), tmp_path)
+    assert "The answer is correct." in answer_once(Path(sys.executable), tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -146,4 +146,4 @@ def test_wheel_answers_from_an_empty_environment(wheel: Path, tmp_path: Path) ->
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     constraints = ROOT / "constraints.txt"
     subprocess.run([*pip, "--constraint", str(constraints), str(wheel)], check=True, timeout=500)
-    assert "The answer is right." in answer_once(python, tmp_path)
+    assert "The answer is correct." in answer_once(python, tmp_path)

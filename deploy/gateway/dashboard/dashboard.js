@@ -1,23 +1,23 @@
 "use strict";
-// Sections: words and numbers, asking the gateway, reading /metrics, the block map, tables, charts,
-// what happens once a second.
+// Sections: formatting, requests to the gateway, parsing /metrics, the block map, tables, charts,
+// polling.
 
 const $ = (id) => document.getElementById(id);
 const PERIOD_MS = 1000, TIMEOUT_MS = 15000;
 const KEPT_S = 120, RATE_S = 3, QUANTILE_S = 10, STALLED_S = 10;
 const STATE_TEXT = {
-  reserved: "the null block, or set aside for good",
-  free: "free, nothing to be found in it",
-  cached: "free, but its prefix can still be found",
+  reserved: "the null block, or permanently reserved",
+  free: "free, with no cached content",
+  cached: "free and cached, until it is evicted",
   held: "held by one running request",
   shared: "held by a running request and others",
-  kept: "held by requests that do not run",
+  kept: "held by requests that are not running",
   transfer: "being loaded or sent, or held by a connector",
-  quarantined: "a load that nobody waits for may still write to it",
+  quarantined: "the target of a load that timed out and may still write to it",
 };
 const [RESERVED, FREE, CACHED, HELD] = [0, 1, 2, 3];
 
-// ---- Words and numbers
+// ---- Formatting
 
 const grouped = new Intl.NumberFormat("en");
 const count = (value) => grouped.format(Math.round(value));
@@ -56,9 +56,9 @@ function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// ---- Asking the gateway
+// ---- Requests to the gateway
 
-class Refusal extends Error {
+class HttpError extends Error {
   constructor(status, message) {
     super(message);
     this.status = status;
@@ -76,7 +76,7 @@ async function ask(path) {
   if (answer.ok) return text;
   let message = text.trim();
   try { message = JSON.parse(text).error.message; } catch { /* plain text */ }
-  throw new Refusal(answer.status, message);
+  throw new HttpError(answer.status, message);
 }
 
 async function unpacked(text) {
@@ -103,7 +103,7 @@ async function readState() {
   return { state, metrics: readMetrics(metrics) };
 }
 
-// ---- Reading /metrics: sums over all labels, histograms by their bounds, this engine's workers by number
+// ---- Parsing /metrics: sums over all labels, histograms by bound, this engine's workers by rank
 
 const SAMPLE = /^(\w+)(?:\{(.*)\})? (\S+)/;
 
@@ -150,8 +150,8 @@ const map = {
   columns: 0, perCell: 1, cell: 1, palette: null,
 };
 
-// Cells are squares of whole device pixels, as big as fits; where even the smallest do not fit, a
-// cell stands for several blocks and shows the busiest.
+// Cells are squares of whole device pixels, as large as fit. If even the smallest do not fit, a cell
+// stands for several blocks and shows the busiest.
 function layOutMap(numBlocks) {
   const scale = window.devicePixelRatio || 1, width = Math.floor(map.canvas.clientWidth * scale);
   const tallest = Math.floor((window.innerWidth < 560 ? 420 : 540) * scale);
@@ -200,7 +200,7 @@ function shownHolder() {
   return key === null || !map.state ? undefined : map.state.holders.find((each) => holderKey(each) === key);
 }
 
-// A byte per block, 1 for those that stand out; null if none does.
+// One byte per block, 1 if it is highlighted; null if none is.
 function emphasis() {
   const { states, block_ids: ids } = map.state, holder = shownHolder();
   if (!holder && map.only === null) return null;
@@ -258,11 +258,11 @@ function holdersOf(block) {
 
 function describePicked() {
   const { state, block } = map, holder = shownHolder();
-  let text = "Point at a block to see who holds it, or at a request to see its blocks.";
+  let text = "Point at a block to see its holders, or at a request to see its blocks.";
   if (holder) {
     const listed = holder.end - holder.first;
     const part = listed < holder.total ? `its last ${count(listed)} of ` : "";
-    text = `${holder.request_id || "a connector"}: ${part}${count(holder.total)} blocks stand out.`;
+    text = `${holder.request_id || "a connector"}: ${part}${count(holder.total)} blocks are highlighted.`;
   } else if (map.only !== null) {
     const name = state.state_names[map.only];
     text = `${name}: ${STATE_TEXT[name]}.`;
@@ -271,8 +271,8 @@ function describePicked() {
     const name = state.state_names[state.states[block]], found = holdersOf(block);
     const who = found.slice(0, 4).map((each) => each.request_id || "a connector").join(", ");
     const more = found.length > 4 ? ` and ${found.length - 4} more` : "";
-    const nobody = state.states[block] >= HELD ? "; who holds it is not among those listed" : "";
-    text = `Block ${count(block)}: ${name} (${STATE_TEXT[name]})${who ? `, by ${who}${more}` : nobody}.`;
+    const unlisted = state.states[block] >= HELD ? "; its holder is not listed" : "";
+    text = `Block ${count(block)}: ${name} (${STATE_TEXT[name]})${who ? `, by ${who}${more}` : unlisted}.`;
   }
   setText($("picked"), text);
 }
@@ -392,7 +392,7 @@ function showHolders(state) {
     setText(name.lastChild, holder.request_id || "a connector");
     first.title = `${holder.request_id}\n${STATE_TEXT[stateName]}`
       + (holder.row >= 0 ? `, row ${holder.row}` : "")
-      + (all ? `\n${count(holder.num_prompt_tokens)} prompt tokens, ${count(holder.num_cached_tokens)} of them found`
+      + (all ? `\n${count(holder.num_prompt_tokens)} prompt tokens, ${count(holder.num_cached_tokens)} of them cached`
         + `\n${count(done)} of ${count(all)} tokens computed, preempted ${holder.num_preemptions} times` : "");
     bar.firstChild.style.width = `${all ? Math.min(100, (100 * done) / all) : 0}%`;
     setText(tokens, all ? count(all) : "–");
@@ -409,7 +409,7 @@ function showHolders(state) {
   const running = state.holders.filter((holder) => holder.state === HELD).length;
   const unlisted = state.report.num_running - running;
   setText($("holders-count"), `${count(state.report.num_running)} running`
-    + (unlisted > 0 ? `, the eldest ${count(running)} listed` : ""));
+    + (unlisted > 0 ? `, the oldest ${count(running)} listed` : ""));
   $("holders-none").hidden = state.holders.length > 0;
 }
 
@@ -454,10 +454,10 @@ function showWaiting(report) {
 function showPlaces(state, workers) {
   const { counts, groups } = state, total = state.states.length;
   const unused = counts[FREE] + counts[CACHED];
-  const share = (number) => [count(number), `${percent(number / Math.max(total - counts[RESERVED], 1))} of those that can be used`];
+  const share = (number) => [count(number), `${percent(number / Math.max(total - counts[RESERVED], 1))} of the usable blocks`];
   const size = bytes(total * Math.max(0, ...groups.map((group) => group.block_bytes)));
   fill($("tiers"), [[
-    ["device", "as many blocks in each worker"], count(total), share(total - unused - counts[RESERVED]),
+    ["device", "each worker has this many blocks"], count(total), share(total - unused - counts[RESERVED]),
     share(counts[CACHED]), share(counts[FREE]), size,
   ]], (column) => column > 0);
   fill($("groups"), groups.map((group) => [
@@ -485,7 +485,7 @@ function showWorkers(workers) {
   fill($("workers"), rows, (column) => column > 0);
 }
 
-// ---- Charts: two minutes of what each poll has brought
+// ---- Charts: the polls of the last two minutes
 
 const samples = [];
 const WORKERS_S = 4;  // workers report once a second; a step less would make rates jump
@@ -547,7 +547,7 @@ function takeSample(state, metrics) {
   const since = (age) => samples.find((sample) => sample.s >= now.s - age - 0.2);
   const [before, longAgo] = [since(RATE_S), since(QUANTILE_S)];
   now.values = charts.map((chart) => chart.series.map(([, value]) => value(now, before, longAgo)));
-  // Only the latest ones are compared again; a picture of a million blocks is not kept.
+  // Keep the block states of the latest samples only: there may be a million blocks.
   now.state = { ...state, states: null, block_ids: null, holders: null };
   for (const old of samples) if (old.s < now.s - 2 * QUANTILE_S) old.metrics = old.state = null;
 }
@@ -584,9 +584,9 @@ function drawCharts() {
   });
 }
 
-// ---- Once a second
+// ---- Polling
 
-let isFrozen = false, isAsking = false, lastWord = "", timer = 0;
+let isFrozen = false, isAsking = false, lastMessage = "", timer = 0;
 
 function say(kind, word, detail) {
   $("status").dataset.kind = $("detail").dataset.kind = kind;
@@ -616,7 +616,7 @@ function showState({ state, metrics }) {
   const detail = `${count(report.num_running)} running, ${count(report.num_waiting)} waiting, `
     + `${report.steps_in_flight} steps in flight, ${count(state.num_steps)} steps and `
     + `${count(state.num_preemptions)} preemptions so far`;
-  if (report.pause !== "unpaused") say("warn", "paused", `${detail}; somebody has paused the engine (${report.pause}).`);
+  if (report.pause !== "unpaused") say("warn", "paused", `${detail}; the engine has been paused (${report.pause}).`);
   else if (busy && report.idle_s > STALLED_S) say("bad", "stalled", `No request has advanced for ${seconds(report.idle_s)}; ${detail}.`);
   else if (busy) say("good", "serving", `${detail}.`);
   else say("wait", "idle", `No requests; ${count(state.num_steps)} steps and ${count(state.num_preemptions)} preemptions so far.`);
@@ -632,23 +632,23 @@ function showEngines(number) {
 }
 
 async function showProblem(error) {
-  if (!(error instanceof Refusal)) {
-    const last = lastWord ? ` The last it said: ${lastWord}` : " Trying again every second.";
+  if (!(error instanceof HttpError)) {
+    const last = lastMessage ? ` Its last message: ${lastMessage}` : " Retrying every second.";
     return say("bad", "unreachable", `The gateway does not answer (${error.message}).${last}`);
   }
   if (error.status === 401) {
     if (sessionStorage.getItem("longshore-key")) {
       sessionStorage.removeItem("longshore-key");
-      setText($("refused"), "That key is not known here.");
+      setText($("refused"), "Unknown API key.");
     }
     $("unlock").hidden = false;
     $("key").focus();
-    return say("wait", "locked", "The data needs a key; the page does not.");
+    return say("wait", "locked", "Enter an API key to see the data.");
   }
   if (error.status === 504) return say("bad", "silent", error.message);
-  lastWord = error.message;
+  lastMessage = error.message;
   if (error.status !== 503) return say("bad", "error", error.message);
-  const reason = await ask("ready").catch((refusal) => refusal.message);
+  const reason = await ask("ready").catch((error) => error.message);
   const isStarting = /still starting/.test(reason) || reason.trim() === "ready";
   say(isStarting ? "wait" : "bad", isStarting ? "starting" : "gone", isStarting ? reason : error.message);
 }
@@ -679,7 +679,7 @@ $("unlock").addEventListener("submit", (event) => {
 $("freeze").addEventListener("click", () => {
   isFrozen = !isFrozen;
   $("freeze").setAttribute("aria-pressed", String(isFrozen));
-  if (isFrozen) say("warn", "frozen", "The picture stands still; the server goes on.");
+  if (isFrozen) say("warn", "frozen", "Updates are stopped; the server continues.");
   else poll();
 });
 $("choose").addEventListener("change", () => { location.search = `?engine=${$("choose").value}`; });

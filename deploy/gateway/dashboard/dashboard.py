@@ -1,8 +1,8 @@
-"""The dashboard: one page that shows, live, what the engine does with its KV blocks.
+"""The dashboard: a live page that shows how the engine uses its KV blocks.
 
-The page is `dashboard.html` with its style and script put in, so that it is one file that asks for
-nothing else; a content security policy allows these two texts and no others. It asks for
-`/dashboard/state` once a second while somebody looks at it, and nothing is made unless it asks.
+The page is `dashboard.html` with its style and script inlined, so that it loads nothing else; a
+content security policy allows only these two. It fetches `/dashboard/state` once a second while it
+is visible; the engine is queried only then.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ from longshore.protocol.statistics import (
 _FILES: Final = Path(__file__).resolve().parent
 _COMPRESSION: Final = 1
 
-Said = TypeVar("Said")
+ResultT = TypeVar("ResultT")
 
 
 class DashboardState(msgspec.Struct, frozen=True):
-    """What the page shows beside `/metrics`; see `BlockSnapshot`.
+    """The data of the page in addition to `/metrics`; see `BlockSnapshot`.
 
-    state_names: of the blocks' states, by number.
-    states:      a byte per block, deflated, as base64.
+    state_names: names of the block states, by number.
+    states:      one byte per block, deflated, as base64.
     block_ids:   little-endian int32, deflated, as base64.
     """
 
@@ -61,8 +61,8 @@ class DashboardState(msgspec.Struct, frozen=True):
 
 
 class Dashboard:
-    """The two routes. service: None as long as there is no engine; timeout_s: how long a
-    scheduler may take to answer."""
+    """The two routes. service: returns None until the engine is ready; timeout_s: seconds that a
+    scheduler has to answer."""
 
     def __init__(self, service: Callable[[], Service | None], timeout_s: float) -> None:
         self._service = service
@@ -76,44 +76,45 @@ class Dashboard:
         }
 
     async def page(self, request: Request) -> Response:
-        """The page; it asks for a key itself where the state needs one."""
+        """The page. It needs no key; it asks the user for one if the state needs it."""
         return Response(self._page, media_type="text/html", headers=self._headers)
 
     async def state(self, request: Request) -> Response:
         """`DashboardState` as JSON."""
         service = self._service()
         if service is None:
-            raise unavailable("the engine is still starting; /ready tells when it serves")
-        engine, num_engines = engine_asked(request, service) or 0, len(service.client)
-        block_map = await scheduler_says(
+            raise unavailable("the engine is still starting; /ready shows the progress")
+        engine, num_engines = requested_engine(request, service) or 0, len(service.client)
+        block_snapshot = await ask_scheduler(
             service.client.describe_blocks(self._timeout_s, engine),
             self._timeout_s,
             Replica(engine, num_engines).scheduler,
         )
         content = await asyncio.to_thread(
-            encode_state, service.model_name, block_map, num_engines=num_engines
+            encode_state, service.model_name, block_snapshot, num_engines=num_engines
         )
         return Response(
             content, media_type="application/json", headers={"cache-control": "no-store"}
         )
 
 
-def engine_asked(request: Request, service: Service) -> int | None:
-    """The query's number; None without one. Raises ApiError 404 for none of those here."""
-    asked, num_engines = request.query_params.get("engine"), len(service.client)
-    if asked is None:
+def requested_engine(request: Request, service: Service) -> int | None:
+    """The number in the query `engine`; None without one. Raises ApiError 404 if unknown."""
+    given, num_engines = request.query_params.get("engine"), len(service.client)
+    if given is None:
         return None
-    if asked not in map(str, range(num_engines)):
+    if given not in map(str, range(num_engines)):
         raise ApiError(
             404,
-            f"engine={asked!r} is none of the {num_engines} here; they are numbered from 0",
+            f"engine={given!r} does not exist; the engines are 0 to {num_engines - 1}",
             param="engine",
         )
-    return int(asked)
+    return int(given)
 
 
-async def scheduler_says(answer: Awaitable[Said], timeout_s: float, name: str) -> Said:
-    """What the scheduler called `name` answers; ApiError 504 if it is silent, 503 if it is gone."""
+async def ask_scheduler(answer: Awaitable[ResultT], timeout_s: float, name: str) -> ResultT:
+    """The answer of the scheduler process `name`. Raises ApiError: 504 if it does not answer, 503
+    if it has died."""
     try:
         return await answer
     except TimeoutError:
@@ -126,24 +127,24 @@ async def scheduler_says(answer: Awaitable[Said], timeout_s: float, name: str) -
         raise unavailable(str(error)) from error
 
 
-def encode_state(model: str, block_map: BlockSnapshot, *, num_engines: int = 1) -> bytes:
-    """A `DashboardState` as JSON. Takes milliseconds where there are a million blocks."""
+def encode_state(model: str, block_snapshot: BlockSnapshot, *, num_engines: int = 1) -> bytes:
+    """A `DashboardState` as JSON. Takes milliseconds with a million blocks."""
     state = DashboardState(
         model=model,
         version=longshore.__version__,
         num_engines=num_engines,
-        report=block_map.report,
+        report=block_snapshot.report,
         state_names=tuple(state.name.lower() for state in BlockState),
-        states=_packed(block_map.states),
-        groups=block_map.groups,
-        holders=block_map.holders,
-        block_ids=_packed(block_map.block_ids),
-        num_steps=block_map.num_steps,
-        num_preemptions=block_map.num_preemptions,
-        num_prefix_queried_tokens=block_map.num_prefix_queried_tokens,
-        num_prefix_hit_tokens=block_map.num_prefix_hit_tokens,
+        states=_packed(block_snapshot.states),
+        groups=block_snapshot.groups,
+        holders=block_snapshot.holders,
+        block_ids=_packed(block_snapshot.block_ids),
+        num_steps=block_snapshot.num_steps,
+        num_preemptions=block_snapshot.num_preemptions,
+        num_prefix_queried_tokens=block_snapshot.num_prefix_queried_tokens,
+        num_prefix_hit_tokens=block_snapshot.num_prefix_hit_tokens,
     )
-    report = msgspec.structs.asdict(block_map.report)  # an empty list is shown too
+    report = msgspec.structs.asdict(block_snapshot.report)  # as a dict, JSON includes empty lists
     return msgspec.json.encode(msgspec.structs.asdict(state) | {"report": report})
 
 
@@ -153,7 +154,7 @@ def _packed(array: UInt8Array | Int32Array) -> str:
 
 
 def _read_page() -> tuple[str, str]:
-    """The page, and the policy that its style and script fit."""
+    """The page, and the content security policy with the hashes of its style and script."""
     page = (_FILES / "dashboard.html").read_text()
     sources = {}
     for kind, suffix in (("style", "css"), ("script", "js")):

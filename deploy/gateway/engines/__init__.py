@@ -1,1 +1,1 @@
-"""The engines behind a gateway: connections, choice, metrics."""
+"""The engines of a gateway: connections, load balancing, metrics; and the other gateways."""

@@ -1,7 +1,7 @@
 """The gateway's end of the channel to a scheduler, on an asyncio loop.
 
-Says hello until the engine answers, then carries requests there and tokens back. That the engine
-has died is seen on the connection itself, which the kernel closes with the process.
+Performs the handshake, then sends requests and receives tokens. The death of the engine shows as a
+disconnect, because the kernel closes the connection with the process.
 """
 
 import asyncio
@@ -43,12 +43,12 @@ logger = logging.getLogger(__name__)
 class EngineClient:
     """One engine. Create it inside a running loop.
 
-    death:    set when the engine is gone; nothing can be submitted then.
-    seeds:    of requests that have none.
-    on_stats: gets the engine's statistics, about once per second while anything changes, behind
-              the ends that they know of.
-    why_stopped: the supervisor's reason for stopping the engine, when it has one; the scheduler
-              itself, told to stop, does not know it.
+    death:    set when the engine has died; nothing can be submitted then.
+    seeds:    source of seeds for requests without one.
+    on_stats: called with the engine's statistics, about once per second while anything changes,
+              after the finished requests that they count.
+    why_stopped: returns the supervisor's reason for stopping the engine, if any; the scheduler
+              itself does not know it.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class EngineClient:
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._channel: Channel[ToEngine, ToClient] = Channel(socket, ToClient)
         self._requests = LiveRequests(seeds)
-        self._steps: list[EngineOutputs] = []  # received and not handed out
+        self._steps: list[EngineOutputs] = []  # received and not delivered yet
         self._on_stats = on_stats
         self._why_stopped = why_stopped
         self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._report: asyncio.Future[EngineReport] | None = None
-        self._block_map: asyncio.Future[BlockSnapshot] | None = None
+        self._block_snapshot: asyncio.Future[BlockSnapshot] | None = None
         self.death: EngineDead | None = None
         self._watcher = SocketWatcher(socket, self._receive)
         self._monitor_watcher = SocketWatcher(self._monitor, self._disconnected)
@@ -85,23 +85,23 @@ class EngineClient:
         return await asyncio.shield(self._ready)
 
     async def describe(self, timeout_s: float) -> EngineReport:
-        """The engine's state in its own words. Raises TimeoutError if the scheduler does not
-        answer in time, EngineDead if there is none."""
+        """The engine's report. Raises TimeoutError if the scheduler does not answer in time,
+        EngineDead if the engine has died."""
         if self.death is not None:
             raise self.death
-        if self._report is None:  # else somebody has asked and waits
+        if self._report is None:  # else share the answer to the pending query
             self._report = asyncio.get_running_loop().create_future()
             self._send(DescribeEngine())
         return await asyncio.wait_for(asyncio.shield(self._report), timeout_s)
 
     async def describe_blocks(self, timeout_s: float) -> BlockSnapshot:
-        """What every KV block is used for. Raises as `describe` does."""
+        """The state of every KV block. Raises as `describe` does."""
         if self.death is not None:
             raise self.death
-        if self._block_map is None:
-            self._block_map = asyncio.get_running_loop().create_future()
+        if self._block_snapshot is None:
+            self._block_snapshot = asyncio.get_running_loop().create_future()
             self._send(DescribeBlocks())
-        return await asyncio.wait_for(asyncio.shield(self._block_map), timeout_s)
+        return await asyncio.wait_for(asyncio.shield(self._block_snapshot), timeout_s)
 
     def submit(
         self,
@@ -110,7 +110,7 @@ class EngineClient:
         sampling: SamplingParams,
         **fields: Unpack[RequestFields],
     ) -> LiveRequest:
-        """Queue one request; see `LiveRequests.open`. Raises EngineDead if there is no engine."""
+        """Queue one request; see `LiveRequests.open`. Raises EngineDead."""
         if self.death is not None:
             raise self.death
         live, message = self._requests.open(
@@ -123,10 +123,10 @@ class EngineClient:
         return live
 
     def abort(self, requests: Sequence[LiveRequest]) -> None:
-        """End those that are still live; the scheduler frees their blocks within a step."""
+        """Abort those that are still live; the scheduler frees their blocks within a step."""
         message = self._requests.abort(requests)
         if message is not None and self.death is None:
-            with contextlib.suppress(EngineDead):  # then they have ended already
+            with contextlib.suppress(EngineDead):  # then they have failed already
                 self._send(message)
 
     def stop(self, live: LiveRequest, num_tokens: int) -> None:
@@ -136,8 +136,8 @@ class EngineClient:
             with contextlib.suppress(EngineDead):
                 self._send(message)
 
-    def give_up(self, reason: str) -> None:
-        """End every live request with `reason`; nothing can be submitted any more."""
+    def shut_down(self, reason: str) -> None:
+        """Fail every live request with `reason`, and accept no more."""
         self._die(EngineDead(reason))
 
     def _send(self, message: ToEngine) -> None:
@@ -154,60 +154,60 @@ class EngineClient:
                 case EngineOutputs():
                     self._steps.append(message)
                     if message.stats is not None:
-                        self._hand_out()
+                        self._deliver()
                         self._on_stats(message.stats)
                 case EngineReport():
                     if self._report is not None:
                         self._report.set_result(message)
                         self._report = None
                 case BlockSnapshot():
-                    if self._block_map is not None:
-                        self._block_map.set_result(message)
-                        self._block_map = None
+                    if self._block_snapshot is not None:
+                        self._block_snapshot.set_result(message)
+                        self._block_snapshot = None
                 case EngineReady():
                     if not self._ready.done():
                         self._ready.set_result(message)
                 case Rejected(reason):
-                    if self._ready.done():  # it has dropped this client: nothing will come back
-                        self._die(EngineDead(f"the engine refuses this gateway: {reason}"))
+                    if self._ready.done():  # the engine has dropped this client
+                        self._die(EngineDead(f"the engine rejected this gateway: {reason}"))
                     else:
                         self._ready.set_exception(HandshakeRejected(reason))
                 case EngineFailed(reason):
                     self._engine_ended(reason)
                 case _:
                     assert_never(message)
-        self._hand_out()
+        self._deliver()
 
-    def _hand_out(self) -> None:
-        """All that has arrived at once: a request that got tokens in several steps while the
-        gateway was busy shows them together."""
+    def _deliver(self) -> None:
+        """Apply all received steps together: a request that got tokens in several steps while the
+        gateway was busy is notified once."""
         steps, self._steps = self._steps, []
         self._requests.apply(*steps)
 
     def _disconnected(self) -> None:
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
-            self._receive()  # what it sent before it went
+            self._receive()  # what it sent before it died
             self._engine_ended("its scheduler process has ended")
 
     def _engine_ended(self, reason: str) -> None:
-        self._die(EngineDead(f"the engine is gone: {self._why_stopped() or reason}"))
+        self._die(EngineDead(f"the engine has stopped: {self._why_stopped() or reason}"))
 
     def _die(self, death: EngineDead) -> None:
         if self.death is not None:
             return
-        self._hand_out()
+        self._deliver()
         self.death = death
-        logger.error("%s; %d live requests are lost", self.death, len(self._requests))
+        logger.error("%s; %d requests are lost", self.death, len(self._requests))
         self._requests.fail_all(self.death)
-        for answer in (self._ready, self._report, self._block_map):
+        for answer in (self._ready, self._report, self._block_snapshot):
             if answer is not None and not answer.done():
                 answer.set_exception(self.death)
-                answer.exception()  # seen, also if nobody waits any more
-        self._report = self._block_map = None
+                answer.exception()  # mark it as retrieved, for when no task awaits it
+        self._report = self._block_snapshot = None
 
     def close(self) -> None:
-        """Stop receiving. Requests that are still live stay without an end."""
+        """Stop receiving. Requests that are still live never finish."""
         self._watcher.close()
         self._monitor_watcher.close()
         self._channel.socket.disable_monitor()

@@ -1,7 +1,7 @@
-"""Schedulers and workers as Prometheus sees them: the latest statistics of each engine.
+"""Prometheus metrics of schedulers and workers: the latest statistics of each engine.
 
-The numbers are the engine's own. One that starts anew counts from zero again, and Prometheus knows
-that for what it is.
+The counts are the engine's own. After a restart they begin at zero, which Prometheus handles as a
+counter reset.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from longshore.deploy.gateway.hot_metrics import bucket_samples
+from longshore.deploy.gateway.lock_free_metrics import bucket_samples
 from longshore.protocol.statistics import (
     STEP_SECONDS_BOUNDS,
     STEP_TOKENS_BOUNDS,
@@ -23,31 +23,31 @@ from longshore.protocol.statistics import (
 )
 
 SCHEDULER_GAUGES: Final = (
-    ("num_running", "running_requests", "Requests that hold a row and are computed"),
+    ("num_running", "running_requests", "Running requests"),
     ("num_waiting", "waiting_requests", "Requests that wait for a row, blocks or a transfer"),
-    ("num_blocks", "blocks", "KV blocks of the pool, the null block included"),
-    ("num_free_blocks", "free_blocks", "KV blocks that nobody holds, cached ones included"),
-    ("kv_usage", "kv_usage_ratio", "Share of the usable KV blocks that is held, 0 to 1"),
+    ("num_blocks", "blocks", "KV blocks of the pool, including the null block"),
+    ("num_free_blocks", "free_blocks", "Free KV blocks, including cached ones"),
+    ("kv_usage", "kv_usage_ratio", "Fraction of the usable KV blocks that is held, 0 to 1"),
     (
         "steps_in_flight",
         "steps_in_flight",
-        "Plans the workers have not answered, mean over the steps since the last report",
+        "Plans that the workers have not answered, mean over the steps since the last report",
     ),
     (
         "encoder_cache_usage",
         "encoder_cache_usage_ratio",
-        "Share of the encoder cache that holds outputs, 0 to 1",
+        "Fraction of the encoder cache that holds outputs, 0 to 1",
     ),
     (
         "num_quarantined_blocks",
         "quarantined_blocks",
-        "Target blocks of loads that nobody waits for any more and that have not ended",
+        "Target blocks of loads that timed out and have not ended",
     ),
 )
 """Field of SchedulerStats, name, help."""
 SCHEDULER_COUNTERS: Final = (
     ("num_steps", "steps", "Steps planned"),
-    ("num_preemptions", "preemptions", "Times that a running request lost its row and blocks"),
+    ("num_preemptions", "preemptions", "Preemptions of running requests"),
     (
         "num_prefix_queried_tokens",
         "prefix_queried_tokens",
@@ -71,32 +71,36 @@ SCHEDULER_COUNTERS: Final = (
     (
         "num_stale_tokens",
         "stale_tokens",
-        "Tokens sampled for a request that had left its row, and dropped",
+        "Tokens sampled for a request that was no longer in its row, and dropped",
     ),
-    ("num_bad_messages", "bad_messages", "Messages dropped as malformed or a stranger's"),
+    (
+        "num_bad_messages",
+        "bad_messages",
+        "Messages dropped because they were malformed or from an unknown sender",
+    ),
     (
         "num_external_queried_tokens",
         "external_queried_tokens",
-        "Tokens the connector was asked for",
+        "Tokens looked up in the connector",
     ),
-    ("num_external_hit_tokens", "external_hit_tokens", "Tokens the connector said it has"),
-    ("num_draft_tokens", "draft_tokens", "Tokens speculated"),
-    ("num_accepted_tokens", "accepted_draft_tokens", "Speculated tokens that were right"),
+    ("num_external_hit_tokens", "external_hit_tokens", "Tokens found by the connector"),
+    ("num_draft_tokens", "draft_tokens", "Draft tokens proposed"),
+    ("num_accepted_tokens", "accepted_draft_tokens", "Draft tokens accepted"),
     (
         "num_invalid_draft_tokens",
         "invalid_draft_tokens",
-        "Speculated tokens that a grammar refused",
+        "Draft tokens rejected by a grammar",
     ),
-    ("num_rewinds", "rewinds", "Requests sent back because KV they had computed on proved wrong"),
+    ("num_rewinds", "rewinds", "Requests rewound because KV that they depend on was invalid"),
 )
 WORKER_GAUGES: Final = (
     (
         "longest_step_s",
         "longest_step_seconds",
-        "Longest step of the last second in which the worker stepped",
+        "Longest step in the last second with steps of the worker",
     ),
-    ("resident_bytes", "resident_memory_bytes", "Host memory of the worker's process"),
-    ("device_bytes", "device_memory_bytes", "Memory the worker holds of its GPU; 0 on a CPU"),
+    ("resident_bytes", "resident_memory_bytes", "Host memory of the worker process"),
+    ("device_bytes", "device_memory_bytes", "GPU memory that the worker holds; 0 on a CPU"),
 )
 """Field of WorkerStats, name, help."""
 
@@ -112,7 +116,7 @@ class EngineMetrics:
         self._latest: dict[str, SchedulerStats] = {}
 
     def observe(self, engine: str, stats: SchedulerStats) -> None:
-        """An engine's latest statistics replace the ones before."""
+        """Replace an engine's statistics by its latest ones."""
         self._latest[engine] = stats
 
     def collect(self) -> Iterable[Metric]:
@@ -135,7 +139,7 @@ class EngineMetrics:
         )
         yield self._histogram(
             "longshore_worker_step_tokens",
-            "Tokens that the worker computed in a step, of prompts and of answers",
+            "Tokens that the worker computed in a step, prompt and output together",
             lambda stats: bucket_samples(STEP_TOKENS_BOUNDS, stats.steps_by_tokens),
             lambda stats: stats.num_tokens,
         )

@@ -1,4 +1,4 @@
-"""The engines behind one gateway, used as if they were one."""
+"""The engines of one gateway, used as if they were one."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -20,12 +20,13 @@ from longshore.protocol.transport.channel import Endpoint
 
 
 class Engines:
-    """Each prompt goes to one engine, its forks (samples, beams) to the same one. Create it inside
-    a running loop.
+    """Sends each prompt to one engine, and its forks (samples, beams) to the same one. Create it
+    inside a running loop.
 
-    number, num_gateways: of this gateway, and how many use the engines.
-    seed:     makes the seeds repeatable that requests without one get; each gateway has others.
-    on_stats: gets an engine's number and its statistics.
+    number, num_gateways: number of this gateway, and of gateways that use the engines.
+    seed:     makes the seeds reproducible that requests without a seed get; they differ between
+              gateways.
+    on_stats: called with an engine's number and its statistics.
     why_stopped: see EngineClient.
     """
 
@@ -70,18 +71,18 @@ class Engines:
 
     @property
     def death(self) -> EngineDead | None:
-        """Of the first engine that is gone: the deployment ends with it."""
+        """Death of the first engine that has died, which ends the deployment."""
         return next((c.death for c in self.clients if c.death is not None), None)
 
     @property
     def num_own_requests(self) -> int:
-        """Requests of this gateway that have not ended."""
+        """Live requests of this gateway."""
         return sum(client.num_live_requests for client in self.clients)
 
     @property
     def num_live_requests(self) -> int:
-        """Requests of the deployment: those of this gateway, and of others what the engines have
-        said last."""
+        """Live requests of the deployment; those of other gateways as of the engines' last
+        report."""
         return self.num_own_requests + self._choice.num_others
 
     async def wait_until_ready(self) -> EngineReady:
@@ -104,8 +105,8 @@ class Engines:
         sampling: SamplingParams,
         **fields: Unpack[RequestFields],
     ) -> LiveRequest:
-        """Queue one request where there is least to do, or where the one is that it forks; see
-        `LiveRequests.open`. Raises EngineDead if there is no engine."""
+        """Queue one request at the least loaded engine, or a fork at its parent's engine; see
+        `LiveRequests.open`. Raises EngineDead."""
         fork_of = fields.get("fork_of")
         engine = self._choose() if fork_of is None else fork_of.engine
         live = self.clients[engine].submit(
@@ -148,10 +149,10 @@ class Engines:
         """See EngineClient."""
         self.clients[live.engine].stop(live, num_tokens)
 
-    def give_up(self, reason: str) -> None:
+    def shut_down(self, reason: str) -> None:
         """See EngineClient."""
         for client in self.clients:
-            client.give_up(reason)
+            client.shut_down(reason)
 
     def close(self) -> None:
         """See EngineClient."""

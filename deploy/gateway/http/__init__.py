@@ -1,1 +1,1 @@
-"""HTTP itself: connections, exchanges, bodies."""
+"""HTTP: connections, exchanges, bodies."""

@@ -1,10 +1,10 @@
-"""One HTTP connection: uvicorn's, with bounds on what a client may send before it is looked at.
+"""uvicorn's HTTP connection, with limits on what a client may send and how slowly.
 
-Heads (and trailers) are limited in size, for the parser would collect them without end, and a
-connection that does not bring one, or brings a body by drops, is closed, for descriptors are few.
-So is one whose client does not read its answer. Requests are not pipelined: behind one that is
-being answered, uvicorn stops reading, and would not notice that the client has gone; so the
-connection ends with that answer, and the client sends the rest anew.
+Heads and trailers are limited in size, because the parser would buffer them without limit. A
+connection is closed if no head arrives, if a body arrives too slowly, or if the client does not
+read its response, because file descriptors are scarce. Requests are not pipelined: while a
+pipelined request waits, uvicorn stops reading and would not notice a disconnect. The connection is
+closed after the current response instead, and the client sends the other requests again.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from longshore.deploy.gateway.http.exchange import OUTLET_KEY, ClientGone
 
 MAX_HEAD_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 20.0
-# A body that is on its way brings so much in so long: no link that works is slower.
+# The least that must arrive of a body in this time; no working connection is slower.
 BODY_TIMEOUT_S: Final = 20.0
 MIN_BODY_BYTES: Final = 1 << 10
 
@@ -28,11 +28,11 @@ _TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\nconten
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Counts what arrives between two parts of a request that the gateway gets to see, and is the
-    `Outlet` of the answer.
+    """Counts the bytes that arrive between two events of the parser, and is the `Outlet` of the
+    response.
 
-    unread_timeout_s: how long a client may read nothing of what more than fills the connection, or
-                      of what is left of an answer that has been written.
+    unread_timeout_s: seconds after which a client is disconnected that reads nothing while the
+                      connection's buffers are full, or while a written response is unread.
     """
 
     def __init__(self, *args: Any, unread_timeout_s: float, **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _await_head(self) -> None:
-        """The client has a while to say what it wants; then it makes room for others."""
+        """Close the connection if no head arrives in time."""
         self._stop_waiting()
         self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close)
 
@@ -108,12 +108,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._watch_reader()
 
     def _close(self) -> None:
-        """Once the client has read what was written."""
+        """Close once the client has read what was written."""
         self.transport.close()
         self._watch_reader()
 
     def _watch_reader(self) -> None:
-        """From now on it must read, until nothing is left."""
+        """Require the client to read until nothing is left."""
         self._stop_watching()
         num_unread = self.transport.get_write_buffer_size()
         if num_unread:
@@ -148,7 +148,7 @@ class BoundedConnection(HttpToolsProtocol):
         if not self._is_pipelined:
             self._await_head()
             if not self.flow.write_paused:
-                self._stop_watching()  # a client that asks anew has read its answer
+                self._stop_watching()  # a client that sends a request has read its response
             super().on_message_begin()
             self.scope[OUTLET_KEY] = self  # type: ignore[typeddict-unknown-key]
 

@@ -1,7 +1,7 @@
-"""One HTTP exchange on bare ASGI: a bounded body in, JSON or a stream of events out.
+"""One HTTP exchange on bare ASGI: reads a bounded body, sends JSON or a stream of events.
 
-While an answer is computed the connection is watched: when the client goes, the work is cancelled
-at once, also if it has nothing to send at that moment.
+While an answer is computed the connection is watched: when the client disconnects, the work is
+cancelled at once, even if there is nothing to send.
 """
 
 import asyncio
@@ -19,33 +19,33 @@ _TEXT: Final = (b"content-type", b"text/plain; charset=utf-8")
 _STREAM_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy that collects events would hold tokens back
+    (b"x-accel-buffering", b"no"),  # a buffering proxy would delay tokens
 )
 
 
 OUTLET_KEY: Final = "longshore.outlet"
-"""Where a scope has its connection's `Outlet`."""
+"""Key of the connection's `Outlet` in a scope."""
 
 
 class ClientGone(Exception):
-    """The client closed the connection before the answer was complete."""
+    """The client disconnected before the response was complete."""
 
 
 class Outlet(Protocol):
-    """A connection, for parts of a response that has begun: a token costs a good part of what
-    handing it through ASGI's `send` does.
+    """A connection, for writing parts of a response that has begun. Bypasses ASGI's `send`, which
+    costs a large part of what a token costs.
 
-    is_writable: the client is there and reads what it gets.
+    is_writable: the client is connected and reads fast enough.
     """
 
     @property
     def is_writable(self) -> bool: ...
 
     def write_part(self, data: bytes) -> None:
-        """Never blocks, and does not look whether it should. Raises ClientGone."""
+        """Write without blocking, regardless of `is_writable`. Raises ClientGone."""
 
     async def until_read(self) -> None:
-        """Until the client has read enough of what was written, or has gone."""
+        """Wait until the client has read enough of what was written, or disconnects."""
 
 
 class Exchange:
@@ -59,8 +59,8 @@ class Exchange:
         self._outlet: Outlet = scope[OUTLET_KEY]
 
     async def read_body(self, max_bytes: int, setting: str) -> bytes:
-        """The whole body. Raises ApiError 413, naming the setting that limits it, as soon as it is
-        known to be longer."""
+        """The whole body. Raises ApiError 413, naming the setting that limits it, as soon as the
+        body is known to be larger."""
         for name, value in self.scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value) > max_bytes:
                 raise _too_large(max_bytes, setting)
@@ -78,7 +78,7 @@ class Exchange:
                 return b"".join(chunks)
 
     async def run_while_connected(self, work: Awaitable[None]) -> None:
-        """Await `work`, or cancel it and raise ClientGone when the client goes first."""
+        """Await `work`, or cancel it and raise ClientGone if the client disconnects first."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(self._wait_until_gone())
         try:
@@ -98,11 +98,11 @@ class Exchange:
     async def send_json(
         self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()
     ) -> None:
-        """The whole response."""
+        """Send the whole response."""
         await self._send_whole(status, (_JSON, *headers), body)
 
     async def send_text(self, text: str) -> None:
-        """The whole response, 200."""
+        """Send the whole response, with status 200."""
         await self._send_whole(200, (_TEXT,), text.encode())
 
     async def _send_whole(
@@ -112,7 +112,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def send_error(self, error: ApiError) -> None:
-        """The whole response, or the last event of a stream that has begun."""
+        """Send the error as the whole response, or as the last event of a stream that has begun."""
         note_failure(error)
         if self.status is None:
             await self.send_json(error.json(), error.status, error.headers)
@@ -122,23 +122,23 @@ class Exchange:
                 await self.end_stream()
 
     async def start_stream(self) -> None:
-        """Status 200; events follow."""
+        """Begin a stream of events, with status 200."""
         await self._start(200, _STREAM_HEADERS)
 
     async def send_events(self, *events: bytes) -> None:
-        """Server-sent events, by their data; waits while the client reads too slowly."""
+        """Send server-sent events, given by their data; waits while the client reads too slowly."""
         self.write_events(*events)
         if not self._outlet.is_writable:
             await self._outlet.until_read()
 
     @property
     def is_writable(self) -> bool:
-        """The response has begun and the client keeps up with it, so that `write_events` is as good
-        as `send_events`."""
+        """The response has begun and the client keeps up with it: `write_events` may be used
+        instead of `send_events`."""
         return self.status is not None and self._outlet.is_writable
 
     def write_events(self, *events: bytes) -> None:
-        """Server-sent events, however slowly the client reads. Raises ClientGone."""
+        """Write server-sent events without waiting for the client to read. Raises ClientGone."""
         if events:
             self._outlet.write_part(b"".join([b"data: %b\n\n" % data for data in events]))
 
@@ -154,5 +154,5 @@ class Exchange:
 
 def _too_large(max_bytes: int, setting: str) -> ApiError:
     return ApiError(
-        413, f"the request body is larger than the {max_bytes} bytes accepted here (--{setting})"
+        413, f"the request body is larger than the limit of {max_bytes} bytes (--{setting})"
     )

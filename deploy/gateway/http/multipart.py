@@ -1,4 +1,4 @@
-"""A multipart/form-data body, as files are uploaded: one file and a few small fields."""
+"""Parses multipart/form-data bodies: one uploaded file and a few small fields."""
 
 import re
 from collections.abc import Callable
@@ -10,22 +10,22 @@ from longshore.deploy.requests.audio import require_extra
 
 MAX_FIELDS: Final = 64
 MAX_FIELD_BYTES: Final = 64 << 10
-# A name in another charset (RFC 5987), which the parser's options leave out.
+# A filename in another charset (RFC 5987), which the parser does not report.
 _QUOTED: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _EXTENDED_FILENAME: Final = re.compile(rb";\s*filename\*", re.IGNORECASE)
 
 
 @dataclass
 class Form:
-    """files and fields by name, in order; a field may come several times."""
+    """Files and fields by name, in order; a field may occur several times."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     fields: list[tuple[str, str]] = field(default_factory=list)
 
 
 def parse_form(content_type: bytes, body: bytes) -> Form:
-    """Raises ApiError for a body that is none, ConfigError if the extra `audio` is missing. Takes
-    a while for a large file; to be called on another thread."""
+    """Raises ApiError for an invalid body, ConfigError if the extra `audio` is missing. Slow for
+    large files: call it on another thread."""
     (multipart,) = require_extra("python_multipart.multipart")
     kind, options = multipart.parse_options_header(content_type)
     boundary = options.get(b"boundary")
@@ -46,7 +46,7 @@ def parse_form(content_type: bytes, body: bytes) -> Form:
 
 
 class _Parts:
-    """Collects what the parser finds."""
+    """Collects the parts that the parser reports."""
 
     def __init__(self, options_of: Callable[[bytes], dict[bytes, bytes]]) -> None:
         self.form = Form()
@@ -93,13 +93,13 @@ class _Parts:
             raise invalid("a part of the form has no name")
         if self._is_file:
             if self._name in self.form.files:
-                raise invalid(f"the form has several files as {self._name!r}; send one")
+                raise invalid(f"the form has several files {self._name!r}; send one")
             self.form.files[self._name] = data
             return
         if len(data) > MAX_FIELD_BYTES:
             raise invalid(
-                f"the form's field {self._name!r} is longer than {MAX_FIELD_BYTES} bytes (a file "
-                "needs a filename)",
+                f"the form field {self._name!r} is longer than {MAX_FIELD_BYTES} bytes (if it is "
+                "a file, send it with a filename)",
                 param=self._name,
             )
         self.form.fields.append((self._name, data.decode()))

@@ -1,1 +1,1 @@
-"""The OpenAI API: bodies in, answers out."""
+"""The OpenAI-compatible API: endpoints, request bodies, responses."""

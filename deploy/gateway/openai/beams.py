@@ -1,4 +1,4 @@
-"""Beam search over HTTP: the answers to one request, found together at its end."""
+"""Beam search over HTTP: all answers to one request, returned together at its end."""
 
 import asyncio
 import time
@@ -30,8 +30,8 @@ from longshore.protocol.outputs import FinishReason
 
 
 class BeamGeneration:
-    """As `Generation`, for a spec that has `beams`: `num_samples` answers to each prompt, the best
-    first, each as one piece."""
+    """Like `Generation`, for a spec with `beams`: `num_samples` answers per prompt, best first,
+    each as one piece."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class BeamGeneration:
             search.close()
 
     async def pieces(self, _: ShowAtOnce | None = None) -> AsyncIterator[list[Piece]]:
-        """All answers, once all searches are over. Raises ApiError when the engine fails or
-        refuses."""
+        """All answers, once all searches are complete. Raises ApiError if the engine fails or
+        rejects a request."""
         live = list(self._searches)
         while live:
             await self._changed.wait()
@@ -140,7 +140,7 @@ class BeamGeneration:
         return text.append(token_ids) + text.finish()
 
     def usage(self) -> Usage:
-        """Of the answers that are given; tokens of beams that were not are nobody's."""
+        """Usage of the returned answers; tokens of other beams are not counted."""
         return usage(
             sum(map(len, self._spec.prompts)),
             self._num_output_tokens,

@@ -57,7 +57,7 @@ class ChatEndpoint(GenerationEndpoint[ChatRequest]):
 
 
 class ChatWriter(ResponseWriter):
-    """Chat completions: in a stream first the role, then text, then the reason for the end."""
+    """Chat completions. A stream has first the role, then text, then the finish reason."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The messages of a chat, as OpenAI's API has them, and as chat templates know them."""
+"""The messages of a chat, in OpenAI's format and as input of chat templates."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -11,15 +11,15 @@ MAX_MESSAGES: Final = 16_384
 
 
 class ContentPart(msgspec.Struct):
-    """A piece of a message's content; only type `text` is served."""
+    """A part of a message's content; only type `text` is supported."""
 
     type: str
     text: str | None = None
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """One turn. `name` and `refusal` are accepted as the API defines them; of what is not supported
-    the empty values are, because clients send an answer back as they got it."""
+    """One message. `name` and `refusal` are accepted as the API defines them. Unsupported fields
+    are accepted if empty, because clients send answers back as they got them."""
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -32,18 +32,18 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     tool_calls: Any = None
 
     def as_template_input(self, position: int) -> dict[str, object]:
-        """The message as chat templates know it. Raises ApiError for what cannot be served."""
+        """The message for chat templates. Raises ApiError for what is not supported."""
         role = "system" if self.role == "developer" else self.role
         if role not in ("system", "user", "assistant"):
             raise invalid(
-                f"messages[{position}].role is {self.role!r}; served are system, developer, user "
-                "and assistant (tools are not supported yet)",
+                f"messages[{position}].role is {self.role!r}; supported are system, developer, "
+                "user and assistant (tools are not supported yet)",
                 param="messages",
             )
         for name in ("annotations", "audio", "function_call", "tool_call_id", "tool_calls"):
             if getattr(self, name) not in (None, []):
                 raise invalid(
-                    f"messages[{position}].{name} is not supported; leave it out",
+                    f"messages[{position}].{name} is not supported; remove it",
                     param="messages",
                     code="unsupported_parameter",
                 )
@@ -66,12 +66,12 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def template_input(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
-    """A chat as templates know it. Raises ApiError for what cannot be served."""
+    """The messages for chat templates. Raises ApiError for what is not supported."""
     if not messages:
         raise invalid("messages is empty; a chat needs at least one", param="messages")
     if len(messages) > MAX_MESSAGES:
         raise invalid(
-            f"messages is a list of {len(messages)}; at most {MAX_MESSAGES} are taken",
+            f"messages has {len(messages)} items; at most {MAX_MESSAGES} are allowed",
             param="messages",
         )
     return [message.as_template_input(i) for i, message in enumerate(messages)]

@@ -30,7 +30,7 @@ from longshore.deploy.requests.token_scores import TokenScore
 
 
 class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
-    """`n` answers per prompt, as choices: those of the first prompt, then those of the second."""
+    """`n` answers per prompt, as choices, ordered by prompt."""
 
     path = "/v1/completions"
     id_prefix = "cmpl"
@@ -53,8 +53,8 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
         prompts = await service.prompts.completion_prompts(request)
         if len(prompts) * num_samples > MAX_PROMPTS:
             raise invalid(
-                f"n={num_samples} answers to {len(prompts)} prompts are too many; {MAX_PROMPTS} "
-                "answers are given at once",
+                f"n={num_samples} with {len(prompts)} prompts makes too many answers; at most "
+                f"{MAX_PROMPTS} are allowed",
                 param="n",
             )
         return GenerationSpec(
@@ -78,7 +78,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
         width = request.num_samples if request.best_of is None else request.best_of
         if width < request.num_samples:
             raise invalid(
-                f"best_of={width} is less than the n={request.num_samples} answers wanted",
+                f"best_of={width} must be at least n={request.num_samples}",
                 param="best_of",
             )
         prompts = service.prompts
@@ -103,7 +103,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
         self, service: Service, request: CompletionRequest, request_id: str
     ) -> "CompletionWriter":
         with_token_ids = request.return_token_ids
-        if with_token_ids is None:  # what would be left of an answer without text?
+        if with_token_ids is None:  # without a tokenizer, answers have no text
             with_token_ids = service.tokenizer is None
         return CompletionWriter(
             request,
@@ -129,7 +129,7 @@ class CompletionWriter(ResponseWriter):
         self._request = request
         self._tokenizer = tokenizer
         self._logprobs = LogprobsWriter(tokenizer)
-        self._offsets: dict[int, int] = {}  # by choice, of its next token
+        self._offsets: dict[int, int] = {}  # text offset of the next token, by choice
         self._frame = CompletionResponse(
             id=request_id,
             created=int(time.time()),

@@ -1,7 +1,7 @@
-"""POST /v1/embeddings: texts or token ids in, a vector of each out.
+"""POST /v1/embeddings: returns an embedding of each text or list of token ids.
 
-Each input is a request to the engine, of which so many run side by side; their vectors go back
-together, in order.
+Each input is a request to the engine. A limited number of them run at a time; the embeddings are
+returned together, in order.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ import numpy as np
 
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.exchange import Exchange
-from longshore.deploy.gateway.http.front_door import request_id_of, trace_headers_of
 from longshore.deploy.gateway.http.json_body import read_json_body
+from longshore.deploy.gateway.http.middleware import request_id_of, trace_headers_of
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.endpoint import (
-    Endpoint,
+    ApiEndpoint,
     Service,
+    check_capacity,
     check_model,
-    check_room,
     num_at_a_time,
     within,
 )
@@ -51,18 +51,18 @@ from longshore.protocol.requests import PoolingParams
 
 MAX_INPUTS: Final = 2048
 MAX_IN_FLIGHT: Final = 256
-"""Inputs of one request that the engine has at a time, so that many do not fill its queue"""
+"""Limit of inputs of one request in the engine at a time, so that they do not fill its queue."""
 
 MAX_INLINE_ELEMENTS: Final = 65_536
-"""Of vectors that are written on the loop; more are written on another thread."""
+"""Embeddings with more elements are encoded on another thread."""
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`truncate_prompt_tokens`, `add_special_tokens`, `normalize` and `priority` as in vLLM.
 
-    dimensions: leading elements of the vector, which gets length 1 again if it is normalised.
-    truncate_prompt_tokens: inputs are cut to so many tokens; -1: to what the model takes.
-    normalize:  None: as the model's folder says.
+    dimensions: number of leading elements to return, normalized again if the embedding is.
+    truncate_prompt_tokens: truncate inputs to this many tokens; -1: to the model's maximum.
+    normalize:  None: the model folder's setting.
     cache_salt, deadline_s: as for completions.
     """
 
@@ -78,11 +78,11 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     deadline_s: float | None = None
 
     def inputs(self) -> list[str | TokenIds]:
-        """Every input by itself. Raises ApiError as `each_of` does."""
+        """The list of inputs. Raises ApiError as `each_of` does."""
         return each_of(self.input, "input", MAX_INPUTS)
 
 
-class Embedding(msgspec.Struct, frozen=True):
+class EmbeddingItem(msgspec.Struct, frozen=True):
     """A list of numbers, or the base64 of little-endian float32s."""
 
     index: int
@@ -97,14 +97,14 @@ class EmbeddingUsage(msgspec.Struct, frozen=True):
 
 
 class EmbeddingResponse(msgspec.Struct, frozen=True, kw_only=True):
-    data: list[Embedding]
+    data: list[EmbeddingItem]
     model: str
     usage: EmbeddingUsage
     object: str = "list"
 
 
-class EmbeddingsEndpoint(Endpoint):
-    """Served by every model that takes text, beside completions."""
+class EmbeddingsEndpoint(ApiEndpoint):
+    """Available for every model that takes text."""
 
     path = "/v1/embeddings"
 
@@ -112,7 +112,7 @@ class EmbeddingsEndpoint(Endpoint):
         body = await read_json_body(exchange, service.max_body_bytes)
         if service.embedding is None:
             raise invalid(
-                f"{service.model_name} turns audio into text and gives no vectors; "
+                f"{service.model_name} is a speech model and has no embeddings; "
                 f"{self.path} is for models that take text",
                 param="model",
             )
@@ -142,7 +142,7 @@ class EmbeddingsEndpoint(Endpoint):
             prompts = await asyncio.to_thread(_token_ids, inputs, request, service)
         else:
             prompts = _token_ids(inputs, request, service)
-        check_room(1, service)
+        check_capacity(1, service)
         run = _Run(
             request_id=request_id_of(exchange.scope, "embd"),
             prompts=prompts,
@@ -175,15 +175,15 @@ class EmbeddingsEndpoint(Endpoint):
 def _token_ids(
     inputs: Sequence[str | TokenIds], request: EmbeddingRequest, service: Service
 ) -> list[TokenIds]:
-    """Of each input, fit for the model. Raises ApiError."""
+    """Valid token ids of each input. Raises ApiError."""
     prompts, tokenizer = service.prompts, service.tokenizer
-    # One less than there is room for: the engine plans a request with its next token.
+    # One less than max_model_len: the engine plans a request with its next token.
     longest = prompts.max_model_len - 1
     cut = request.truncate_prompt_tokens
     if cut is not None and cut != -1 and not 1 <= cut <= longest:
         raise invalid(
-            f"truncate_prompt_tokens={cut} must be -1, or within 1..{longest}, which this model "
-            "takes of each input",
+            f"truncate_prompt_tokens={cut} must be -1 or between 1 and {longest}, the maximum for "
+            "this model",
             param="truncate_prompt_tokens",
         )
     max_tokens = longest if cut == -1 else cut
@@ -200,7 +200,7 @@ def _token_ids(
         elif max_tokens is not None:
             ids = tokenizer.encode_cut(given, max_tokens, with_special=with_special)
         else:
-            prompts.refuse_hopeless(given, tokenizer, "input")
+            prompts.reject_too_long(given, tokenizer, "input")
             ids = tokenizer.encode(given) if with_special else tokenizer.encode_rendered(given)
         encoded.append(_checked(ids, index, longest, prompts.vocab_size))
     return encoded
@@ -211,7 +211,7 @@ def _checked(token_ids: TokenIds, index: int, longest: int, vocab_size: int) -> 
         raise invalid(f"input[{index}] has no tokens; there is nothing to embed", param="input")
     if len(token_ids) > longest:
         raise invalid(
-            f"input[{index}] has {len(token_ids)} tokens; this model takes {longest} of each. "
+            f"input[{index}] has {len(token_ids)} tokens; the maximum for this model is {longest}. "
             "Shorten it, or set truncate_prompt_tokens to -1",
             param="input",
             code="context_length_exceeded",
@@ -219,18 +219,19 @@ def _checked(token_ids: TokenIds, index: int, longest: int, vocab_size: int) -> 
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < vocab_size:
             raise invalid(
-                f"input[{index}] holds token id {token_id}; the vocabulary is 0..{vocab_size - 1}",
+                f"input[{index}] has token id {token_id}, outside the vocabulary "
+                f"(0 to {vocab_size - 1})",
                 param="input",
             )
     return token_ids
 
 
 def _written(ends: Sequence[FinishedRequest], *, as_text: bool) -> list[msgspec.Raw]:
-    """JSON of each vector."""
+    """Each embedding as JSON."""
     return [
         msgspec.Raw(
             msgspec.json.encode(
-                Embedding(
+                EmbeddingItem(
                     index,
                     base64.b64encode(end.pooled.astype(np.dtype("<f4"))).decode()
                     if as_text
@@ -243,7 +244,7 @@ def _written(ends: Sequence[FinishedRequest], *, as_text: bool) -> list[msgspec.
 
 
 class _Run(msgspec.Struct, kw_only=True):
-    """The requests of one HTTP request. As a context manager it aborts what is live at its end."""
+    """The engine requests of one HTTP request. A context manager: on exit it aborts live ones."""
 
     request_id: str
     prompts: Sequence[TokenIds]
@@ -289,7 +290,8 @@ class _Run(msgspec.Struct, kw_only=True):
             )
 
     async def ends(self) -> list[FinishedRequest]:
-        """Of all inputs, in order. Raises ApiError when the engine fails or refuses."""
+        """The results of all inputs, in order. Raises ApiError if the engine fails or rejects
+        one."""
         in_flight: list[LiveRequest] = []
         while True:
             for live in in_flight:
@@ -323,12 +325,12 @@ class _Run(msgspec.Struct, kw_only=True):
 
 
 def _check(live: LiveRequest) -> None:
-    """Raise ApiError if it ended badly."""
+    """Raise ApiError if the request failed."""
     if live.failure is not None:
         raise unavailable(str(live.failure))
     end = live.finished
     if end is None or end.reason is FinishReason.STOPPED:
         return
     if end.reason is FinishReason.IGNORED:
-        raise invalid(end.message or "the engine does not take this input", param="input")
+        raise invalid(end.message or "the engine rejected this input", param="input")
     raise ApiError(500, end.message or "the engine failed on this request")

@@ -1,4 +1,4 @@
-"""What the generation endpoints share: parse, ask the engine, answer whole or as a stream."""
+"""The base of all endpoints: parse a request, submit it, answer as a whole or as a stream."""
 
 import asyncio
 import time
@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.exchange import ClientGone, Exchange
-from longshore.deploy.gateway.http.front_door import request_id_of, trace_headers_of
 from longshore.deploy.gateway.http.json_body import read_json_body
+from longshore.deploy.gateway.http.middleware import request_id_of, trace_headers_of
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.beams import BeamGeneration
 from longshore.deploy.gateway.openai.errors import (
@@ -32,7 +32,7 @@ from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.requests import RequestT, parse_request
 from longshore.deploy.gateway.openai.responses import Usage
 from longshore.deploy.gateway.request_log import note_bug
-from longshore.deploy.gateway.text.sound_decoder import SoundDecoder
+from longshore.deploy.gateway.text.audio_decoder import AudioDecoder
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.requests.speech import SpeechModel
@@ -41,13 +41,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Service(msgspec.Struct, frozen=True):
-    """What an endpoint works with; made once the engine has answered.
+    """What endpoints need to serve requests; created once the engine is ready.
 
-    embedding: how the model turns texts into vectors; None: it takes no texts.
-    speech: of a model that turns audio into text; None: this one takes text.
-    max_audio_bytes, max_audio_s: of a file, and of its sound.
-    max_live_requests: answers under way at most, running or waiting.
-    sounds: what decodes files, within a bound of memory.
+    embedding: how the model pools embeddings; None: it takes no text.
+    speech: a speech model's features and prompts; None: the model takes text.
+    max_audio_bytes, max_audio_s: limits of an audio file's size and duration.
+    max_live_requests: limit of running and waiting requests.
+    audio_decoder: decodes audio files within a memory limit.
     """
 
     model_name: str
@@ -61,31 +61,31 @@ class Service(msgspec.Struct, frozen=True):
     max_audio_bytes: int = 25 << 20
     max_audio_s: float = 3600.0
     embedding: EmbeddingModel | None = None
-    sounds: SoundDecoder = msgspec.field(default_factory=SoundDecoder)
+    audio_decoder: AudioDecoder = msgspec.field(default_factory=AudioDecoder)
 
 
 class ResponseWriter(ABC):
-    """The bodies of one response, in the words of its endpoint."""
+    """Writes the bodies of one response in its endpoint's format."""
 
     @abstractmethod
     def first_chunks(self) -> Sequence[msgspec.Struct]:
-        """What a stream begins with, before any text."""
+        """The chunks at the beginning of a stream, before any text."""
 
     @abstractmethod
     def chunks(self, piece: Piece) -> Sequence[msgspec.Struct]:
-        """The pieces of a stream as they grow."""
+        """The chunks of a stream for one piece."""
 
     @abstractmethod
     def usage_chunk(self, usage: Usage) -> msgspec.Struct:
-        """What a stream ends with, when the client asked for usage."""
+        """The last chunk of a stream, if the client requested usage."""
 
     @abstractmethod
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> msgspec.Struct | str:
-        """The response that is no stream: JSON or plain text."""
+        """The response without streaming: JSON or plain text."""
 
 
-class Endpoint(ABC):
-    """An ASGI application for one path. `service` is None until there is an engine."""
+class ApiEndpoint(ABC):
+    """An ASGI application for one path. `service` is None until the engine is ready."""
 
     path: str
 
@@ -94,7 +94,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
-        """Read one request and answer it. Raises ApiError for what cannot be served."""
+        """Read one request and answer it. Raises ApiError if it cannot be served."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -102,19 +102,19 @@ class Endpoint(ABC):
             arrived_s = time.perf_counter()
             service = self.service
             if service is None:
-                raise unavailable("the engine is still starting; /ready tells when it serves")
+                raise unavailable("the engine is still starting; /ready shows the progress")
             await self.serve(exchange, service, arrived_s)
         except ApiError as error:
             await exchange.send_error(error)
         except ClientGone:
-            pass  # the access log says so
+            pass  # logged by the access log
         except Exception as error:
             note_bug(error)
-            await exchange.send_error(ApiError(500, "internal error; the server's log says more"))
+            await exchange.send_error(ApiError(500, "internal error; see the server's log"))
 
 
-class GenerationEndpoint(Endpoint, Generic[RequestT]):
-    """Text in, text out."""
+class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
+    """Generates text from text."""
 
     id_prefix: str
     request_type: type[RequestT]
@@ -123,23 +123,23 @@ class GenerationEndpoint(Endpoint, Generic[RequestT]):
     async def specify(
         self, service: Service, request: RequestT, request_id: str, arrived_s: float
     ) -> GenerationSpec:
-        """What to ask the engine. Raises ApiError for what cannot be served."""
+        """What to submit to the engine. Raises ApiError if it cannot be served."""
 
     @abstractmethod
     def writer(self, service: Service, request: RequestT, request_id: str) -> ResponseWriter:
-        """How to answer."""
+        """The writer of the response."""
 
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
         body = await read_json_body(exchange, service.max_body_bytes)
         if service.speech is not None:
             raise invalid(
-                f"{service.model_name} turns audio into text: send it to /v1/audio/transcriptions "
-                f"or /v1/audio/translations; {self.path} is for models that take text",
+                f"{service.model_name} is a speech model: use /v1/audio/transcriptions or "
+                f"/v1/audio/translations; {self.path} is for models that take text",
                 param="model",
             )
         if service.embedding is not None and service.embedding.is_only:
             raise invalid(
-                f"{service.model_name} has no output head and gives vectors alone: send it to "
+                f"{service.model_name} has no output head and only serves embeddings: use "
                 f"/v1/embeddings; {self.path} is for models that generate text",
                 param="model",
             )
@@ -150,11 +150,11 @@ class GenerationEndpoint(Endpoint, Generic[RequestT]):
         spec = msgspec.structs.replace(
             spec,
             trace_headers=trace_headers_of(exchange.scope),
-            # Under a salt that nobody else has.
+            # A random salt: no other request has it.
             cache_salt=uuid.uuid4().hex if request.no_store else request.cache_salt,
             skips_reading=bool(request.skip_reading_prefix_cache),
         )
-        check_room(spec.num_answers, service)
+        check_capacity(spec.num_answers, service)
         writer = self.writer(service, request, request_id)
         kind = Generation if spec.beams is None else BeamGeneration
         with kind(spec, service.client, service.tokenizer, service.metrics) as generation:
@@ -166,26 +166,26 @@ class GenerationEndpoint(Endpoint, Generic[RequestT]):
 
 
 def check_model(name: str | None, service: Service) -> None:
-    """Raise ApiError if a request names another model."""
+    """Raise ApiError if a request is for another model."""
     if name not in (None, service.model_name):
         raise unknown_model(name, service.model_name)
 
 
-def check_room(num_answers: int, service: Service) -> None:
-    """Raise ApiError if too many answers are under way already. What would not fit alone either is
-    taken when nothing else is."""
+def check_capacity(num_answers: int, service: Service) -> None:
+    """Raise ApiError if the limit of live requests would be exceeded. A request that exceeds it by
+    itself is accepted when there is no other."""
     num_live = service.client.num_live_requests
     if num_live and num_live + num_answers > service.max_live_requests:
         raise queue_full(num_live, service.max_live_requests)
 
 
-def num_at_a_time(most: int, service: Service) -> int:
-    """Of a request's parts in the engine: no more than there is room for."""
-    return max(1, min(most, service.max_live_requests - service.client.num_live_requests))
+def num_at_a_time(maximum: int, service: Service) -> int:
+    """Parts of a request that may be in the engine at a time, within the limit of live requests."""
+    return max(1, min(maximum, service.max_live_requests - service.client.num_live_requests))
 
 
 async def within(deadline_s: float | None, arrived_s: float, answer: Awaitable[None]) -> None:
-    """Raises ApiError once the deadline has passed; the answer is cancelled by then."""
+    """Await `answer`, or cancel it at the deadline and raise ApiError."""
     left_s = None if deadline_s is None else deadline_s - (time.perf_counter() - arrived_s)
     try:
         async with asyncio.timeout(left_s):
@@ -206,7 +206,8 @@ async def stream(
     *,
     include_usage: bool,
 ) -> None:
-    """The response begins with the first token, so that a refusal can still have its status."""
+    """Stream the answers. The response begins with the first token, so that an error before it can
+    still set the status."""
 
     def show_at_once(take: Callable[[], Piece | None]) -> bool:
         if not exchange.is_writable:

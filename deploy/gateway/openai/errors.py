@@ -6,7 +6,7 @@ import msgspec
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """`type` groups errors, `param` names the request field at fault, `code` is for programs."""
+    """`type` groups errors, `param` names the invalid request field, `code` is for programs."""
 
     message: str
     type: str
@@ -15,13 +15,13 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorEnvelope(msgspec.Struct, frozen=True):
-    """The whole response body, and the payload of an error event inside a stream."""
+    """The response body, and the data of an error event in a stream."""
 
     error: ErrorBody
 
 
 class ApiError(Exception):
-    """A request that cannot be served; `status` and `body` are the answer to it."""
+    """A request that cannot be served; `status` and `body` are the response."""
 
     def __init__(
         self,
@@ -60,25 +60,26 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
 
 
 def unavailable(message: str) -> ApiError:
-    """503: nothing is wrong with the request; try again later or elsewhere."""
+    """503: the request is valid; the client should retry later or elsewhere."""
     return ApiError(503, message, code="engine_unavailable")
 
 
 def queue_full(num_live: int, limit: int) -> ApiError:
-    """429: as many answers as are taken are under way."""
+    """429: the limit of live requests has been reached."""
     return ApiError(
         429,
-        f"{num_live} answers are under way, and {limit} are taken (--max-live-requests); try again",
+        f"{num_live} requests are running or waiting, and the limit is {limit} "
+        "(--max-live-requests); retry later",
         code="queue_full",
         headers=((b"retry-after", b"1"),),
     )
 
 
 def unknown_model(name: str, served: str) -> ApiError:
-    """404: this deployment has one model."""
+    """404: the deployment serves one model."""
     return ApiError(
         404,
-        f"the model {name!r} does not exist here; {served!r} is served",
+        f"the model {name!r} does not exist; this server serves {served!r}",
         param="model",
         code="model_not_found",
     )

@@ -1,4 +1,4 @@
-"""The answers to one HTTP request while they grow: tokens in, pieces of text out."""
+"""The answers to one HTTP request in progress: receives tokens, yields pieces of text."""
 
 import asyncio
 import time
@@ -18,14 +18,14 @@ from longshore.deploy.gateway.openai.errors import (
 from longshore.deploy.gateway.openai.responses import Usage, usage
 from longshore.deploy.gateway.request_log import answer_ended, answers_begin
 from longshore.deploy.gateway.text.answer_text import (
-    NO_STOPS,
+    NO_STOP_STRINGS,
     AnswerText,
-    Stops,
+    StopStrings,
 )
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.requests.beam_search import BeamSearchParams
 from longshore.deploy.requests.live_requests import LiveRequest
-from longshore.deploy.requests.samples import sample_params
+from longshore.deploy.requests.sample_params import sample_params
 from longshore.deploy.requests.token_scores import TokenScore
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.outputs import FinishedRequest, FinishReason
@@ -34,20 +34,20 @@ from longshore.protocol.sampling import SamplingParams
 
 
 class GenerationSpec(msgspec.Struct, frozen=True):
-    """What one HTTP request asks the engine for.
+    """What one HTTP request submits to the engine.
 
-    num_samples: answers to each prompt; the answers to one prompt stand together.
-    scores_only: the answers have no tokens; the engine is asked for one, which is dropped.
-    stops:     texts that end an answer.
-    beams:     the answers are the likeliest ones, which `BeamGeneration` finds.
-    multimodal: what each prompt brings beside its tokens; empty: none brings anything.
-    num_primed: tokens at each prompt's end that are sent as output, see `LiveRequests.open`.
-    max_in_flight: answers that the engine has at a time at most, of one sample per prompt: the next
-               is asked for when one has ended. None: all.
-    trace_headers: passed on to the engine.
-    skips_reading: nothing is looked up in the prefix cache.
-    is_stream: pieces are wanted as they grow, not only each answer's whole at its end.
-    arrived_s: on the clock of `time.perf_counter`.
+    num_samples: number of answers per prompt; the answers to one prompt are consecutive.
+    scores_only: answers have no tokens; the engine computes one, which is dropped.
+    stops:     strings that end an answer.
+    beams:     settings of a beam search; see `BeamGeneration`.
+    multimodal: a feature per prompt; empty: no prompt has one.
+    num_primed: tokens at each prompt's end that are sent as output; see `LiveRequests.open`.
+    max_in_flight: limit of answers in the engine at a time, with one sample per prompt: the next
+               is submitted when one has finished. None: no limit.
+    trace_headers: passed to the engine.
+    skips_reading: do not look up the prefix cache.
+    is_stream: yield pieces as answers grow, not each answer as a whole.
+    arrived_s: from `time.perf_counter`.
     """
 
     request_id: str
@@ -60,7 +60,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     skips_reading: bool = False
     num_samples: int = 1
     scores_only: bool = False
-    stops: Stops = NO_STOPS
+    stops: StopStrings = NO_STOP_STRINGS
     beams: BeamSearchParams | None = None
     multimodal: Sequence[MultimodalFeature] = ()
     num_primed: int = 0
@@ -69,16 +69,16 @@ class GenerationSpec(msgspec.Struct, frozen=True):
 
     @property
     def num_answers(self) -> int:
-        """Requests that the engine gets at most at a time."""
+        """Maximum number of requests in the engine at a time."""
         width = self.num_samples if self.beams is None else self.beams.beam_width
         return width * len(self.prompts[: self.max_in_flight])
 
 
 class AnsweredPrompt(msgspec.Struct, frozen=True):
-    """What an answer's first piece says of its prompt.
+    """The prompt of an answer, sent with the answer's first piece.
 
-    number: of the prompt in the request.
-    scores: of each token but the first; None if not asked for.
+    number: index of the prompt in the request.
+    scores: of each token except the first; None if not requested.
     """
 
     number: int
@@ -87,10 +87,10 @@ class AnsweredPrompt(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What one answer has grown by. The last piece of an answer has a `finish_reason`.
+    """New text and tokens of one answer. The last piece of an answer has a `finish_reason`.
 
-    scores: of each of `token_ids`; empty if not asked for.
-    prompt: in the first piece with a token.
+    scores: of each of `token_ids`; empty if not requested.
+    prompt: set in the first piece with a token.
     """
 
     index: int
@@ -102,13 +102,14 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 ShowAtOnce: TypeAlias = Callable[[Callable[[], Piece | None]], bool]
-"""Is given how to take what an answer has grown by. False: that was not taken, it has to wait."""
+"""Called with a function that takes an answer's next piece. Returns False if it did not take it
+and the piece has to wait."""
 
 
 class Generation:
-    """All answers of one HTTP request. As a context manager it aborts what is live at its end.
+    """All answers of one HTTP request. A context manager: on exit it aborts live requests.
 
-    tokenizer: None leaves every text empty.
+    tokenizer: if None, all texts are empty.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Generation:
         return self
 
     def _submit(self, answers: Sequence["_Answer"]) -> None:
-        """Those that have not been yet."""
+        """Submit those that have not been submitted yet."""
         try:
             for answer in answers:
                 if answer.live is None:
@@ -167,12 +168,12 @@ class Generation:
             answer.count_end()
 
     async def pieces(self, show_at_once: ShowAtOnce | None = None) -> AsyncIterator[list[Piece]]:
-        """What has grown since the last time, until all answers have ended. Without `is_stream`
-        an answer is one piece.
+        """New pieces since the last time, until all answers are complete. Without `is_stream` each
+        answer is one piece.
 
-        show_at_once: is asked, while the next pieces are awaited, to show what is not the last of
-        an answer; waking a task for every token costs more than all else that is done for it.
-        Raises ApiError when the engine fails or refuses.
+        show_at_once: called to show pieces, except the last of an answer, while this generator
+        waits; waking a task for every token would cost more than everything else done for a token.
+        Raises ApiError if the engine fails or rejects a request.
         """
         self._show_at_once = show_at_once
         unfinished = list(self._answers)
@@ -195,19 +196,19 @@ class Generation:
         self._changed.set()
 
     def _was_shown(self, answer: "_Answer") -> bool:
-        """Shows at once what it has grown by, if that is possible now."""
+        """Show the answer's next piece at once, if that is possible now."""
         is_idle = self._is_awaited and not self._changed.is_set()
         if self._show_at_once is None or not is_idle or not answer.is_growing:
             return False
         try:
             return self._show_at_once(answer.take)
-        except Exception as error:  # is this request's alone
+        except Exception as error:  # affects only this request
             self._failure = error
             return False
 
     def usage(self) -> Usage:
-        """Of all answers, once they have ended."""
-        # What the other samples of a prompt find is what its first one has computed.
+        """Usage of all answers, once they are complete."""
+        # Count cached tokens of the first sample only: the others share the blocks it computed.
         firsts = [answer.end for answer in self._answers[:: self._spec.num_samples]]
         return usage(
             self._num_prompt_tokens,
@@ -220,7 +221,7 @@ class Generation:
 
 @dataclass(slots=True)
 class _Growth:
-    """The next piece of an answer."""
+    """The next piece of an answer, while it is collected."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -255,7 +256,7 @@ class _Answer:
         self._first_token_s: float | None = None
         self._num_seen = 0
         self._growth = _Growth()
-        self._is_stopped = False  # by a text; what the engine does until it knows is nobody's
+        self._is_stopped = False  # by a stop string; later tokens of the engine are dropped
         self.live: LiveRequest | None = None
         self.is_complete = False
 
@@ -285,7 +286,7 @@ class _Answer:
         )
 
     def _on_change(self) -> None:
-        if self.live is None:  # the engine died of being sent this very request
+        if self.live is None:  # the engine died while this request was submitted
             return
         num_tokens = len(self.live.new_token_ids) - self._num_seen
         if num_tokens:
@@ -294,7 +295,7 @@ class _Answer:
         if self._spec.is_stream or not self.live.is_live:
             self._on_growth(self)
         if self._spec.stops.texts:
-            self._absorb()  # at once: what comes behind a stop is computed for nothing
+            self._absorb()  # at once: tokens after a stop string are computed for nothing
 
     def _measure(self, num_tokens: int) -> None:
         now_s = time.perf_counter()
@@ -302,7 +303,7 @@ class _Answer:
         if self._last_token_s is None:
             self._first_token_s = now_s
             metrics.time_to_first_token_s.observe(now_s - self._spec.arrived_s)
-            metrics.inter_token_latency_s.observe(0.0, num_tokens - 1)  # came with the first
+            metrics.inter_token_latency_s.observe(0.0, num_tokens - 1)  # arrived with the first
         else:
             gap_s = (now_s - self._last_token_s) / num_tokens
             metrics.inter_token_latency_s.observe(gap_s, num_tokens)
@@ -310,12 +311,13 @@ class _Answer:
         metrics.generated_tokens.inc(num_tokens)
 
     def take(self) -> Piece | None:
-        """What has grown, None if nothing that can be shown. Raises ApiError for a bad end."""
+        """The next piece; None if there is nothing to show. Raises ApiError if the request
+        failed."""
         live, end = self._absorb(), self.end
         if live.failure is not None and not self._is_stopped:
             if not (self._spec.is_stream and self._growth.token_ids):
                 raise unavailable(str(live.failure))
-            self._on_growth(self)  # first what came before it
+            self._on_growth(self)  # first show what arrived before the failure
         elif live.is_live and not self._spec.is_stream:
             return None
         self.is_complete = not live.is_live and (end is not None or self._is_stopped)
@@ -333,7 +335,7 @@ class _Answer:
         )
 
     def _absorb(self) -> LiveRequest:
-        """What has come belongs to the next piece."""
+        """Add the tokens that have arrived to the next piece."""
         live, growth = self.live, self._growth
         assert live is not None
         if live.is_live and not live.new_token_ids:
@@ -372,7 +374,7 @@ class _Answer:
 
     @property
     def _num_tokens_given(self) -> int:
-        """Also of an answer that was cut off."""
+        """Output tokens, also of an aborted answer."""
         if self.live is not None and self.end is None and not self._is_stopped:
             return self.live.num_taken
         return self.num_output_tokens
@@ -388,11 +390,11 @@ class _Answer:
         if self.end is None:
             return self._text.append(token_ids)
         if self.end.reason is FinishReason.STOPPED:
-            token_ids = token_ids[:-1]  # what stopped the answer is no part of its text
+            token_ids = token_ids[:-1]  # the text excludes the token that stopped the answer
         return self._text.append(token_ids) + self._text.finish()
 
     def count_end(self) -> None:
-        """Into the metrics, once, when the HTTP request ends."""
+        """Update the metrics, once, when the HTTP request ends."""
         metrics = self._metrics
         metrics.live_requests.dec()
         metrics.request_ended(self._end_reason, time.perf_counter() - self._spec.arrived_s)
@@ -413,6 +415,6 @@ class _Answer:
 
 def _check_end(end: FinishedRequest) -> None:
     if end.reason is FinishReason.IGNORED:
-        raise invalid(end.message or "the engine does not take this prompt")
+        raise invalid(end.message or "the engine rejected this prompt")
     if end.reason is FinishReason.ERROR:
         raise ApiError(500, end.message or "the engine failed on this request")

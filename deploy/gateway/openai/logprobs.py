@@ -1,4 +1,4 @@
-"""Log probabilities in the words of the OpenAI API, and the text of a single token."""
+"""Log probabilities in the format of the OpenAI API, and the text of a single token."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -9,14 +9,14 @@ from longshore.deploy.gateway.text.detokenizer import REPLACEMENT, TokenDecoder
 from longshore.deploy.requests.token_scores import TokenScore
 
 LEAST_LOGPROB: Final = -9999.0
-"""JSON has no infinity; this is what the API writes instead."""
+"""The API's value for minus infinity, which JSON cannot represent."""
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Of /v1/completions, a line per token.
+    """Log probabilities of /v1/completions, one entry per token.
 
-    top_logprobs: by text; the token itself is always there. None for a prompt's first token.
-    text_offset:  characters of the choice's text before each token, counted over the tokens' texts.
+    top_logprobs: by text, always including the token itself. None for a prompt's first token.
+    text_offset:  characters before each token, summed over the tokens' texts.
     """
 
     tokens: list[str]
@@ -26,7 +26,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """`bytes` is None for a token that holds only a part of a character."""
+    """`bytes` is None for a token that is only part of a character."""
 
     token: str
     logprob: float
@@ -34,8 +34,8 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatTokenLogprob(TopLogprob, frozen=True):
-    """Of a token of the answer. `top_logprobs` has as many as were asked for, the likeliest first;
-    the token may be among them."""
+    """A token of the answer. `top_logprobs` has the requested number, most likely first, and may
+    include the token itself."""
 
     top_logprobs: list[TopLogprob]
 
@@ -46,7 +46,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """Of vLLM's `prompt_logprobs`."""
+    """An entry of vLLM's `prompt_logprobs`."""
 
     logprob: float
     rank: int
@@ -54,14 +54,14 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 class LogprobsWriter:
-    """Scores as the API writes them. tokenizer: None writes tokens as `token_id:7`."""
+    """Writes scores in the API's format. tokenizer: if None, tokens are written as `token_id:7`."""
 
     def __init__(self, tokenizer: TokenDecoder | None) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
     def token_text(self, token_id: int) -> str:
-        """The token's text within a text; replacement characters for a part of a character."""
+        """The token's text within a text; replacement characters for part of a character."""
         if (text := self._texts.get(token_id)) is None:
             text = self._texts[token_id] = self._decode(token_id)
         return text
@@ -72,13 +72,14 @@ class LogprobsWriter:
         one = self._tokenizer.decode([token_id])
         if self._tokenizer.is_bytewise or REPLACEMENT in one:
             return one
-        # Some tokenizers drop the space before a text's first word: look at the second one.
+        # Some tokenizers drop the space before a text's first word: use the second one.
         return self._tokenizer.decode([token_id, token_id]).removeprefix(one) or one
 
     def completion(
         self, scores: Sequence[TokenScore | int], num_best: int, offset: int
     ) -> CompletionLogprobs:
-        """scores: a bare token id for a token that has none. offset: of the first token."""
+        """scores: a token id for a token without a score. offset: text offset of the first
+        token."""
         lines = CompletionLogprobs([], [], [], [])
         for score in scores:
             token_id = score if isinstance(score, int) else score.token_id
@@ -108,7 +109,7 @@ class LogprobsWriter:
     def prompt(
         self, scores: Sequence[TokenScore | None], num_best: int
     ) -> list[dict[int, PromptLogprob] | None]:
-        """Per prompt token; None for the first."""
+        """An entry per prompt token; None for the first."""
         return [None if score is None else self._by_token(score, num_best) for score in scores]
 
     def _by_token(self, score: TokenScore, num_best: int) -> dict[int, PromptLogprob]:

@@ -1,4 +1,4 @@
-"""The API as an OpenAPI 3.1 document, made of the structs that read and write the bodies."""
+"""The API as an OpenAPI 3.1 document, generated from the structs of the bodies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ _REF: Final = "#/components/schemas/{name}"
 
 @dataclass(frozen=True)
 class _Operation:
-    """answers: what a 200 may hold, by media type; None: plain text. errors: beside 401. query: a
-    number that may stand in the URL. is_list_too: it may hold several answers."""
+    """answers: body of a 200, by media type; None: plain text. errors: statuses in addition to 401.
+    query: optional query parameter, a number. is_list_too: the body may be a list of answers."""
 
     method: str
     path: str
@@ -60,12 +60,14 @@ class _Operation:
 
 _ASKING: Final = (400, 404, 413, 415, 429, 500, 503, 504)
 _OPERATIONS: Final = (
-    _Operation("get", "/v1/models", "The model that is served.", {JSON: ModelList}),
-    _Operation("get", "/v1/models/{name}", "The same, by its name.", {JSON: Model}, errors=(404,)),
+    _Operation("get", "/v1/models", "The served model.", {JSON: ModelList}),
+    _Operation(
+        "get", "/v1/models/{name}", "The served model, by name.", {JSON: Model}, errors=(404,)
+    ),
     _Operation(
         "post",
         "/v1/completions",
-        "Go on with texts, or with token ids.",
+        "Complete texts or token ids.",
         {JSON: CompletionResponse, EVENTS: CompletionResponse},
         CompletionRequest,
         errors=_ASKING,
@@ -81,7 +83,7 @@ _OPERATIONS: Final = (
     _Operation(
         "post",
         "/v1/embeddings",
-        "A vector of each text.",
+        "Embed texts or token ids.",
         {JSON: EmbeddingResponse},
         EmbeddingRequest,
         errors=_ASKING,
@@ -97,8 +99,8 @@ _OPERATIONS: Final = (
             errors=_ASKING,
         )
         for name, summary in (
-            ("transcriptions", "What is said, in its language."),
-            ("translations", "What is said, in English."),
+            ("transcriptions", "Transcribe audio in its language."),
+            ("translations", "Translate audio to English text."),
         )
     ),
     _Operation(
@@ -118,22 +120,22 @@ _OPERATIONS: Final = (
         errors=(400, 404, 413, 415, 503),
     ),
     _Operation("get", "/health", "Whether the process answers.", {TEXT: None}),
-    _Operation("get", "/ready", "Whether requests are taken.", {TEXT: None}, errors=(503,)),
-    _Operation("get", "/metrics", "For Prometheus.", {TEXT: None}),
+    _Operation("get", "/ready", "Whether requests are accepted.", {TEXT: None}, errors=(503,)),
+    _Operation("get", "/metrics", "Metrics for Prometheus.", {TEXT: None}),
     _Operation(
         "get",
         "/engine/report",
-        "What the engine does, and what each waiting request waits for.",
+        "The state of the engine, and what each waiting request waits for.",
         {JSON: EngineReport},
         errors=(404, 503, 504),
         query="engine",
         is_list_too=True,
     ),
-    _Operation("get", "/dashboard", "What the engine does, as a live page.", {HTML: None}),
+    _Operation("get", "/dashboard", "A live page with the state of the engine.", {HTML: None}),
     _Operation(
         "get",
         "/dashboard/state",
-        "What the page shows: blocks, who holds them, and the report.",
+        "The data of the page: blocks, their holders, and the report.",
         {JSON: DashboardState},
         errors=(404, 503, 504),
     ),
@@ -141,7 +143,7 @@ _OPERATIONS: Final = (
 
 
 def document() -> dict[str, Any]:
-    """To be served as JSON."""
+    """The document, to be served as JSON."""
     types: dict[type, None] = {ErrorEnvelope: None}
     for operation in _OPERATIONS:
         types |= dict.fromkeys(t for t in (operation.body, *operation.answers.values()) if t)
@@ -173,7 +175,8 @@ def document() -> dict[str, Any]:
 
 
 def _accepted_besides(kind: type[GenerationRequest]) -> dict[str, Any]:
-    """Parameters that are not read: any value of some, of others those that ask for nothing."""
+    """Parameters accepted in addition: ignored ones with any value, unsupported ones with neutral
+    values."""
     fields = kind.__struct_fields__
     neutral = {name: list(values) for name, values in UNSUPPORTED.items() if name not in fields}
     return {
@@ -204,7 +207,7 @@ def _described(operation: _Operation) -> dict[str, Any]:
         schema = {"type": "string"} if is_plain and status != 401 else _reference(ErrorEnvelope)
         media = TEXT if is_plain and status != 401 else JSON
         described["responses"][str(status)] = {
-            "description": "Why not.",
+            "description": "The error.",
             "content": {media: {"schema": schema}},
         }
     return described

@@ -1,25 +1,25 @@
-"""From a request body to what the engine is asked: prompts as token ids, and sampling settings."""
+"""Converts a request body to the engine's input: prompts as token ids, and sampling settings."""
 
 import asyncio
 import re
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
-from longshore.deploy.gateway.openai.chat_form import ChatRenderer, chat_form
+from longshore.deploy.gateway.openai.chat_prompt import ChatRenderer, chat_prompt_options
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
 from longshore.deploy.gateway.openai.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
 )
-from longshore.deploy.gateway.text.answer_text import Stops
+from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.deploy.gateway.text.tokenizer import (
     MAX_INLINE_CHARACTERS,
     MAX_TOKENS_PER_CUT,
     ModelTokenizer,
 )
 from longshore.deploy.model.folder import SamplingDefaults
-from longshore.deploy.requests.prompt_check import prompt_problem, sampling_problem
+from longshore.deploy.requests.validation import prompt_problem, sampling_problem
 from longshore.protocol.sampling import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 class PromptReader:
-    """Checks prompts and settings against one model. Raises ApiError naming the parameter.
+    """Validates prompts and settings for one model. Raises ApiError naming the parameter.
 
-    defaults: the model's, for what a request does not say.
+    defaults: the model's defaults for parameters that a request omits.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PromptReader:
         self.chat_renderer = ChatRenderer()
 
     async def completion_prompts(self, request: CompletionRequest) -> list[list[int]]:
-        """One list of token ids per prompt, each fit for the model."""
+        """One valid list of token ids per prompt."""
         prompts = request.prompts()
         num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         if num_characters > MAX_INLINE_CHARACTERS:
@@ -64,31 +64,33 @@ class PromptReader:
                 tokenizer = self._tokenizer
                 if tokenizer is None:
                     raise no_tokenizer("prompt")
-                self.refuse_hopeless(prompt, tokenizer, "prompt")
+                self.reject_too_long(prompt, tokenizer, "prompt")
                 prompt = tokenizer.encode(prompt)
             self._check_prompt(prompt, "prompt")
             encoded.append(prompt)
         return encoded
 
     async def chat_prompt(self, request: ChatRequest) -> list[int]:
-        """The chat as one prompt, in the form that the request asks for."""
+        """The chat as one prompt, rendered with the request's options."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise no_tokenizer("messages")
-        text = await self.chat_renderer.text(tokenizer, request.messages, chat_form(request))
+        text = await self.chat_renderer.text(
+            tokenizer, request.messages, chat_prompt_options(request)
+        )
         if len(text) > MAX_INLINE_CHARACTERS:
             return await asyncio.to_thread(self._encode_chat, text, tokenizer)
         return self._encode_chat(text, tokenizer)
 
     def _encode_chat(self, text: str, tokenizer: ModelTokenizer) -> list[int]:
-        self.refuse_hopeless(text, tokenizer, "messages")
+        self.reject_too_long(text, tokenizer, "messages")
         token_ids = tokenizer.encode_rendered(text)
         self._check_prompt(token_ids, "messages")
         return token_ids
 
-    def refuse_hopeless(self, text: str, tokenizer: ModelTokenizer, param: str) -> None:
-        """Count slice by slice and stop early: megabytes that can never fit are not tokenized
-        whole, which takes seconds and a hundred times the memory."""
+    def reject_too_long(self, text: str, tokenizer: ModelTokenizer, param: str) -> None:
+        """Raise ApiError for text that cannot fit the model, counting slice by slice: tokenizing
+        megabytes as a whole takes seconds and a hundred times their memory."""
         if len(text) <= MAX_INLINE_CHARACTERS:
             return
         num_tokens = 0
@@ -97,9 +99,8 @@ class PromptReader:
             num_tokens += max(0, len(tokenizer.encode_rendered(part)) - MAX_TOKENS_PER_CUT)
             if num_tokens >= self.max_model_len:
                 raise invalid(
-                    f"the prompt has {num_tokens} tokens and more; this model's "
-                    f"maximum context length is {self.max_model_len} tokens, prompt and answer "
-                    "together",
+                    f"the prompt has at least {num_tokens} tokens; this model's maximum context "
+                    f"length is {self.max_model_len} tokens, prompt and output together",
                     param=param,
                     code="context_length_exceeded",
                 )
@@ -112,7 +113,7 @@ class PromptReader:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """The request's settings over the model's defaults. `max_tokens=None` is what fits."""
+        """The request's settings over the model's defaults. `max_tokens=None`: as many as fit."""
         defaults = self.defaults
         top_k = _given(request.top_k, defaults.top_k)
         try:
@@ -141,21 +142,21 @@ class PromptReader:
             raise _invalid_setting(problem)
         return sampling
 
-    def stops(self, request: GenerationRequest) -> Stops:
-        """The texts that end an answer."""
+    def stops(self, request: GenerationRequest) -> StopStrings:
+        """The strings that end an answer."""
         stops = request.stops()
         if stops.texts and self._tokenizer is None:
             raise no_tokenizer("stop")
         return stops
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each as it is written within a word, and as a word of its own."""
+        """The tokens of each bad word, both within a word and at the start of one."""
         if not words:
             return ()
         if self._tokenizer is None:
             raise no_tokenizer("bad_words")
         if not all(word.strip() for word in words):
-            raise invalid("bad_words holds a text without any character", param="bad_words")
+            raise invalid("bad_words has an empty text", param="bad_words")
         spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
         encoded = (tuple(self._tokenizer.encode_rendered(spelling)) for spelling in spellings)
         return tuple(dict.fromkeys(encoded))
@@ -170,23 +171,24 @@ class PromptReader:
 
 
 def completion_max_tokens(request: CompletionRequest, defaults: SamplingDefaults) -> int:
-    """As many as asked for, else the model's default or the API's. The engine computes one at
-    least."""
+    """The requested number, else the model's default, else the API's. At least one, because the
+    engine always computes a token."""
     if request.scores_only:
         return 1
     return _given(request.max_tokens, _given(defaults.max_tokens, DEFAULT_COMPLETION_TOKENS))
 
 
 def chat_max_tokens(request: ChatRequest, defaults: SamplingDefaults) -> int | None:
-    """None is as many as fit. Raises ApiError if the two names for it disagree."""
+    """None: as many as fit. Raises ApiError if the parameter's two names have different values."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise invalid(
-            f"max_tokens={old} and max_completion_tokens={new} are two names of one limit",
+            f"max_tokens={old} and max_completion_tokens={new} are the same parameter but differ; "
+            "remove one of them",
             param="max_completion_tokens",
         )
-    asked = old if new is None else new
-    return defaults.max_tokens if asked is None else asked
+    requested = old if new is None else new
+    return defaults.max_tokens if requested is None else requested
 
 
 def _given(value: T | None, default: T) -> T:
@@ -202,7 +204,7 @@ def _invalid_setting(problem: str) -> ApiError:
 
 def no_tokenizer(param: str) -> ApiError:
     return invalid(
-        f"{param} needs a tokenizer, and this model folder has no tokenizer.json: give the prompt "
-        "of /v1/completions as token ids, and neither bad_words nor stop",
+        f"{param} needs a tokenizer, but the model folder has no tokenizer.json: send the prompt "
+        "of /v1/completions as token ids, without bad_words and stop",
         param=param,
     )

@@ -1,7 +1,7 @@
-"""Request bodies of the OpenAI API, and what is refused of them.
+"""Request bodies of the OpenAI API.
 
-A parameter is either a field below, or listed as unsupported with the values that change nothing,
-or unknown. What would change the answer and is not done is refused by name, never ignored.
+A parameter is a field below, or listed as unsupported with its neutral values, or unknown. An
+unsupported parameter that would change the answer is rejected by name, never ignored.
 """
 
 import re
@@ -13,7 +13,7 @@ import msgspec
 from longshore.deploy.cli.options import MAX_TIMEOUT_S
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage
 from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.text.answer_text import Stops
+from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.protocol.requests import MAX_NAME_CHARACTERS
 from longshore.protocol.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
 
@@ -26,7 +26,7 @@ MAX_SAMPLES: Final = 128
 MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
 
-# Accepted and without any effect on the answer: labels, and hints to a cache that needs none.
+# Accepted, without effect on the answer: labels and cache hints.
 IGNORED: Final = frozenset(
     {
         "metadata",
@@ -37,7 +37,7 @@ IGNORED: Final = frozenset(
         "user",
     }
 )
-# Not done yet; the values here (and null) ask for nothing, so they are accepted.
+# Not supported yet. The values here (and null) have no effect, so they are accepted.
 UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": (),
@@ -83,23 +83,23 @@ UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`include_obfuscation` is accepted: there is nothing to obfuscate on a host of one's own."""
+    """`include_obfuscation` is accepted and ignored."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both endpoints take. None: the model's default. Ranges are checked by SamplingParams.
+    """Parameters of both endpoints. None: the model's default. SamplingParams checks the ranges.
 
-    logit_bias: by token id, which JSON writes as a text.
-    stop:       texts that end the answer, which is given without them, unless
-                `include_stop_str_in_output`; no earlier than `min_tokens`.
+    logit_bias: by token id, a string in JSON.
+    stop:       strings that end the answer, after at least `min_tokens` tokens. The answer excludes
+                them, unless `include_stop_str_in_output`.
     bad_words:  texts that must not appear in the answer, at the start of a word or within one.
-    prompt_logprobs: as vLLM has it.
-    deadline_s: an answer that is not complete so long after the request arrived is given up.
-    no_store:   nothing of the request is found in the prefix cache by others, nor anything for it.
-    skip_reading_prefix_cache: everything is computed; what that leaves is found by others.
+    prompt_logprobs: as in vLLM.
+    deadline_s: an answer that is not complete this long after the request's arrival is aborted.
+    no_store:   the request neither reads nor fills the prefix cache.
+    skip_reading_prefix_cache: the request computes everything, and fills the prefix cache.
     """
 
     model: str | None = None
@@ -135,43 +135,44 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     @property
     def num_samples(self) -> int:
-        """Answers to each prompt. Raises ApiError."""
+        """Answers per prompt. Raises ApiError."""
         n = 1 if self.n is None else self.n
         if not 1 <= n <= MAX_SAMPLES:
-            raise invalid(f"n={n} must lie within 1..{MAX_SAMPLES}", param="n")
+            raise invalid(f"n={n} must be between 1 and {MAX_SAMPLES}", param="n")
         return n
 
-    def stops(self) -> Stops:
+    def stops(self) -> StopStrings:
         """Raises ApiError."""
         texts = [self.stop] if isinstance(self.stop, str) and self.stop else self.stop or []
         if len(texts) > MAX_STOPS:
             raise invalid(
-                f"stop has {len(texts)} texts; {MAX_STOPS} are taken at most", param="stop"
+                f"stop has {len(texts)} strings; at most {MAX_STOPS} are allowed", param="stop"
             )
         for text in texts:
             if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
                 raise invalid(
-                    f"stop holds a text of {len(text)} characters; each must have 1 to "
+                    f"stop has a string of {len(text)} characters; each must have 1 to "
                     f"{MAX_STOP_CHARACTERS}",
                     param="stop",
                 )
         is_shown = bool(self.include_stop_str_in_output)
-        return Stops(tuple(dict.fromkeys(texts)), is_shown, self.min_tokens or 0)
+        return StopStrings(tuple(dict.fromkeys(texts)), is_shown, self.min_tokens or 0)
 
     def biases(self) -> dict[int, float] | None:
-        """`logit_bias` by number. Raises ApiError."""
+        """`logit_bias` by integer token id. Raises ApiError."""
         if len(self.logit_bias or ()) > MAX_LOGIT_BIASES:
             raise invalid(
-                f"logit_bias has {len(self.logit_bias or ())} ids; {MAX_LOGIT_BIASES} are allowed",
+                f"logit_bias has {len(self.logit_bias or ())} token ids; at most "
+                f"{MAX_LOGIT_BIASES} are allowed",
                 param="logit_bias",
             )
         for token_id in self.logit_bias or ():
             if not (token_id.isascii() and token_id.isdecimal() and len(token_id) <= 10):
-                raise invalid(f"logit_bias: {token_id!r} is no token id", param="logit_bias")
+                raise invalid(f"logit_bias: {token_id!r} is not a token id", param="logit_bias")
         return {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()} or None
 
 
-# Neutral values, beside None.
+# Neutral values in addition to None.
 _OF_BEAMS: Final = {"best_of": 1, "length_penalty": 1, "early_stopping": False}
 _NOT_OF_BEAMS: Final[dict[str, tuple[object, ...]]] = {
     "temperature": (0,),
@@ -197,13 +198,13 @@ _NOT_OF_BEAMS: Final[dict[str, tuple[object, ...]]] = {
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions. One prompt or a list of them, each as text or as token ids.
 
-    `return_token_ids` (also known from vLLM) adds the answer's ids to every choice; it is the
-    default for a model without a tokenizer. `logprobs` lists so many of the most likely tokens.
-    `echo` puts the prompt before the answer's text, and before its log probabilities; with it
-    `max_tokens` may be 0, to have a prompt scored.
+    `return_token_ids` (as in vLLM) adds the answer's token ids to every choice; it is the default
+    for a model without a tokenizer. `logprobs` is the number of most likely tokens to list. `echo`
+    puts the prompt before the answer's text and log probabilities; with it `max_tokens` may be 0,
+    to score a prompt.
 
-    `use_beam_search` gives the `n` likeliest answers that a search with `best_of` beams (as many as
-    answers by default) finds; `length_penalty` and `early_stopping` as in transformers.
+    `use_beam_search` returns the `n` most likely answers of a search with `best_of` beams (default:
+    `n`); `length_penalty` and `early_stopping` as in transformers.
     """
 
     return_token_ids: bool | None = None
@@ -216,12 +217,13 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     prompt: str | list[str | int | TokenIds]
 
     def check_beams(self) -> None:
-        """Raise ApiError for a parameter that a search, or an answer that is none, cannot heed."""
+        """Raise ApiError for beam parameters without a beam search, and for parameters that a beam
+        search does not support."""
         if not self.use_beam_search:
             for name, neutral in _OF_BEAMS.items():
                 if getattr(self, name) not in (None, neutral):
                     raise invalid(
-                        f"{name} is not supported without use_beam_search=true; leave it out",
+                        f"{name} is not supported without use_beam_search=true; remove it",
                         param=name,
                         code="unsupported_parameter",
                     )
@@ -229,43 +231,43 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         for name, accepted in _NOT_OF_BEAMS.items():
             if getattr(self, name) not in (None, *accepted):
                 raise invalid(
-                    f"{name} does not go together with use_beam_search; leave it out", param=name
+                    f"{name} is not supported with use_beam_search; remove it", param=name
                 )
 
     @property
     def scores_only(self) -> bool:
-        """Nothing is wanted but the prompt."""
+        """Only the prompt is scored, and nothing generated."""
         return bool(self.echo) and self.max_tokens == 0
 
     def prompts(self) -> list[str | TokenIds]:
-        """Every prompt by itself. Raises ApiError if texts and token ids are mixed."""
+        """The list of prompts. Raises ApiError if texts and token ids are mixed."""
         return each_of(self.prompt, "prompt", MAX_PROMPTS)
 
 
-def each_of(given: str | list[str | int | TokenIds], param: str, most: int) -> list[str | TokenIds]:
-    """Every prompt or input by itself. Raises ApiError for none, too many, or several kinds."""
+def each_of(
+    given: str | list[str | int | TokenIds], param: str, maximum: int
+) -> list[str | TokenIds]:
+    """The list of prompts or inputs. Raises ApiError for none, too many, or several kinds."""
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
     if not kinds:
-        raise invalid(f"{param} is an empty list; give at least one", param=param)
+        raise invalid(f"{param} is an empty list; it needs at least one item", param=param)
     if len(kinds) > 1:
         raise invalid(
             f"{param} mixes texts, token ids and lists of token ids; use one kind", param=param
         )
     if kinds == {int}:
         return [[item for item in given if isinstance(item, int)]]
-    if len(given) > most:
-        raise invalid(
-            f"{param} is a list of {len(given)}; at most {most} are taken at once", param=param
-        )
+    if len(given) > maximum:
+        raise invalid(f"{param} has {len(given)} items; at most {maximum} are allowed", param=param)
     return [item for item in given if not isinstance(item, int)]
 
 
 class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions. `max_tokens` is the old name of `max_completion_tokens`.
 
-    add_generation_prompt, continue_final_message, chat_template_kwargs: see `ChatForm`.
+    add_generation_prompt, continue_final_message, chat_template_kwargs: see `ChatPromptOptions`.
     """
 
     messages: list[ChatMessage]
@@ -278,13 +280,13 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Most likely tokens to list; None reports nothing. Raises ApiError."""
+        """Number of most likely tokens to list; None: no log probabilities. Raises ApiError."""
         best = self.top_logprobs
         if best and not self.logprobs:
             raise invalid("top_logprobs needs logprobs=true", param="top_logprobs")
         if best is not None and not 0 <= best <= MAX_LOGPROBS:
             raise invalid(
-                f"top_logprobs={best} must lie within 0..{MAX_LOGPROBS}", param="top_logprobs"
+                f"top_logprobs={best} must be between 0 and {MAX_LOGPROBS}", param="top_logprobs"
             )
         return (best or 0) if self.logprobs else None
 
@@ -297,19 +299,20 @@ _FIELD_OF_ERROR: Final = re.compile(r"at `\$\.(\w+)|(?:required|unknown) field `
 
 
 def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
-    """A request body as `kind`; raises ApiError (400) that names the parameter at fault."""
+    """A request body as `kind`. Raises ApiError (400) naming the invalid parameter."""
     request = read_parameters(kind, body)
     check_deadline(request.deadline_s)
     if request.no_store and request.cache_salt is not None:
         raise invalid(
-            "no_store shares with nobody, cache_salt says with whom; leave one of the two out",
+            "no_store disables sharing, so cache_salt has no effect; remove one of them",
             param="no_store",
         )
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options needs stream=true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise invalid(
-            "prompt_logprobs is not streamed; leave one of the two out", param="prompt_logprobs"
+            "prompt_logprobs is not supported with stream=true; remove one of them",
+            param="prompt_logprobs",
         )
     return request
 
@@ -324,9 +327,9 @@ def check_deadline(deadline_s: float | None) -> None:
 
 
 def read_parameters(kind: type[ParametersT], body: bytes) -> ParametersT:
-    """`body` as `kind`, without what is ignored; raises ApiError (400) that names the parameter at
-    fault."""
-    # Values are looked at only where they are read: millions of empty lists stay bytes.
+    """`body` as `kind`, without ignored parameters. Raises ApiError (400) naming the invalid
+    parameter."""
+    # Decode only the values that are used: others, such as millions of empty lists, stay bytes.
     parameters = read_json(dict[str, msgspec.Raw], body)
     served = _served(parameters, kind.__struct_fields__)
     is_all = len(served) == len(parameters)
@@ -334,7 +337,7 @@ def read_parameters(kind: type[ParametersT], body: bytes) -> ParametersT:
 
 
 def read_json(kind: type[JsonT], body: bytes) -> JsonT:
-    """`body` as `kind`; raises ApiError (400) that names the field at fault."""
+    """`body` as `kind`. Raises ApiError (400) naming the invalid field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -346,7 +349,7 @@ def read_json(kind: type[JsonT], body: bytes) -> JsonT:
 
 
 def field_at_fault(error: msgspec.ValidationError) -> str | None:
-    """The name of the field that could not be read as its type."""
+    """The name of the field with the wrong type."""
     match = _FIELD_OF_ERROR.search(str(error))
     return match and (match[1] or match[2])
 
@@ -369,7 +372,7 @@ def _check_changes_nothing(name: str, value: object) -> None:
         value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
     ):
         return
-    advice = "leave it out"
+    advice = "remove it"
     if neutral:
         values = " or ".join(msgspec.json.encode(item).decode() for item in neutral)
         advice += f" or set it to {values}"

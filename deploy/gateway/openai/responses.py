@@ -1,4 +1,4 @@
-"""Response bodies of the OpenAI API: whole answers, chunks of streamed ones, the list of models."""
+"""Response bodies of the OpenAI API: whole answers, chunks of streams, the list of models."""
 
 from typing import TypeAlias
 
@@ -16,7 +16,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of one HTTP request, all its prompts together."""
+    """Token counts of one HTTP request, summed over its prompts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -37,7 +37,7 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """Whole, or one piece of it in a stream."""
+    """A whole choice, or one piece of it in a stream."""
 
     index: int
     text: str
@@ -82,7 +82,7 @@ class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """The first piece names the role, the following ones carry text, the last neither."""
+    """The first delta has the role, the next ones have text, the last has neither."""
 
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
@@ -110,7 +110,7 @@ class InputTokenDetails(msgspec.Struct, frozen=True):
 
 
 class TranscriptionUsage(msgspec.Struct, frozen=True):
-    """audio_tokens: that the encoder made of all pieces; text_tokens: of the decoder's prompts."""
+    """audio_tokens: encoder tokens of all pieces; text_tokens: tokens of the decoder's prompts."""
 
     input_tokens: int
     output_tokens: int
@@ -131,14 +131,14 @@ def transcription_usage(
 
 
 class Transcript(msgspec.Struct, frozen=True):
-    """What was said in an audio."""
+    """The text of an audio file."""
 
     text: str
     usage: TranscriptionUsage
 
 
 class TranscriptDelta(msgspec.Struct, frozen=True):
-    """What a streamed transcript has grown by."""
+    """New text of a streamed transcript."""
 
     delta: str
     type: str = "transcript.text.delta"

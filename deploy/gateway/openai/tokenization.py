@@ -1,7 +1,7 @@
-"""POST /tokenize and /detokenize, with vLLM's bodies: text to token ids and back, no engine asked.
+"""POST /tokenize and /detokenize, with vLLM's bodies; computed without the engine.
 
-What is given to `/tokenize` becomes the very ids that `/v1/completions` (`prompt`) or
-`/v1/chat/completions` (`messages`) would send.
+`/tokenize` returns exactly the ids that `/v1/completions` (`prompt`) or `/v1/chat/completions`
+(`messages`) would send to the engine.
 """
 
 import asyncio
@@ -11,10 +11,10 @@ import msgspec
 
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.http.json_body import read_json_body
-from longshore.deploy.gateway.openai.chat_form import chat_form
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage
+from longshore.deploy.gateway.openai.chat_prompt import chat_prompt_options
 from longshore.deploy.gateway.openai.endpoint import (
-    Endpoint,
+    ApiEndpoint,
     Service,
     check_model,
 )
@@ -27,12 +27,12 @@ BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """One of `prompt` and `messages`.
+    """Either `prompt` or `messages`.
 
-    add_special_tokens: those that the model's text begins with; None: as the text's endpoint does,
-        which leaves them to the template of a chat.
-    return_token_strs: each token's text, too.
-    add_generation_prompt, continue_final_message, chat_template_kwargs: as chats have them.
+    add_special_tokens: add the special tokens that the model's text begins with. None: like the
+        generation endpoints, only for `prompt`; a chat template adds its own.
+    return_token_strs: also return each token's text.
+    add_generation_prompt, continue_final_message, chat_template_kwargs: as for chats.
     """
 
     prompt: str | None = None
@@ -61,9 +61,9 @@ class DetokenizeResponse(msgspec.Struct, frozen=True):
     prompt: str
 
 
-class TokenizeEndpoint(Endpoint):
-    """Long texts are tokenized on another thread, so that live streams do not wait for them; those
-    that the model could never take are refused."""
+class TokenizeEndpoint(ApiEndpoint):
+    """Tokenizes long texts on another thread, so that streams do not wait for them. Texts that
+    cannot fit the model are rejected."""
 
     path = "/tokenize"
 
@@ -75,7 +75,7 @@ class TokenizeEndpoint(Endpoint):
         text, with_special = await _text(request, service, tokenizer)
 
         def answer(text: str) -> TokenizeResponse:
-            service.prompts.refuse_hopeless(text, tokenizer, param)
+            service.prompts.reject_too_long(text, tokenizer, param)
             encode = tokenizer.encode if with_special else tokenizer.encode_rendered
             ids = encode(text)
             strings = [tokenizer.decode([i]) for i in ids] if request.return_token_strs else None
@@ -85,8 +85,8 @@ class TokenizeEndpoint(Endpoint):
         await exchange.send_json(msgspec.json.encode(response))
 
 
-class DetokenizeEndpoint(Endpoint):
-    """Ids that the vocabulary does not hold have no text."""
+class DetokenizeEndpoint(ApiEndpoint):
+    """Returns the text of token ids; ids outside the vocabulary have no text."""
 
     path = "/detokenize"
 
@@ -96,7 +96,7 @@ class DetokenizeEndpoint(Endpoint):
         tokenizer = _tokenizer(service, "tokens")
         for token_id in request.tokens:
             if not 0 <= token_id < 2**31:
-                raise invalid(f"tokens holds {token_id}, which is no token id", param="tokens")
+                raise invalid(f"tokens has {token_id}, which is not a token id", param="tokens")
         text = await _off_loop_if_long(len(request.tokens), tokenizer.decode, request.tokens)
         await exchange.send_json(msgspec.json.encode(DetokenizeResponse(text)))
 
@@ -104,15 +104,17 @@ class DetokenizeEndpoint(Endpoint):
 async def _text(
     request: TokenizeRequest, service: Service, tokenizer: ModelTokenizer
 ) -> tuple[str, bool]:
-    """What to tokenize, and whether special tokens stand before it."""
+    """The text to tokenize, and whether to add special tokens."""
     special = request.add_special_tokens
     match request.prompt, request.messages:
         case str(text), None:
             return text, special is None or special
         case None, list(messages):
             renderer = service.prompts.chat_renderer
-            return await renderer.text(tokenizer, messages, chat_form(request)), bool(special)
-    raise invalid("give either prompt or messages", param="prompt")
+            return await renderer.text(tokenizer, messages, chat_prompt_options(request)), bool(
+                special
+            )
+    raise invalid("either prompt or messages is required, but not both", param="prompt")
 
 
 async def _off_loop_if_long(length: int, function: Any, argument: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The form of a transcription or translation, and what is refused of it."""
+"""The form of a transcription or translation request."""
 
 from typing import Annotated, Any, Final
 
@@ -13,7 +13,7 @@ from longshore.deploy.gateway.openai.requests import (
 )
 
 FORMATS: Final = ("json", "text")
-# Not done: times of words and segments, log probabilities, who speaks, cutting by voice activity.
+# Not supported: timestamps, log probabilities, speakers, splitting by voice activity.
 _UNSUPPORTED: Final = frozenset(
     {
         "chunking_strategy",
@@ -28,11 +28,11 @@ _UNSUPPORTED: Final = frozenset(
 
 
 class TranscriptionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of the form beside the file. None: the default, which for temperature is 0.
+    """Fields of the form in addition to the file. None: the default.
 
-    language: code of the language that is heard; None has it detected.
-    prompt:   text that stands before the audio's, to go on in its style.
-    max_tokens: of each piece of the audio.
+    language: code of the spoken language; None: it is detected.
+    prompt:   preceding text, whose style the transcript continues.
+    max_tokens: limit for each piece of the audio.
     Beyond OpenAI's API: top_p, top_k, min_p, seed, max_tokens, priority, and for translations
     language and stream.
     """
@@ -51,43 +51,43 @@ class TranscriptionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     stream: bool = False
 
     def check(self) -> None:
-        """Raise ApiError for an answer that is not given."""
+        """Raise ApiError for an unsupported response format."""
         if self.response_format not in FORMATS:
             known = " or ".join(FORMATS)
             times = self.response_format in ("verbose_json", "srt", "vtt")
             raise invalid(
                 f"response_format={self.response_format!r} is not supported"
-                + (": no times are computed" if times else "")
+                + (", because timestamps are not computed" if times else "")
                 + f"; use {known}",
                 param="response_format",
                 code="unsupported_parameter",
             )
         if self.stream and self.response_format != "json":
             raise invalid(
-                "a stream is one of JSON events; leave response_format out", param="response_format"
+                "a stream always has JSON events; remove response_format", param="response_format"
             )
 
 
 def read_request(form: Form) -> tuple[bytes, TranscriptionRequest]:
-    """The file's content and the other fields. Raises ApiError that names the field at fault."""
+    """The file's content and the other fields. Raises ApiError naming the invalid field."""
     values: dict[str, Any] = {}
     for name, value in form.fields:
         plain = name.removesuffix("[]")
         if plain in _UNSUPPORTED:
             raise invalid(
-                f"{plain} is not supported; leave it out", param=plain, code="unsupported_parameter"
+                f"{plain} is not supported; remove it", param=plain, code="unsupported_parameter"
             )
         if name in values:
             raise invalid(f"the form has the field {name!r} twice", param=name)
         if name == "file":
-            raise invalid("file is a plain field of the form; send it as a file", param="file")
+            raise invalid("the form field `file` is not a file; send it as a file", param="file")
         if name in TranscriptionRequest.__struct_fields__:
             values[name] = value
         elif plain not in IGNORED:
             raise invalid(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
     for name in form.files:
         if name != "file":
-            raise invalid(f"unknown file {name!r}; the audio is `file`", param=name)
+            raise invalid(f"unknown file {name!r}; send the audio as `file`", param=name)
     if "file" not in form.files:
         raise invalid("the form has no file; send the audio as `file`", param="file")
     try:

@@ -1,7 +1,7 @@
-"""POST /v1/audio/transcriptions and /v1/audio/translations: audio in, text out.
+"""POST /v1/audio/transcriptions and /v1/audio/translations: audio to text.
 
-An audio is as many requests to the engine as it has pieces, of which a few run side by side at a
-time; their texts are put together in order.
+Each piece of an audio file is a request to the engine. A limited number of them run at a time;
+their texts are joined in order.
 """
 
 import asyncio
@@ -11,15 +11,15 @@ from typing import ClassVar, Final
 import msgspec
 
 from longshore.deploy.gateway.http.exchange import Exchange
-from longshore.deploy.gateway.http.front_door import request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.middleware import request_id_of, trace_headers_of
 from longshore.deploy.gateway.http.multipart import parse_form
 from longshore.deploy.gateway.openai.endpoint import (
-    Endpoint,
+    ApiEndpoint,
     ResponseWriter,
     Service,
     answer_whole,
+    check_capacity,
     check_model,
-    check_room,
     num_at_a_time,
     stream,
 )
@@ -52,20 +52,20 @@ from longshore.deploy.requests.speech import (
 from longshore.protocol.requests import MultimodalFeature
 from longshore.protocol.sampling import SamplingParams
 
-FORM_BYTES: Final = 1 << 20  # of a request's body beside the file
+FORM_BYTES: Final = 1 << 20  # size of a request body in addition to the file
 MAX_IN_FLIGHT: Final = 16
-"""Pieces of one audio that the engine has at a time, so that long ones do not fill its queue"""
+"""Limit of pieces of one file in the engine at a time, so that they do not fill its queue."""
 
 
-class SpeechEndpoint(Endpoint):
-    """A file of sound and some settings, as a form."""
+class SpeechEndpoint(ApiEndpoint):
+    """Takes an audio file and settings as a form."""
 
     task: ClassVar[Task]
 
     async def serve(self, exchange: Exchange, service: Service, arrived_s: float) -> None:
-        if service.speech is None:  # before a file is read
+        if service.speech is None:  # before the file is read
             raise invalid(
-                f"{service.model_name} takes text, no audio: use /v1/chat/completions or "
+                f"{service.model_name} takes text, not audio: use /v1/chat/completions or "
                 "/v1/completions, or serve a speech model",
                 param="model",
             )
@@ -78,12 +78,12 @@ class SpeechEndpoint(Endpoint):
         if len(file) > service.max_audio_bytes:
             raise ApiError(
                 413,
-                f"the file has {len(file)} bytes; {service.max_audio_bytes} are accepted here "
+                f"the file has {len(file)} bytes; the limit is {service.max_audio_bytes} "
                 "(--max-audio-mib)",
                 param="file",
             )
         work = self._answer(exchange, service, service.speech, request, file, arrived_s)
-        del form, file  # not kept beside what is decoded of it
+        del form, file  # free the file once it is decoded
         try:
             await exchange.run_while_connected(work)
         except BadAudio as error:
@@ -102,9 +102,9 @@ class SpeechEndpoint(Endpoint):
     ) -> None:
         language = speech.language(request.language, self.task)
         sampling = speech.params(_sampling(request))
-        check_room(1, service)  # before the work of decoding
+        check_capacity(1, service)  # before decoding
         request_id = request_id_of(exchange.scope, "audio")
-        async with service.sounds.features(file, speech, service.max_audio_s) as features:
+        async with service.audio_decoder.features(file, speech, service.max_audio_s) as features:
             del file
             if speech.must_detect(language):
                 language = await _detect(
@@ -123,7 +123,7 @@ class SpeechEndpoint(Endpoint):
                 max_in_flight=num_at_a_time(MAX_IN_FLIGHT, service),
                 trace_headers=trace_headers_of(exchange.scope),
             )
-            check_room(spec.num_answers, service)
+            check_capacity(spec.num_answers, service)
             num_audio_tokens = speech.audio.num_tokens * len(features)
             writer = TranscriptWriter(len(features), request.response_format, num_audio_tokens)
             with Generation(spec, service.client, speech.tokenizer, service.metrics) as generation:
@@ -134,14 +134,14 @@ class SpeechEndpoint(Endpoint):
 
 
 class TranscriptionsEndpoint(SpeechEndpoint):
-    """In the language that is heard."""
+    """Transcribes audio in the spoken language."""
 
     path = "/v1/audio/transcriptions"
     task = "transcribe"
 
 
 class TranslationsEndpoint(SpeechEndpoint):
-    """In English."""
+    """Translates audio to English."""
 
     path = "/v1/audio/translations"
     task = "translate"
@@ -170,7 +170,7 @@ async def _detect(
     request_id: str,
     arrived_s: float,
 ) -> str:
-    """The language of an audio, by its first piece."""
+    """The language of an audio file, detected in its first piece."""
     prompt, sampling = speech.detection()
     spec = GenerationSpec(
         request_id=f"{request_id}-language",
@@ -181,15 +181,15 @@ async def _detect(
         arrived_s=arrived_s,
         multimodal=[feature],
     )
-    check_room(spec.num_answers, service)
+    check_capacity(spec.num_answers, service)
     with Generation(spec, service.client, None, service.metrics) as generation:
         answers = [piece async for pieces in generation.pieces() for piece in pieces]
     return speech.detected(answers[0].token_ids)
 
 
 class TranscriptWriter(ResponseWriter):
-    """One text of several answers, of which the first is shown as it grows and the others when
-    those before them are complete. It begins and ends without spaces."""
+    """Joins several answers to one text, without leading and trailing spaces. In a stream, an
+    answer is shown once those before it are complete."""
 
     def __init__(self, num_pieces: int, response_format: str, num_audio_tokens: int) -> None:
         self._format = response_format
@@ -197,8 +197,8 @@ class TranscriptWriter(ResponseWriter):
         self._waiting = [""] * num_pieces
         self._complete = [False] * num_pieces
         self._current = 0
-        self._text = ""  # that has been sent
-        self._spaces = ""  # between that and what comes next
+        self._text = ""  # text that has been sent
+        self._spaces = ""  # spaces between it and the next text
 
     def first_chunks(self) -> Sequence[msgspec.Struct]:
         return ()

@@ -1,1 +1,1 @@
-"""Text: tokenizer, chat templates, detokenizing, stop strings."""
+"""Text and audio input: tokenizer, chat templates, detokenizing, stop strings, audio decoding."""

@@ -1,4 +1,4 @@
-"""The text of one answer while its tokens come, up to the stop string that ends it."""
+"""The text of one answer as its tokens arrive, up to the stop string that ends it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from longshore.deploy.gateway.text.detokenizer import IncrementalDetokenizer, To
 
 
 @dataclass(frozen=True)
-class Stops:
-    """Which texts end an answer.
+class StopStrings:
+    """The strings that end an answer.
 
-    texts:      none of them empty.
-    is_shown:   the one that ends the answer is part of it.
-    min_tokens: what this many tokens say is not looked at.
+    texts:      the stop strings, none of them empty.
+    is_shown:   the answer includes the stop string that ends it.
+    min_tokens: stop strings in the first `min_tokens` tokens are ignored.
     """
 
     texts: tuple[str, ...] = ()
@@ -20,37 +20,37 @@ class Stops:
     min_tokens: int = 0
 
 
-NO_STOPS = Stops()
+NO_STOP_STRINGS = StopStrings()
 
 
 class AnswerText:
-    """Text is given out as soon as no stop string can begin in it.
+    """Returns text as soon as no stop string can begin in it.
 
-    num_tokens: that the answer has, those of its stop included; nothing counts behind it.
-    is_stopped: a stop string has been found; where texts of several end together, the longest.
+    num_tokens: tokens of the answer, including those of its stop string but none after it.
+    is_stopped: a stop string was found; if several end at the same character, the longest counts.
     """
 
     def __init__(
         self,
         tokenizer: TokenDecoder,
         prompt_token_ids: Sequence[int] = (),
-        stops: Stops = NO_STOPS,
+        stops: StopStrings = NO_STOP_STRINGS,
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
         self._stops = stops
         self._matches = [_Match(text) for text in stops.texts]
         self._firsts = frozenset(text[0] for text in stops.texts)
-        self._held = ""  # a beginning of a stop: as long as the longest match
+        self._held = ""  # text held back: a prefix of a stop string, the longest that matches
         self.num_tokens = 0
         self.is_stopped = False
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """What these tokens let out. Once stopped: nothing."""
+        """The text that can be shown after these tokens; empty once stopped."""
         if not self._matches:
             self.num_tokens += len(token_ids)
             return self._detokenizer.append(token_ids)
         shown = ""
-        for token_id in token_ids:  # one by one, to know which of them ends the answer
+        for token_id in token_ids:  # one by one, to find the token that ends the answer
             if self.is_stopped:
                 break
             self.num_tokens += 1
@@ -58,7 +58,7 @@ class AnswerText:
         return shown
 
     def finish(self) -> str:
-        """What is left when the tokens have ended."""
+        """The rest of the text, after the last token."""
         if self.is_stopped:
             return ""
         shown = self._watch(self._detokenizer.finish()) + self._held
@@ -66,7 +66,7 @@ class AnswerText:
         return shown
 
     def _watch(self, text: str) -> str:
-        """What can be shown of the text that is held back and this one behind it."""
+        """The part of the held text and `text` after it that can be shown."""
         if not self._matches:
             return text
         if self.num_tokens <= self._stops.min_tokens:
@@ -86,21 +86,21 @@ class AnswerText:
 
 
 class _Match:
-    """How much of a text's beginning stands at the end of what was read (Knuth, Morris and Pratt,
-    1977)."""
+    """Length of the longest prefix of a stop string that ends the text read so far (Knuth, Morris
+    and Pratt, 1977)."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.length = len(text)
         self.num_matched = 0
-        self._shorter = [0] * len(text)  # by number matched - 1: the next shorter beginning
+        self._shorter = [0] * len(text)  # by number matched - 1: the next shorter prefix
         for end in range(1, len(text)):
             self.advance(text[end])
             self._shorter[end] = self.num_matched
         self.num_matched = 0
 
     def advance(self, character: str) -> bool:
-        """One more character; whether it completes the text."""
+        """Read one more character; True if it completes the stop string."""
         while self.num_matched and self._text[self.num_matched] != character:
             self.num_matched = self._shorter[self.num_matched - 1]
         self.num_matched += self._text[self.num_matched] == character

@@ -1,8 +1,8 @@
-"""Chat messages to a prompt, by the Jinja template that a model folder ships.
+"""Renders chat messages to a prompt with the Jinja template of a model folder.
 
-Templates come from model folders, so they run in a sandbox: no attribute access beyond data, no
-change to what they are given, no more work than a budget allows.
-The globals are those that Hugging Face documents for templates.
+Templates come from model folders, so they run in a sandbox: they cannot access attributes beyond
+data, change their input, or exceed a budget of work. The globals are those that Hugging Face
+documents for templates.
 """
 
 import json
@@ -23,12 +23,12 @@ PLAIN_TEMPLATE: Final = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""For models without a template of their own: `role: content`, a line each, then `assistant:`.
-As in every template, the special token that the model's text begins with is written here."""
+"""For models without a template of their own: a line `role: content` per message, then
+`assistant:`. As in every template, it includes the beginning-of-sequence token."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what an assistant said, for training; what it encloses is kept."""
+    """`{% generation %}` marks an assistant's text, for training. Rendering keeps its content."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
@@ -37,8 +37,8 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class TemplateRefused(Exception):
-    """The template does not accept these messages (for example two user turns in a row)."""
+class TemplateRejected(Exception):
+    """The template rejected these messages (for example two user turns in a row)."""
 
 
 class ChatTemplate:
@@ -56,14 +56,14 @@ class ChatTemplate:
             self._template = environment.template(source)
         except (TemplateError, SyntaxError) as error:
             raise ConfigError(
-                f"the chat template does not compile: {error}. Fix it, or give another one with "
+                f"the chat template does not compile: {error}. Fix it, or set another one with "
                 "--chat-template FILE."
             ) from error
         self._source = source
         self._special_tokens = dict(special_tokens)
 
     def twin(self) -> "ChatTemplate":
-        """The same for another thread."""
+        """A copy for another thread."""
         return ChatTemplate(self._source, self._special_tokens)
 
     def render(
@@ -74,9 +74,9 @@ class ChatTemplate:
         variables: Mapping[str, Any] = {},
     ) -> str:
         """The prompt's text; with `add_generation_prompt` it ends where the assistant's answer
-        begins. variables: for the template, over its special tokens.
+        begins. variables: additional variables; they override special tokens.
 
-        Raises TemplateRefused with the template's own words if it rejects the messages.
+        Raises TemplateRejected with the template's message if it rejects the chat messages.
         """
         try:
             self._environment.begin((messages, variables))
@@ -90,7 +90,7 @@ class ChatTemplate:
                     "documents": None,
                 }
             )
-        # A template is a program that came with the model; it may fail in any way.
+        # A template is a program from the model folder and may fail in any way.
         except (
             TemplateError,
             ArithmeticError,
@@ -100,7 +100,7 @@ class ChatTemplate:
             TypeError,
             ValueError,
         ) as error:
-            raise TemplateRefused(str(error)) from error
+            raise TemplateRejected(str(error)) from error
 
 
 def _to_json(
@@ -110,7 +110,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: Jinja's own `tojson` escapes for HTML, which no model was trained on."""
+    """Plain JSON: Jinja's own `tojson` escapes for HTML, which models were not trained on."""
     options: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 

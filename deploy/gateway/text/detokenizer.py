@@ -1,27 +1,27 @@
-"""Token ids to text while they arrive, in O(1) amortised per token.
+"""Incremental detokenization, in O(1) amortised per token.
 
-A token's text depends on its neighbours (a character may be split over several byte tokens, the
-space before a word may be dropped at the start of a text), so the text of new tokens is the
-difference between two decodings of a short window: the tokens whose text was given out last, with
-and without the new ones. Where tokens are bytes and nothing else, whole characters need no window.
+A token's text depends on its neighbours: a character may be split over several byte tokens, and the
+space before a word may be dropped at the start of a text. The text of new tokens is therefore the
+difference between two decodings of a short window: the tokens whose text was returned last, with
+and without the new ones. For byte-level tokenizers, whole characters need no window.
 """
 
 from collections.abc import Sequence
 from typing import Final, Protocol
 
 REPLACEMENT: Final = "\ufffd"
-# A character has at most 4 bytes, so one that is still incomplete spans at most 3 byte tokens.
+# A character has at most 4 bytes, so an incomplete one spans at most 3 byte tokens.
 MAX_INCOMPLETE_TOKENS: Final = 3
-# Enough of the prompt to know whether the first output token continues a word, or a character.
+# Prompt tokens that show whether the first output token continues a word or a character.
 NUM_CONTEXT_TOKENS: Final = range(4, 9)
-# Tokens without any text are remembered up to here.
+# Tokens kept in the window if they have no text.
 MAX_SILENT_TOKENS: Final = 16
 
 
 class TokenDecoder(Protocol):
-    """What detokenizing needs of a tokenizer.
+    """The part of a tokenizer that detokenizing needs.
 
-    is_bytewise: a text is its tokens' bytes one after the other, whatever stands beside them.
+    is_bytewise: a text is the concatenation of its tokens' bytes, independent of their neighbours.
     """
 
     special_token_ids: frozenset[int]
@@ -31,9 +31,9 @@ class TokenDecoder(Protocol):
 
 
 class IncrementalDetokenizer:
-    """The text of one output. Special tokens are left out.
+    """The text of one output, without special tokens.
 
-    prompt_token_ids: what stands before the output; only its tail is looked at.
+    prompt_token_ids: the prompt; only its last tokens are used.
     """
 
     def __init__(self, tokenizer: TokenDecoder, prompt_token_ids: Sequence[int] = ()) -> None:
@@ -43,7 +43,7 @@ class IncrementalDetokenizer:
         self._shown_text = tokenizer.decode(self._shown)
 
     def _context(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, beginning with a whole character; none if there is none."""
+        """The prompt's last tokens, beginning with a whole character; else empty."""
         tail = self._visible(prompt_token_ids[-MAX_SILENT_TOKENS:])
         for num_tokens in NUM_CONTEXT_TOKENS:
             context = tail[-num_tokens:]
@@ -52,7 +52,7 @@ class IncrementalDetokenizer:
         return []
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The text that `token_ids` add, as far as its characters are complete."""
+        """The text that `token_ids` add, up to the last complete character."""
         visible = self._visible(token_ids)
         if self._tokenizer.is_bytewise and not self._held and self._is_whole(self._shown_text):
             text = self._tokenizer.decode(visible)
@@ -69,13 +69,13 @@ class IncrementalDetokenizer:
                 return self._show(num_shown, text)
         if num_held <= MAX_INCOMPLETE_TOKENS:
             return ""
-        # What stands before the last three tokens will never be a character any more.
+        # Bytes before the last three tokens can no longer become a character.
         num_shown = num_held - MAX_INCOMPLETE_TOKENS
         return self._show(num_shown, self._decode_window(num_shown))
 
     def finish(self) -> str:
-        """The text still held back. A character whose last bytes never came is left out (and with
-        it a replacement character that the model itself wrote at the very end)."""
+        """The text still held back, without a final incomplete character (nor a replacement
+        character that the model itself generated at the very end)."""
         num_held = len(self._held)
         return self._show(num_held, self._decode_window(num_held).rstrip(REPLACEMENT))
 
@@ -83,12 +83,12 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(self._shown + self._held[:num_held])
 
     def _show(self, num_held: int, text: str) -> str:
-        """Give out what the first `num_held` held tokens add to the window; they become it."""
+        """Return what the first `num_held` held tokens add; they become the new window."""
         token_ids = self._held[:num_held]
         self._held = self._held[num_held:]
         if text.startswith(self._shown_text):
             added = text[len(self._shown_text) :]
-        else:  # the new tokens changed the text before them; that one is given out already
+        else:  # the new tokens changed the text before them, which has been returned already
             added = self._tokenizer.decode(token_ids).strip(REPLACEMENT)
         self._shown = token_ids if added else (self._shown + token_ids)[-MAX_SILENT_TOKENS:]
         self._shown_text = self._tokenizer.decode(self._shown)

@@ -1,9 +1,9 @@
-"""A sandbox in which a chat template can neither run without end nor fill the memory.
+"""A sandbox in which a chat template can neither run forever nor exhaust the memory.
 
-A template is a program that came with a model, perhaps from a hub. Jinja's sandbox keeps it from
-attributes and from long ranges, not from loops within loops or from texts that double. Here every
-step and every character costs, before it is made, and a rendering has a budget that honest
-templates do not come near to.
+A template is a program that comes with a model, perhaps from a hub. Jinja's sandbox blocks access
+to attributes and long ranges, but not nested loops or strings that keep doubling. Here every step
+and every character has a cost that is paid in advance, and a rendering has a budget far above what
+honest templates need.
 """
 
 import functools
@@ -17,12 +17,12 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-STEP_COST: Final = 64  # of a character's
-FIXED_BUDGET: Final = 10_000_000  # a second or two
-BUDGET_PER_CHARACTER: Final = 32  # of what is rendered
+STEP_COST: Final = 64  # in characters
+FIXED_BUDGET: Final = 10_000_000  # one or two seconds
+BUDGET_PER_CHARACTER: Final = 32  # of the input
 MAX_INTEGER_BITS: Final = 4096
 
-# Filters and methods of texts whose numbers say how much they add, to each line or item at most.
+# Filters and string methods with a number argument that bounds what they add per line or item.
 _WIDENING: Final = frozenset(
     {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "tojson"}
     | {"wordwrap", "zfill"}
@@ -38,11 +38,11 @@ T = TypeVar("T")
 
 
 class TemplateTooCostly(TemplateRuntimeError):
-    """The rendering has used its budget up."""
+    """The rendering has exceeded its budget."""
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """One rendering at a time, which `begin` gives its budget."""
+    """One rendering at a time; `begin` sets its budget."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -54,7 +54,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.globals.pop(name, None)
 
     def template(self, source: str) -> Template:
-        """`source` with what it costs written into it. Raises TemplateError, SyntaxError."""
+        """`source`, compiled with cost accounting. Raises TemplateError, SyntaxError."""
         for name, function in self.filters.items():
             self.filters[name] = self._bounded_filter(name, function)
         self.filters[_COUNTED] = pass_context(lambda _, value: self._counted(value))
@@ -63,7 +63,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.from_string(_WithCosts(self).visit(self.parse(source)))
 
     def begin(self, values: object) -> None:
-        """A new budget, for a rendering of `values`."""
+        """Set a new budget, for a rendering of `values`."""
         self._left = available = 1 << 62
         self._counted(values)
         self._left = FIXED_BUDGET + BUDGET_PER_CHARACTER * (available - self._left)
@@ -71,10 +71,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _pay(self, cost: int) -> None:
         self._left -= cost
         if self._left < 0:
-            raise TemplateTooCostly("it loops too often, or makes too much text")
+            raise TemplateTooCostly("it loops too often or produces too much text")
 
     def _counted(self, value: T) -> T:
-        """`value`, paid for with all that is in it."""
+        """`value`, after paying for it and everything in it."""
         if isinstance(value, str):
             self._pay(STEP_COST + len(value))
             return value
@@ -89,7 +89,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _looked_at(self, value: T) -> T:
-        """`value`, paid for as what is read or copied without what is in it."""
+        """`value`, after paying for reading or copying it, without its items' content."""
         self._pay(STEP_COST + (len(value) if isinstance(value, _SIZED) else 0))
         return value
 
@@ -102,7 +102,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self._items(value) if hasattr(value, "__next__") else self._counted(value)
 
     def _pay_for_growth(self, name: str, value: Any, arguments: Sequence[Any]) -> None:
-        """What a filter or method makes of `value`, beyond the size of what it is given."""
+        """Pay for what a filter or method adds to `value` and its arguments."""
         if name not in _GROWING:
             return
         numbers = [abs(each) for each in arguments if isinstance(each, int)]
@@ -118,12 +118,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._pay((length if not texts[0] else str(value).count(texts[0])) * len(texts[1]))
         elif name in ("format", "format_map", "%"):
             if _WIDE_FIELD.search(str(value)):
-                raise TemplateTooCostly("it formats a text with a width that is too large")
+                raise TemplateTooCostly("it formats a text with too large a width")
             text = str(value)
             self._pay((text.count("{") + text.count("%")) * sum(map(len, texts)))
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        position = int(hasattr(function, "jinja_pass_arg"))  # behind context or environment
+        position = int(hasattr(function, "jinja_pass_arg"))  # after context or environment
 
         @functools.wraps(function)
         def bounded(*arguments: Any, **named: Any) -> Any:
@@ -179,12 +179,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _check_bits(self, num_bits: int) -> None:
         if num_bits > MAX_INTEGER_BITS:
-            raise TemplateTooCostly("it computes a number that is too large")
+            raise TemplateTooCostly("it computes too large a number")
 
 
 class _WithCosts(NodeTransformer):
-    """Puts the environment's own filters around what a template loops over, looks through, cuts
-    out, joins and writes."""
+    """Wraps everything that a template loops over, compares, slices, joins or writes in the
+    environment's cost filters."""
 
     def __init__(self, environment: BoundedEnvironment) -> None:
         self._environment = environment

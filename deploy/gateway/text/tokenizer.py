@@ -1,4 +1,4 @@
-"""A model folder's tokenizer: text to ids and back, and its chat template."""
+"""A model folder's tokenizer: encodes and decodes text, and has the chat template."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,20 @@ from longshore.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# More text than this is tokenized on another thread, so that live streams do not wait for it.
+# Longer text is tokenized on another thread, so that streams do not wait for it.
 MAX_INLINE_CHARACTERS: Final = 16_384
-# Where a text is cut, tokens may fall apart that are one in the whole.
+# Tokens that a cut may add to a text: it may split tokens of the whole text.
 MAX_TOKENS_PER_CUT: Final = 64
 
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token")
 
 
 class ModelTokenizer:
-    """tokenizer.json of a model folder. Thread-safe: the library holds no state between calls, and
-    what is remembered here never changes.
+    """tokenizer.json of a model folder. Thread-safe: the library keeps no state between calls, and
+    entries of the cache here never change.
 
-    keeps_end: a text that is cut to a length loses its beginning.
-    added_tokens: ids of the tokens beside the vocabulary's words, special ones among them.
+    keeps_end: truncation removes the beginning of a text.
+    added_tokens: ids of the tokens added to the vocabulary, including special tokens.
     is_bytewise: see TokenDecoder.
     """
 
@@ -45,20 +45,20 @@ class ModelTokenizer:
         self.is_bytewise = isinstance(tokenizer.decoder, ByteLevel)
         added_ids = self.added_tokens.values()
         self._num_ids = max([tokenizer.get_vocab_size(), *(i + 1 for i in added_ids)])
-        self._texts: dict[int, str] = {}  # of single tokens, as they come
+        self._texts: dict[int, str] = {}  # cache of single tokens' texts
 
     def encode(self, text: str) -> list[int]:
-        """A plain prompt: with the special tokens that the model's text begins with."""
+        """Encode a plain prompt, with the special tokens that the model's text begins with."""
         return self._tokenizer.encode(text, add_special_tokens=True).ids
 
     def encode_rendered(self, text: str) -> list[int]:
-        """A rendered chat: the template has written the special tokens already."""
+        """Encode a rendered chat: the template has added the special tokens already."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_cut(self, text: str, max_tokens: int, *, with_special: bool) -> list[int]:
-        """At most so many tokens, the special ones among them, which are kept: the text loses its
-        end, unless `keeps_end`. Of a text that is far too long only the part is looked at that may
-        be kept: tokens take a hundred times the memory of their text."""
+        """Encode and truncate to `max_tokens`, including special tokens, which are kept. The end
+        of the text is removed, or its beginning if `keeps_end`. Only the part of a text that may be
+        kept is encoded, because tokens need a hundred times the memory of their text."""
         part = self._part_of(text, max_tokens)
         encoding = self._tokenizer.encode(part, add_special_tokens=False)
         num_special = self._tokenizer.num_special_tokens_to_add(False) if with_special else 0
@@ -69,7 +69,7 @@ class ModelTokenizer:
         ]
 
     def _part_of(self, text: str, num_tokens: int) -> str:
-        """Its slices from the kept end on, up to where they hold so many tokens surely."""
+        """The slices of the text, from the end that is kept, that hold at least `num_tokens`."""
         for num_slices in range(1, -(-len(text) // MAX_INLINE_CHARACTERS)):
             stop = num_slices * MAX_INLINE_CHARACTERS
             start = stop - MAX_INLINE_CHARACTERS
@@ -80,13 +80,13 @@ class ModelTokenizer:
         return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Ids that the vocabulary does not hold have no text."""
+        """Decode ids. Those outside the vocabulary have no text."""
         if len(token_ids) != 1:
             return self._tokenizer.decode(token_ids, skip_special_tokens=False)
         (token_id,) = token_ids
         if (text := self._texts.get(token_id)) is None:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-            if token_id < self._num_ids:  # others are without number
+            if token_id < self._num_ids:  # the number of unknown ids is unbounded
                 self._texts[token_id] = text
         return text
 
@@ -97,16 +97,16 @@ def load_tokenizer(
     chat_template_file: Path | None = None,
     advice_level: int = logging.WARNING,
 ) -> ModelTokenizer | None:
-    """The folder's tokenizer; None if it has none, then only token ids can be served.
+    """The folder's tokenizer; None if it has none, so that only token ids can be served.
 
-    advice_level: of the log lines that say what a server will have to do without.
-    Raises ConfigError if a file is there and cannot be read.
+    advice_level: level of the log lines about a missing tokenizer or chat template.
+    Raises ConfigError if a file exists and cannot be read.
     """
     tokenizer_file = model_dir / "tokenizer.json"
     if not tokenizer_file.exists():
         logger.log(
             advice_level,
-            "%s holds no tokenizer.json: only prompts of token ids can be answered",
+            "%s has no tokenizer.json: prompts must be token ids",
             model_dir,
         )
         return None
@@ -120,8 +120,8 @@ def load_tokenizer(
     if source is None:
         logger.log(
             advice_level,
-            "%s has no chat template: chats become lines of `role: content`. "
-            "Give one with --chat-template FILE.",
+            "%s has no chat template: chats are rendered as lines of `role: content`. "
+            "Set a template with --chat-template FILE.",
             model_dir,
         )
         source = PLAIN_TEMPLATE
@@ -140,7 +140,7 @@ def _find_template(
     if (model_dir / "chat_template.jinja").exists():
         return read_text(model_dir / "chat_template.jinja")
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several by name; chats use the one called default
+    if isinstance(template, list):  # several named templates; chats use `default`
         by_name = {entry.get("name"): entry.get("template") for entry in template}
         template = by_name.get("default")
     return template if isinstance(template, str) else None

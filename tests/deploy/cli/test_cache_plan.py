@@ -163,16 +163,16 @@ def test_the_plan_says_what_is_in_flight_and_that_no_request_fits(
     shown, lines = shown_plan(capsys, windowed[0])
     assert "sliding window of 40" in shown
     assert lines["a request of 256 tokens"] == "320.00 KiB: 40 blocks, 0.0% of it padding"
-    assert lines["of those, for what is in flight"] == (
+    assert lines["of which for steps in flight"] == (
         "16 blocks: at most 128 tokens in 2 steps (--max-num-batched-tokens)"
     )
     _, lines = shown_plan(capsys, windowed[0], kv_cache_bytes=41 * 8192)
     assert lines["such requests that fit"] == "1.00"
     assert lines["KV cache (--kv-cache-bytes)"] == (
-        "328.00 KiB: 41 blocks of 8,192 bytes, 1 set aside for padding"
+        "328.00 KiB: 41 blocks of 8,192 bytes, 1 reserved for padding"
     )
     _, lines = shown_plan(capsys, windowed[0], kv_cache_bytes=40 * 8192)
-    assert lines["such requests that fit"].startswith("none, so that no engine would start")
+    assert lines["such requests that fit"].startswith("none, so the engine would not start")
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", "128.00"), ("bfloat16", "64.00")])
@@ -181,8 +181,8 @@ def test_the_plan_of_latents_names_the_memory_that_they_are_expanded_in(
 ) -> None:
     make_tiny_model("DeepseekV2", tmp_path, **LATENT)
     _, lines = shown_plan(capsys, tmp_path, dtype=dtype)
-    assert lines["beside it, once a prompt is long"].startswith(f"{size} MiB for keys and values")
-    assert "of those, for what is in flight" not in lines
+    assert lines["in addition, for long prompts"].startswith(f"{size} MiB for keys and values")
+    assert "of which for steps in flight" not in lines
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -199,7 +199,7 @@ def test_fp8_makes_room_for_as_many_times_the_tokens_as_its_numbers_are_smaller(
     assert report.auto_tokens == auto.num_tokens
     assert report.cache.num_tokens == pytest.approx(times * auto.num_tokens, rel=1e-2)
     _, lines = shown_plan(capsys, path, **settings, kv_cache_dtype="fp8_e4m3")
-    assert f"{auto.num_tokens:,} fit in {dtype}" in lines["tokens gained by fp8_e4m3"]
+    assert f"{auto.num_tokens:,} fit in {dtype}" in lines["tokens gained with fp8_e4m3"]
     config = WorkerConfig(
         model=str(path),
         dtype=dtype,  # type: ignore[arg-type]
@@ -231,11 +231,11 @@ def test_ranks_that_share_tokens_hold_as_many_times_more_of_them(
     assert (group.block_tokens, group.max_blocks) == (64, 4)
     _, lines = shown_plan(capsys, tmp_path, **shards, decode_context_parallel_size=4)
     gained = shared.cache.num_tokens - whole.cache.num_tokens
-    assert lines["tokens gained by 4 context ranks"] == (
+    assert lines["tokens gained with 4 context ranks"] == (
         f"{gained:,} (4.00 times); {whole.cache.num_tokens:,} fit without"
     )
-    assert "of those, for what is in flight" not in lines, "nothing is forgotten"
-    assert "beside it, once a prompt is long" not in lines, "latents are always absorbed"
+    assert "of which for steps in flight" not in lines, "nothing is forgotten"
+    assert "in addition, for long prompts" not in lines, "latents are always absorbed"
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_model_that_fp8_cannot_keep_has_no_plan_in_fp8(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"max_model_len": 257}, "was made for 256 tokens"),
+        ({"max_model_len": 257}, "more than the 256 tokens"),
         ({"block_size": 12}, "not a power of two"),
         ({"tensor_parallel_size": 3}, "cannot cut"),
     ],
@@ -280,5 +280,5 @@ def test_what_could_not_be_served_cannot_be_planned(
 def test_a_damaged_weight_file_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is no safetensors file"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not a valid safetensors file"):
         num_stored_elements(path)

@@ -50,7 +50,7 @@ async def test_an_answer_stands_behind_its_question_and_is_counted(
         assert [message["role"] for message in talk.messages] == ["system", "user", "assistant"]
         assert talk.messages[-1]["content"] == "the berth"
         assert talk.total.output_tokens == len(ids_of("the berth")) + 1
-        talk.forget()
+        talk.reset()
         assert [message["role"] for message in talk.messages] == ["system"]
 
 

@@ -57,7 +57,7 @@ async def doctor(gateway: RunningGateway, **options: Any) -> Health:
                 "waiting": (BLOCKS, GRAMMAR, GRAMMAR),
             },
             "stalled",
-            ["Most of them wait for this: its grammar"],
+            ["The most frequent reason for waiting: its grammar"],
         ),
     ],
 )
@@ -136,7 +136,7 @@ async def test_dead_engine_is_unreachable_with_its_reason(
         assert await doctor(gateway, json=True) is Health.UNREACHABLE
     printed = json.loads(capsys.readouterr().out)
     assert printed["state"] == "unreachable"
-    assert "HTTP 503: the engine is gone: worker 0 was lost" in printed["verdict"]
+    assert "HTTP 503: the engine has stopped: worker 0 was lost" in printed["verdict"]
     assert printed["report"] is None
 
 
@@ -154,7 +154,7 @@ async def test_something_else_at_the_address_is_no_engine(
         port = server.sockets[0].getsockname()[1]
         options = DoctorOptions(url=f"http://127.0.0.1:{port}")
         assert await asyncio.to_thread(examine, options) is Health.UNREACHABLE
-    assert "no Longshore gateway" in " ".join(capsys.readouterr().out.split())
+    assert "not a Longshore gateway" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_command_line_loads_neither_torch_nor_a_server() -> None:
         (["serve", "--device", "tpu"], ["device='tpu'", "cuda"]),
         (
             ["serve", "/no/such/folder"],
-            ["/no/such/folder", "is no folder, and no id of a model hub"],
+            ["/no/such/folder", "is neither a folder nor a model hub id"],
         ),
         (["serve", "--scheduling-policy", "random"], ["scheduling_policy='random'", "continuum"]),
         (["serve", "--watermark", "1.5"], ["watermark=1.5"]),
@@ -72,7 +72,7 @@ def test_command_line_loads_neither_torch_nor_a_server() -> None:
         (["bench", "throughput", "--json", "/no/such/x.json"], ["/no/such/x.json", "written"]),
         (["bench", "serve", "--json", "/no/such/x.json"], ["/no/such/x.json", "written"]),
         (["bench", "serve", "--request-rate", "-1"], ["request_rate=-1"]),
-        (["bench", "serve", "--url", "http://127.0.0.1:9"], ["Is the server running there?"]),
+        (["bench", "serve", "--url", "http://127.0.0.1:9"], ["Is a server running there?"]),
         (["bench", "serve", "--url", "nowhere"], ["url='nowhere'"]),
     ],
 )
@@ -110,12 +110,12 @@ def test_a_setting_comes_from_its_flag_else_a_variable_else_the_file_else_a_defa
         ("[serve]\nno-such = 1\n", ["no-such"]),
         ("[serve\n", ["--config", "cannot be read"]),
         ("[serve]\nport = 'http'\n", ["port", "http"]),
-        ("num-blocks = 5\n", ["num-blocks is no table", "[bench.serve]"]),
-        ("api-key = ['k']\n[serve]\n", ["api-key is no table"]),
-        ("[srve]\nnum-blocks = 5\n", ["srve is no table"]),
-        ("[bench.srve]\n", ["bench.srve is no table"]),
+        ("num-blocks = 5\n", ["num-blocks is not a command's table", "[bench.serve]"]),
+        ("api-key = ['k']\n[serve]\n", ["api-key is not a command's table"]),
+        ("[srve]\nnum-blocks = 5\n", ["srve is not a command's table"]),
+        ("[bench.srve]\n", ["bench.srve is not a command's table"]),
         ("[serve]\nno-enable-prefix-caching = true\n", ["enable-prefix-caching = false"]),
-        ("[serve]\napi-key = []\n", ["api_key", "leave it out"]),
+        ("[serve]\napi-key = []\n", ["api_key", "Remove it"]),
         ("[serve]\napi-key = ['two words']\n", ["api_key", "spaces"]),
         ("[serve]\ncors-allow-origins = ['https://a/']\n", ["cors_allow_origins", "path"]),
         ("[serve]\ncors-allow-origins = ['example.org']\n", ["cors_allow_origins", "SCHEME"]),
@@ -139,8 +139,8 @@ def test_a_settings_file_that_makes_no_sense_is_refused(
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
-        ("LONGSHORE_API_KEY", "", "LONGSHORE_API_KEY is set, but empty"),
-        ("LONGSHORE_API_KEY", " ", "LONGSHORE_API_KEY is set, but empty"),
+        ("LONGSHORE_API_KEY", "", "LONGSHORE_API_KEY is set but empty"),
+        ("LONGSHORE_API_KEY", " ", "LONGSHORE_API_KEY is set but empty"),
         ("LONGSHORE_NO_ENABLE_PREFIX_CACHING", "1", "LONGSHORE_ENABLE_PREFIX_CACHING=false"),
     ],
 )
@@ -186,8 +186,8 @@ def test_a_variable_that_no_command_reads_is_warned_of_with_the_one_that_is_mean
         LONGSHORE_NUM_PROMPTS="5",
     )
     assert run.stderr.splitlines() == [
-        "longshore: warning: nothing reads LONGSHORE_FROBNICATE, "
-        "LONGSHORE_PROT (LONGSHORE_PORT is meant?)"
+        "longshore: warning: unknown variables: LONGSHORE_FROBNICATE, "
+        "LONGSHORE_PROT (did you mean LONGSHORE_PORT?)"
     ]
     assert run.returncode == 2
 

@@ -22,7 +22,7 @@ from longshore.deploy.cli.metric_samples import (
 )
 from longshore.deploy.cli.top import (
     Keys,
-    Looks,
+    RecentSamples,
     TopFailed,
     top,
 )
@@ -56,7 +56,7 @@ def with_workers(num_workers: int, *, num_steps: int = 7, **fields: Any) -> Sche
     return msgspec.structs.replace(STATS, workers=workers)
 
 
-def two_looks(num_workers: int = 1) -> Overview:
+def two_samples(num_workers: int = 1) -> Overview:
     """Two seconds apart; in between, a request has ended and ten steps were taken."""
     metrics = busy_metrics()
     metrics.observe_scheduler("0", with_workers(num_workers, compute_s=1.0, num_tokens=10))
@@ -83,8 +83,8 @@ def drawn(view: Overview, *, width: int = 80, height: int = 24, **settings: Any)
     return console.export_text().splitlines()
 
 
-def test_rates_and_shares_are_of_what_lies_between_the_looks() -> None:
-    view = two_looks()
+def test_rates_and_shares_are_of_what_lies_between_the_samples() -> None:
+    view = two_samples()
     assert view.is_ready
     assert (view.window_s, view.requests_per_s, view.refused_per_s) == (2.0, 0.5, 0.0)
     assert (view.prompt_tokens_per_s, view.generated_tokens_per_s) == (30.0, 4.0)
@@ -95,8 +95,8 @@ def test_rates_and_shares_are_of_what_lies_between_the_looks() -> None:
     assert (engine.prefix_hit_share, engine.external_hit_share) == (0.5, None)
 
 
-def test_a_worker_s_steps_are_those_between_the_looks() -> None:
-    (worker,) = two_looks().workers
+def test_a_worker_s_steps_are_those_between_the_samples() -> None:
+    (worker,) = two_samples().workers
     assert (worker.engine, worker.worker) == ("0", "0")
     assert (worker.steps_per_s, worker.tokens_per_s) == (5.0, 20.0)
     assert (worker.mean_step_s, worker.longest_step_s) == (pytest.approx(0.15), 0.25)
@@ -118,7 +118,7 @@ def test_every_time_that_is_shown_is_measured() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_a_screen_fits_the_terminal_and_shows_what_matters(width: int) -> None:
-    lines = drawn(two_looks(), width=width)
+    lines = drawn(two_samples(), width=width)
     assert len(lines) < 24
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
@@ -128,7 +128,7 @@ def test_a_screen_fits_the_terminal_and_shows_what_matters(width: int) -> None:
 
 
 def test_workers_that_do_not_fit_are_counted() -> None:
-    view = two_looks(num_workers=9)
+    view = two_samples(num_workers=9)
     assert len(drawn(view, height=24)) == 24
     assert "workers, 2 of 9" in "\n".join(drawn(view, height=24))
     assert "workers, 6 of 9" in "\n".join(drawn(view, height=28))
@@ -150,7 +150,7 @@ def test_workers_have_a_panel_where_a_row_of_it_fits(height: int) -> None:
 @pytest.mark.parametrize("width", [24, 40, 60, 80])
 def test_the_head_cuts_the_address_before_the_state(width: int) -> None:
     console = Console(width=width, height=24, record=True, file=io.StringIO())
-    console.print(TopScreen(two_looks(), "http://a-long-name.example.org:8000"))
+    console.print(TopScreen(two_samples(), "http://a-long-name.example.org:8000"))
     head, *_ = console.export_text().splitlines()
     assert "ready" in head
     assert head.rstrip().endswith("q ends")
@@ -173,11 +173,11 @@ def test_a_server_that_began_again_is_compared_with_nothing() -> None:
     def look(taken_s: float, start_s: float) -> Sample:
         return Sample(taken_s, {"process_start_time_seconds": {frozenset(): start_s}})
 
-    looks = Looks()
-    assert looks.add(look(1.0, 50.0)).elapsed_s is None
-    assert looks.add(look(2.0, 50.0)).elapsed_s == 1.0
-    assert looks.add(look(9.0, 80.0)).elapsed_s is None
-    elapsed = [looks.add(look(taken_s, 80.0)).elapsed_s for taken_s in range(10, 20)]
+    samples = RecentSamples()
+    assert samples.add(look(1.0, 50.0)).elapsed_s is None
+    assert samples.add(look(2.0, 50.0)).elapsed_s == 1.0
+    assert samples.add(look(9.0, 80.0)).elapsed_s is None
+    elapsed = [samples.add(look(taken_s, 80.0)).elapsed_s for taken_s in range(10, 20)]
     assert elapsed == [1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
 
 
@@ -231,7 +231,10 @@ def test_a_look_that_fails_is_shown_and_the_next_one_that_does_not_goes_on(
 def test_a_first_look_that_fails_ends_it_with_a_reason() -> None:
     server = MetricsServer()
     server.statuses = [404]
-    with server.running() as url, pytest.raises(TopFailed, match=r"HTTP 404; is it Longshore's"):
+    with (
+        server.running() as url,
+        pytest.raises(TopFailed, match=r"HTTP 404; is it a Longshore server"),
+    ):
         top(TopOptions(url=url, num_looks=1))
     with pytest.raises(TopFailed, match="does not answer"):
         top(TopOptions(url=url, num_looks=1))
@@ -240,12 +243,12 @@ def test_a_first_look_that_fails_ends_it_with_a_reason() -> None:
 def test_one_look_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with MetricsServer().running() as url:
         top(TopOptions(url=url, num_looks=1))
-    assert "since it began" in capsys.readouterr().out
+    assert "since start" in capsys.readouterr().out
 
 
 def test_trouble_stands_above_what_was_seen_last() -> None:
-    lines = drawn(two_looks(), trouble="gone for 3 s")
-    assert lines[0].strip() == "gone for 3 s"
+    lines = drawn(two_samples(), trouble="unreachable for 3 s")
+    assert lines[0].strip() == "unreachable for 3 s"
     assert "running" in lines[2]
 
 

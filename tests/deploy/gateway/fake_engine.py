@@ -162,7 +162,7 @@ class FakeEngine:
     requests: everything that was asked; aborted: handles that clients gave up; stopped: ends that
     clients found.
     num_describes: how often it was asked for a report or a map of its blocks; it answers while
-    `report` or `block_map` is set.
+    `report` or `block_snapshot` is set.
     """
 
     def __init__(self, endpoint: Endpoint, script: Script = echo) -> None:
@@ -172,7 +172,7 @@ class FakeEngine:
         self.stopped: list[StopFound] = []
         self.num_describes = 0
         self.report: EngineReport | None = REPORT
-        self.block_map: BlockSnapshot | None = BLOCK_MAP
+        self.block_snapshot: BlockSnapshot | None = BLOCK_MAP
         self.arrived = asyncio.Event()
         self._peer = b""
         self._context = zmq.Context()
@@ -200,8 +200,8 @@ class FakeEngine:
                         self.send(self.report)
                 case DescribeBlocks():
                     self.num_describes += 1
-                    if self.block_map is not None:
-                        self.send(self.block_map)
+                    if self.block_snapshot is not None:
+                        self.send(self.block_snapshot)
                 case StopFound():
                     self.stopped.append(message)
                 case ContinueSession():

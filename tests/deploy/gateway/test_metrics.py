@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from longshore.deploy.gateway.hot_metrics import HotCounter, HotHistogram
+from longshore.deploy.gateway.lock_free_metrics import LockFreeCounter, LockFreeHistogram
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.protocol.outputs import (
     FinishedRequest,
@@ -101,7 +101,7 @@ def test_metrics_for_one_thread_are_rendered_as_those_of_prometheus_client_are(
     values: list[float], bounds: Sequence[float]
 ) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    hot = HotHistogram("t_seconds", "time", bounds, ours), HotCounter("n", "number", ours)
+    hot = LockFreeHistogram("t_seconds", "time", bounds, ours), LockFreeCounter("n", "number", ours)
     known = (
         Histogram("t_seconds", "time", buckets=bounds, registry=theirs),
         Counter("n", "number", registry=theirs),

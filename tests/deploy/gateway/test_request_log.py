@@ -63,7 +63,7 @@ async def test_a_request_that_the_engine_fails_is_a_warning_with_id_and_reason(
         assert await ask(gateway, "order-67") == 500
     (warning,) = (record for record in caplog.records if record.name == NAME)
     assert warning.levelname == "WARNING"
-    assert warning.getMessage() == "a request has failed: the device is on fire"
+    assert warning.getMessage() == "request failed: the device is on fire"
     assert about(warning) == {
         "request_id": "order-67",
         "method": "POST",
@@ -107,9 +107,9 @@ async def test_a_client_that_goes_is_told_at_debug_with_what_it_got(
         asking.cancel()
         await gateway.engine.wait_for(lambda: bool(gateway.engine.aborted))
     said = {record.getMessage(): about(record) for record in caplog.records if record.name == NAME}
-    assert said["ended"]["finish_reason"] == "ABORTED"
-    assert said["ended"]["output_tokens"] == 0
-    assert said["client has gone"]["request_id"] == "order-70"
+    assert said["finished"]["finish_reason"] == "ABORTED"
+    assert said["finished"]["output_tokens"] == 0
+    assert said["client disconnected"]["request_id"] == "order-70"
 
 
 async def test_a_flood_of_failures_is_cut(

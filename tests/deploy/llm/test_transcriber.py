@@ -126,7 +126,7 @@ def test_error_names_the_audio_that_it_is_of(
     ear = Ear(speech)
     with pytest.raises(BadSpeechRequest, match=r"audio\[2\]: the language could not be detected"):
         texts(speech, ear, [sound(1), sound(2), sound(0)], None)
-    with pytest.raises(BadAudio, match=r"audio\[1\]: .*no finite numbers"):
+    with pytest.raises(BadAudio, match=r"audio\[1\]: .*not finite numbers"):
         texts(speech, ear, [sound(1), (np.array([np.nan]), RATE)], "en")
 
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_opened_is_refused_before_the_work_on_the_others(
         (bytearray(as_file(np.zeros(9, np.float32))), "bytearray"),
         (0.5, "float"),
         (None, "NoneType"),
-        (("a.wav", "b.wav"), "several audios as a list"),
+        (("a.wav", "b.wav"), "several audio inputs as a list"),
         ([0.1, 0.2], "float"),
     ],
     ids=str,

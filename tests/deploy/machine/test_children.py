@@ -31,9 +31,9 @@ def test_each_way_to_fail_is_told_apart() -> None:
     assert outcomes["good"].facts == {"cuda": None}
     assert outcomes["bad"].failure == "ImportError: libx.so"
     assert outcomes["crash"].failure == "its import crashes (SIGABRT): last words"
-    assert outcomes["own signal"].failure == "its import crashes (signal 40): it says nothing"
+    assert outcomes["own signal"].failure == "its import crashes (signal 40): no output"
     assert outcomes["exit"].failure == "its import ends the process (exit status 1): no licence"
-    assert "it says nothing" in (outcomes["silent"].failure or "")
+    assert "no output" in (outcomes["silent"].failure or "")
     assert "KeyError" in (outcomes["nothing"].failure or "")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longshore.deploy.machine.children import Outcome
+from longshore.deploy.machine.children import ProbeResult
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.packages import package_findings
 from tests.deploy.machine.fake_host import fake_host
@@ -36,12 +36,12 @@ def look(
     others load."""
     asked: list[str] = []
 
-    def probe(names: list[str]) -> dict[str, Outcome]:
+    def probe(names: list[str]) -> dict[str, ProbeResult]:
         asked.extend(names)
         facts = {name: outcomes.get(name, CUPY if name == "cuda" else {}) for name in names}
         facts["torch"] = outcomes.get("torch", NO_CUDA)
         return {
-            name: Outcome({}, each) if isinstance(each, str) else Outcome(each)
+            name: ProbeResult({}, each) if isinstance(each, str) else ProbeResult(each)
             for name, each in facts.items()
         }
 
@@ -81,7 +81,7 @@ def test_what_loads_is_shown_with_its_versions(tmp_path: Path) -> None:
             ["libibverbs.so.1", "apt-get install libibverbs1"],
         ),
         (
-            {"ray": "its import crashes (SIGSEGV): it says nothing"},
+            {"ray": "its import crashes (SIGSEGV): no output"},
             "extra ray",
             ["SIGSEGV", "pip install 'longshore[ray]' --force-reinstall"],
         ),
@@ -121,19 +121,22 @@ def test_half_of_an_extra_is_named(tmp_path: Path) -> None:
 
 def test_cuda_libraries_without_a_gpu_are_well(tmp_path: Path) -> None:
     found = look(tmp_path, cuda=CUPY | {"devices": 0, "error": "cudaErrorNoDevice"})["extra cuda"]
-    assert (found.state, found.means) == ("ok", "There is no GPU for it to use")
+    assert (found.state, found.means) == ("ok", "There is no GPU to use it with")
 
 
 @pytest.mark.parametrize(
     ("torch", "words"),
     [
-        (NO_CUDA, ["is a build for CPUs", "index with CUDA builds"]),
+        (NO_CUDA, ["is a CPU build", "index with CUDA builds"]),
         (
             {"cuda": "13.0", "driver_cuda": 12080, "devices": []},
-            ["is for CUDA 13.0; the driver knows CUDA 12.8", "Update the driver"],
+            ["is for CUDA 13.0, but the driver supports at most CUDA 12.8", "Update the driver"],
         ),
-        ({"cuda": "13.0", "driver_cuda": 13000, "devices": []}, ["sees none", "--gpus all"]),
-        ("its import hangs (longer than 60 s)", ["torch, which would use them, does not load"]),
+        (
+            {"cuda": "13.0", "driver_cuda": 13000, "devices": []},
+            ["does not find them", "--gpus all"],
+        ),
+        ("its import hangs (longer than 60 s)", ["because torch does not load"]),
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_a_problem_with_its_reason(
@@ -152,5 +155,5 @@ def test_a_gpu_is_shown_with_its_memory(tmp_path: Path) -> None:
 
 def test_a_torch_that_is_missing_or_does_not_load_is_a_problem(tmp_path: Path) -> None:
     assert look(tmp_path, {}, torch="ModuleNotFoundError: torch")["torch"].state == "problem"
-    found = look(tmp_path, torch="its import crashes (SIGILL): it says nothing")["torch"]
+    found = look(tmp_path, torch="its import crashes (SIGILL): no output")["torch"]
     assert (found.state, "SIGILL" in found.found) == ("problem", True)

@@ -48,7 +48,7 @@ def test_hyperthreads_of_one_core_count_once(tmp_path: Path) -> None:
         (
             {"sys/devices/system/clocksource/clocksource0/current_clocksource": "hpet"},
             "clock source",
-            ["hpet", "into the kernel"],
+            ["hpet", "system call"],
         ),
     ],
 )

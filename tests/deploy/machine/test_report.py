@@ -53,5 +53,5 @@ def test_a_command_to_type_stands_whole_on_a_line_of_its_own() -> None:
 
 def test_the_last_line_counts() -> None:
     ok, bad = Finding("a", "b"), Finding("c", "d", "problem")
-    assert summary([ok, Finding("e", "f", "absent")]) == "All is well."
-    assert summary([ok, bad, bad]).startswith("Problems, which make something fail: 2.")
+    assert summary([ok, Finding("e", "f", "absent")]) == "No problems found."
+    assert summary([ok, bad, bad]).startswith("Problems: 2.")

@@ -44,7 +44,7 @@ def test_a_healthy_machine_has_nothing_to_complain_about(tmp_path: Path) -> None
             {},
             "memory",
             "ok",
-            ["1.0 GiB available of 4.0 GiB that control groups allow"],
+            ["1.0 GiB available of 4.0 GiB (control group limit)"],
         ),
         (
             {"sys/fs/cgroup/memory.max": f"{GIB}", "sys/fs/cgroup/memory.current": f"{GIB - 5}"},
@@ -74,7 +74,7 @@ def test_a_healthy_machine_has_nothing_to_complain_about(tmp_path: Path) -> None
             "warning",
             ["8 MiB", "memlock"],
         ),
-        ({}, {"limit": limited(8 << 20, 8 << 20)}, "locked memory", "ok", ["8 MiB", "No RDMA"]),
+        ({}, {"limit": limited(8 << 20, 8 << 20)}, "locked memory", "ok", ["8 MiB", "Only RDMA"]),
         (RDMA, {}, "RDMA", "ok", ["mlx5_0/1 ACTIVE, mlx5_1/1 DOWN"]),
         (
             {"sys/class/infiniband/mlx5_0/ports/1/state": "2: INIT"},
@@ -97,7 +97,7 @@ def test_a_healthy_machine_has_nothing_to_complain_about(tmp_path: Path) -> None
             {"free_bytes": lambda path: 1 << 20},
             "TMPDIR",
             "problem",
-            ["1 MiB free", "Make room"],
+            ["1 MiB free", "Free space"],
         ),
         ({}, {"free_bytes": no_such_file}, "TMPDIR", "problem", ["No such file", "Set TMPDIR"]),
         ({}, {"temp_dir": Path("/" + "t" * 90)}, "TMPDIR", "problem", ["too long", "shorter"]),

@@ -152,7 +152,7 @@ def test_prompts_are_the_same_for_the_same_seed_and_differ_between_seeds() -> No
 
 @pytest.mark.parametrize("num_records", [0, NUM_CONTAINERS])
 def test_prompts_of_an_impossible_size_are_refused(num_records: int) -> None:
-    with pytest.raises(ValueError, match="Use 1 to 999"):
+    with pytest.raises(ValueError, match="between 1 and 999"):
         make_prompt(num_records, 0)
 
 

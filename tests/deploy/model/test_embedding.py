@@ -77,5 +77,5 @@ def test_a_file_that_is_no_list_of_modules_is_refused(text: str, tmp_path: Path)
 
 @pytest.mark.parametrize("dimensions", [0, -1, 65])
 def test_dimensions_lie_within_the_models(dimensions: int) -> None:
-    with pytest.raises(ValueError, match=rf"dimensions={dimensions} must lie within 1\.\.64"):
+    with pytest.raises(ValueError, match=rf"dimensions={dimensions} must be between 1 and 64"):
         EmbeddingModel(64).pooling(dimensions=dimensions)

@@ -169,7 +169,7 @@ def test_wrong_settings_are_refused_by_name(
 
 
 def test_what_is_no_model_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is neither a folder"):
         read_model_folder(tmp_path / "meta-llama")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file"):

@@ -145,7 +145,7 @@ def test_a_model_that_the_hub_does_not_have_is_refused_by_its_name(
 ) -> None:
     result = resolve("no/body", endpoint=hub.url, cache=tmp_path)
     assert result.returncode == 1
-    assert "no/body is no local folder, and the model hub refuses it" in result.stderr
+    assert "no/body is not a local folder, and the model hub rejected the request" in result.stderr
 
 
 def test_without_a_hub_and_without_an_earlier_download_the_error_says_so(tmp_path: Path) -> None:
@@ -197,5 +197,5 @@ def test_requests_call_a_model_by_its_id_or_by_the_name_of_its_folder(tmp_path: 
 
 @pytest.mark.parametrize("model", ["nowhere", "/nowhere/at/all", "a/b/c", "../up", "a/b@"])
 def test_what_is_neither_a_folder_nor_an_id_is_refused(model: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no folder, and no id of a model hub"):
+    with pytest.raises(ConfigError, match=r"is neither a folder nor a model hub id"):
         resolve_model(model)

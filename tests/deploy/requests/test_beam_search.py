@@ -93,8 +93,8 @@ def test_what_is_found_is_sorted_scored_and_within_its_limits(
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"length_penalty": math.nan}, "length_penalty"),
         ({"early_stopping": "soon"}, "early_stopping"),
-        ({"beam_width": 11}, "the widest is 10"),
-        ({"beam_width": 7, "end_token_ids": frozenset({1, 2})}, "the widest is 6"),
+        ({"beam_width": 11}, "use at most 10"),
+        ({"beam_width": 7, "end_token_ids": frozenset({1, 2})}, "use at most 6"),
     ],
     ids=str,
 )

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from longshore.deploy.gateway.openai.logprobs import LEAST_LOGPROB, LogprobsWriter
-from longshore.deploy.requests.prompt_check import sampling_problem
-from longshore.deploy.requests.samples import sample_params
+from longshore.deploy.requests.sample_params import sample_params
 from longshore.deploy.requests.token_scores import (
     Logprob,
     TokenScore,
     scores_of,
 )
+from longshore.deploy.requests.validation import sampling_problem
 from longshore.protocol.outputs import TokenLogprobs
 from longshore.protocol.sampling import SamplingParams
 from tests.deploy.tiny_tokenizer import byte_fallback_tokenizer, byte_level_tokenizer
@@ -56,9 +56,9 @@ def test_samples_differ_by_their_seeds_alone() -> None:
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        (SamplingParams(logit_bias={3: 1.0, 50: 1.0}), "logit_bias: 50 is no token"),
-        (SamplingParams(bad_words_token_ids=((3,), (4, 77))), "bad_words_token_ids: 77 is no"),
-        (SamplingParams(stop_token_ids=(50,)), "stop_token_ids=50 is no token"),
+        (SamplingParams(logit_bias={3: 1.0, 50: 1.0}), "logit_bias: 50 is outside"),
+        (SamplingParams(bad_words_token_ids=((3,), (4, 77))), "bad_words_token_ids: 77 is outside"),
+        (SamplingParams(stop_token_ids=(50,)), "stop_token_ids=50 is outside"),
         (SamplingParams(logit_bias={49: 1.0}, bad_words_token_ids=((49, 0),)), None),
     ],
 )

@@ -99,7 +99,7 @@ def test_children_that_another_tells_to_end_are_not_told_by_the_supervisor(
     supervisor: Supervisor, output: io.StringIO, teller: str
 ) -> None:
     told = [
-        spec(f"worker {rank}", "wait", ends_with="workers", told_by="scheduler")
+        spec(f"worker {rank}", "wait", stop_group="workers", stopped_by="scheduler")
         for rank in range(2)
     ]
     supervisor.start([*told, spec("scheduler", teller)], timeout_s=60)
@@ -113,7 +113,7 @@ def test_children_whose_teller_fails_are_told_by_the_supervisor(
     supervisor: Supervisor, output: io.StringIO
 ) -> None:
     told = [
-        spec(f"worker {rank}", "serve", ends_with="workers", told_by="scheduler")
+        spec(f"worker {rank}", "serve", stop_group="workers", stopped_by="scheduler")
         for rank in range(2)
     ]
     supervisor.start([*told, spec("scheduler", "deaf")], timeout_s=60)
@@ -126,8 +126,8 @@ def test_children_that_end_together_are_told_at_once(
     supervisor: Supervisor, output: io.StringIO
 ) -> None:
     """Each of the last two ends only when the other one has been told, too."""
-    workers = [spec(f"worker {engine}.0", "serve", ends_with="workers") for engine in range(2)]
-    gateways = [spec(f"gateway {n}", "await others", ends_with="gateways") for n in range(2)]
+    workers = [spec(f"worker {engine}.0", "serve", stop_group="workers") for engine in range(2)]
+    gateways = [spec(f"gateway {n}", "await others", stop_group="gateways") for n in range(2)]
     supervisor.start([*workers, *gateways], timeout_s=60)
     assert supervisor.stop(drain_timeout_s=60)
     assert nothing_is_left(supervisor)
@@ -203,9 +203,9 @@ def test_stop_signal_interrupts_the_start(supervisor: Supervisor) -> None:
 
 PARENT = """
 import sys, time
-from longshore.deploy.runtime_dir import RuntimeDir
-from longshore.deploy.supervisor import Supervisor
-from tests.deploy.test_supervisor import spec
+from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.deploy.supervisor.supervisor import Supervisor
+from tests.deploy.supervisor.test_supervisor import spec
 supervisor = Supervisor(RuntimeDir(), sys.stderr)
 supervisor.start([spec("worker 0", "deaf"), spec("gateway", "socket")], timeout_s=60)
 print(supervisor.runtime_dir.path, *(process.pid for process in supervisor.processes), flush=True)
@@ -235,12 +235,12 @@ def test_the_death_of_another_engines_worker_does_not_disturb_an_orderly_end(
     supervisor: Supervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
     workers = [
-        spec(f"worker {n}.0", "wait", ends_with="workers", told_by=f"scheduler {n}")
+        spec(f"worker {n}.0", "wait", stop_group="workers", stopped_by=f"scheduler {n}")
         for n in range(2)
     ]
     schedulers = [
-        spec("scheduler 0", "serve", ends_with="schedulers"),
-        spec("scheduler 1", "outlive", ends_with="schedulers"),
+        spec("scheduler 0", "serve", stop_group="schedulers"),
+        spec("scheduler 1", "outlive", stop_group="schedulers"),
     ]
     supervisor.start([*workers, *schedulers], timeout_s=60)
     worker = supervisor.processes[0]

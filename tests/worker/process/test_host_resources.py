@@ -54,7 +54,7 @@ def test_limits_of_every_control_group_around_a_process_count(
     assert host_memory(tmp_path) == HostMemory(3 * GIB, 64 * GIB, 4 * GIB)
     assert quota_cores(tmp_path) == 3.0
     found = told_by_doctor(host)
-    assert found["memory"] == "3.0 GiB available of 4.0 GiB that control groups allow"
+    assert found["memory"] == "3.0 GiB available of 4.0 GiB (control group limit)"
     assert found["CPU quota"].startswith("3 cores")
 
 

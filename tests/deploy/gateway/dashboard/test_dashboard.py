@@ -70,7 +70,7 @@ async def test_page_has_words_for_every_state_of_a_block() -> None:
         assert f".s{number} {{ background: var(--{state.name.lower()}); }}" in text
 
 
-async def test_state_is_what_the_scheduler_says(start_gateway: StartGateway) -> None:
+async def test_state_is_what_the_ask_scheduler(start_gateway: StartGateway) -> None:
     async with start_gateway() as gateway:
         answer = await gateway.get("/dashboard/state?engine=0")
         assert answer.status == 200
@@ -86,15 +86,15 @@ async def test_state_is_what_the_scheduler_says(start_gateway: StartGateway) -> 
 
 async def test_readers_at_the_same_time_share_one_question(start_gateway: StartGateway) -> None:
     async with start_gateway() as gateway:
-        gateway.engine.block_map = None
+        gateway.engine.block_snapshot = None
         client = gateway.process._engines.clients[0]
         asking = [
             asyncio.create_task(client.describe_blocks(timeout_s=PATIENCE_S)) for _ in range(3)
         ]
         await gateway.engine.wait_for(lambda: gateway.engine.num_describes > 0)
         gateway.engine.send(BLOCK_MAP)
-        for block_map in await asyncio.gather(*asking):
-            np.testing.assert_array_equal(block_map.states, BLOCK_MAP.states)
+        for block_snapshot in await asyncio.gather(*asking):
+            np.testing.assert_array_equal(block_snapshot.states, BLOCK_MAP.states)
         assert gateway.engine.num_describes == 1
 
 
@@ -124,7 +124,7 @@ async def test_an_engine_that_is_not_there_is_a_404_by_name(start_gateway: Start
     async with start_gateway() as gateway:
         answer = await gateway.get("/dashboard/state?engine=1")
         assert answer.status == 404
-        assert "engine='1' is none of the 1 here" in json.loads(answer.body)["error"]["message"]
+        assert "engine='1' does not exist" in json.loads(answer.body)["error"]["message"]
 
 
 async def test_state_of_an_engine_that_still_starts_is_a_503() -> None:
@@ -137,7 +137,7 @@ async def test_a_silent_scheduler_and_a_dead_one_are_told_apart(
     start_gateway: StartGateway,
 ) -> None:
     async with start_gateway(report_timeout_s=0.1) as gateway:
-        gateway.engine.block_map = None
+        gateway.engine.block_snapshot = None
         answer = await gateway.get("/dashboard/state")
         assert answer.status == 504
         assert json.loads(answer.body)["error"]["code"] == "scheduler_silent"
@@ -152,7 +152,7 @@ async def test_a_silent_scheduler_and_a_dead_one_are_told_apart(
 
 def test_a_million_blocks_make_an_answer_of_bounded_size() -> None:
     chance = np.random.default_rng(1)
-    block_map = BlockSnapshot(
+    block_snapshot = BlockSnapshot(
         REPORT,
         states=chance.choice(np.array([1, 2, 3, 4], np.uint8), 1_000_000),
         groups=(),
@@ -162,4 +162,4 @@ def test_a_million_blocks_make_an_answer_of_bounded_size() -> None:
         num_prefix_hit_tokens=0,
         block_ids=chance.permutation(1_000_000)[:MAX_LISTED_BLOCKS].astype(np.int32),
     )
-    assert len(encode_state("m", block_map)) < 1_000_000
+    assert len(encode_state("m", block_snapshot)) < 1_000_000

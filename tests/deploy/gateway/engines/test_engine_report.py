@@ -11,7 +11,7 @@ from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway
 from tests.deploy.gateway.fake_engine import REPORT
 
 
-async def test_report_is_what_the_scheduler_says(start_gateway: StartGateway) -> None:
+async def test_report_is_what_the_ask_scheduler(start_gateway: StartGateway) -> None:
     async with start_gateway() as gateway:
         answer = await gateway.get("/engine/report")
         assert answer.status == 200
@@ -53,7 +53,7 @@ async def test_a_report_that_comes_after_the_gateway_gave_up_harms_nobody(
         gateway.engine.report = None
         asking = asyncio.create_task(gateway.get("/engine/report"))
         await gateway.engine.wait_for(lambda: gateway.engine.num_describes > 0)
-        gateway.process._engines.give_up("the server is shutting down")
+        gateway.process._engines.shut_down("the server is shutting down")
         assert (await asking).status == 503
         gateway.engine.send(REPORT)
         assert (await gateway.get("/health")).status == 200

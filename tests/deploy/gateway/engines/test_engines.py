@@ -121,7 +121,7 @@ async def test_a_dead_engine_gets_nothing_more_and_all_dead_are_an_error() -> No
             await engines.describe(5, 0)  # whose answer would come behind it
         assert first.failure is engines.death
         assert engines_of([submit(engines) for _ in range(3)]) == [1, 1, 1]
-        engines.give_up("the server is shutting down")
+        engines.shut_down("the server is shutting down")
         with pytest.raises(EngineDead, match=r"worker 0\.0 was lost"):
             submit(engines)
 

@@ -166,9 +166,9 @@ async def test_length_of_an_answer_may_come_from_the_model(start_gateway: StartG
         ("/v1/completions", b"{", 400, ["not JSON"]),
         ("/v1/completions", {"prompt": "x", "model": "other"}, 404, ["'other'", "'tiny'"]),
         ("/v1/completions", {"prompt": "x", "best_of": 3}, 400, ["best_of is not supported"]),
-        ("/v1/completions", {"prompt": ["x"] * 99, "n": 99}, 400, ["n=99 answers to 99 prompts"]),
+        ("/v1/completions", {"prompt": ["x"] * 99, "n": 99}, 400, ["n=99 with 99 prompts"]),
         ("/v1/completions", {"prompt": [5] * 64}, 400, ["64 tokens", "length is 64"]),
-        ("/v1/completions", {"prompt": [320]}, 400, ["320", "0..319"]),
+        ("/v1/completions", {"prompt": [320]}, 400, ["320", "0 to 319"]),
         ("/v1/completions", {"prompt": [-1]}, 400, ["-1"]),
         ("/v1/completions", {"prompt": ""}, 400, ["no tokens"]),
         ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, ["temperature=-1"]),
@@ -272,7 +272,7 @@ async def test_clients_are_told_which_process_died_not_that_the_engine_was_told_
         later = await gateway.post("/v1/completions", {"prompt": "x"})
         for body in (streamed.events[-1][1], whole.body, later.body):
             message = json.loads(body)["error"]["message"]
-            assert message == "the engine is gone: worker 0 was killed (SIGKILL)."
+            assert message == "the engine has stopped: worker 0 was killed (SIGKILL)."
         assert (whole.status, later.status) == (503, 503)
     runtime_dir.remove()
 
@@ -284,7 +284,7 @@ async def test_broken_connection_to_the_engine_is_noticed(start_gateway: StartGa
         gateway.engine.close()
         answer = await asking
         assert answer.status == 503
-        assert "the engine is gone" in error_of(answer)["message"]
+        assert "the engine has stopped" in error_of(answer)["message"]
 
 
 async def test_gateway_of_another_model_is_refused_by_the_engine(

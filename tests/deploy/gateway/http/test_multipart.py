@@ -41,7 +41,7 @@ def test_form_comes_back_as_it_was_sent(content: bytes, fields: dict[str, str]) 
         (KIND, b"", "ends within"),
         (KIND, FILE, "ends within"),
         (KIND, b"no boundary", "not multipart/form-data"),
-        (KIND, FILE + FILE + b"--x--\r\n", "several files as 'file'"),
+        (KIND, FILE + FILE + b"--x--\r\n", "several files 'file'"),
         (KIND, FILE.replace(b'name="file"', b"") + b"--x--\r\n", "has no name"),
         (KIND, FILE.replace(b"file", b"\xff") + b"--x--\r\n", "not multipart/form-data"),
     ],
@@ -80,9 +80,9 @@ def test_part_is_a_file_whatever_charset_its_filename_has(options: bytes, is_fil
 
 def test_what_is_no_form_leaves_nothing_in_the_log() -> None:
     program = """
-from longshore.deploy.gateway.errors import ApiError
-from longshore.deploy.gateway.multipart import parse_form
-from longshore.deploy.logs import set_up_logging
+from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.deploy.gateway.http.multipart import parse_form
+from longshore.deploy.supervisor.logs import set_up_logging
 set_up_logging("info")
 try:
     parse_form(b"multipart/form-data; boundary=x", b"no boundary")

@@ -102,13 +102,17 @@ async def test_a_vector_is_made_as_the_folder_says_unless_the_request_does(
         ({"input": ["a", [1]]}, "input", "mixes"),
         ({"input": [["a"]]}, "input", "int"),
         ({"input": [[1]] * 1000 + [[2]] * 1049}, "input", "at most 2048"),
-        ({"input": [[320]]}, "input", "token id 320; the vocabulary is 0..319"),
+        ({"input": [[320]]}, "input", "token id 320, outside the vocabulary (0 to 319)"),
         ({"input": [-1]}, "input", "token id -1"),
-        ({"input": [5] * 64}, "input", "input[0] has 64 tokens; this model takes 63"),
-        ({"input": "a", "dimensions": 5}, "dimensions", "within 1..4"),
-        ({"input": "a", "dimensions": 0}, "dimensions", "within 1..4"),
+        ({"input": [5] * 64}, "input", "input[0] has 64 tokens; the maximum for this model is 63"),
+        ({"input": "a", "dimensions": 5}, "dimensions", "between 1 and 4"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "between 1 and 4"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "int8"),
-        ({"input": "a", "truncate_prompt_tokens": 64}, "truncate_prompt_tokens", "within 1..63"),
+        (
+            {"input": "a", "truncate_prompt_tokens": 64},
+            "truncate_prompt_tokens",
+            "between 1 and 63",
+        ),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be -1"),
         ({"input": "a", "deadline_s": 0}, "deadline_s", "above 0"),
         ({"input": "a", "cache_salt": "s" * 1025}, "cache_salt", "length <= 1024"),
@@ -133,7 +137,7 @@ async def test_what_cannot_be_embedded_is_refused_by_name(
 async def test_a_folder_whose_way_is_not_computed_is_refused_with_what_it_has(
     start_gateway: StartGateway,
 ) -> None:
-    model = EmbeddingModel(4, problem="modules.json has a module Dense that is not computed here")
+    model = EmbeddingModel(4, problem="modules.json has a module Dense that is not supported")
     async with start_gateway(pooled, embedding=model) as gateway:
         error = error_of(await gateway.post(PATH, {"input": "x"}))
         assert error["param"] == "model"
@@ -143,7 +147,7 @@ async def test_a_folder_whose_way_is_not_computed_is_refused_with_what_it_has(
 async def test_a_model_that_takes_no_text_gives_no_vectors(start_gateway: StartGateway) -> None:
     async with start_gateway(pooled, embedding=None) as gateway:
         error = error_of(await gateway.post(PATH, {"input": "x"}))
-        assert "turns audio into text and gives no vectors" in error["message"]
+        assert "is a speech model and has no embeddings" in error["message"]
 
 
 async def test_without_a_tokenizer_token_ids_are_embedded_and_texts_refused(

@@ -112,9 +112,9 @@ async def test_log_probabilities_end_with_the_answer(start_gateway: StartGateway
 @pytest.mark.parametrize(
     ("stop", "problem"),
     [
-        (["a", ""], "stop holds a text of 0 characters"),
-        ("x" * 257, "stop holds a text of 257 characters"),
-        (["x"] * 17, "stop has 17 texts; 16 are taken at most"),
+        (["a", ""], "stop has a string of 0 characters"),
+        ("x" * 257, "stop has a string of 257 characters"),
+        (["x"] * 17, "stop has 17 strings; at most 16 are allowed"),
         ([3], "Expected `str`"),
     ],
 )

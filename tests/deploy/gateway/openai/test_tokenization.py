@@ -104,4 +104,4 @@ async def test_more_messages_than_any_chat_has_are_refused(
         answer = await gateway.post(path, {"messages": CHAT * (MAX_MESSAGES + 1)})
         assert answer.status == 400
         assert error_of(answer)["param"] == "messages"
-        assert "at most 16384 are taken" in error_of(answer)["message"]
+        assert "at most 16384 are allowed" in error_of(answer)["message"]

@@ -274,7 +274,7 @@ async def test_no_more_answers_are_under_way_than_are_taken(
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
-        ({"response_format": "verbose_json"}, "response_format", "no times are computed"),
+        ({"response_format": "verbose_json"}, "response_format", "timestamps are not computed"),
         ({"response_format": "srt"}, "response_format", "use json or text"),
         ({"response_format": "vtt"}, "response_format", "use json or text"),
         ({"response_format": "xml"}, "response_format", "use json or text"),
@@ -283,7 +283,7 @@ async def test_no_more_answers_are_under_way_than_are_taken(
         ({"include[]": ["logprobs"]}, "include", "not supported"),
         ({"chunking_strategy": "auto"}, "chunking_strategy", "not supported"),
         ({"known_speaker_names[]": ["a"]}, "known_speaker_names", "not supported"),
-        ({"language": "klingon"}, "language", "not known to this model"),
+        ({"language": "klingon"}, "language", "not supported by this model"),
         ({"temperature": "hot"}, "temperature", "float"),
         ({"temperature": "-1"}, "temperature", "at least 0"),
         ({"top_p": "0"}, "top_p", "above 0"),
@@ -315,8 +315,8 @@ async def test_what_is_no_audio_is_refused(start: Start) -> None:
             (b"", "cannot be read as audio"),
             (b"noise" * 1000, "cannot be read as audio"),
             (as_file(sound(0)[:0]), "no samples"),
-            (as_file(np.full(9, np.nan, np.float32)), "no finite numbers"),
-            (as_file(np.zeros(16_001, np.float32)), "longer than the 1 s"),
+            (as_file(np.full(9, np.nan, np.float32)), "not finite numbers"),
+            (as_file(np.zeros(16_001, np.float32)), "longer than the limit of 1 s"),
         ):
             answer = await gateway.post_form(PATH, file=file)
             error = error_of(answer)
@@ -340,7 +340,7 @@ async def test_body_that_is_no_form_and_another_model_are_refused(start: Start) 
         assert "multipart/form-data" in error_of(answer)["message"]
         answer = await gateway.post_form(PATH, file=as_file(sound(0)), model="whisper-1")
         assert answer.status == 404
-        assert "'tiny' is served" in error_of(answer)["message"]
+        assert "serves 'tiny'" in error_of(answer)["message"]
         kind, body = encode_form({"file": "sound"}, {})
         answer = await gateway.client.request(
             "POST", PATH, body, timeout_s=PATIENCE_S, content_type=kind

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.deploy.gateway.text.answer_text import AnswerText, Stops
+from longshore.deploy.gateway.text.answer_text import AnswerText, StopStrings
 from longshore.deploy.gateway.text.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from longshore.deploy.gateway.text.tokenizer import ModelTokenizer
 from tests.deploy.tiny_tokenizer import byte_fallback_tokenizer, byte_level_tokenizer
@@ -25,7 +25,7 @@ words = st.lists(letters, min_size=1, max_size=4).map("".join)
 sizes_of_pieces = st.lists(st.integers(1, 5), min_size=1)
 
 
-def cut(text: str, stops: Stops) -> tuple[str, bool]:
+def cut(text: str, stops: StopStrings) -> tuple[str, bool]:
     """By the definition: the earliest end of a stop, and of those that end there the longest."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops.texts if text[:end].endswith(stop)]
@@ -35,7 +35,10 @@ def cut(text: str, stops: Stops) -> tuple[str, bool]:
 
 
 def read(
-    tokenizer: ModelTokenizer, token_ids: Sequence[int], stops: Stops, sizes: Sequence[int] = (1,)
+    tokenizer: ModelTokenizer,
+    token_ids: Sequence[int],
+    stops: StopStrings,
+    sizes: Sequence[int] = (1,),
 ) -> tuple[list[str], AnswerText]:
     answer, shown, start = AnswerText(tokenizer, (), stops), [], 0
     while start < len(token_ids):
@@ -56,7 +59,7 @@ def test_text_ends_where_a_stop_first_ends_however_its_tokens_arrive(
     kind: str, text: str, stops: list[str], is_shown: bool, sizes: list[int]
 ) -> None:
     tokenizer = TOKENIZERS[kind]
-    token_ids, wanted = tokenizer.encode(text), Stops(tuple(stops), is_shown)
+    token_ids, wanted = tokenizer.encode(text), StopStrings(tuple(stops), is_shown)
     shown, answer = read(tokenizer, token_ids, wanted, sizes)
     assert ("".join(shown), answer.is_stopped) == cut(tokenizer.decode(token_ids), wanted)
     assert answer.append(tokenizer.encode("more")) == "" or not answer.is_stopped
@@ -65,7 +68,7 @@ def test_text_ends_where_a_stop_first_ends_however_its_tokens_arrive(
 @given(text=texts.map(lambda text: text.replace("🚢", "")), stop=words)
 def test_no_text_is_held_that_cannot_begin_a_stop(text: str, stop: str) -> None:
     tokenizer = TOKENIZERS["byte level"]
-    answer, shown, read_so_far = AnswerText(tokenizer, (), Stops((stop,))), "", ""
+    answer, shown, read_so_far = AnswerText(tokenizer, (), StopStrings((stop,))), "", ""
     for token_id in tokenizer.encode(text):
         shown += answer.append([token_id])
         read_so_far += tokenizer.decode([token_id])
@@ -80,13 +83,13 @@ def test_no_text_is_held_that_cannot_begin_a_stop(text: str, stop: str) -> None:
 
 def test_tokens_behind_the_one_that_ends_a_stop_do_not_count() -> None:
     tokenizer = TOKENIZERS["byte level"]
-    _, answer = read(tokenizer, tokenizer.encode("a the b"), Stops((" th",)), sizes=(5,))
+    _, answer = read(tokenizer, tokenizer.encode("a the b"), StopStrings((" th",)), sizes=(5,))
     assert answer.is_stopped
     assert answer.num_tokens == 2  # ` the` is one token: it holds the stop
 
 
 def test_what_the_first_min_tokens_say_is_not_looked_at() -> None:
     tokenizer = TOKENIZERS["byte level"]
-    shown, answer = read(tokenizer, tokenizer.encode("ababab"), Stops(("ab",), min_tokens=3))
+    shown, answer = read(tokenizer, tokenizer.encode("ababab"), StopStrings(("ab",), min_tokens=3))
     assert "".join(shown) == "aba" + "b"  # the `a` of a stop must itself come later
     assert answer.num_tokens == 6

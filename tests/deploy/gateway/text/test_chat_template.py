@@ -8,7 +8,7 @@ import pytest
 from longshore.deploy.gateway.text.chat_template import (
     PLAIN_TEMPLATE,
     ChatTemplate,
-    TemplateRefused,
+    TemplateRejected,
 )
 from longshore.deploy.gateway.text.tokenizer import load_tokenizer
 from longshore.protocol.errors import ConfigError
@@ -63,7 +63,7 @@ def test_templates_find_what_transformers_gives_them(source: str, expected: str)
     ],
 )
 def test_template_that_fails_refuses_the_messages(source: str) -> None:
-    with pytest.raises(TemplateRefused):
+    with pytest.raises(TemplateRejected):
         ChatTemplate(source, {}).render(CHAT)
 
 
@@ -91,12 +91,12 @@ def test_folder_without_tokenizer_has_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert load_tokenizer(tmp_path) is None
-    assert "only prompts of token ids" in caplog.text
+    assert "prompts must be token ids" in caplog.text
 
 
 def test_template_can_refuse_messages() -> None:
     template = ChatTemplate("{{ raise_exception('no system role here') }}", {})
-    with pytest.raises(TemplateRefused, match="no system role here"):
+    with pytest.raises(TemplateRejected, match="no system role here"):
         template.render(CHAT)
 
 
@@ -117,7 +117,7 @@ def test_templates_have_json_dates_and_loop_controls() -> None:
     ],
 )
 def test_template_cannot_leave_its_sandbox(source: str) -> None:
-    with pytest.raises(TemplateRefused, match=r"unsafe|immutable|not safe"):
+    with pytest.raises(TemplateRejected, match=r"unsafe|immutable|not safe"):
         ChatTemplate(source, {}).render(CHAT)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from longshore.deploy.gateway.text.chat_template import ChatTemplate, TemplateRefused
+from longshore.deploy.gateway.text.chat_template import ChatTemplate, TemplateRejected
 
 CHAT = [
     {"role": "system", "content": " Be brief. "},
@@ -69,7 +69,7 @@ def peak_bytes() -> int:
 def test_a_template_without_end_is_refused_before_it_takes_the_memory(source: str) -> None:
     template = ChatTemplate(source, {})
     before = peak_bytes()
-    with pytest.raises(TemplateRefused):
+    with pytest.raises(TemplateRejected):
         template.render(CHAT)
     assert peak_bytes() - before < MAX_BYTES
 

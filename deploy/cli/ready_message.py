@@ -1,4 +1,4 @@
-"""What a deployment says once it serves: the line with where to ask, and the sizes behind it."""
+"""What a deployment prints when it is ready: its URL and the size of its KV cache."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,7 +6,7 @@ from longshore.deploy.supervisor.replica import Replica, replicas
 from longshore.protocol.transport.lifeline import Ready
 
 
-def ready_line(
+def ready_message(
     url: str,
     model_name: str,
     ready: Mapping[str, Ready],
@@ -14,21 +14,23 @@ def ready_line(
     num_replicas: int = 1,
     num_gateways: int = 1,
 ) -> str:
-    """Short enough for a row of a terminal. ready: the processes' reports, by name."""
+    """One short line. ready: the processes' reports, by process name."""
     gateway = next(report for name, report in ready.items() if name.startswith("gateway"))
     max_model_len = int(gateway.details["max_model_len"])
 
-    def room(replica: Replica) -> str:
+    def capacity(replica: Replica) -> str:
         num_tokens = int(ready[replica.scheduler].details["kv_cache_tokens"])
-        return f"room for {num_tokens:,} tokens"
+        return f"a KV cache of {num_tokens:,} tokens"
 
-    by = "" if num_gateways == 1 else f"{num_gateways} gateways, "
-    engines = _by_engine(num_replicas, room)
-    return f"ready at {url} (model {model_name}, {by}{engines}, {max_model_len:,} per request)"
+    gateways = "" if num_gateways == 1 else f"{num_gateways} gateways, "
+    engines = _per_engine(num_replicas, capacity)
+    return (
+        f"ready at {url} (model {model_name}, {gateways}{engines}, {max_model_len:,} per request)"
+    )
 
 
 def cache_sizes(ready: Mapping[str, Ready], num_replicas: int = 1) -> str:
-    """Blocks, and bytes of them, of every engine."""
+    """Number of blocks and their size in bytes, per engine."""
 
     def sizes(replica: Replica) -> str:
         cache = ready[replica.scheduler].details
@@ -41,12 +43,12 @@ def cache_sizes(ready: Mapping[str, Ready], num_replicas: int = 1) -> str:
         size = _bytes(num_blocks, block_bytes)
         return f"{num_blocks:,} blocks of {cache['block_sizes']} tokens, {size}"
 
-    return _by_engine(num_replicas, sizes)
+    return _per_engine(num_replicas, sizes)
 
 
-def _by_engine(num_replicas: int, words: Callable[[Replica], str]) -> str:
-    """Engines that are alike are told of once."""
-    each = [words(replica) for replica in replicas(num_replicas)]
+def _per_engine(num_replicas: int, describe: Callable[[Replica], str]) -> str:
+    """Describe each engine, or all together if the descriptions are equal."""
+    each = [describe(replica) for replica in replicas(num_replicas)]
     if num_replicas == 1:
         return each[0]
     if len(set(each)) == 1:
@@ -56,10 +58,10 @@ def _by_engine(num_replicas: int, words: Callable[[Replica], str]) -> str:
 
 
 def _bytes(num_blocks: int, block_bytes: Sequence[int]) -> str:
-    """block_bytes: of each worker. They differ between stages with unlike numbers of layers."""
+    """block_bytes: of each worker. Stages with different numbers of layers differ."""
     if len(set(block_bytes)) > 1:
         each = " + ".join(f"{size:,}" for size in block_bytes)
-        return f"{num_blocks:,} x ({each}) = {num_blocks * sum(block_bytes):,} bytes, by worker"
+        return f"{num_blocks:,} x ({each}) = {num_blocks * sum(block_bytes):,} bytes, per worker"
     size = block_bytes[0]
     where = f" on each of {len(block_bytes)} workers" if len(block_bytes) > 1 else ""
     return f"{num_blocks:,} x {size:,} = {num_blocks * size:,} bytes{where}"

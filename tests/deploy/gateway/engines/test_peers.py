@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from longshore.deploy.gateway.engines.siblings import (
+from longshore.deploy.gateway.engines.peers import (
     READY,
-    Siblings,
+    PeerGateways,
     merged_metrics,
 )
 from longshore.deploy.gateway.metrics import GatewayMetrics
@@ -24,20 +24,20 @@ Answer = Callable[[], bytes]
 @asynccontextmanager
 async def gateways(
     folder: Path, *, ready: list[Answer], metrics: list[Answer] | None = None
-) -> AsyncIterator[list[Siblings]]:
+) -> AsyncIterator[list[PeerGateways]]:
     paths = [str(folder / f"{number}.sock") for number in range(len(ready))]
     metrics = metrics or [lambda: READY] * len(ready)
     all_of_them = [
-        Siblings(number, paths, {"ready": reason, "metrics": text})
+        PeerGateways(number, paths, {"ready": reason, "metrics": text})
         for number, (reason, text) in enumerate(zip(ready, metrics, strict=True))
     ]
-    for siblings in all_of_them:
-        await siblings.listen()
+    for peers in all_of_them:
+        await peers.listen()
     try:
         yield all_of_them
     finally:
-        for siblings in all_of_them:
-            siblings.close()
+        for peers in all_of_them:
+            peers.close()
 
 
 OF_ENGINES = ("longshore_scheduler_", "longshore_worker_")
@@ -90,7 +90,7 @@ def test_merged_metrics_name_the_gateway_and_have_those_of_engines_once() -> Non
 
 
 async def test_a_gateway_that_is_alone_gives_its_metrics_as_they_are() -> None:
-    alone = Siblings(0, ["/nowhere"], {"metrics": lambda: b"own", "ready": lambda: b"tired"})
+    alone = PeerGateways(0, ["/nowhere"], {"metrics": lambda: b"own", "ready": lambda: b"tired"})
     await alone.listen()
     assert await alone.metrics() == b"own"
     assert await alone.not_ready_reason() == "tired"
@@ -100,15 +100,15 @@ async def test_a_gateway_that_is_alone_gives_its_metrics_as_they_are() -> None:
 async def test_the_first_gateway_that_is_ready_is_named(tmp_path: Path) -> None:
     reasons = [READY, READY, b"draining"]
     async with gateways(tmp_path, ready=[lambda n=n: reasons[n] for n in range(3)]) as all_of_them:
-        for siblings in all_of_them:
-            assert await siblings.not_ready_reason() == "gateway 2: draining"
+        for peers in all_of_them:
+            assert await peers.not_ready_reason() == "gateway 2: draining"
         reasons[2] = READY
         assert await all_of_them[0].not_ready_reason() is None
 
 
 async def test_one_that_has_not_started_or_hangs_is_said_not_to_answer(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("own", "hung", "absent")]
-    own = Siblings(0, paths, {"ready": lambda: READY, "metrics": lambda: READY})
+    own = PeerGateways(0, paths, {"ready": lambda: READY, "metrics": lambda: READY})
     with socket.socket(socket.AF_UNIX) as hung:
         hung.bind(paths[1])
         hung.listen()
@@ -119,13 +119,13 @@ async def test_one_that_has_not_started_or_hangs_is_said_not_to_answer(tmp_path:
 
 async def test_probes_cannot_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = [str(tmp_path / name) for name in ("own", "absent")]
-    own = Siblings(0, paths, {"ready": lambda: READY})
+    own = PeerGateways(0, paths, {"ready": lambda: READY})
     for _ in range(5 * MAX_PER_SECOND):
         assert await own.ask("ready") == [READY, None]
-    assert 0 < caplog.text.count("gateway 1 was asked for ready") < 4 * MAX_PER_SECOND
+    assert 0 < caplog.text.count("query `ready` to gateway 1 failed") < 4 * MAX_PER_SECOND
 
 
-async def test_a_sibling_that_asks_for_nothing_known_is_only_hung_up_on(tmp_path: Path) -> None:
+async def test_a_peer_that_asks_for_nothing_known_is_only_hung_up_on(tmp_path: Path) -> None:
     async with gateways(tmp_path, ready=[lambda: READY, lambda: READY]) as (first, _):
         for said in (b"what else\n", b""):
             reader, writer = await asyncio.open_unix_connection(str(tmp_path / "1.sock"))

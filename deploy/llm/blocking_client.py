@@ -1,4 +1,4 @@
-"""Requests into an engine, for plain code: what `LLM` and its beam searches send with."""
+"""Submits requests to an engine from synchronous code: for `LLM` and its beam searches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from longshore.protocol.requests import ClientRequest
 from longshore.protocol.sampling import SamplingParams
 
 
-class Engine(Protocol):
-    """What carries requests: processes of its own, or objects in this one.
+class EngineConnection(Protocol):
+    """An engine in processes of its own, or in this process.
 
-    num_blocks: in its KV cache, the null block included.
+    num_blocks: blocks of its KV cache, including the null block.
     """
 
     @property
@@ -31,11 +31,11 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Carrier:
-    """Sends requests and gives them up; what comes back, the caller receives and applies."""
+class BlockingClient:
+    """Submits, stops and aborts requests. The caller receives the outputs and applies them."""
 
     requests: LiveRequests
-    engine: Engine
+    engine: EngineConnection
 
     def submit(
         self,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longshore.deploy.cli.ready_line import cache_sizes, ready_line
+from longshore.deploy.cli.ready_message import cache_sizes, ready_message
 from longshore.protocol.transport.lifeline import Ready
 
 
@@ -11,9 +11,10 @@ def test_the_line_is_a_row_with_the_model_and_what_fits() -> None:
         "scheduler": Ready({"kv_cache_tokens": "31234"}),
         "gateway": Ready({"max_model_len": "4096"}),
     }
-    line = ready_line("http://127.0.0.1:8000", "tiny", ready)
+    line = ready_message("http://127.0.0.1:8000", "tiny", ready)
     assert line == (
-        "ready at http://127.0.0.1:8000 (model tiny, room for 31,234 tokens, 4,096 per request)"
+        "ready at http://127.0.0.1:8000 (model tiny, a KV cache of 31,234 tokens, "
+        "4,096 per request)"
     )
 
 
@@ -23,7 +24,7 @@ def test_the_line_is_a_row_with_the_model_and_what_fits() -> None:
         ([8192], "1,000 x 8,192 = 8,192,000 bytes"),
         ([4096, 4096], "1,000 x 4,096 = 4,096,000 bytes on each of 2 workers"),
         # Stages of two layers and of one.
-        ([8192, 4096], "1,000 x (8,192 + 4,096) = 12,288,000 bytes, by worker"),
+        ([8192, 4096], "1,000 x (8,192 + 4,096) = 12,288,000 bytes, per worker"),
     ],
 )
 def test_the_size_of_the_cache_is_told_for_every_worker(block_bytes: list[int], size: str) -> None:
@@ -40,13 +41,14 @@ def test_the_size_of_the_cache_is_told_for_every_worker(block_bytes: list[int], 
     [
         (
             (600, 600),
-            "2 engines, each with room for 9,584 tokens",
+            "2 engines, each with a KV cache of 9,584 tokens",
             "2 engines, each with 600 blocks of 16 tokens, 600 x 64 = 38,400 bytes on each of 2 "
             "workers",
         ),
         (
             (600, 50),
-            "2 engines: engine 0 has room for 9,584 tokens; engine 1 has room for 784 tokens",
+            "2 engines: engine 0 has a KV cache of 9,584 tokens; "
+            "engine 1 has a KV cache of 784 tokens",
             "2 engines: engine 0 has 600 blocks of 16 tokens, 600 x 64 = 38,400 bytes on each of 2 "
             "workers; engine 1 has 50 blocks of 16 tokens, 50 x 64 = 3,200 bytes on each of 2 "
             "workers",
@@ -67,6 +69,6 @@ def test_engines_of_one_size_are_told_once_and_others_each(
         ready[f"scheduler {engine}"] = Ready(details)
     for gateway in range(3):
         ready[f"gateway {gateway}"] = Ready({"max_model_len": "4096"})
-    line = ready_line("http://x", "tiny", ready, num_replicas=2, num_gateways=3)
+    line = ready_message("http://x", "tiny", ready, num_replicas=2, num_gateways=3)
     assert line == f"ready at http://x (model tiny, 3 gateways, {room}, 4,096 per request)"
     assert cache_sizes(ready, 2) == sizes

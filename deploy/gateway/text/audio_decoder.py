@@ -1,4 +1,4 @@
-"""Uploaded sound to what the engine gets: on threads of its own, and so much of it at a time."""
+"""Decodes uploaded audio to the engine's input, on separate threads and within a memory limit."""
 
 import asyncio
 import threading
@@ -16,33 +16,33 @@ from longshore.deploy.requests.audio import (
 from longshore.deploy.requests.speech import SpeechModel
 from longshore.protocol.requests import MultimodalFeature
 
-MAX_SOUND_BYTES: Final = 2 << 30
-"""Samples of all uploads under way: some nine hours at 16 kHz."""
+MAX_SAMPLE_BYTES: Final = 2 << 30
+"""Limit of the samples of all live requests: about nine hours at 16 kHz."""
 NUM_THREADS: Final = 4
 SAMPLE_BYTES: Final = 4
 
 T = TypeVar("T")
 
 
-class SoundDecoder:
-    """One per gateway, on its loop. Sound under way lies here once: features are views of the
-    samples. What the engine has of it is a part of that, so its memory is bounded too."""
+class AudioDecoder:
+    """One per gateway, on its event loop. Samples are held once: features are views of them. The
+    engine holds only a part of them, so its memory is bounded too."""
 
-    def __init__(self, max_bytes: int = MAX_SOUND_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_SAMPLE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._held_bytes = 0
-        # Not the loop's own threads: others wait for those, and long sound would take them all.
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="sound")
+        # Not the loop's default threads: long audio would occupy all of them.
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="audio")
 
     @asynccontextmanager
     async def features(
         self, file: bytes, speech: SpeechModel, max_s: float
     ) -> AsyncIterator[list[MultimodalFeature]]:
-        """The pieces of a file, which count as held until the context ends.
+        """The pieces of a file, whose samples are held until the context ends.
 
-        Raises BadAudio, and ApiError 429 where there is no room: before anything is decoded, by
-        the length in the file's header. What would not fit alone either is taken when nothing else
-        is held.
+        Raises BadAudio, and ApiError 429 if the limit would be exceeded: before decoding, by the
+        duration in the file's header. A file that exceeds the limit by itself is accepted when
+        nothing else is held.
         """
         rate = speech.audio.sampling_rate
         seconds = min(max_s, await self._run(_longest_s, file))
@@ -50,8 +50,8 @@ class SoundDecoder:
         if self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:
             raise ApiError(
                 429,
-                f"{self._held_bytes / rate / SAMPLE_BYTES:.0f} s of sound are under way, and "
-                f"{self._max_bytes / rate / SAMPLE_BYTES:.0f} s are taken; try again",
+                f"{self._held_bytes / rate / SAMPLE_BYTES:.0f} s of audio are being processed, and "
+                f"the limit is {self._max_bytes / rate / SAMPLE_BYTES:.0f} s; retry later",
                 code="queue_full",
                 headers=((b"retry-after", b"1"),),
             )
@@ -59,7 +59,7 @@ class SoundDecoder:
         try:
             features = await self._run(_features, file, speech, max_s)
             del file
-            self._held_bytes -= num_bytes  # what the header says may be far too much
+            self._held_bytes -= num_bytes  # the header may give far too long a duration
             num_bytes = sum(feature.data.nbytes for feature in features)
             self._held_bytes += num_bytes
             yield features
@@ -67,8 +67,8 @@ class SoundDecoder:
             self._held_bytes -= num_bytes
 
     async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """On a thread. work: gets before its arguments what to call again and again; that raises
-        once nobody waits for the result any more."""
+        """Run `work` on a thread. Its first argument is a function to call repeatedly, which raises
+        CancelledError once the result is no longer awaited."""
         is_over = threading.Event()
 
         def end_if_over() -> None:

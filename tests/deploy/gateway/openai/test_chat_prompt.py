@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from longshore.deploy.gateway.openai.chat_form import (
+from longshore.deploy.gateway.openai.chat_messages import ChatMessage, template_input
+from longshore.deploy.gateway.openai.chat_prompt import (
     ChatRenderer,
-    chat_form,
+    chat_prompt_options,
     render_chat,
 )
-from longshore.deploy.gateway.openai.chat_messages import ChatMessage, template_input
 from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.deploy.gateway.openai.requests import ChatRequest
 from longshore.deploy.gateway.text.chat_template import ChatTemplate
@@ -27,7 +27,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 def rendered(template: str = CHAT_TEMPLATE, **form: Any) -> str:
     return render_chat(
-        ChatTemplate(template, SPECIAL), CHAT, chat_form(ChatRequest(messages=[], **form))
+        ChatTemplate(template, SPECIAL), CHAT, chat_prompt_options(ChatRequest(messages=[], **form))
     )
 
 
@@ -60,13 +60,13 @@ def test_a_template_gets_the_words_that_it_is_given() -> None:
             CHAT_TEMPLATE,
             {"continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message",
-            "leave one of the two out",
+            "remove one of them",
         ),
         (
             "{% for m in messages[:1] %}{{ m.content }}{% endfor %}",
             {"continue_final_message": True},
             "continue_final_message",
-            "does not show the last message",
+            "changes the last message",
         ),
         (CHAT_TEMPLATE, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "tools"),
         (CHAT_TEMPLATE, {"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "mess"),
@@ -96,7 +96,7 @@ async def test_a_large_chat_is_rendered_beside_the_loop(
 ) -> None:
     tokenizer = ModelTokenizer(byte_level_tokenizer(), ChatTemplate(CHAT_TEMPLATE, SPECIAL))
     renderer = ChatRenderer()
-    form = chat_form(ChatRequest(messages=[], chat_template_kwargs=variables))
+    form = chat_prompt_options(ChatRequest(messages=[], chat_template_kwargs=variables))
     rendering = asyncio.create_task(renderer.text(tokenizer, messages, form))
     await asyncio.sleep(0)  # which is its first step
     assert rendering.done() == is_inline

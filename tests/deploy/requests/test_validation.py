@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longshore.deploy.requests.prompt_check import plain_params
+from longshore.deploy.requests.validation import plain_params
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 
 

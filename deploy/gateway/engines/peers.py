@@ -1,8 +1,8 @@
-"""The gateways of one deployment ask each other, over private sockets in the runtime directory.
+"""Queries between the gateways of a deployment, over private sockets in the runtime directory.
 
-A scrape or a probe of the shared port reaches one of them, which answers for all. A question is a
-line, its answer everything up to the end of the connection. Nobody waits long: a gateway that is
-stopped or hangs is left out, and said to be.
+A scrape or a probe of the shared port reaches one gateway, which answers for all. A query is a
+line; its answer ends with the connection. Queries have a short timeout: a gateway that is stopped
+or hangs is omitted and reported as missing.
 """
 
 import asyncio
@@ -17,19 +17,20 @@ ANSWER_TIMEOUT_S: Final = 1.0
 MAX_QUESTION_BYTES: Final = 64
 
 ENGINE_FAMILIES: Final = (b"longshore_scheduler_", b"longshore_worker_")
-"""Metrics of engines: every gateway has them all, so those of one are given."""
+"""Metrics of engines: every gateway has all of them, so one gateway's are used."""
 
 READY: Final = b"ready"
 
 logger = logging.getLogger(__name__)
 
 
-class Siblings:
-    """All gateways of a deployment as one of them sees them.
+class PeerGateways:
+    """The gateways of a deployment, for one of them.
 
-    number:  of this one.
-    paths:   of their sockets, in order of their numbers; empty or one path: it is alone.
-    answers: to the questions, which are `metrics` and `ready` (READY, or why not); never empty.
+    number:  number of this gateway.
+    paths:   socket paths of all gateways, by number; empty or one path: there are no others.
+    answers: functions that answer the queries `metrics` and `ready` (READY, or the reason why not);
+             answers are never empty.
     """
 
     def __init__(
@@ -39,16 +40,16 @@ class Siblings:
         self._paths = paths if len(paths) > 1 else ()
         self._answers = {name.encode(): answer for name, answer in answers.items()}
         self._server: asyncio.Server | None = None
-        self._warnings = LogLimit(logger)  # anybody may ask for /ready
+        self._warnings = LogLimit(logger)  # /ready needs no API key
 
     async def listen(self) -> None:
-        """From now on the others get answers."""
+        """Start to answer the others."""
         if self._paths:
             path = self._paths[self.number]
             self._server = await asyncio.start_unix_server(self._answer, path)
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         if self._server is not None:
             self._server.close()
 
@@ -60,13 +61,13 @@ class Siblings:
                 writer.write(b"" if answer is None else answer())
                 await writer.drain()
         except (OSError, TimeoutError):
-            logger.debug("another gateway did not wait for its answer")
+            logger.debug("another gateway disconnected before its answer")
         finally:
             writer.close()
 
     async def ask(self, question: str) -> list[bytes | None]:
-        """The answers in order of the gateways' numbers, this one's without a connection; None
-        from one that does not answer in time."""
+        """The answers by gateway number, this gateway's own without a connection; None for a
+        gateway that does not answer in time."""
         if not self._paths:
             return [self._answers[question.encode()]()]
         return await asyncio.gather(
@@ -86,18 +87,18 @@ class Siblings:
                     writer.close()
         except (OSError, TimeoutError) as error:
             why = "does not answer" if isinstance(error, TimeoutError) else str(error)
-            self._warnings.warning("gateway %d was asked for %s: %s", number, question, why)
+            self._warnings.warning("query `%s` to gateway %d failed: %s", question, number, why)
             return None
 
     async def metrics(self) -> bytes:
-        """Of the deployment, in Prometheus' text format."""
+        """Metrics of the deployment, in Prometheus' text format."""
         answers = await self.ask("metrics")
         own = answers[self.number if self._paths else 0]
         assert own is not None
         return merged_metrics(answers, self.number) if self._paths else own
 
     async def not_ready_reason(self) -> str | None:
-        """The first gateway's that would take no request; None if all of them would."""
+        """The reason of the first gateway that is not ready; None if all are."""
         for number, answer in enumerate(await self.ask("ready")):
             if answer is None:
                 return f"gateway {number} does not answer"
@@ -108,8 +109,8 @@ class Siblings:
 
 
 def merged_metrics(texts: Sequence[bytes | None], own: int) -> bytes:
-    """One text of several in Prometheus' format: samples get the label `gateway`, and those of
-    engines are taken from `own` as they are. `longshore_gateway_up` tells who is in it."""
+    """Merge texts in Prometheus' format. Samples get the label `gateway`; those of engines are
+    taken from `own` unchanged. `longshore_gateway_up` tells which gateways are included."""
     heads: dict[bytes, bytes] = {}
     samples: dict[bytes, list[bytes]] = {}
     for number, text in enumerate(texts):
@@ -128,7 +129,7 @@ def merged_metrics(texts: Sequence[bytes | None], own: int) -> bytes:
         b'longshore_gateway_up{gateway="%d"} %d' % (n, t is not None) for n, t in enumerate(texts)
     ]
     merged = [
-        b"# HELP longshore_gateway_up Whether this gateway's numbers are among these",
+        b"# HELP longshore_gateway_up Whether this gateway's metrics are included",
         b"# TYPE longshore_gateway_up gauge",
         *up,
     ]
@@ -138,7 +139,7 @@ def merged_metrics(texts: Sequence[bytes | None], own: int) -> bytes:
 
 
 def _labelled(line: bytes, label: bytes) -> bytes:
-    """A name ends with its labels' brace or, without any, a space."""
+    """Add a label to a sample: in front of its labels, or after its name if it has none."""
     name, _, value = line.partition(b" ")
     if b"{" not in name:
         return b"%s{%s} %s" % (name, label, value)

@@ -1,5 +1,5 @@
-"""Metrics that are written per token: those of prometheus_client take a lock each time, which costs
-several times the rest. These belong to the gateway's one thread, which also renders them."""
+"""Metrics that are updated per token. Those of prometheus_client take a lock on every update, which
+costs several times the update itself. These may only be used, and rendered, on one thread."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from longshore.protocol.statistics import cumulative
 
 
-class HotCounter:
-    """A count without labels. name: without `_total`."""
+class LockFreeCounter:
+    """A counter without labels. name: without `_total`."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._name = name
@@ -26,8 +26,8 @@ class HotCounter:
         yield CounterMetricFamily(self._name, self._text, self._value)
 
 
-class HotHistogram:
-    """Observations by size, without labels. bounds: of the buckets, rising."""
+class LockFreeHistogram:
+    """A histogram without labels. bounds: upper bounds of the buckets, ascending."""
 
     def __init__(
         self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry
@@ -49,6 +49,6 @@ class HotHistogram:
 
 
 def bucket_samples(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """(bound as Prometheus writes it, observations up to there), the last without a bound."""
+    """(upper bound in Prometheus' format, cumulative count) per bucket; the last is +Inf."""
     names = [*(str(float(bound)) for bound in bounds), "+Inf"]
     return list(zip(names, map(float, cumulative(counts)), strict=True))

@@ -1,7 +1,7 @@
-"""What happens to every HTTP request first: it gets an id, and needs a key where keys are set.
+"""ASGI middleware for every HTTP request: request id, API key, access log, response metric.
 
-`x-request-id` of the client is taken, else one is made; it is part of the response's `id`, of the
-engine's reports and logs, and comes back as a header, as do the headers of a W3C trace context.
+The client's `x-request-id` is used, or one is generated. It is part of the response's `id`, of
+engine reports and of logs, and is returned as a header, as are W3C trace context headers.
 """
 
 import hmac
@@ -20,7 +20,7 @@ from longshore.deploy.gateway.request_log import AccessLog, HttpRequest, note_bu
 REQUEST_ID_HEADER: Final = b"x-request-id"
 TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/", "/dashboard"})
-"""Probes, scrapers and a browser that opens a page have no key; the page asks for one."""
+"""No key is needed here: probes and scrapers have none, and the dashboard page asks for one."""
 
 _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}", re.ASCII)
 _TRACE_VALUE: Final = re.compile(rb"[ -~]{1,512}")
@@ -28,11 +28,11 @@ _ID_KEY: Final = "longshore.request_id"
 _TRACE_KEY: Final = "longshore.trace_headers"
 
 
-class FrontDoor:
-    """An ASGI application around another one.
+class RequestMiddleware:
+    """An ASGI application that wraps another one.
 
-    api_keys: what clients may present as `Authorization: Bearer KEY`; empty: anybody may ask.
-    paths:    those that are counted by name; a client may ask for any number of others.
+    api_keys: keys accepted as `Authorization: Bearer KEY`; empty: no key is required.
+    paths:    paths that metrics count by name. The number of other paths is unbounded.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class FrontDoor:
         if not self._api_keys or path in OPEN_PATHS:
             return
         scheme, _, given = authorization.partition(b" ")
-        # All are compared, in time that tells nothing about them.
+        # Compare with all keys, in constant time.
         matches = [hmac.compare_digest(given.strip(), key) for key in self._api_keys]
         if scheme.lower() != b"bearer" or not any(matches):
             raise ApiError(
                 401,
-                "this server wants an API key that it knows, as `Authorization: Bearer KEY`"
+                "unknown API key; send a valid one as `Authorization: Bearer KEY`"
                 if authorization
                 else "no API key was given; send `Authorization: Bearer KEY`",
                 code="invalid_api_key",
@@ -113,12 +113,12 @@ class FrontDoor:
 
 
 def request_id_of(scope: Scope, prefix: str) -> str:
-    """Unique, also if a client gives one id to several requests."""
+    """A request id for the engine: unique, even if a client uses one id for several requests."""
     given: str = scope[_ID_KEY]
     return f"{prefix}-{given}-{uuid.uuid4().hex[:8]}"
 
 
 def trace_headers_of(scope: Scope) -> Mapping[str, str]:
-    """Of the W3C trace context that the client is in; empty if it is in none."""
+    """The client's W3C trace context headers; empty if it sent none."""
     headers: Mapping[str, str] = scope[_TRACE_KEY]
     return headers

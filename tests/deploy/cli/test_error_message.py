@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
-from longshore.deploy.cli.refusal import refusal
+from longshore.deploy.cli.error_message import error_message
 from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway, start_gateway
 
 __all__ = ["start_gateway"]  # the fixture
@@ -24,8 +24,8 @@ async def test_a_command_without_the_key_says_how_it_takes_one(
         )
     for printed in (run, wrong):
         assert "API key" in printed
-        assert "(here: --api-key KEY or LONGSHORE_API_KEY)" in printed
-        assert "Is the server running" not in printed
+        assert "(use --api-key KEY or LONGSHORE_API_KEY)" in printed
+        assert "Is a server running" not in printed
 
 
 async def test_an_address_with_v1_at_its_end_is_the_server_s(start_gateway: StartGateway) -> None:
@@ -49,7 +49,7 @@ async def test_who_talks_to_a_model_without_a_tokenizer_is_told_what_is_missing(
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"error": "no"}'])
 def test_an_answer_without_a_message_has_none(body: bytes) -> None:
-    assert refusal(HttpAnswer(0.0, status=401, body=body)) is None
+    assert error_message(HttpAnswer(0.0, status=401, body=body)) is None
 
 
 async def longshore(*arguments: str, said: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Whether a prompt and its settings fit the model, asked before they are sent to an engine."""
+"""Validates a prompt and its settings for a model, before they are sent to an engine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,24 +10,24 @@ from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 
 
 def prompt_problem(token_ids: Sequence[int], *, vocab_size: int, max_model_len: int) -> str | None:
-    """What keeps the prompt from being answered, with the numbers; None if nothing does."""
+    """Why the prompt is invalid; None if it is valid."""
     if not token_ids:
         return "the prompt has no tokens; there is nothing to continue"
     if len(token_ids) >= max_model_len:
-        return (  # client libraries know this kind of error by the words `maximum context length`
+        return (  # client libraries recognize this error by `maximum context length`
             f"the prompt has {len(token_ids)} tokens; this model's maximum context length is "
-            f"{max_model_len} tokens, at least one of them for the answer"
+            f"{max_model_len} tokens, including at least one output token"
         )
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         outside = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        return f"the prompt holds token id {outside}; the vocabulary is 0..{vocab_size - 1}"
+        return f"the prompt has token id {outside}, outside the vocabulary (0 to {vocab_size - 1})"
     return None
 
 
 def plain_params(sampling: SamplingParams) -> SamplingParams:
-    """The same settings as plain Python numbers: users pass numpy's, and results of a division.
+    """The same settings as plain Python numbers: users may pass numpy's, or floats for integers.
 
-    Raises ValueError naming a setting of another type.
+    Raises ValueError naming a setting of the wrong type.
     """
     values = {name: _plain(value) for name, value in msgspec.structs.asdict(sampling).items()}
     try:
@@ -50,17 +50,17 @@ def _plain(value: Any) -> Any:
 
 
 def sampling_problem(sampling: SamplingParams, *, vocab_size: int) -> str | None:
-    """Which setting asks for something that the model does not have; None if none does."""
+    """Which setting has a token id outside the vocabulary; None if none has."""
     for token_id in sampling.stop_token_ids:
         if token_id >= vocab_size:
-            return f"stop_token_ids={token_id} is no token; the vocabulary is 0..{vocab_size - 1}"
+            return f"stop_token_ids={token_id} is outside the vocabulary (0 to {vocab_size - 1})"
     for token_id in sampling.logit_bias or ():
         if token_id >= vocab_size:
-            return f"logit_bias: {token_id} is no token; the vocabulary is 0..{vocab_size - 1}"
+            return f"logit_bias: {token_id} is outside the vocabulary (0 to {vocab_size - 1})"
     for word in sampling.bad_words_token_ids:
         if max(word) >= vocab_size:
             return (
-                f"bad_words_token_ids: {max(word)} is no token; "
-                f"the vocabulary is 0..{vocab_size - 1}"
+                f"bad_words_token_ids: {max(word)} is outside the vocabulary "
+                f"(0 to {vocab_size - 1})"
             )
     return None

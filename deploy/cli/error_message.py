@@ -1,0 +1,20 @@
+"""The message of a server's error response, for commands to print."""
+
+import json
+from typing import Final
+
+from longshore.deploy.bench.sse_client import HttpAnswer
+
+_NO_KEY: Final = 401
+
+
+def error_message(answer: HttpAnswer) -> str | None:
+    """The message of an error response, without a full stop; None if the body holds no message. For
+    a missing API key it adds how to give one to a command."""
+    try:
+        message = str(json.loads(answer.body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return None
+    if answer.status == _NO_KEY:
+        return f"{message} (use --api-key KEY or LONGSHORE_API_KEY)"
+    return message
