@@ -253,7 +253,8 @@ def test_official_client_translates(
         ({"file": b"no sound"}, "cannot be read as audio"),
         ({"file": as_file(np.zeros(21 * 8000, np.float32), 8000)}, "longer than the limit of 20 s"),
     ],
-    ids=str,
+    # the same in every process: a file made now holds the time
+    ids=["format", "timestamps", "chunking", "include", "language", "no sound", "too long"],
 )
 def test_refusals_reach_the_official_client_as_its_own_errors(
     client: openai.OpenAI, model: str, arguments: dict[str, Any], reason: str

@@ -151,7 +151,6 @@ def test_what_cannot_be_opened_is_refused_before_the_work_on_the_others(
         (("a.wav", "b.wav"), "several audio inputs as a list"),
         ([0.1, 0.2], "float"),
     ],
-    ids=str,
 )
 def test_what_is_no_audio_is_refused_as_the_first(
     speech: SpeechModel, audio: Any, reason: str

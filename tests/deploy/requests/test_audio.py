@@ -105,7 +105,6 @@ def test_whole_numbers_are_samples_of_full_scale(bits: int) -> None:
         (bytearray(b"RIFF"), "has the type bytearray.*content as bytes"),
         (0.5, "has the type float"),
     ],
-    ids=str,
 )
 def test_what_is_no_sound_is_refused_with_the_reason(audio: Any, reason: str) -> None:
     with pytest.raises(BadAudio, match=reason):
