@@ -8,7 +8,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -120,23 +120,10 @@ class OneClassAdapter(SchedulerConnector):
     """Wraps a `OneClassConnector` as a `SchedulerConnector`: converts the hooks with tuples or
     lists, and passes the others through."""
 
-    PASSED_THROUGH: Final = (
-        "bind_blocks",
-        "on_new_request",
-        "update_connector_output",
-        "load_abandoned",
-        "take_events",
-        "reset_cache",
-        "on_new_epoch",
-        "shutdown",
-    )
-
     def __init__(self, connector: OneClassConnector, config: ConnectorConfig) -> None:
         super().__init__(config)
         self.connector = connector
         self.supports_hma = isinstance(connector, SupportsHMA)
-        for hook in self.PASSED_THROUGH:
-            setattr(self, hook, getattr(connector, hook))
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         num_tokens, is_async = self.connector.get_num_new_matched_tokens(
@@ -162,9 +149,35 @@ class OneClassAdapter(SchedulerConnector):
             return FinishAction(*self.connector.request_finished_all_groups(request, groups))
         return FinishAction(*self.connector.request_finished(request, groups[0] if groups else []))
 
+    # Hooks that are the same on both sides
+
+    def bind_blocks(self, holds: BlockHolds) -> None:
+        self.connector.bind_blocks(holds)
+
+    def on_new_request(self, request: RequestView) -> None:
+        self.connector.on_new_request(request)
+
+    def update_connector_output(self, output: ConnectorOutput) -> None:
+        self.connector.update_connector_output(output)
+
+    def load_abandoned(self, request_id: str) -> None:
+        self.connector.load_abandoned(request_id)
+
     @property
     def has_pending_work(self) -> bool:
         return self.connector.has_pending_work
+
+    def take_events(self) -> list[Any]:
+        return self.connector.take_events()
+
+    def reset_cache(self) -> bool:
+        return self.connector.reset_cache()
+
+    def on_new_epoch(self, epoch: int) -> None:
+        self.connector.on_new_epoch(epoch)
+
+    def shutdown(self) -> None:
+        self.connector.shutdown()
 
 
 def _lists(block_ids: Sequence[Int32Array]) -> tuple[list[int], ...]:

@@ -111,6 +111,8 @@ class AddRequest(
                        clocks of two hosts differ.
     cache_salt:        only requests with the same salt share prefix blocks.
     skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
+    trace_headers:     of the client's HTTP request (W3C trace context). They reach the scheduler's
+                       `Request`, for tracing; nothing reads them yet.
     kv_transfer_params: for the connector; the one loose dict, its keys are defined outside.
     multimodal:        items in order of their offsets, not overlapping; exactly one if the model
                        has cross attention.

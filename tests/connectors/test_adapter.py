@@ -140,4 +140,4 @@ def test_every_hook_of_the_contract_reaches_the_connector() -> None:
     assert adapter.has_pending_work
     hooks = {name for name in vars(SchedulerConnector) if not name.startswith("_")}
     own = {name for name in vars(OneClassAdapter) if name in hooks}
-    assert own | set(OneClassAdapter.PASSED_THROUGH) | {"supports_hma"} == hooks
+    assert own | {"supports_hma"} == hooks
