@@ -69,7 +69,7 @@ def compare(
             "peer": None,
         }
         if theirs:
-            row["peer"] = summary([theirs])
+            row["peer"] = summary(theirs)
             row["ratio"] = row["peer"]["total_us"] / ours["total_us"]
             row["median_ratio"] = row["peer"]["median_us"] / ours["median_us"]
         rows.append(row)

@@ -4,14 +4,14 @@ it costs vLLM's.
     python benchmarks/scheduler_step.py [--running 1 64 256 1024 4096] [--groups 1 2 4]
                                         [--kinds windows] [--json F]
 
-Our step is: plan, encode the plan, apply the answer to it, encode the message to the gateway.
-Theirs is `schedule()` and `update_from_output()` alone. The two take turns: ours, theirs, ours,
-each with every number of groups; `step_us_each` has the medians of our two turns. A turn that was
-disturbed is measured again, a few times at most; `cpu_share` is the least share of the wall time
-for which a turn had its core.
+Our step is: plan, encode the plan, apply its output, encode the message to the gateway. Theirs is
+`schedule()` and `update_from_output()` alone. The two take turns: ours, theirs, ours, theirs, ours,
+each with every number of groups; a turn of ours has four times as many steps, which are shorter.
+`step_us_each` has the medians of our turns. A turn that was disturbed is measured again, a few
+times at most; `cpu_share` is the least share of the wall time for which a turn had its core.
 
 Prompts of 512 to 543 tokens, so that block borders are crossed evenly; prefix caching on, blocks
-named with sha256. `async` keeps two plans unanswered, `sync` one. Of several KV cache groups the
+hashed with sha256. `async` keeps two plans unanswered, `sync` one. Of several KV cache groups the
 first has full attention, the others, by `--kinds`, sliding windows of 256 tokens (`windows`), or
 such a window, a state, and chunks of 256 tokens (`mixed`; the peer has no states here and sits that
 out). `growth` is how many times the median and the mean with the fewest groups a row's own are.
@@ -51,6 +51,8 @@ from longshore.scheduler.scheduler import Scheduler
 CLIENT = 0
 QUIET_SHARE = 0.97  # of the wall time on a core; a turn with less is measured again
 MAX_TRIES = 4
+TURNS = 3  # of ours
+OUR_STEPS = 4  # to one of theirs in a turn
 MIN_ROW_STEPS = 4000  # running requests x steps of a turn: short steps need more of them
 
 # All have the same bytes per block.
@@ -233,16 +235,22 @@ def undisturbed(measure: Callable[..., dict[str, Any]], **job: Any) -> dict[str,
 
 
 def take_turns(
-    peer: report.Peer | None, groups: Sequence[int], kinds: str, **job: Any
-) -> Iterator[tuple[int, list[dict[str, Any]], dict[str, Any] | None]]:
-    """Each number of groups with our two turns and theirs; between ours, one of every other."""
-    before = [undisturbed(measure_ours, **job, groups=count, kinds=kinds) for count in groups]
-    theirs: list[dict[str, Any] | None] = [None for _ in groups]
-    if peer is not None and kinds == "windows":
-        theirs = [undisturbed(peer.measure, **job, groups=count) for count in groups]
-    after = [undisturbed(measure_ours, **job, groups=count, kinds=kinds) for count in groups]
-    for count, first, other, last in zip(groups, before, theirs, after, strict=True):
-        yield count, [first, last], other
+    peer: report.Peer | None, groups: Sequence[int], kinds: str, *, steps: int, **job: Any
+) -> Iterator[tuple[int, list[dict[str, Any]], list[dict[str, Any]]]]:
+    """Each number of groups with our turns and theirs: ours, theirs, ours, theirs, ours. Our steps
+    are much shorter, so a turn of ours has OUR_STEPS times as many."""
+    ours: dict[int, list[dict[str, Any]]] = {count: [] for count in groups}
+    theirs: dict[int, list[dict[str, Any]]] = {count: [] for count in groups}
+    for turn in range(TURNS):
+        for count in groups:
+            settings = {**job, "steps": OUR_STEPS * steps, "groups": count, "kinds": kinds}
+            ours[count].append(undisturbed(measure_ours, **settings))
+        if peer is not None and kinds == "windows" and turn < TURNS - 1:
+            for count in groups:
+                turns = undisturbed(peer.measure, **job, steps=steps, groups=count)
+                theirs[count].append(turns)
+    for count in groups:
+        yield count, ours[count], theirs[count]
 
 
 def compare(
@@ -259,7 +267,7 @@ def compare(
     }
     for count, turns, theirs in take_turns(peer, groups, kinds, **job):
         each = [steps_us(turn) for turn in turns]
-        times = report.times(each[0] + each[1])
+        times = report.times([us for samples in each for us in samples])
         row = {
             "running": running,
             "mode": mode,
@@ -267,8 +275,8 @@ def compare(
             "kinds": kinds,
             **times,
             "step_us_each": [float(np.median(samples)) for samples in each],
-            "plan_us": float(np.median(turns[0]["plan_us"] + turns[1]["plan_us"])),
-            "apply_us": float(np.median(turns[0]["apply_us"] + turns[1]["apply_us"])),
+            "plan_us": float(np.median([us for turn in turns for us in turn["plan_us"]])),
+            "apply_us": float(np.median([us for turn in turns for us in turn["apply_us"]])),
             "plan_bytes": turns[0]["plan_bytes"],
             "cpu_share": min(turn["cpu_share"] for turn in turns),
             "growth": growth(times, rows[0] if rows else times, "step_us", "mean_us"),
@@ -276,7 +284,8 @@ def compare(
             "peer": None,
         }
         if theirs:
-            row["peer"] = report.times(steps_us(theirs)) | {"cpu_share": theirs["cpu_share"]}
+            times_of_peer = report.times([us for turn in theirs for us in steps_us(turn)])
+            row["peer"] = times_of_peer | {"cpu_share": min(turn["cpu_share"] for turn in theirs)}
             row["ratio"] = row["peer"]["step_us"] / row["step_us"]
         rows.append(row)
     return rows
