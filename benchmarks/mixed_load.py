@@ -44,6 +44,7 @@ def compare(
     running: int,
     mode: str,
     *,
+    turns: int,
     steps: int,
     groups: list[int],
     kinds: str,
@@ -52,8 +53,8 @@ def compare(
     rows: list[dict[str, Any]] = []
     # Long enough that the pool has been handed out once and the ends are spread evenly.
     job = {"work": load, "running": running, "mode": mode, "steps": steps, "warm_up": 150}
-    for count, turns, theirs in take_turns(peer, groups, kinds, **job):
-        ours = summary(turns)
+    for count, our_turns, theirs in take_turns(peer, groups, kinds, turns=turns, **job):
+        ours = summary(our_turns)
         row = {
             "load": load,
             "running": running,
@@ -61,8 +62,8 @@ def compare(
             "groups": count,
             "kinds": kinds,
             **ours,
-            "total_us_each": [summary([turn])["total_us"] for turn in turns],
-            "plan_bytes": turns[0]["plan_bytes"],
+            "total_us_each": [summary([turn])["total_us"] for turn in our_turns],
+            "plan_bytes": our_turns[0]["plan_bytes"],
             "growth": growth(ours, rows[0] if rows else ours, "total_us"),
             "ratio": None,
             "median_ratio": None,
@@ -82,7 +83,11 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=300, help="of each turn")
     add_groups(arguments)
     options = arguments.parse_args()
-    groups = {"groups": sorted(options.groups), "kinds": options.kinds}
+    groups = {
+        "turns": options.turns,
+        "groups": sorted(options.groups),
+        "kinds": options.kinds,
+    }
     with report.peer(options.peer_python, "vllm_steps.py") as peer:
         rows = [
             row

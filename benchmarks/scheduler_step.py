@@ -6,7 +6,7 @@ it costs vLLM's.
 
 Our step is: plan, encode the plan, apply its output, encode the message to the gateway. Theirs is
 `schedule()` and `update_from_output()` alone. The two take turns: ours, theirs, ours, theirs, ours,
-each with every number of groups; a turn of ours has four times as many steps, which are shorter.
+each with every number of groups; a turn of ours has up to four times as many of its shorter steps.
 `step_us_each` has the medians of our turns. A turn that was disturbed is measured again, a few
 times at most; `cpu_share` is the least share of the wall time for which a turn had its core.
 
@@ -51,8 +51,7 @@ from longshore.scheduler.scheduler import Scheduler
 CLIENT = 0
 QUIET_SHARE = 0.97  # of the wall time on a core; a turn with less is measured again
 MAX_TRIES = 4
-TURNS = 3  # of ours
-OUR_STEPS = 4  # to one of theirs in a turn
+OUR_STEPS = 4  # at most to one of theirs in a turn
 MIN_ROW_STEPS = 4000  # running requests x steps of a turn: short steps need more of them
 
 # All have the same bytes per block.
@@ -235,26 +234,40 @@ def undisturbed(measure: Callable[..., dict[str, Any]], **job: Any) -> dict[str,
 
 
 def take_turns(
-    peer: report.Peer | None, groups: Sequence[int], kinds: str, *, steps: int, **job: Any
+    peer: report.Peer | None,
+    groups: Sequence[int],
+    kinds: str,
+    *,
+    turns: int,
+    steps: int,
+    **job: Any,
 ) -> Iterator[tuple[int, list[dict[str, Any]], list[dict[str, Any]]]]:
-    """Each number of groups with our turns and theirs: ours, theirs, ours, theirs, ours. Our steps
-    are much shorter, so a turn of ours has OUR_STEPS times as many."""
+    """Each number of groups with `turns` turns of ours, and those of theirs between. From 64
+    running requests on our steps are much shorter, so a turn of ours has more of them."""
+    our_steps = steps * min(max(job["running"] // 64, 1), OUR_STEPS)
     ours: dict[int, list[dict[str, Any]]] = {count: [] for count in groups}
     theirs: dict[int, list[dict[str, Any]]] = {count: [] for count in groups}
-    for turn in range(TURNS):
+    for turn in range(turns):
         for count in groups:
-            settings = {**job, "steps": OUR_STEPS * steps, "groups": count, "kinds": kinds}
+            settings = {**job, "steps": our_steps, "groups": count, "kinds": kinds}
             ours[count].append(undisturbed(measure_ours, **settings))
-        if peer is not None and kinds == "windows" and turn < TURNS - 1:
+        if peer is not None and kinds == "windows" and turn < turns - 1:
             for count in groups:
-                turns = undisturbed(peer.measure, **job, steps=steps, groups=count)
-                theirs[count].append(turns)
+                samples = undisturbed(peer.measure, **job, steps=steps, groups=count)
+                theirs[count].append(samples)
     for count in groups:
         yield count, ours[count], theirs[count]
 
 
 def compare(
-    peer: report.Peer | None, running: int, mode: str, *, steps: int, groups: list[int], kinds: str
+    peer: report.Peer | None,
+    running: int,
+    mode: str,
+    *,
+    turns: int,
+    steps: int,
+    groups: list[int],
+    kinds: str,
 ) -> list[dict[str, Any]]:
     """A row for each number of groups."""
     rows: list[dict[str, Any]] = []
@@ -265,8 +278,8 @@ def compare(
         "steps": max(steps, MIN_ROW_STEPS // running),
         "warm_up": 64,
     }
-    for count, turns, theirs in take_turns(peer, groups, kinds, **job):
-        each = [steps_us(turn) for turn in turns]
+    for count, ours, theirs in take_turns(peer, groups, kinds, turns=turns, **job):
+        each = [steps_us(turn) for turn in ours]
         times = report.times([us for samples in each for us in samples])
         row = {
             "running": running,
@@ -275,10 +288,10 @@ def compare(
             "kinds": kinds,
             **times,
             "step_us_each": [float(np.median(samples)) for samples in each],
-            "plan_us": float(np.median([us for turn in turns for us in turn["plan_us"]])),
-            "apply_us": float(np.median([us for turn in turns for us in turn["apply_us"]])),
-            "plan_bytes": turns[0]["plan_bytes"],
-            "cpu_share": min(turn["cpu_share"] for turn in turns),
+            "plan_us": float(np.median([us for turn in ours for us in turn["plan_us"]])),
+            "apply_us": float(np.median([us for turn in ours for us in turn["apply_us"]])),
+            "plan_bytes": ours[0]["plan_bytes"],
+            "cpu_share": min(turn["cpu_share"] for turn in ours),
             "growth": growth(times, rows[0] if rows else times, "step_us", "mean_us"),
             "ratio": None,
             "peer": None,
@@ -297,7 +310,8 @@ def growth(row: dict[str, Any], fewest: dict[str, Any], *names: str) -> dict[str
 
 
 def add_groups(arguments: argparse.ArgumentParser) -> None:
-    """The options that say which groups the KV cache has."""
+    """The options that say which groups the KV cache has, and how often the sides take turns."""
+    arguments.add_argument("--turns", type=int, default=3, help="of ours; the peer's lie between")
     arguments.add_argument("--groups", type=int, nargs="+", default=[1], help="KV cache groups")
     arguments.add_argument("--kinds", choices=KINDS, default="windows", help="of all but the first")
 
@@ -308,7 +322,11 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=500, help="of each turn, at least")
     add_groups(arguments)
     options = arguments.parse_args()
-    groups = {"groups": sorted(options.groups), "kinds": options.kinds}
+    groups = {
+        "turns": options.turns,
+        "groups": sorted(options.groups),
+        "kinds": options.kinds,
+    }
     with report.peer(options.peer_python, "vllm_steps.py") as peer:
         rows = [
             row

@@ -35,7 +35,7 @@ class Result:
 
 
 def test_the_step_benchmark_has_a_row_per_size_and_mode(tmp_path: Path) -> None:
-    sizes = ("--running", "1", "8", "--steps", "10")
+    sizes = ("--running", "1", "8", "--steps", "10", "--turns", "2")
     result = Result(tmp_path, "scheduler_step.py", *sizes, *NO_PEER)
     assert [(row["running"], row["mode"]) for row in result.rows] == [
         (1, "sync"),
@@ -68,7 +68,7 @@ def test_a_peer_is_measured_in_the_same_run_and_compared(tmp_path: Path) -> None
     peer = tmp_path / "python"
     peer.write_text(FAKE_PEER.format(python=sys.executable))
     peer.chmod(0o755)
-    sizes = ("--running", "4", "--steps", "3")
+    sizes = ("--running", "4", "--steps", "3", "--turns", "2")
     result = Result(tmp_path, "scheduler_step.py", *sizes, "--peer-python", str(peer))
     assert result.all["peer"] == {"name": "a fake"}
     for row in result.rows:
@@ -77,7 +77,7 @@ def test_a_peer_is_measured_in_the_same_run_and_compared(tmp_path: Path) -> None
 
 
 def test_the_mixed_load_ends_a_tenth_per_step_and_preempts_under_pressure(tmp_path: Path) -> None:
-    sizes = ("--running", "20", "--steps", "60")
+    sizes = ("--running", "20", "--steps", "60", "--turns", "2")
     result = Result(tmp_path, "mixed_load.py", *sizes, *NO_PEER)
     churn = [row for row in result.rows if row["load"] == "churn"]
     pressure = [row for row in result.rows if row["load"] == "pressure"]
@@ -89,7 +89,7 @@ def test_the_mixed_load_ends_a_tenth_per_step_and_preempts_under_pressure(tmp_pa
 @pytest.mark.parametrize("kinds", ["windows", "mixed"])
 def test_steps_are_measured_with_several_kinds_of_groups(tmp_path: Path, kinds: str) -> None:
     groups = ("--groups", "4", "1", "2", "--kinds", kinds)
-    sizes = ("--running", "8", "--steps", "10")
+    sizes = ("--running", "8", "--steps", "10", "--turns", "2")
     result = Result(tmp_path, "scheduler_step.py", *sizes, *groups, *NO_PEER)
     assert [row["groups"] for row in result.rows] == [1, 2, 4, 1, 2, 4]
     for fewest, row in ((result.rows[0], result.rows[2]), (result.rows[3], result.rows[5])):
