@@ -17,7 +17,7 @@ import numpy as np
 import report
 
 from longshore.scheduler.kv_cache.block_pool import BlockPool
-from longshore.scheduler.kv_cache.free_queue import BlockIds
+from longshore.scheduler.kv_cache.blocks import BlockIds
 
 NUM_BLOCKS = 20_000
 PEER_PROGRAM = """

@@ -1,1 +1,1 @@
-"""Who runs in the next step, on which blocks."""
+"""Which requests run in the next step, on which blocks."""

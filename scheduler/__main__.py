@@ -15,7 +15,7 @@ from longshore.scheduler.process.startup import load_config, serve
 
 
 def main() -> int:
-    """Exit status 0 when told to stop, 1 after an error that has been reported, 2 for bad usage."""
+    """Exit status 0 after a stop signal, 1 after an error that was reported, 2 for bad usage."""
     if len(sys.argv) != 2:
         print("usage: python -m longshore.scheduler CONFIG.json", file=sys.stderr)
         return 2
@@ -28,12 +28,12 @@ def main() -> int:
     engine = f"{config.engine_id}.{config.epoch}"
     send_records(config.log_level, is_relayed=is_relayed, engine=engine)
     runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
-    stop_signals(config.lifeline_fd)  # what a supervised process ignores, from the start
+    stop_signals(config.lifeline_fd)  # ignore from the start what a supervised process ignores
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
     try:
         serve(config, lifeline)
     except LongshoreError as error:
-        if config.lifeline_fd is None:  # otherwise the supervisor says it
+        if config.lifeline_fd is None:  # otherwise the supervisor logs it
             logging.getLogger(__name__).error("%s", error)
         lifeline.report(Failed(str(error)))
         return 1

@@ -1,4 +1,4 @@
-"""Settings of the scheduler, of its KV cache, and of the process around them."""
+"""Settings of the scheduler, of its KV cache and of the scheduler process."""
 
 from typing import Literal
 
@@ -10,29 +10,29 @@ from longshore.protocol.transport.channel import Endpoint
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who runs, and how much of it per step. Raises ConfigError naming the setting.
+    """How many requests run and what a step computes. Raises ConfigError with the bad setting.
 
-    max_num_batched_tokens:  what the workers' buffers hold in one step.
+    max_num_batched_tokens:  tokens that the workers' buffers hold in one step.
     max_num_scheduled_tokens: token budget of a step; None is `max_num_batched_tokens`.
-    long_prefill_token_threshold: tokens of one prompt per step at most; 0 sets no such limit.
-    enable_chunked_prefill:  off: a prompt is computed in one step or not yet.
+    long_prefill_token_threshold: limit for the tokens of one prompt per step; 0 sets no limit.
+    enable_chunked_prefill:  if off, a prompt is computed in one step or has to wait.
     scheduler_reserve_full_isl: admit a request only if blocks for its whole input are free, not
                              just for its first chunk.
-    policy:                  a built-in one, an entry point's name, or package.module:Class.
-    max_loras:               different adapters that may run at once.
-    max_num_encoder_input_tokens: multimodal tokens encoded per step; 0 refuses multimodal requests.
-                             With cross attention at least those of one request.
-    encoder_cache_size:      tokens of encoder output kept; None is as many as one step encodes. No
-                             model with cross attention looks at it.
-    num_speculative_tokens:  drafts per request and step at most.
-    num_lookahead_tokens:    slots kept behind a request's tokens for a drafter that writes KV.
-    load_failure_policy:     a request whose KV could not be loaded computes it, or fails.
+    policy:                  a built-in policy, the name of an entry point, or package.module:Class.
+    max_loras:               adapters that may run at the same time.
+    max_num_encoder_input_tokens: multimodal tokens encoded per step; 0 rejects multimodal requests.
+                             With cross attention, at least the encoder tokens of one request.
+    encoder_cache_size:      tokens of encoder output kept; None: as many as one step encodes. Not
+                             used with cross attention.
+    num_speculative_tokens:  maximum number of drafts per request and step.
+    num_lookahead_tokens:    slots kept after a request's tokens for a drafter that writes KV.
+    load_failure_policy:     whether a request recomputes KV that could not be loaded, or fails.
     load_timeout_s:          how long a request waits for an asynchronous load.
-    max_loading_blocks:      held at most by requests that load or have loaded and do not run yet;
-                             None is half of the pool.
+    max_loading_blocks:      limit for the blocks of requests that are loading, or have loaded and
+                             do not run yet; None: half of the pool.
     max_steps_in_flight:     plans that may be unanswered; 1 is synchronous scheduling.
-    feed_back_tokens:        sampled ids travel to a first pipeline stage that does not sample, with
-                             the next plan: a request with a token on its way is in no other step.
+    feed_back_tokens:        plans carry sampled ids to the first pipeline stage, which does not
+                             sample; a request that expects a token is not in another step.
     """
 
     max_model_len: int
@@ -62,7 +62,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             1 <= self.max_num_scheduled_tokens <= self.max_num_batched_tokens
         ):
             raise ConfigError(
-                f"max_num_scheduled_tokens={self.max_num_scheduled_tokens} must lie between 1 and "
+                f"max_num_scheduled_tokens={self.max_num_scheduled_tokens} must be between 1 and "
                 f"max_num_batched_tokens={self.max_num_batched_tokens}, the size of the buffers"
             )
         if self.long_prefill_token_threshold < 0:
@@ -72,14 +72,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         if not self.enable_chunked_prefill and self.token_budget < self.max_model_len:
             raise ConfigError(
-                f"without chunked prefill a prompt must fit one step, but the step's budget is "
+                f"without chunked prefill a prompt must fit into one step, but a step's budget is "
                 f"{self.token_budget} tokens and max_model_len={self.max_model_len}. Raise "
                 "max_num_batched_tokens or enable chunked prefill."
             )
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
-            raise ConfigError(
-                "long_prefill_token_threshold slices prompts, but chunked prefill is off"
-            )
+            raise ConfigError("long_prefill_token_threshold needs chunked prefill, which is off")
         for name in (
             "max_loras",
             "max_num_encoder_input_tokens",
@@ -115,36 +113,36 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def max_tokens_in_flight(self) -> int:
-        """Slots behind what is settled that the steps in flight may take for one request."""
+        """Slots after the settled tokens that all steps in flight may use for one request."""
         return self.max_steps_in_flight * self.token_budget + self.num_lookahead_tokens
 
     @property
     def longest_request(self) -> tuple[int, int, int]:
-        """What bounds the blocks of one: see KVCacheSpec.max_blocks."""
+        """Arguments of `KVCacheSpec.max_blocks` for the longest request."""
         return self.max_model_len, self.max_tokens_in_flight, self.max_steps_in_flight
 
     @property
     def encoder_capacity(self) -> int:
-        """Tokens of encoder output that are kept."""
+        """Capacity of the encoder cache, in tokens."""
         if self.encoder_cache_size is None:
             return self.max_num_encoder_input_tokens
         return self.encoder_cache_size
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The block pool and the names of its blocks. Raises ConfigError naming the setting.
+    """The block pool and its block hashes. Raises ConfigError with the bad setting.
 
-    num_blocks:  with the null block; None takes what the workers report.
-    hash_algorithm: of block names; sha256 resists forged collisions, xxh3-128 is faster.
-    hash_block_size: tokens per name; a divisor of every group's block size. None is `block_size`.
-    watermark:   share of the blocks that admissions leave free for requests that run already.
-    preempt_threshold, admit_threshold: nothing is admitted from the moment the share of held blocks
-                 rises above the first until it has fallen below the second; 1.0 never closes.
-    enable_kv_cache_events: tell subscribers which blocks are stored and removed.
-    log_stats:   count tokens looked up and found.
-    use_eagle:   a drafter needs the hidden states of the last cached block: compute it again.
-    decode_context_parallel_size, prefill_context_parallel_size: ranks among which the tokens of a
-                 block are divided; it holds so many times `block_size`.
+    num_blocks:  including the null block; None: what the workers report.
+    hash_algorithm: of block hashes; sha256 resists forged collisions, xxh3-128 is faster.
+    hash_block_size: tokens per hash; divides every group's block size. None: `block_size`.
+    watermark:   share of the blocks that admissions leave free for running requests.
+    preempt_threshold, admit_threshold: admissions stop when the share of held blocks rises above
+                 the first, and continue when it falls below the second. 1.0 never stops them.
+    enable_kv_cache_events: publish which blocks are stored and removed.
+    log_stats:   count the tokens looked up in the prefix cache, and hits.
+    use_eagle:   recompute the last cached block, because a drafter needs its hidden states.
+    decode_context_parallel_size, prefill_context_parallel_size: ranks that share the tokens of a
+                 block, which holds `block_size` times this number of tokens.
     """
 
     block_size: int = 16
@@ -164,18 +162,18 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(
-                f"block_size={self.block_size} is not a power of two; block borders are found by "
-                "shifting. Use 16 or 32."
+                f"block_size={self.block_size} is not a power of two, but positions are divided by "
+                "it with shifts. Use 16 or 32."
             )
         if self.num_blocks is not None and self.num_blocks < 2:
             raise ConfigError(
-                f"num_blocks={self.num_blocks} leaves no block beside the null block; use 2 or more"
+                f"num_blocks={self.num_blocks} leaves no block but the null block; use 2 or more"
             )
         hash_block_size = self.hash_block_size or self.block_size
         if hash_block_size < 1 or self.block_size % hash_block_size:
             raise ConfigError(
                 f"hash_block_size={self.hash_block_size} does not divide block_size="
-                f"{self.block_size}; a block's name is made of whole hash blocks"
+                f"{self.block_size}; a block must consist of whole hash blocks. Use a divisor."
             )
         if not 0 <= self.watermark < 1:
             raise ConfigError(
@@ -184,7 +182,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if not 0 < self.admit_threshold <= self.preempt_threshold <= 1:
             raise ConfigError(
                 f"admit_threshold={self.admit_threshold} and preempt_threshold="
-                f"{self.preempt_threshold} must rise in this order within 0..1"
+                f"{self.preempt_threshold} must satisfy 0 < admit <= preempt <= 1"
             )
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(self, name) < 1:
@@ -196,12 +194,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def context_parallel_size(self) -> int:
-        """Ranks among which the tokens of one block are divided."""
+        """Ranks that share the tokens of one block."""
         return self.decode_context_parallel_size * self.prefill_context_parallel_size
 
     @property
     def tokens_per_hash(self) -> int:
-        """Tokens that each link of the chain of names adds."""
+        """Tokens per block hash."""
         if self.hash_block_size is not None:
             return self.hash_block_size
         return self.block_size * self.context_parallel_size
@@ -210,16 +208,16 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything `python -m longshore.scheduler CONFIG.json` needs.
 
-    engine_id:   names the engine to clients; the epoch is part of it on the wire.
-    epoch:       the workers' incarnation, counted by the supervisor from 1.
-    hash_seed:   hex; per deployment, so that its engines agree on block names.
+    engine_id:   the engine's id; messages to clients have the epoch appended.
+    epoch:       the incarnation of the workers, counted by the supervisor from 1.
+    hash_seed:   hexadecimal; one per deployment, so that its engines agree on block hashes.
     workers:     one endpoint per rank; the scheduler binds them.
-    sampling_rank: the one whose answers bring tokens.
-    rank_timeout_s: with several workers, a step that is unanswered for so long ends the engine: one
-                 of them hangs, and the others may wait for nothing that would tell them.
+    sampling_rank: the rank that samples and sends outputs.
+    rank_timeout_s: with several workers, a step that is unanswered for this long ends the engine,
+                 because a worker hangs and the others may not notice.
     clients:     where gateways connect.
     kv_connector: name of a registered connector, or package.module:Class.
-    kv_connector_config: JSON for it; its keys are its own.
+    kv_connector_config: JSON with options that the connector defines.
     lifeline_fd: inherited socket to the supervisor; None when started by hand.
     """
 
@@ -247,15 +245,15 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             raise ConfigError(
                 f"decode_context_parallel_size={self.cache.decode_context_parallel_size} and "
                 f"prefill_context_parallel_size={self.cache.prefill_context_parallel_size} of the "
-                "cache, but the identity that workers are compared with has "
+                "cache do not match the identity that workers are compared with, which has "
                 f"decode_context_parallel_size={self.identity.decode_context_parallel_size}. Set "
-                "both alike; no worker shares the tokens of a prefill out."
+                "both to the same value, and the prefill size to 1, which is all workers support."
             )
         if not 0 <= self.sampling_rank < len(self.workers):
             raise ConfigError(
-                f"sampling_rank={self.sampling_rank} is none of the {len(self.workers)} workers"
+                f"sampling_rank={self.sampling_rank} must be one of the {len(self.workers)} workers"
             )
         try:
             bytes.fromhex(self.hash_seed)
         except ValueError:
-            raise ConfigError("hash_seed is not hexadecimal; give 32 random bytes as hex") from None
+            raise ConfigError("hash_seed is not hexadecimal; use 32 random bytes as hex") from None

@@ -1,4 +1,4 @@
-"""Which requests an engine cannot serve, and what their client is told."""
+"""Validates requests: one that the engine cannot serve is rejected with a reason."""
 
 import math
 from collections.abc import Sequence
@@ -21,23 +21,23 @@ from longshore.scheduler.config import SchedulerConfig
 MAX_HANDLE: Final = 2**31 - 1
 
 SAMPLE_SIZE_BYTES: Final = 4
-"""Of one sample of a sound, a little-endian float32."""
+"""Size of an audio sample, a little-endian float32."""
 
 MAX_ADDED_BYTES: Final = 64 << 20
-"""Of the requests that one plan adds: token ids, embeddings and multimodal data together."""
+"""Limit for the token ids, embeddings and multimodal data of all requests that a plan adds."""
 
 Rejection: TypeAlias = tuple[FinishReason, str]
 """(finish reason, text for the client)"""
 
 
 class RequestValidator:
-    """Refuses by name what would otherwise fail later, or be ignored.
+    """Rejects requests that would otherwise fail later, or whose settings would be ignored.
 
-    vocab_size:    token ids must stay below it.
-    features:      what the workers can do beyond plain text.
-    has_connector: somebody could use `kv_transfer_params`.
-    max_encoder_tokens: of the one item that a request to a model with cross attention brings; None:
-                   the model has none, and a request's items stand for positions of its prompt.
+    vocab_size:    token ids must be below it.
+    features:      what the workers support beyond plain text.
+    has_connector: there is a connector that `kv_transfer_params` are for.
+    max_encoder_tokens: in a model with cross attention, the limit for the one item of a request;
+                   None if the model has none: then items take positions of the prompt.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class RequestValidator:
         self._max_encoder_tokens = max_encoder_tokens
 
     def rejection(self, message: AddRequest, *, is_duplicate: bool) -> Rejection | None:
-        """Why a request must not be queued; None if it may."""
+        """Why a request must not be queued; None if it is valid."""
         if is_duplicate:
             return FinishReason.ERROR, (
-                f"request {message.request_id!r} (handle {message.handle}) is still running, or a "
-                "transfer of its blocks is; give each request an id of its own"
+                f"request {message.request_id!r} (handle {message.handle}) is still running, or "
+                "its blocks are being transferred; give each request a unique id and handle"
             )
         if message.pooling is None and self._is_pooling_only:
             return FinishReason.ERROR, (
-                "this engine's model has no output head: it gives vectors (pooling), and no tokens"
+                "this engine's model has no output head: it gives vectors; send a pooling request"
             )
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
         text = self._malformed(message, num_tokens)
@@ -75,7 +75,7 @@ class RequestValidator:
         return self._bad_length(num_tokens) if text is None else (FinishReason.ERROR, text)
 
     def chunk_rejection(self, chunk: ContinueSession, *, num_tokens: int) -> Rejection | None:
-        """Why a session of `num_tokens` tokens cannot go on with this chunk; None if it can."""
+        """Why a session of `num_tokens` tokens cannot continue with this chunk; None if it can."""
         text = self._bad_ids(chunk.sampling, chunk.prompt_token_ids)
         if text is not None:
             return FinishReason.ERROR, text
@@ -86,25 +86,25 @@ class RequestValidator:
         if num_tokens < limit:
             return None
         return FinishReason.IGNORED, (
-            f"the prompt has {num_tokens} tokens, the engine's limit for prompt and output is "
-            f"{limit}; at least one must be left for the output"
+            f"the prompt has {num_tokens} tokens, but the engine's limit for prompt and output is "
+            f"{limit} and at least one token must remain for the output; shorten the prompt"
         )
 
     def _malformed(self, message: AddRequest, num_tokens: int) -> str | None:
         if not 0 <= message.handle <= MAX_HANDLE:
-            return f"handle {message.handle} is not within 0..{MAX_HANDLE}"
+            return f"handle {message.handle} is not in 0..{MAX_HANDLE}"
         if not 0 <= message.age_s < math.inf:
-            return f"age_s={message.age_s} is no number of seconds of at least 0"
+            return f"age_s={message.age_s} must be a finite number of seconds, at least 0"
         if len(message.request_id) > MAX_NAME_CHARACTERS:
             return f"request_id is longer than {MAX_NAME_CHARACTERS} characters"
         if not len(message.prompt_token_ids):
             return "the prompt has no tokens; there is nothing to continue"
         if 4 * num_tokens > MAX_ADDED_BYTES:
-            return f"its inputs have {4 * num_tokens} bytes; {MAX_ADDED_BYTES} fit one plan"
+            return f"its inputs have {4 * num_tokens} bytes; the limit is {MAX_ADDED_BYTES}"
         return self._bad_ids(message.sampling, message.prompt_token_ids, message.output_token_ids)
 
     def _bad_inputs(self, message: AddRequest, num_tokens: int) -> str | None:
-        """What is wrong with what a request brings beside token ids."""
+        """What is wrong with the inputs of a request other than token ids."""
         for name in ("cache_salt", "job_id"):
             value = getattr(message, name)
             if value is not None and len(value) > MAX_NAME_CHARACTERS:
@@ -120,20 +120,21 @@ class RequestValidator:
         num_bytes = 4 * num_tokens + sum(len(item.data) for item in message.multimodal)
         num_bytes += 0 if embeds is None else len(embeds.data)
         if num_bytes > MAX_ADDED_BYTES:
-            return f"its inputs have {num_bytes} bytes; {MAX_ADDED_BYTES} fit one plan"
+            return f"its inputs have {num_bytes} bytes; the limit is {MAX_ADDED_BYTES}"
         if message.pooling is not None and len(message.output_token_ids):
-            return "a pooling request has no output tokens to go on from"
+            return "a pooling request cannot have output tokens"
         if embeds is None:
             return None
         if embeds.hidden_size < 1:
             return f"prompt_embeds has hidden_size={embeds.hidden_size}; it must be at least 1"
         if len(embeds.data) != num_prompt * embeds.row_size_bytes:
             return (
-                f"prompt_embeds has {len(embeds.data)} bytes, {num_prompt} tokens of "
-                f"{embeds.hidden_size} {embeds.dtype} need {num_prompt * embeds.row_size_bytes}"
+                f"prompt_embeds has {len(embeds.data)} bytes, but {num_prompt} tokens with "
+                f"hidden_size={embeds.hidden_size} in {embeds.dtype} need "
+                f"{num_prompt * embeds.row_size_bytes}"
             )
         if message.sampling.prompt_logprobs is not None:
-            return "prompt_logprobs of a prompt given as embeddings mean nothing: it has no ids"
+            return "prompt_logprobs are not possible with prompt_embeds, which have no token ids"
         return None
 
     def _bad_ids(
@@ -141,16 +142,16 @@ class RequestValidator:
     ) -> str | None:
         end = self._vocab_size
         if sampling.stop_token_ids and max(sampling.stop_token_ids) >= end:
-            return f"a stop token id lies outside 0..{end - 1}"
+            return f"a stop token id is outside 0..{end - 1}"
         if sampling.logit_bias and max(sampling.logit_bias) >= end:
-            return f"a token id in logit_bias lies outside 0..{end - 1}"
+            return f"a token id in logit_bias is outside 0..{end - 1}"
         if sampling.bad_words_token_ids and max(map(max, sampling.bad_words_token_ids)) >= end:
-            return f"a token id in bad_words_token_ids lies outside 0..{end - 1}"
+            return f"a token id in bad_words_token_ids is outside 0..{end - 1}"
         for part in (ids, more_ids):
             if len(part):
                 unsigned = part.view(np.uint32)  # negative ids are the largest
                 if unsigned[unsigned.argmax()] >= end:  # a third of the cost of max()
-                    return f"a token id lies outside 0..{end - 1}"
+                    return f"a token id is outside 0..{end - 1}"
         return None
 
     def _unsupported(self, message: AddRequest) -> str | None:
@@ -164,76 +165,73 @@ class RequestValidator:
         }
         for feature, is_wanted in wanted.items():
             if is_wanted and feature not in self._features:
-                return f"{feature.value} was asked for, but this engine's model does not offer it"
+                return f"{feature.value} was requested, but this engine's model does not support it"
         if message.lora is not None and config.max_loras == 0:
-            return "an adapter was asked for, but max_loras=0 admits none"
+            return "an adapter was requested, but max_loras=0 allows none"
         largest = max((item.num_tokens for item in message.multimodal), default=0)
         capacity = min(config.max_num_encoder_input_tokens, config.encoder_capacity)
         if largest > capacity and self._max_encoder_tokens is None:
             return (
-                f"a multimodal item has {largest} tokens; this engine encodes and keeps "
-                f"{capacity} at a time (max_num_encoder_input_tokens, encoder_cache_size)"
+                f"a multimodal item has {largest} tokens; this engine's limit is {capacity} "
+                "(max_num_encoder_input_tokens, encoder_cache_size)"
             )
         if message.kv_transfer_params is not None and not self._has_connector:
-            return (
-                "kv_transfer_params were given, but this engine has no KV connector that could "
-                "use them"
-            )
+            return "kv_transfer_params were given, but this engine has no KV connector"
         if message.keeps_blocks and not message.resumable:
-            return "keeps_blocks is for sessions; set resumable, or leave it out"
+            return "keeps_blocks needs a session: set resumable as well, or omit keeps_blocks"
         if message.resumable:
             for name in ("structured_output", "multimodal", "pooling", "prompt_embeds"):
                 if getattr(message, name):
-                    return f"resumable sessions do not go together with {name}"
+                    return f"resumable sessions cannot be combined with {name}"
         return None
 
 
 def _bad_items(items: Sequence[MultimodalFeature], num_prompt: int) -> str | None:
-    """What is wrong with items that stand for positions of a prompt of so many tokens."""
+    """What is wrong with items that take positions of a prompt of `num_prompt` tokens."""
     end = 0
     for item in items:
         if item.num_tokens < 1 or not end <= item.offset <= num_prompt - item.num_tokens:
             return (
-                f"multimodal item at {item.offset} with {item.num_tokens} tokens does not fit "
-                f"the prompt of {num_prompt} tokens behind the item before it"
+                f"multimodal item at {item.offset} with {item.num_tokens} tokens overlaps the item "
+                f"before it, or exceeds the prompt of {num_prompt} tokens"
             )
         end = item.offset + item.num_tokens
     sizes = {item.hash: item.num_tokens for item in items}
     if any(sizes[item.hash] != item.num_tokens for item in items):
-        return "two multimodal items have one hash and different numbers of tokens"
+        return "two multimodal items have the same hash but different numbers of tokens"
     return None
 
 
 def _bad_sound(message: AddRequest, max_encoder_tokens: int) -> str | None:
-    """What is wrong with what a request brings for cross attention to so many tokens at most."""
+    """What is wrong with the inputs of a request to a model with cross attention."""
     if len(message.multimodal) != 1:
         return (
-            "this engine's model writes down what its encoder hears: a request brings one sound "
-            f"(a multimodal item), and this one has {len(message.multimodal)} items. Plain text "
-            "needs an engine whose model has no encoder"
+            "this engine's model transcribes audio: a request needs exactly one audio item "
+            f"(multimodal), but this one has {len(message.multimodal)} items. Send plain text to "
+            "an engine whose model has no encoder"
         )
     (item,) = message.multimodal
     if item.modality != "audio":
-        return f"its item is of modality {item.modality!r}; this model's encoder takes 'audio'"
+        return f"its item has modality {item.modality!r}; this model's encoder takes 'audio'"
     if item.offset:
-        return f"its sound has offset={item.offset}; it stands for no position of the prompt: use 0"
+        return f"its audio has offset={item.offset}, but takes no position of the prompt; use 0"
     if not 1 <= item.num_tokens <= max_encoder_tokens:
         return (
-            f"its sound has {item.num_tokens} tokens; this model's cross attention takes 1 to "
+            f"its audio has {item.num_tokens} tokens; this model's cross attention takes 1 to "
             f"{max_encoder_tokens} (max_encoder_tokens)"
         )
     if not len(item.data) or len(item.data) % SAMPLE_SIZE_BYTES:
         return (
-            f"its sound has {len(item.data)} bytes; it must be samples of {SAMPLE_SIZE_BYTES} "
-            "bytes (little-endian float32), at least one"
+            f"its audio has {len(item.data)} bytes; it must be one or more samples of "
+            f"{SAMPLE_SIZE_BYTES} bytes (little-endian float32)"
         )
     if message.prompt_embeds is not None:
-        return "prompt_embeds do not go together with cross attention: a prompt is token ids"
+        return "prompt_embeds cannot be combined with cross attention; send token ids"
     return None
 
 
 def _is_plain(message: AddRequest) -> bool:
-    """It brings token ids and sampling settings, and nothing else."""
+    """Whether it has token ids and sampling settings only."""
     return not (
         message.lora
         or message.multimodal

@@ -1,1 +1,1 @@
-"""What an operator can look at: reports, block snapshots, the log."""
+"""What operators see: reports, block snapshots, the request log, worker statistics."""

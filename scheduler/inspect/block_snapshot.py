@@ -1,7 +1,7 @@
-"""What every block is used for, as an operator sees it, from tables that are kept anyway.
+"""Snapshots of the use of every block, for operators, from tables that exist anyway.
 
-The use of a block follows from the pool's two columns and from the few that hold blocks without a
-row, so the block tables of running requests need not be read. Nothing here runs unless a client
+The use of a block follows from two columns of the pool, and from the holds and transfers, which are
+few; the block tables of running requests are not read for it. Nothing here runs unless a client
 asks for a snapshot.
 """
 
@@ -33,7 +33,7 @@ from longshore.scheduler.step.running import RunningTable
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """References of one owner: by group, without null blocks. `request` is None for a transfer."""
+    """Blocks of one owner, by group, without null blocks. `request` is None for a transfer."""
 
     state: BlockState
     request_id: str
@@ -42,9 +42,9 @@ class Holding:
 
 
 def states_of(kv_cache: KVCacheManager, holdings: Sequence[Holding]) -> UInt8Array:
-    """(num_blocks,) a `BlockState` each. holdings: of all that hold blocks without a row."""
+    """(num_blocks,) a `BlockState` each. holdings: all holds and transfers."""
     states = kv_cache.pool_states()
-    ordered = sorted(holdings, key=lambda holding: holding.state)  # the last to write wins
+    ordered = sorted(holdings, key=lambda holding: holding.state)  # the highest wins
     tables = [table for holding in ordered for table in holding.tables]
     if not tables:
         return states
@@ -60,7 +60,7 @@ def states_of(kv_cache: KVCacheManager, holdings: Sequence[Holding]) -> UInt8Arr
 
 
 class BlockSnapshots:
-    """Makes the snapshots. config: what the workers agreed on."""
+    """Makes the snapshots. config: the KV cache that the workers agreed on."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class BlockSnapshots:
         return self._latest
 
     def holdings(self) -> Iterator[Holding]:
-        """Of all that hold blocks without a row."""
+        """All holds and transfers."""
         for request in self._holds:
             if request.hold is not None:
                 tables = _without_nulls(request.hold.blocks)
@@ -124,7 +124,7 @@ class BlockSnapshots:
     def _list(
         self, holdings: Sequence[Holding], now: float
     ) -> tuple[tuple[BlockHolder, ...], Int32Array]:
-        """As many holders as may be listed, and block ids of each, in equal shares."""
+        """The holders that fit into a snapshot, and an equal share of block ids for each."""
         rows = self._running.order[:MAX_LISTED_HOLDERS].tolist()
         found = [self._holding_on(row) for row in rows]
         found += holdings[: MAX_LISTED_HOLDERS - len(rows)]

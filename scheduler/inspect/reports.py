@@ -1,4 +1,4 @@
-"""What each waiting request waits for, for an operator who sees nothing move."""
+"""What each waiting request waits for, for operators whose requests do not advance."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from longshore.scheduler.step.running import RunningTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingReasons:
-    """Finds what each waiting request waits for, in the tables that admission reads."""
+    """Finds what each waiting request waits for, from the tables that admission reads."""
 
     config: SchedulerConfig
     running: RunningTable
@@ -65,39 +65,41 @@ class WaitingReasons:
                 num_ahead += 1
 
     def _own_reason(self, request: Request, pause: PauseState, now: float) -> str | None:
-        """Something that concerns this request alone, and lets others pass."""
+        """A reason that concerns this request alone; later requests can be admitted."""
         match request.status:
             case RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 return "its grammar, which is being compiled"
             case RequestStatus.WAITING_FOR_REMOTE_KVS:
                 assert self.transfers is not None
                 left_s = self.transfers.deadline(request) - now
-                return f"its KV, which is being loaded; recomputed in {left_s:.1f} s at the latest"
+                return (
+                    f"its KV, which is being loaded; recomputed after {left_s:.1f} s at the latest"
+                )
             case RequestStatus.WAITING_FOR_STREAMING_REQ:
                 return "the next input of its session, from its client"
         if request.resume_after_step > self.in_flight.last_answered_step:
             return (
-                f"the answer to step {request.resume_after_step}, which brings a token sampled "
+                f"the output of step {request.resume_after_step}, which has a token sampled "
                 "before its preemption"
             )
         if self.loras is not None and not self.loras.has_slot(request.lora_name):
             return (
-                f"a place for its adapter {request.lora_name!r}: max_loras="
+                f"a slot for its adapter {request.lora_name!r}: max_loras="
                 f"{self.config.max_loras} others run"
             )
         return request.waits_for if pause is PauseState.UNPAUSED else None
 
     def _shared_reason(self, request: Request, pause: PauseState) -> str:
-        """What keeps out the head of the queue, and everybody behind it."""
+        """A reason that blocks the head of the queue, and all requests after it."""
         if pause is not PauseState.UNPAUSED:
-            return f"the engine to go on: it is {pause.value}"
+            return f"the engine to be unpaused: it is {pause.value}"
         if self.running.num_rows == self.running.max_num_seqs:
             return f"a row: all max_num_seqs={self.running.max_num_seqs} are held"
         num_free = self.kv_cache.num_free_blocks
         if self.gates.is_closed and self.running.num_rows:
             return (
-                f"memory pressure to fall: {self.kv_cache.usage:.0%} of the blocks are held, "
-                "admissions open again below admit_threshold"
+                f"memory pressure to fall: {self.kv_cache.usage:.0%} of the blocks are held; "
+                "admissions continue below admit_threshold"
             )
         num_kept = self.gates.watermark_blocks if self.running.num_rows else 0
         num_needed = self.kv_cache.num_blocks_for(
@@ -107,7 +109,7 @@ class WaitingReasons:
         if num_free - num_needed < num_kept:
             return (
                 f"blocks: its first chunk needs up to {num_needed}, {num_free} are free"
-                + (f", of which {num_kept} are kept back" if num_kept else "")
+                + (f", of which {num_kept} are reserved" if num_kept else "")
                 + self._blocks_of_transfers()
             )
         reason = None if self.encoder is None else self.encoder.waits_for(request)

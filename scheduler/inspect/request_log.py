@@ -1,5 +1,5 @@
-"""What the log says of requests: each one's life at debug, and as warnings the ends that somebody
-should look at. Never what a request says, only how much."""
+"""The log of requests: the life of each at debug level, and failures and rejections as warnings.
+Logs how many tokens a request has, never their content."""
 
 import logging
 
@@ -13,15 +13,15 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """One line per call, in debug. Of warnings come as many as a `LogLimit` lets pass: one for what
-    clients cause, who could hide the engine's own failures else, and one for those."""
+    """One line per call. Warnings are rate-limited by two `LogLimit`s: one for rejections, which
+    clients can cause, and one for failures, so that rejections cannot hide them."""
 
     def __init__(self) -> None:
         self._refusals = LogLimit(logger)
         self._failures = LogLimit(logger)
 
     def arrived(self, message: AddRequest, *, client: int) -> None:
-        """It is looked at now: queued or refused."""
+        """A request was received; next it is queued or rejected."""
         if logger.isEnabledFor(logging.DEBUG):
             about = fields(
                 request_id=message.request_id,
@@ -34,19 +34,19 @@ class RequestLog:
             logger.debug("a request has arrived", extra=about)
 
     def rejected(self, request_id: str, reason: FinishReason, text: str) -> None:
-        """It was not queued."""
+        """A request was not queued."""
         self._refusals.warning(
-            "a request is refused: %s", text, request_id=request_id, finish_reason=reason.name
+            "request rejected: %s", text, request_id=request_id, finish_reason=reason.name
         )
 
     def unreadable(self, text: str, *, client: int, handle: int) -> None:
-        """It could not be read but for its handle."""
+        """Only the handle of a request could be decoded."""
         self._refusals.warning(
-            "request with handle %d of client %d is refused: %s", handle, client, text
+            "request with handle %d of client %d rejected: %s", handle, client, text
         )
 
     def admitted(self, request: Request, *, step: int, num_computed: int, now: float) -> None:
-        """It runs from this step on, which its events tell already."""
+        """The request runs from this step on; its events are up to date."""
         if logger.isEnabledFor(logging.DEBUG):
             about = fields(
                 request_id=request.request_id,
@@ -59,7 +59,7 @@ class RequestLog:
             logger.debug("admitted", extra=about)
 
     def preempted(self, request: Request, *, step: int) -> None:
-        """It has lost its row, and waits again."""
+        """The request has lost its row and waits again."""
         if logger.isEnabledFor(logging.DEBUG):
             about = fields(
                 request_id=request.request_id,
@@ -67,27 +67,27 @@ class RequestLog:
                 tokens=request.num_tokens,
                 preemptions=request.num_preemptions,
             )
-            logger.debug("preempted: it computes everything again later", extra=about)
+            logger.debug("preempted: all its tokens will be recomputed", extra=about)
 
     def rewound(self, request: Request, *, step: int, num_tokens: int) -> None:
-        """KV behind so many of its tokens was wrong."""
+        """KV after the request's first `num_tokens` tokens was wrong."""
         if logger.isEnabledFor(logging.DEBUG):
             about = fields(request_id=request.request_id, step_id=step, good_tokens=num_tokens)
-            logger.debug("sent back: it computes what lies behind good KV again", extra=about)
+            logger.debug("rewound: tokens after the last good KV will be recomputed", extra=about)
 
     def not_finite(self, request: Request, *, step: int, num_nans: int) -> None:
-        """Why it is going to end."""
+        """The request is about to end for this reason."""
         self._failures.warning(
             "logits are not finite", request_id=request.request_id, step_id=step, nans=num_nans
         )
 
     def ended(self, request: Request, reason: FinishReason, *, step: int, text: str | None) -> None:
-        """It is on no row and in no queue any more. step: the newest that is answered. text: what
-        its client is told."""
+        """The request has neither a row nor a position in a queue. step: the newest answered one.
+        text: the message to its client."""
         if reason in (FinishReason.ERROR, FinishReason.IGNORED):
             limit = self._failures if reason is FinishReason.ERROR else self._refusals
             limit.warning(
-                "a request has failed: %s",
+                "request failed: %s",
                 text,
                 request_id=request.request_id,
                 step_id=step,

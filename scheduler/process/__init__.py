@@ -1,1 +1,1 @@
-"""The process around the scheduler: start-up, the workers' handshake, the loop."""
+"""The scheduler process: startup, the workers' handshake, the loop."""

@@ -1,7 +1,7 @@
 """The scheduler process: a thin uvloop loop around the sans-I/O `Scheduler`.
 
-It decodes what clients and workers send, calls the scheduler, and sends plans and outputs. Every
-rank gets every plan; one of them answers.
+It decodes messages from clients and workers, calls the scheduler, and sends plans and outputs. All
+ranks get every plan; one of them sends the outputs.
 """
 
 import asyncio
@@ -63,12 +63,12 @@ CAUSE_TIMEOUT_S = 2.0
 
 
 class EngineError(LongshoreError):
-    """The engine cannot go on; the message is for the operator."""
+    """The engine cannot continue; the message is for the operator."""
 
 
 class Engine:
-    """One scheduler, its workers (by rank) and its clients. `run` returns when told to stop, or
-    raises EngineError."""
+    """One scheduler, its workers (by rank) and its clients. `run` returns when the process is
+    stopped, or raises EngineError."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Engine:
         self._poll: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
-        """Serve until told to stop; workers are told to shut down in every case."""
+        """Serve until the process is stopped. Workers get `Shutdown` in every case."""
         loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         for number in stop_signals(self._config.lifeline_fd):
@@ -107,7 +107,7 @@ class Engine:
             SocketWatcher(self._clients.socket, self._guarded(self._on_clients)),
         ]
         reporter = asyncio.create_task(self._report_regularly())
-        # What has been built so far lives as long as the process; the collector need not visit it.
+        # Objects built so far live as long as the process: the garbage collector can skip them.
         gc.collect()
         gc.freeze()
         try:
@@ -123,13 +123,13 @@ class Engine:
                 self._clients.send(peer, EngineFailed(reason))
             self._scheduler.shutdown()
             for worker in self._workers:
-                with contextlib.suppress(EngineDead):  # a worker that is gone needs no goodbye
+                with contextlib.suppress(EngineDead):  # the worker has already ended
                     worker.send(Shutdown(reason))
         if self._failure is not None:
             raise EngineError(str(self._failure)) from self._failure
 
     def _guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """An exception here means the tables may be wrong: the engine stops, it does not guess."""
+        """Wrap a callback: after an exception the tables may be wrong, so the engine stops."""
 
         def guarded() -> None:
             try:
@@ -137,14 +137,14 @@ class Engine:
             except Exception as error:
                 if not isinstance(error, LongshoreError):
                     about = fields(step_id=self._scheduler.num_steps, epoch=self._config.epoch)
-                    logger.exception("the engine stops because of an internal error", extra=about)
+                    logger.exception("internal error; the engine stops", extra=about)
                 self._fail(error)
 
         return guarded
 
     def _fail_soon(self, error: EngineError) -> None:
-        """A rank is gone, and nobody has said why: whoever knows (another rank, or the supervisor,
-        who stops this process) has a while to say so."""
+        """Stop soon because a rank was lost for an unknown reason. Until then another rank may
+        report the reason, or the supervisor, which knows it, may stop this process."""
         if not self._is_failing:
             self._is_failing = True
             logger.warning("%s", error, extra=fields(step_id=self._scheduler.num_steps))
@@ -159,7 +159,7 @@ class Engine:
             match message:
                 case ModelRunnerOutput() if rank != self._config.sampling_rank:
                     raise EngineError(
-                        f"worker {rank} answers step {message.step}, but only worker "
+                        f"worker {rank} sent an output of step {message.step}, but only worker "
                         f"{self._config.sampling_rank} samples"
                     )
                 case ModelRunnerOutput():
@@ -177,7 +177,7 @@ class Engine:
                         raise error
                     self._fail_soon(error)
                 case WorkerHello() | WorkerReady():
-                    raise EngineError(f"worker {rank} has started anew; its rows are lost")
+                    raise EngineError(f"worker {rank} has restarted and lost its rows")
                 case _:
                     assert_never(message)
         self._check_sockets()
@@ -190,7 +190,7 @@ class Engine:
                 case ClientHello():
                     self._accept_client(peer, message)
                 case _ if index is None:
-                    self._clients.send(peer, Rejected("say ClientHello before anything else"))
+                    self._clients.send(peer, Rejected("the first message must be ClientHello"))
                 case AddRequest():
                     self._scheduler.add_request(message, client=index, now=now)
                 case AbortRequests():
@@ -211,7 +211,7 @@ class Engine:
         self._check_sockets()
 
     def _reject_malformed(self, peer: bytes, header: bytes, error: ProtocolError) -> bool:
-        """A request is always answered, also one that cannot be read but for its handle."""
+        """Answer a request of which only the handle could be decoded: every request is answered."""
         index, malformed = self._index_of_peer.get(peer), read_malformed(header)
         if index is None or malformed is None:
             return False
@@ -222,15 +222,15 @@ class Engine:
         ours, theirs = self._config.identity.model_fingerprint, hello.model_fingerprint
         if hello.protocol_version != PROTOCOL_VERSION:
             reason = (
-                f"client {hello.name!r} speaks protocol_version={hello.protocol_version}, this "
-                f"engine {PROTOCOL_VERSION}; start both from the same version"
+                f"client {hello.name!r} uses protocol_version={hello.protocol_version}, but this "
+                f"engine uses {PROTOCOL_VERSION}; run the same version of both"
             )
             self._clients.send(peer, Rejected(reason))
             return
         if theirs != ours:
             reason = (
-                f"client {hello.name!r} has model_fingerprint={theirs!r}, this engine {ours!r}; "
-                "its token ids would mean something else here"
+                f"client {hello.name!r} has model_fingerprint={theirs!r}, but this engine has "
+                f"{ours!r}; use the same model, because token ids depend on it"
             )
             self._clients.send(peer, Rejected(reason))
             return
@@ -241,11 +241,11 @@ class Engine:
             self._num_clients += 1
         num_blocks = self._scheduler.kv_cache.num_blocks
         self._clients.send(peer, EngineReady(self._engine_id, self._config.identity, num_blocks))
-        self._reported_state = ()  # it has no statistics yet
+        self._reported_state = ()  # send it the statistics
 
     def _send_outputs_and_plans(self) -> None:
-        """Whoever would wait for it comes first: the device if it has nothing left to do, else
-        the clients."""
+        """Send plans first if no step is in flight, because the device is idle; otherwise send
+        outputs first, because clients are waiting."""
         if not self._scheduler.num_steps_in_flight:
             self._send_plans()
         for index, outputs in self._scheduler.take_outputs():
@@ -254,8 +254,8 @@ class Engine:
         self._poll_if_idle()
 
     def _poll_if_idle(self) -> None:
-        """Somebody waits for what comes without a message (a grammar, a connector's answer, a
-        deadline), and no answer is due that would wake this loop: look again in a while."""
+        """Schedule again soon if a request waits for an event without a message (a grammar, a
+        connector, a deadline) and no output is due that would wake this loop."""
         scheduler = self._scheduler
         is_idle = not scheduler.num_steps_in_flight and scheduler.is_waited_for()
         if is_idle and self._poll is None:
@@ -293,12 +293,12 @@ class Engine:
         peer = self._peer_of_index.get(index)
         if peer is not None and not self._clients.send(peer, outputs):
             del self._peer_of_index[index], self._index_of_peer[peer]
-            logger.info("client %d is gone; whatever it had running is aborted", index)
+            logger.info("client %d disconnected; aborting its requests", index)
             self._scheduler.abort_client(index, time.monotonic())
 
     def _check_answers(self) -> None:
-        """Ranks notice a peer that hangs when they wait for it, and say so; a rank that waits for
-        nobody cannot."""
+        """Stop the engine if an output is overdue. Ranks report a peer that hangs only if they
+        wait for it."""
         unanswered_s = time.monotonic() - self._unanswered_since_s
         timeout_s = self._config.rank_timeout_s
         is_late = self._scheduler.num_steps_in_flight and unanswered_s > timeout_s + CAUSE_TIMEOUT_S
@@ -306,14 +306,13 @@ class Engine:
             self._fail_soon(
                 EngineError(
                     f"no step was answered for {unanswered_s:.0f} s; one of the "
-                    f"{len(self._workers)} workers hangs, or rank_timeout_s={timeout_s:g} is less "
-                    "than a step takes"
+                    f"{len(self._workers)} workers hangs, or a step takes longer than "
+                    f"rank_timeout_s={timeout_s:g}"
                 )
             )
 
     def _warn_of_stall(self) -> None:
-        """Requests are there and none advances: say so, and what they wait for, at growing
-        intervals."""
+        """If no request advances, log what the waiting ones wait for, at growing intervals."""
         now = time.monotonic()
         idle_s = self._scheduler.idle_s(now)
         if idle_s < self._next_stall_s:
@@ -332,7 +331,7 @@ class Engine:
         )
         for waiting in report.waiting[:MAX_STALL_LINES]:
             about = fields(request_id=waiting.request_id, waited_s=waiting.waited_s)
-            logger.warning("a request waits for %s", waiting.waits_for, extra=about)
+            logger.warning("request waits for %s", waiting.waits_for, extra=about)
 
     async def _report_regularly(self) -> None:
         while True:
@@ -352,5 +351,5 @@ class Engine:
             stats = self._scheduler.make_stats(num_bad, workers)
             for index in list(self._peer_of_index):
                 self._send(index, EngineOutputs(stats=stats))
-            # A send may have swallowed the edge that announced a request.
+            # Sending may have consumed the socket event that announced a request.
             self._check_sockets()

@@ -1,4 +1,4 @@
-"""From a configuration to a running engine: sockets, connector, clients, loop."""
+"""Startup of the scheduler process: sockets, workers, connector, clients, loop."""
 
 import asyncio
 import logging
@@ -36,12 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
-    """Run the engine until it is told to stop.
-
-    Raises LongshoreError for everything an operator can cause.
-    """
+    """Run the engine until it is stopped. Raises LongshoreError for errors that an operator can
+    cause."""
     if config.cache.enable_kv_cache_events:
-        raise ConfigError("enable_kv_cache_events: this version publishes no events; leave it off")
+        raise ConfigError("enable_kv_cache_events: this version publishes no events; disable it")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     workers: list[WorkerChannel] = []
     try:
@@ -53,8 +51,8 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
         )
         if config.scheduler.num_speculative_tokens and Feature.DRAFTS not in features:
             raise ConfigError(
-                f"num_speculative_tokens={config.scheduler.num_speculative_tokens}: the workers "
-                "propose and verify no drafts. Set it to 0."
+                f"num_speculative_tokens={config.scheduler.num_speculative_tokens}, but the "
+                "workers do not support drafts. Set it to 0."
             )
         scheduler = Scheduler(
             config.scheduler,
@@ -89,7 +87,7 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
                 }
             )
         )
-        logger.info("ready: %d blocks, %d tokens fit", kv_cache.num_blocks, tokens)
+        logger.info("ready: %d blocks, which hold %d tokens", kv_cache.num_blocks, tokens)
         try:
             _run(Engine(config, scheduler, workers, clients))
         finally:
@@ -103,7 +101,7 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
 def _load_connector(
     config: SchedulerProcessConfig, features: frozenset[Feature], kv_cache: KVCacheConfig
 ) -> SchedulerConnector | None:
-    """Raises ConfigError without a worker half: blocks would count as loaded that nobody fills."""
+    """Raises ConfigError if there is no worker half, which would fill the loaded blocks."""
     if config.kv_connector is None:
         return None
     connector = load_scheduler_connector(
@@ -130,7 +128,7 @@ def _run(engine: Engine) -> None:
 
 
 def load_config(path: Path) -> SchedulerProcessConfig:
-    """Raises ConfigError for a file that is not a scheduler's configuration."""
+    """Read a configuration file. Raises ConfigError if it is not valid."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=SchedulerProcessConfig)
     except (OSError, msgspec.MsgspecError) as error:

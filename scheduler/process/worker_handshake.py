@@ -1,7 +1,7 @@
-"""The workers' handshake: every rank is compared, and all are told the same before any may start.
+"""The workers' handshake: all ranks are compared, and then all get the same reply.
 
-Hello of all ranks -> Welcome to all -> ready of all. Ranks may come in any order; the first one
-that fails ends the start, and what it said is the reason.
+WorkerHello from all ranks -> WorkerAccepted to all -> WorkerReady from all. Ranks may connect in
+any order. The first one that fails ends the startup, with its error as the reason.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,18 +36,20 @@ def accept_workers(
     config: SchedulerProcessConfig,
     on_progress: Callable[[str], None] = lambda doing: None,
 ) -> tuple[KVCacheConfig, frozenset[Feature]]:
-    """Compare all ranks, agree on the number of blocks, wait until all are warm.
+    """Compare all ranks, agree on the number of blocks, and wait until all are warmed up.
 
-    workers: by rank. Returns the cache as every rank has it but for the number of its layers, and
-    what all of them can do. Waits as long as it takes: a rank that dies is its supervisor's news.
-    Raises EngineDead if a rank fails, HandshakeRejected or ConfigError if one does not fit.
+    workers: by rank. Returns the KV cache, equal on all ranks except for its layers, and the
+    features that all ranks support. Waits without a timeout: the supervisor notices a rank
+    that dies. Raises EngineDead if a rank fails, HandshakeRejected or ConfigError if one differs.
     """
     on_progress(_waiting_for(workers, "load the model"))
     hellos = _receive_from_all(workers, WorkerHello)
     try:
         for rank, hello in enumerate(hellos):
             if hello.rank != rank:
-                raise HandshakeRejected(f"rank {hello.rank} came to the endpoint of rank {rank}")
+                raise HandshakeRejected(
+                    f"rank {hello.rank} connected to the endpoint of rank {rank}"
+                )
             check_identity(config.identity, hello.identity, peer=f"worker {rank}")
         kv_cache = _agree_on_blocks([hello.kv_cache for hello in hellos], config)
     except (HandshakeRejected, ConfigError) as error:
@@ -67,7 +69,7 @@ def _waiting_for(workers: Sequence[WorkerChannel], what: str) -> str:
 
 
 def _receive_from_all(workers: Sequence[WorkerChannel], kind: type[Message]) -> list[Message]:
-    """One message of each rank, by rank. Raises EngineDead for a rank that says anything else."""
+    """One message from each rank, by rank. Raises EngineDead if a rank sends another message."""
     poller = zmq.Poller()
     for worker in workers:
         poller.register(worker.socket, zmq.POLLIN)
@@ -85,7 +87,7 @@ def _receive_from_all(workers: Sequence[WorkerChannel], kind: type[Message]) -> 
                     received[rank] = message
                 case _:
                     raise EngineDead(
-                        f"worker {rank} said {type(message).__name__} instead of {kind.__name__}"
+                        f"worker {rank} sent {type(message).__name__} instead of {kind.__name__}"
                     )
     return [received[rank] for rank in range(len(workers))]
 
@@ -93,9 +95,10 @@ def _receive_from_all(workers: Sequence[WorkerChannel], kind: type[Message]) -> 
 def _agree_on_blocks(
     offered: Sequence[KVCacheConfig], config: SchedulerProcessConfig
 ) -> KVCacheConfig:
-    """The smallest number of blocks; everything else must be equal but for the stages' layers.
+    """The KV cache with the smallest number of blocks. Everything else must be equal, except for
+    the layers of pipeline stages.
 
-    Raises HandshakeRejected or ConfigError where ranks would read each other's blocks wrong.
+    Raises HandshakeRejected or ConfigError if ranks would interpret blocks differently.
     """
     first = offered[0]
     for rank, theirs in enumerate(offered):
@@ -107,9 +110,9 @@ def _agree_on_blocks(
     for group in first.groups:
         if group.spec.block_size % config.cache.block_size:
             raise HandshakeRejected(
-                f"the workers have blocks of {group.spec.block_size} tokens, the scheduler of "
-                f"{config.cache.block_size}: a group's blocks may hold a multiple of that, so that "
-                "they have whole names. Start both from the same configuration."
+                f"the workers have blocks of {group.spec.block_size} tokens, which is not a "
+                f"multiple of the scheduler's block_size={config.cache.block_size}. Start both "
+                "with the same configuration."
             )
     num_blocks = min(one.num_blocks for one in offered)
     if config.cache.num_blocks is not None:
@@ -125,8 +128,8 @@ def _agree_on_blocks(
 
 
 def _check_layers(offered: Sequence[KVCacheConfig], *, num_shards: int) -> None:
-    """The shards of a stage have the same layers in the same places, and no two stages, nor two
-    groups, have the same layer."""
+    """Check that the shards of a stage have the same layers in the same groups, and that each
+    layer is in one stage and one group."""
     holders: dict[str, int] = {}
     for rank, theirs in enumerate(offered):
         layers = [group.layer_names for group in theirs.groups]
@@ -140,15 +143,16 @@ def _check_layers(offered: Sequence[KVCacheConfig], *, num_shards: int) -> None:
                 raise HandshakeRejected(
                     f"workers {holders[name]} and {rank} both keep KV of {name}, or one keeps it "
                     "twice; a layer belongs to one pipeline stage and to one KV cache group. "
-                    "Start all from the same configuration."
+                    "Start all with the same configuration."
                 )
             holders[name] = rank
 
 
 def _check_equal(what: str, theirs: tuple[int, object], others: tuple[int, object]) -> None:
-    """theirs, others: a rank, and what it has."""
+    """theirs, others: a rank and its value."""
     if theirs[1] != others[1]:
         raise HandshakeRejected(
-            f"worker {theirs[0]} has {what} {theirs[1]}, worker {others[0]} has {others[1]}; the "
-            "ranks of an engine share one block table. Start all from the same configuration."
+            f"worker {theirs[0]} has {what} {theirs[1]}, but worker {others[0]} has {others[1]}; "
+            "all ranks of an engine use the same block tables. Start all with the same "
+            "configuration."
         )

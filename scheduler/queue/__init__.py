@@ -1,1 +1,1 @@
-"""Who is next: requests that wait, and the policies that order them."""
+"""Waiting requests, and the policies that order them."""

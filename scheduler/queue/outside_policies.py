@@ -1,4 +1,4 @@
-"""Scheduling policies of other packages: found by name, and checked at every call.
+"""Scheduling policies from other packages: loaded by name, and checked at every call.
 
 Entry point group `longshore.scheduling_policies`, or `package.module:Class`.
 """
@@ -28,13 +28,13 @@ Answer = TypeVar("Answer")
 
 
 class PolicyError(LongshoreError):
-    """A policy from elsewhere raised, or answered something that makes no sense."""
+    """A policy from another package raised, or returned an invalid value."""
 
 
 class CheckedPolicy(SchedulingPolicy):
-    """Another policy, whose answers are checked before anything is done with them: whatever it
-    raises, and whatever makes no sense, is a PolicyError that names it and its method. A victim
-    without which nobody would be sure to advance is replaced by the youngest other request."""
+    """Wraps another policy and checks what it returns. If it raises or returns an invalid value,
+    a PolicyError says which policy and method. If it chooses as victim the request that it serves
+    first, the youngest other request is preempted instead, so that one can make progress."""
 
     def __init__(self, policy: SchedulingPolicy, name: str) -> None:
         self._policy = policy
@@ -82,15 +82,15 @@ class CheckedPolicy(SchedulingPolicy):
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "scheduling policy %r preempts the request that it serves first; so that somebody "
-                "advances, the youngest other one gives way instead (said once)",
+                "scheduling policy %r preempts the request that it serves first; preempting the "
+                "youngest other request instead, so that one can make progress (logged once)",
                 self._name,
             )
         last = len(running) - 1
         return last if answer != last else last - 1
 
     def _first(self, running: Sequence[PolicyRequest]) -> int:
-        """Whom the policy serves first; the eldest, if it keeps no order."""
+        """Index of the request that the policy serves first: the oldest, with an FCFSQueue."""
         order = self._order
         if order is None:
             return 0
@@ -119,16 +119,16 @@ class CheckedPolicy(SchedulingPolicy):
 
 
 def checked(policy: SchedulingPolicy, name: str | None = None) -> SchedulingPolicy:
-    """The policy itself if it is built in or checked already; else checked at every call, under
-    `name` or its class's."""
+    """The policy itself if it is built in or already checked; otherwise wrapped in a
+    CheckedPolicy, whose errors call it `name`, by default the name of its class."""
     if type(policy) in (CheckedPolicy, *POLICIES.values()):
         return policy
     return CheckedPolicy(policy, name or type(policy).__qualname__)
 
 
 def load_policy(name: str) -> SchedulingPolicy:
-    """A new policy: a built-in one, an installed entry point, or `package.module:Class`; what is
-    not built in is checked at every call. Raises ConfigError that names what exists."""
+    """Load a policy: a built-in one, an installed entry point, or `package.module:Class`. One that
+    is not built in is checked at every call. Raises ConfigError."""
     if name in POLICIES:
         return POLICIES[name]()
     installed = {each.name: each for each in entry_points(group=ENTRY_POINT_GROUP)}
@@ -138,18 +138,18 @@ def load_policy(name: str) -> SchedulingPolicy:
         point = EntryPoint(name, name, ENTRY_POINT_GROUP)
     else:
         raise ConfigError(
-            f"scheduling policy {name!r} is unknown; there are {', '.join((*POLICIES, *installed))}"
-            f" and package.module:Class (other packages register names as {ENTRY_POINT_GROUP})"
+            f"unknown scheduling policy {name!r}; use one of {', '.join((*POLICIES, *installed))}"
+            f" or package.module:Class (other packages register names as {ENTRY_POINT_GROUP})"
         )
     try:
         policy = point.load()()
     except Exception as error:
         raise ConfigError(
-            f"scheduling policy {name!r} ({point.value}) cannot be made: {error!r}"
+            f"scheduling policy {name!r} ({point.value}) cannot be created: {error!r}"
         ) from error
     if not isinstance(policy, SchedulingPolicy):
         raise ConfigError(
-            f"scheduling policy {name!r} ({point.value}) is a {type(policy).__name__}; a policy "
-            "extends longshore.scheduler.queue.policies.SchedulingPolicy"
+            f"scheduling policy {name!r} ({point.value}) is a {type(policy).__name__}; it "
+            "must extend longshore.scheduler.queue.policies.SchedulingPolicy"
         )
     return checked(policy, name)

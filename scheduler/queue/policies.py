@@ -1,8 +1,9 @@
-"""Scheduling policies: who is served first, and who is preempted.
+"""Built-in scheduling policies: which request is served first, and which is preempted.
 
 A policy sees requests, never blocks or rows, and decides three things: the order of waiting
-requests, which of two waiting queues goes first, and the victim. It keeps no clock and does no I/O.
-Other packages bring their own: see `outside_policies` and docs/scheduling_policies.md.
+requests, which of the two waiting queues is tried first, and the victim of a preemption. It reads
+no clock and does no I/O. For policies of other packages see `outside_policies` and
+docs/scheduling_policies.md.
 """
 
 from abc import abstractmethod
@@ -33,12 +34,12 @@ __all__ = [
 
 
 class OrderedPolicy(SchedulingPolicy):
-    """A policy that is an order: the smallest is served first, the largest gives way. Equals are
-    told apart by their request ids."""
+    """A policy defined by an order: the smallest request is served first, the largest is preempted
+    first. Requests of equal order are sorted by their ids."""
 
     @abstractmethod
     def order(self, request: PolicyRequest) -> Order:
-        """A number, a string or a tuple of them. It must not change while the request waits."""
+        """A number, a string or a tuple of these. It must not change while the request waits."""
 
     def make_queue(self) -> RequestQueue[Any]:
         return PriorityQueue(self.order)
@@ -54,7 +55,7 @@ class OrderedPolicy(SchedulingPolicy):
 
 
 class FCFSPolicy(SchedulingPolicy):
-    """First come, first served; the youngest running request gives way and returns to the front."""
+    """First come, first served. The youngest request is preempted, and queued at the front."""
 
     ignores_priority = True
 
@@ -62,21 +63,21 @@ class FCFSPolicy(SchedulingPolicy):
         return FCFSQueue()
 
     def prefers_skipped(self, waiting: PolicyRequest, skipped: PolicyRequest) -> bool:
-        return True  # it had reached the head before everything that still waits
+        return True  # it reached the head of the queue before every request still in it
 
     def pick_victim(self, running: Sequence[PolicyRequest]) -> int:
         return len(running) - 1
 
 
 class PriorityPolicy(OrderedPolicy):
-    """The smallest (priority, arrival, id) is served first, the largest gives way."""
+    """The smallest (priority, arrival, id) is served first, the largest is preempted first."""
 
     def order(self, request: PolicyRequest) -> Order:
         return request.priority, request.arrival_time
 
 
 class _Job:
-    """first_arrival_s: of the first turn seen. turns: its requests; some may have ended."""
+    """first_arrival_s: arrival of its first turn. turns: its requests; some may have ended."""
 
     def __init__(self, first_arrival_s: float) -> None:
         self.first_arrival_s = first_arrival_s
@@ -88,10 +89,11 @@ class _Job:
 
 
 class ContinuumPolicy(OrderedPolicy):
-    """First come, first served by jobs: a turn stands where its job's first turn stood, and pinned
-    jobs, whose prefix is still in memory, go first. A request without a job is a job of its own.
+    """First come, first served by job: a turn has the position of its job's first turn, and pinned
+    jobs, whose prefix is still in memory, are served first. A request without a job is a job by
+    itself.
 
-    A job is forgotten when none of its requests is live and it is not pinned: the next turn then
+    A job that is not pinned is removed when all of its requests have ended; its next turn then
     counts as the first. After Continuum (arXiv 2511.02230).
     """
 
@@ -110,7 +112,7 @@ class ContinuumPolicy(OrderedPolicy):
             job = self._jobs[request.job_id] = _Job(request.arrival_time)
         if request not in job.turns:
             job.turns.append(request)
-        if len(self._jobs) >= self._sweep_at:  # amortised: the dead half or more went with the last
+        if len(self._jobs) >= self._sweep_at:  # amortised: half of them are new since the last
             self._jobs = {
                 id_: job for id_, job in self._jobs.items() if self._is_remembered(id_, job)
             }

@@ -1,4 +1,4 @@
-"""Requests that wait: the queues that a policy may use, and the two queues that admission reads."""
+"""Waiting requests: the queues that a policy may use, and the two queues that admission reads."""
 
 import heapq
 import logging
@@ -13,16 +13,16 @@ from longshore.scheduler.request import Request
 logger = logging.getLogger(__name__)
 
 Order: TypeAlias = float | str | tuple[float | str, ...]
-"""What requests are compared by: the smaller is served first. Of one shape in one queue."""
+"""Sort key of a request; the smallest is served first. All keys of a queue have one shape."""
 
 
 class PolicyRequest(Protocol):
-    """What a policy may look at. It reads; it never writes.
+    """The fields of a request that a policy may read. A policy must not write them.
 
-    arrival_time: seconds on the scheduler's clock; when the request arrived anywhere.
-    client_index: the connection that it came by.
-    job_id:       the agent's job that it is a turn of; None outside jobs.
-    num_prompt_tokens, max_total_tokens: it ends when prompt and output have so many tokens.
+    arrival_time: seconds on the scheduler's clock; when the request first arrived at any process.
+    client_index: the connection that the request came from.
+    job_id:       the agent's job of which the request is a turn; None outside jobs.
+    max_total_tokens: the request ends when prompt and output together have this many tokens.
     """
 
     @property
@@ -49,31 +49,31 @@ RequestT = TypeVar("RequestT", bound=PolicyRequest)
 
 
 class RequestQueue(Protocol[RequestT]):
-    """Requests that wait. `pop` raises LookupError when it is empty."""
+    """A queue of waiting requests. `pop` raises LookupError if it is empty."""
 
     def add(self, request: RequestT) -> None:
-        """At its place: the end under FCFS, by order under PRIORITY."""
+        """Add a request: at the end (FCFSQueue), or by its order (PriorityQueue)."""
 
     def peek(self) -> RequestT | None:
-        """The head, left where it is; None if there is none."""
+        """The head, which stays in the queue; None if the queue is empty."""
 
     def pop(self) -> RequestT:
-        """The head, taken out."""
+        """Remove and return the head."""
 
     def prepend(self, request: RequestT) -> None:
-        """To the front; under PRIORITY nobody jumps the order, so this is `add`."""
+        """Add a request at the front. A PriorityQueue keeps its order, so this is `add`."""
 
     def remove(self, request: RequestT) -> None:
-        """Take out one request, wherever it stands. Raises LookupError if it is not there."""
+        """Remove one request, at any position. Raises LookupError if it is not in the queue."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[RequestT]:
-        """In the order in which `pop` would give them."""
+        """In the order in which `pop` would return them."""
 
 
 class FCFSQueue(Generic[RequestT]):
-    """First come, first served; every operation O(1)."""
+    """First come, first served. Every operation is O(1)."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, RequestT] = OrderedDict()
@@ -104,9 +104,9 @@ class FCFSQueue(Generic[RequestT]):
 
 
 class PriorityQueue(Generic[RequestT]):
-    """A heap. `order` is asked once, when a request is added; equals stand in order of their ids,
-    which are unique, so the order is total and the same in every run. Operations are O(log n),
-    removal of a request that is not the head O(n)."""
+    """A heap. `order` is called once per request, when it is added. Requests of equal order are
+    sorted by their ids, which are unique, so the order is total and the same in every run.
+    Operations are O(log n); removing a request that is not the head is O(n)."""
 
     def __init__(self, order: Callable[[RequestT], Order]) -> None:
         self.order = order
@@ -139,51 +139,51 @@ class PriorityQueue(Generic[RequestT]):
 
     def __iter__(self) -> Iterator[RequestT]:
         heap = self._heap.copy()
-        while heap:  # most readers want a few: the rest is not sorted for them
+        while heap:  # most callers read only a few, so the rest is not sorted
             yield heapq.heappop(heap)[2]
 
 
 class SchedulingPolicy(ABC):
-    """One object per scheduler, called on its thread only.
+    """A scheduling policy: one object per scheduler, called only on its thread.
 
-    ignores_priority: a request that asks for one is then warned about, once.
+    ignores_priority: the first request with a priority is logged as a warning.
     """
 
     ignores_priority: ClassVar[bool] = False
 
     @abstractmethod
     def make_queue(self) -> RequestQueue[Any]:
-        """FCFSQueue() or PriorityQueue(order), empty: for the requests that may be admitted, and
-        for those set aside unless the first is an FCFSQueue (they keep their places then). Called
-        again after `update_pinned_state` returned True."""
+        """An empty FCFSQueue() or PriorityQueue(order), for requests that may be admitted. Called
+        a second time for requests set aside, unless the first queue is an FCFSQueue (they keep
+        their positions then), and again after `update_pinned_state` returned True."""
 
     @abstractmethod
     def prefers_skipped(self, waiting: PolicyRequest, skipped: PolicyRequest) -> bool:
-        """Whether the head of those set aside goes before the head of those that wait."""
+        """Whether the head of the requests set aside is tried before the head of the others."""
 
     @abstractmethod
     def pick_victim(self, running: Sequence[PolicyRequest]) -> int:
         """Index in `running` (in admission order, not empty) of the request to preempt. While
-        others run it must not be the one that this policy itself serves first (the eldest, if it
-        keeps an FCFSQueue): were nobody safe, all could preempt one another for ever."""
+        others run, it must not be the request that this policy would serve first (the oldest, with
+        an FCFSQueue); otherwise all requests could preempt one another forever."""
 
     # The hooks below do nothing by default.
 
     def arrived(self, request: PolicyRequest) -> None:  # noqa: B027  # optional
-        """A new request is about to wait. A preempted one that returns is not announced."""
+        """A new request is about to be queued. Not called for a preempted request."""
 
     def update_pinned_state(self, job_ids: Collection[str]) -> bool:
-        """Jobs whose KV is kept for their next turn. True if the order of requests that wait has
-        changed by it. Nothing pins yet, so no step of this version says it."""
+        """Receive the jobs whose KV is kept for their next turn. True if this changes the order of
+        waiting requests. No step of this version calls it, because nothing is pinned yet."""
         return False
 
 
 class WaitingRequests:
-    """Two queues in the policy's order: those that may be admitted, and those set aside.
+    """Two queues in the policy's order: requests that may be admitted, and requests set aside.
 
     A request that cannot be admitted in a step is set aside until the step's admissions are over,
     so no request is tried twice in one step. A request that waits for an event is parked: it is not
-    tried before the event, so thousands of them cost a step nothing. It keeps its position among
+    tried before the event, so parked requests add no cost to a step. It keeps its position among
     those set aside, which under FCFS is a number that it gets when it is first set aside.
     """
 
@@ -197,7 +197,7 @@ class WaitingRequests:
         self._set_aside: list[Request] = []
         self._parked: dict[str, Request] = {}
         self._first_position = self._last_position = 0
-        self._head: RequestQueue[Request] = self._waiting  # of which `peek` showed the head
+        self._head: RequestQueue[Request] = self._waiting  # the queue whose head `peek` returned
         self._has_warned = False
 
     def __len__(self) -> int:
@@ -205,8 +205,8 @@ class WaitingRequests:
         return len(self._waiting) + len(self._skipped) + tried
 
     def __iter__(self) -> Iterator[Request]:
-        """All of them, in the order in which they are tried: first those that this step has tried,
-        last those that are parked."""
+        """All waiting requests, in the order in which they are tried: first those that this step
+        has tried, last those that are parked."""
         yield from self._set_aside
         queues = {True: iter(self._skipped), False: iter(self._waiting)}
         heads = {key: next(queue, None) for key, queue in queues.items()}
@@ -221,28 +221,28 @@ class WaitingRequests:
         yield from self._parked.values()
 
     def add(self, request: Request) -> None:
-        """A new request, at its position."""
+        """Queue a new request at its position."""
         self._announce(request)
         self._waiting.add(request)
 
     def add_blocked(self, request: Request) -> None:
-        """A new request that cannot be admitted yet: at its position among those set aside."""
+        """Queue a new request that cannot be admitted yet, among those set aside."""
         self._announce(request)
         self._give_position(request)
         self._skipped.add(request)
 
     def add_parked(self, request: Request) -> None:
-        """A new request that waits for an event."""
+        """Park a new request, which waits for an event."""
         self._announce(request)
         self.park(request)
 
     def park(self, request: Request) -> None:
-        """A request that is in no queue waits for an event, which calls `unpark`."""
+        """Park a request that is in no queue until an event, which calls `unpark`."""
         self._give_position(request)
         self._parked[request.request_id] = request
 
     def unpark(self, request: Request) -> None:
-        """The event of the request has come: it may be tried again, at its position."""
+        """The event of a parked request has happened: it may be tried again, at its position."""
         self._skipped.add(self._parked.pop(request.request_id))
 
     def _give_position(self, request: Request) -> None:
@@ -251,21 +251,21 @@ class WaitingRequests:
             request.queue_position = self._last_position
 
     def _announce(self, request: Request) -> None:
-        """Tell the policy of a new request."""
+        """Notify the policy of a new request."""
         self._policy.arrived(request)
         if request.priority and self._policy.ignores_priority and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "request %s has priority %d, which the scheduling policy ignores; no further "
-                "request will be warned about",
+                "request %s has priority %d, which the scheduling policy ignores (logged once); "
+                "use a policy that supports priorities, such as 'priority'",
                 request.request_id,
                 request.priority,
                 extra=fields(request_id=request.request_id),
             )
 
     def put_back(self, request: Request) -> None:
-        """A preempted request, before its equals: also before those set aside, or a stream of
-        requests that arrive blocked and are ready later would overtake it for ever."""
+        """Queue a preempted request at the front: also before requests set aside. Otherwise a
+        stream of requests that arrive blocked and become ready later could overtake it forever."""
         if len(self._skipped) or self._parked:
             self._first_position -= 1
             request.queue_position = self._first_position
@@ -274,7 +274,7 @@ class WaitingRequests:
             self._waiting.prepend(request)
 
     def peek(self) -> Request | None:
-        """The request to try next, left where it is; None when all have been tried."""
+        """The request to try next, which stays queued; None when all have been tried."""
         waiting, skipped = self._waiting.peek(), self._skipped.peek()
         if skipped is None or (
             waiting is not None and not self._policy.prefers_skipped(waiting, skipped)
@@ -285,29 +285,29 @@ class WaitingRequests:
         return skipped
 
     def pop(self) -> Request:
-        """Take out the request that `peek` showed, because it is admitted."""
+        """Remove the request that `peek` returned: it is admitted."""
         request = self._head.pop()
         request.queue_position = None
         return request
 
     def set_aside(self) -> None:
-        """The request that `peek` showed is not tried again in this step."""
+        """Do not try the request that `peek` returned again in this step."""
         request = self._head.pop()
         self._give_position(request)
         self._set_aside.append(request)
 
     def park_head(self) -> None:
-        """Park the request that `peek` showed."""
+        """Park the request that `peek` returned."""
         self.park(self._head.pop())
 
     def end_step(self) -> None:
-        """What was set aside is tried first in the next step."""
+        """Requests that were set aside are tried first in the next step."""
         for request in self._set_aside:
             self._skipped.add(request)
         self._set_aside = []
 
     def remove(self, request: Request) -> None:
-        """The request ends while it waits."""
+        """Remove a request that ends while it waits."""
         if self._parked.pop(request.request_id, None) is not None:
             return
         if request in self._set_aside:
@@ -319,11 +319,11 @@ class WaitingRequests:
             except LookupError:
                 continue
             return
-        raise LookupError(f"{request.request_id} does not wait")
+        raise LookupError(f"{request.request_id} is not waiting")
 
     def update_pinned_state(self, job_ids: Collection[str]) -> None:
-        """Jobs whose KV is kept for their next turn; not while requests are set aside. O(n log n)
-        if the policy's order depends on them and the set has changed, else O(jobs)."""
+        """Set the jobs whose KV is kept for their next turn. Not to be called while requests are
+        set aside. O(n log n) if this changes the policy's order, else O(jobs)."""
         if self._policy.update_pinned_state(job_ids):
             self._waiting = self._ordered_anew(self._waiting)
             if not self._is_fcfs:

@@ -108,7 +108,7 @@ def test_tokens_that_fit_are_those_of_whole_requests_in_all_groups(engine: Engin
         ({"groups": [["a"], ["b"]]}, ("worker 1 has KV cache groups",)),
         ({"groups": [["layer 0"]]}, ("workers 0 and 1 both keep KV of layer 0",)),
         ({"groups": [["a", "a"]]}, ("both keep KV of a", "or one keeps it twice")),
-        ({"says_rank": 0}, ("rank 0 came to the endpoint of rank 1",)),
+        ({"says_rank": 0}, ("rank 0 connected to the endpoint of rank 1",)),
     ],
     ids=[
         "shape",
@@ -156,11 +156,11 @@ def test_a_group_may_have_blocks_of_a_multiple_of_the_schedulers(engine: EngineP
     assert engine.channels[0].receive(TIMEOUT_S) == WorkerAccepted(epoch=1, num_blocks=1000)
 
 
-def test_a_group_with_blocks_of_another_size_is_refused(engine: EngineProcess) -> None:
+def test_a_group_with_blocks_of_another_size_is_rejected(engine: EngineProcess) -> None:
     for rank in (0, 1):
         engine.say_hello(rank, block_size=24)
     assert isinstance(engine.channels[0].receive(TIMEOUT_S), Rejected)
-    assert "blocks of 24 tokens, the scheduler of 16" in reason_of_failure(engine)
+    assert "blocks of 24 tokens, which is not a multiple of" in reason_of_failure(engine)
 
 
 @pytest.mark.parametrize("came", [(), (0,), (0, 1)], ids=["alone", "loading", "warming up"])
@@ -193,7 +193,8 @@ def test_every_rank_gets_every_plan_and_one_answers(engine: EngineProcess) -> No
 def test_an_answer_of_a_rank_that_does_not_sample_ends_the_engine(engine: EngineProcess) -> None:
     ready_client(engine)
     engine.channels[0].send(ModelRunnerOutput(epoch=1, step=1))
-    assert reason_of_failure(engine) == "worker 0 answers step 1, but only worker 1 samples"
+    reason = reason_of_failure(engine)
+    assert reason == "worker 0 sent an output of step 1, but only worker 1 samples"
 
 
 def test_a_failure_of_any_rank_ends_the_engine_and_is_told_to_clients_and_ranks(

@@ -166,7 +166,7 @@ def test_a_request_that_cannot_be_read_is_refused_under_its_handle(engine: Engin
     engine.process.send_signal(STOP_SIGNAL)
     assert engine.wait() == 0
     assert engine.process.stderr is not None
-    assert engine.process.stderr.read().count("of client 0 is refused: message 'add'") == 3
+    assert engine.process.stderr.read().count("of client 0 rejected: message 'add'") == 3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every setting that is refused is refused by name, with what is allowed."""
+"""An invalid setting is rejected with its name and the allowed values."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ from longshore.scheduler.queue.outside_policies import load_policy
         ({"max_num_batched_tokens": 0}, r"max_num_batched_tokens=0 must be at least 1"),
         (
             {"max_num_scheduled_tokens": 0},
-            r"max_num_scheduled_tokens=0 must lie between 1 and max_num_batched_tokens=2048",
+            r"max_num_scheduled_tokens=0 must be between 1 and max_num_batched_tokens=2048",
         ),
         (
             {"max_num_scheduled_tokens": 2049},
-            r"max_num_scheduled_tokens=2049 must lie between 1 and max_num_batched_tokens=2048",
+            r"max_num_scheduled_tokens=2049 must be between 1 and max_num_batched_tokens=2048",
         ),
         (
             {"long_prefill_token_threshold": -1},
@@ -37,7 +37,7 @@ from longshore.scheduler.queue.outside_policies import load_policy
         ),
         (
             {"enable_chunked_prefill": False, "long_prefill_token_threshold": 8},
-            r"long_prefill_token_threshold slices prompts, but chunked prefill is off",
+            r"long_prefill_token_threshold needs chunked prefill, which is off",
         ),
         ({"max_loras": -1}, r"max_loras=-1 must be at least 0"),
         ({"max_num_encoder_input_tokens": -1}, r"max_num_encoder_input_tokens=-1 must be at"),
@@ -65,13 +65,13 @@ def test_scheduler_setting_out_of_range_is_named_with_what_is_allowed(
     [
         ({"block_size": 0}, r"block_size=0 is not a power of two.*Use 16 or 32"),
         ({"block_size": 12}, r"block_size=12 is not a power of two.*Use 16 or 32"),
-        ({"num_blocks": 1}, r"num_blocks=1 leaves no block beside the null block; use 2 or more"),
+        ({"num_blocks": 1}, r"num_blocks=1 leaves no block but the null block; use 2 or more"),
         ({"hash_block_size": 3}, r"hash_block_size=3 does not divide block_size=16"),
         ({"hash_block_size": 32}, r"hash_block_size=32 does not divide block_size=16"),
         ({"watermark": -0.1}, r"watermark=-0.1 must be a share of the blocks"),
         ({"watermark": 1.0}, r"watermark=1.0 must be a share of the blocks"),
-        ({"admit_threshold": 0.9, "preempt_threshold": 0.8}, r"must rise in this order"),
-        ({"preempt_threshold": 1.1}, r"must rise in this order within 0\.\.1"),
+        ({"admit_threshold": 0.9, "preempt_threshold": 0.8}, r"must satisfy 0 < admit <= preempt"),
+        ({"preempt_threshold": 1.1}, r"must satisfy 0 < admit <= preempt <= 1"),
         ({"hash_algorithm": "md5"}, r"hash_algorithm='md5' is unknown; use 'sha256' or 'xxh3-128'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Requests that are answered instead of queued."""
+"""Requests that are rejected instead of queued."""
 
 import re
 from typing import Any
@@ -53,12 +53,12 @@ def refused(
 @pytest.mark.parametrize(
     ("request_fields", "reason", "text"),
     [
-        ({"prompt": [1] * 16}, FinishReason.IGNORED, "the prompt has 16 tokens.*is 16"),
+        ({"prompt": [1] * 16}, FinishReason.IGNORED, "the prompt has 16 tokens.*output is 16"),
         ({"prompt": [1] * 8, "outputs": [1] * 8}, FinishReason.IGNORED, "16 tokens"),
         ({"prompt": []}, FinishReason.ERROR, "the prompt has no tokens"),
-        ({"prompt": [100]}, FinishReason.ERROR, r"a token id lies outside 0\.\.99"),
-        ({"prompt": [-1]}, FinishReason.ERROR, r"a token id lies outside 0\.\.99"),
-        ({"prompt": [1], "outputs": [100]}, FinishReason.ERROR, "a token id lies outside"),
+        ({"prompt": [100]}, FinishReason.ERROR, r"a token id is outside 0\.\.99"),
+        ({"prompt": [-1]}, FinishReason.ERROR, r"a token id is outside 0\.\.99"),
+        ({"prompt": [1], "outputs": [100]}, FinishReason.ERROR, "a token id is outside"),
         ({"prompt": [1], "handle": -1}, FinishReason.ERROR, "handle -1 is"),
         ({"prompt": [1], "handle": 2**31}, FinishReason.ERROR, f"handle {2**31} is"),
         ({"prompt": [1], "handle": 2**63}, FinishReason.ERROR, "handle"),
@@ -68,7 +68,7 @@ def refused(
         (
             {"prompt": [1], "sampling": {"stop_token_ids": (2**63,)}},
             FinishReason.ERROR,
-            r"a stop token id lies outside 0\.\.99",
+            r"a stop token id is outside 0\.\.99",
         ),
         ({"prompt": [1], "is_duplicate": True}, FinishReason.ERROR, "'name'.*still running"),
         (
@@ -78,7 +78,7 @@ def refused(
         ),
     ],
 )
-def test_a_request_that_cannot_be_served_is_told_why(
+def test_a_request_that_cannot_be_served_is_rejected_with_the_reason(
     request_fields: dict[str, Any], reason: FinishReason, text: str
 ) -> None:
     answer = refused(**request_fields)
@@ -106,7 +106,7 @@ IMAGE = MultimodalFeature("image", offset=1, num_tokens=4)
         (Feature.STRUCTURED_OUTPUT, "structured_output", StructuredOutput("regex", "a+")),
     ],
 )
-def test_what_the_workers_do_not_offer_is_refused_by_name(
+def test_a_feature_that_the_workers_do_not_support_is_rejected_with_its_name(
     feature: Feature, field: str, value: Any
 ) -> None:
     prompt = [1] * (2 if field == "prompt_embeds" else 8)
@@ -119,7 +119,7 @@ def test_what_the_workers_do_not_offer_is_refused_by_name(
     assert refused(prompt, by=intake(feature, **settings), **{field: value}) is None
 
 
-def test_a_model_without_a_head_is_asked_for_vectors_alone() -> None:
+def test_a_model_without_a_head_accepts_pooling_requests_only() -> None:
     by = intake(Feature.POOLING, Feature.POOLING_ONLY)
     assert refused([1] * 8, by=by, pooling=PoolingParams()) is None
     answer = refused([1] * 8, by=by)
@@ -135,18 +135,18 @@ def test_a_model_without_a_head_is_asked_for_vectors_alone() -> None:
         ({"multimodal": (IMAGE,)}, r"4 tokens.*max_num_encoder_input_tokens"),
         ({"multimodal": (MultimodalFeature("x", 6, 3),)}, "item at 6 with 3 tokens"),
         ({"multimodal": (IMAGE, MultimodalFeature("x", 4, 1))}, "item at 4 with 1 tokens"),
-        ({"prompt_embeds": EMBEDS}, "prompt_embeds has 32 bytes, 8 tokens.*need 128"),
+        ({"prompt_embeds": EMBEDS}, "prompt_embeds has 32 bytes, but 8 tokens.*need 128"),
         ({"job_id": "j" * 2000}, "job_id is longer"),
         ({"prompt_embeds": PromptEmbeds(EMPTY_UINT8, 0, "float16")}, "hidden_size=0"),
         (
             {"multimodal": (MultimodalFeature("x", 0, 2), MultimodalFeature("x", 2, 3))},
-            "one hash and different numbers",
+            "the same hash but different numbers",
         ),
-        ({"pooling": PoolingParams(), "outputs": [1]}, "pooling request has no output"),
+        ({"pooling": PoolingParams(), "outputs": [1]}, "pooling request cannot have output"),
         ({"resumable": True, "pooling": PoolingParams()}, "resumable.*pooling"),
     ],
 )
-def test_inputs_that_do_not_fit_the_prompt_or_the_settings_are_refused(
+def test_inputs_that_do_not_fit_the_prompt_or_the_settings_are_rejected(
     fields: dict[str, Any], text: str
 ) -> None:
     answer = refused([1] * 8, by=intake(*OFFERED), **fields)
@@ -172,11 +172,11 @@ def test_the_next_input_of_a_session_is_checked_like_a_prompt() -> None:
     assert bad[0] is FinishReason.ERROR
 
 
-def test_inputs_that_no_plan_could_carry_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_larger_than_a_plan_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longshore.scheduler.validation.MAX_ADDED_BYTES", 64)
     item = MultimodalFeature("x", 0, 4, data=np.zeros(40, np.uint8))
     by = intake(*OFFERED, max_num_encoder_input_tokens=4)
     answer = refused([1] * 8, by=by, multimodal=(item,))
     assert answer is not None
-    assert "72 bytes; 64 fit" in answer[1]
+    assert "72 bytes; the limit is 64" in answer[1]
     assert refused([1] * 6, by=by, multimodal=(item,)) is None

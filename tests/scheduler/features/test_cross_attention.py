@@ -163,20 +163,20 @@ def test_a_row_that_is_sent_back_has_its_sound_still() -> None:
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"multimodal": ()}, "brings one sound .* this one has 0 items"),
-        ({"multimodal": sound("x") + sound("y")}, "brings one sound .* this one has 2 items"),
+        ({"multimodal": ()}, "exactly one audio item .* this one has 0 items"),
+        ({"multimodal": sound("x") + sound("y")}, "exactly one audio item .* this one has 2 items"),
         ({"multimodal": sound("x", 13)}, "has 13 tokens.*takes 1 to 12 .max_encoder_tokens"),
         ({"multimodal": sound("x", 0)}, "has 0 tokens.*takes 1 to 12"),
-        ({"multimodal": sound("x", offset=2)}, "offset=2; .*use 0"),
+        ({"multimodal": sound("x", offset=2)}, "offset=2, .*use 0"),
         ({"multimodal": sound("x", modality="image")}, "modality 'image'; .* takes 'audio'"),
         ({"multimodal": sound("x", data=np.zeros(0, np.uint8))}, "has 0 bytes; .*float32"),
         ({"multimodal": sound("x", data=np.zeros(7, np.uint8))}, "has 7 bytes; .*float32"),
         ({"prompt_embeds": PromptEmbeds(np.zeros(80, np.uint8), 4, "float32")}, "prompt_embeds"),
-        ({"resumable": True}, "sessions do not go together with multimodal"),
+        ({"resumable": True}, "sessions cannot be combined with multimodal"),
         ({"lora": LoRARequest("red")}, "max_loras=0"),
     ],
 )
-def test_what_such_a_model_cannot_serve_is_refused_by_name(
+def test_a_request_that_such_a_model_cannot_serve_is_rejected(
     fields: dict[str, Any], complaint: str
 ) -> None:
     driver = HearingDriver()
@@ -188,7 +188,7 @@ def test_what_such_a_model_cannot_serve_is_refused_by_name(
     assert driver.received[good] == expected_output("good", 8)
 
 
-def test_settings_under_which_no_request_could_be_admitted_are_refused_at_the_start() -> None:
+def test_settings_under_which_no_request_could_be_admitted_are_rejected_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"max_num_encoder_input_tokens=11 .* the 12 tokens"):
         HearingDriver(max_num_encoder_input_tokens=11)
     config = SchedulerConfig(max_model_len=64, max_num_encoder_input_tokens=12)
@@ -200,7 +200,7 @@ def test_settings_under_which_no_request_could_be_admitted_are_refused_at_the_st
         HearingDriver(num_blocks=19)
 
 
-def test_the_place_for_encoder_outputs_plays_no_part() -> None:
+def test_the_encoder_cache_size_has_no_effect() -> None:
     driver = HearingDriver(encoder_cache_size=0)
     key = driver.hear("r")
     driver.run()

@@ -246,7 +246,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_the_name_of_their_setting(
     driver = Driver()
     key = driver.add("r", prompt_of(5), sampling=sampling)
     assert driver.reason(key) is FinishReason.ERROR
-    assert driver.finished[key].message == f"a token id in {name} lies outside 0..99"
+    assert driver.finished[key].message == f"a token id in {name} is outside 0..99"
 
 
 def test_an_embedded_prompt_has_no_tokens_to_score() -> None:

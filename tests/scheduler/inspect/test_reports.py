@@ -74,7 +74,7 @@ def test_a_request_without_an_adapters_place_says_so_and_holds_nobody_up() -> No
     driver.step()
     assert driver.running == ["a", "c"]
     told = reasons(driver)
-    assert told["b"] == "a place for its adapter 'b': max_loras=1 others run"
+    assert told["b"] == "a slot for its adapter 'b': max_loras=1 others run"
     assert told["d"] == "a row: all max_num_seqs=2 are held"
     driver.run()
 
@@ -87,7 +87,7 @@ def test_want_of_blocks_is_told_with_its_numbers() -> None:
     driver.steps(2)
     assert driver.running == ["old", "other"]
     assert reasons(driver)["late"].startswith(
-        "blocks: its first chunk needs up to 5, 6 are free, of which 4 are kept back"
+        "blocks: its first chunk needs up to 5, 6 are free, of which 4 are reserved"
     )
     driver.run()
 
@@ -113,7 +113,7 @@ def test_a_preempted_request_waits_for_the_answer_that_brings_its_token() -> Non
     driver.answer()
     driver.plan()
     assert driver.requests["young"].status is RequestStatus.PREEMPTED
-    assert reasons(driver)["young"].startswith("the answer to step 2")
+    assert reasons(driver)["young"].startswith("the output of step 2")
     driver.run()
 
 
@@ -166,7 +166,7 @@ def test_a_load_is_told_with_the_time_that_is_left() -> None:
     driver.step()
     driver.now += 5.0
     assert reasons(driver)["r"] == (
-        "its KV, which is being loaded; recomputed in 15.0 s at the latest"
+        "its KV, which is being loaded; recomputed after 15.0 s at the latest"
     )
 
 
@@ -216,7 +216,7 @@ def test_while_the_engine_is_paused_nobody_waits_for_what_has_come_since() -> No
     driver.abort(one)
     connector.end_load(driver, "one")
     driver.step()
-    assert reasons(driver) == {"two": "the engine to go on: it is paused_new"}
+    assert reasons(driver) == {"two": "the engine to be unpaused: it is paused_new"}
 
 
 # The report
@@ -402,7 +402,7 @@ class World:
         assert self.driver.running == []
         assert len(told) == self.driver.scheduler.get_request_counts()[1]
         for name, reason in told.items():
-            is_outside = reason.startswith((*OUTSIDE, "the engine to go on", "its turn"))
+            is_outside = reason.startswith((*OUTSIDE, "the engine to be unpaused", "its turn"))
             assert is_outside or (self.connector.loading and self.waits_for_loads(reason)), name
 
     def waits_for_loads(self, reason: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a scheduler's log says of the requests that it serves."""
+"""The scheduler's log of its requests."""
 
 import logging
 from typing import Any
@@ -19,7 +19,7 @@ def lines_of(caplog: pytest.LogCaptureFixture, request_id: str) -> list[tuple[st
     return [line for line in about if line[1].get("request_id") == request_id]
 
 
-def test_debug_lines_tell_the_life_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_debug_lines_cover_the_life_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, NAME)
     driver = Driver()
     driver.add("r", prompt_of(5), max_tokens=3)
@@ -33,7 +33,7 @@ def test_debug_lines_tell_the_life_of_a_request(caplog: pytest.LogCaptureFixture
     assert (what["finish_reason"], what["output_tokens"]) == ("LENGTH_CAPPED", 3)
 
 
-def test_a_preemption_is_told_with_the_step_that_it_makes_room_for(
+def test_a_preemption_is_logged_with_the_step_that_gets_its_blocks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, NAME)
@@ -54,7 +54,7 @@ def test_a_preemption_is_told_with_the_step_that_it_makes_room_for(
     assert said[2][1]["preemptions"] == said[-1][1]["preemptions"] == 1
 
 
-def test_refused_and_failed_requests_are_warnings_with_id_and_reason(
+def test_rejected_and_failed_requests_are_warnings_with_id_and_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     driver = Driver()
@@ -80,7 +80,9 @@ def test_without_debug_a_good_request_leaves_no_line(caplog: pytest.LogCaptureFi
     assert caplog.messages == []
 
 
-def test_a_flood_of_bad_requests_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_about_a_flood_of_bad_requests_are_limited(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     driver = Driver()
     for number in range(300):
         driver.add(f"long {number}", prompt_of(64))
@@ -90,7 +92,7 @@ def test_a_flood_of_bad_requests_is_cut(caplog: pytest.LogCaptureFixture) -> Non
     assert max(within_a_second) <= 2 * MAX_PER_SECOND + 2  # the end of one second, and the next
 
 
-def test_a_flood_of_bad_requests_does_not_hide_what_fails_here(
+def test_a_flood_of_bad_requests_does_not_hide_engine_failures(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     driver = Driver()
@@ -102,7 +104,7 @@ def test_a_flood_of_bad_requests_does_not_hide_what_fails_here(
     assert len(lines_of(caplog, "good")) == 2
 
 
-def test_the_end_is_told_with_the_step_whose_answer_brought_it(
+def test_an_end_is_logged_with_the_step_that_caused_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     driver = Driver(max_steps_in_flight=2)
@@ -113,7 +115,7 @@ def test_the_end_is_told_with_the_step_whose_answer_brought_it(
     assert [about["step_id"] for _, about in lines_of(caplog, "bad")] == [1, 1]
 
 
-def test_waiting_begins_anew_with_a_preemption(caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_time_starts_again_with_a_preemption(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, NAME)
     driver = Driver(num_blocks=9, max_model_len=32)
     driver.add("old", prompt_of(14, 0), max_tokens=14)

@@ -1,4 +1,4 @@
-"""Which queue is looked at next, who gives way, and policies that come from elsewhere."""
+"""Which queue is tried next, which request is preempted, and policies of other packages."""
 
 import math
 import sys
@@ -345,13 +345,13 @@ def test_an_installed_policy_is_loaded_by_its_entry_point(
     assert isinstance(load_policy("fcfs"), FCFSPolicy)  # a built-in name is not theirs to take
 
 
-def test_an_unknown_name_is_refused_with_all_that_exist(
+def test_an_unknown_name_is_rejected_with_all_that_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, "theirs", {"shortest": "some_policies:Shortest"})
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"'random' is unknown; there are fcfs, priority, continuum, shortest and"
+        ConfigError, match=r"unknown .* 'random'; use one of fcfs, priority, continuum, shortest or"
     ):
         load_policy("random")
 
@@ -363,13 +363,13 @@ def test_an_unknown_name_is_refused_with_all_that_exist(
         ("some_policies:Missing", "Missing"),
         (
             "some_policies:NoPolicy",
-            "is a dict; a policy extends longshore.scheduler.queue.policies",
+            "is a dict; it must extend longshore.scheduler.queue.policies",
         ),
-        ("some_policies:NeedsArguments", "cannot be made.*argument"),
-        (":", "cannot be made"),
+        ("some_policies:NeedsArguments", "cannot be created.*argument"),
+        (":", "cannot be created"),
     ],
 )
-def test_what_is_no_policy_is_refused_with_the_reason(
+def test_an_invalid_policy_is_rejected_with_the_reason(
     module: ModuleType, name: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
@@ -498,8 +498,8 @@ def test_a_victim_without_which_nobody_is_sure_to_advance_is_replaced_and_logged
     assert all(len(driver.received[key]) == 14 for key in keys)
     assert sum(driver.finished[key].num_preemptions for key in keys) > 0
     assert [text for text in caplog.messages if "serves first" in text] == [
-        "scheduling policy 'EldestFirst' preempts the request that it serves first; so that "
-        "somebody advances, the youngest other one gives way instead (said once)"
+        "scheduling policy 'EldestFirst' preempts the request that it serves first; preempting "
+        "the youngest other request instead, so that one can make progress (logged once)"
     ]
 
 

@@ -95,7 +95,7 @@ def test_a_preempted_request_returns_to_its_place_under_priority() -> None:
 @pytest.mark.req("QUE-06")
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_a_preempted_request_keeps_its_place_among_its_equals(name: str) -> None:
-    """Equals are those of one priority and of jobs of their own. The youngest gives way first."""
+    """Equals have one priority and separate jobs. The youngest is preempted first."""
     policy = POLICIES[name]()
     waiting = WaitingRequests(policy)
     requests = [make_request(f"r{index}", now=float(index)) for index in range(8)]
@@ -174,7 +174,7 @@ def test_a_request_can_be_removed_from_either_queue_and_only_once() -> None:
     waiting.remove(requests[0])
     waiting.remove(requests[2])
     assert len(waiting) == 1
-    with pytest.raises(LookupError, match="a does not wait"):
+    with pytest.raises(LookupError, match="a is not waiting"):
         waiting.remove(requests[0])
     assert drain(waiting) == ["b"]
 
