@@ -73,7 +73,8 @@ def test_the_official_client_gets_the_vectors_of_transformers(
     assert [item.index for item in answer.data] == [0, 1, 2]
     for text, item, same in zip(TEXTS, answer.data, as_floats.data, strict=True):
         assert_close(item.embedding, vector_of(tiny_model[1], ids_of(text)))
-        np.testing.assert_array_equal(np.float32(item.embedding), np.float32(same.embedding))
+        # Computed twice, maybe in batches of another size, whose sums differ in the last bits.
+        np.testing.assert_allclose(item.embedding, same.embedding, rtol=0, atol=1e-6)
     assert answer.model == model
     assert (
         answer.usage.prompt_tokens

@@ -94,7 +94,7 @@ def test_killed_process_takes_all_others_along(
     stream = open_stream(deployment, 4000)
     deployment.members[victim].send_signal(signal.SIGKILL)
     if victim == "worker-0":
-        with pytest.raises(openai.APIError, match=r"the engine is gone: worker 0 was killed"):
+        with pytest.raises(openai.APIError, match=r"the engine has stopped: worker 0 was killed"):
             list(stream)
     deployment.assert_nothing_is_left()
     if victim != "supervisor":
