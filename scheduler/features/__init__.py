@@ -1,1 +1,1 @@
-"""What only some requests use: forks, transfers, grammars, drafts, adapters, encoders, sessions."""
+"""Features that only some requests or deployments use, one file each."""

@@ -1,8 +1,8 @@
-"""Speculative decoding, as far as the scheduler is concerned: drafts that a plan verifies.
+"""Speculative decoding in the scheduler: drafts that a plan verifies.
 
-A drafter proposes tokens for the next step of a row; the step computes them and verifies as many as
-match. Drafts count as placeholders until the output says how many were accepted. With two steps in
-flight only the workers know the next drafts, and the scheduler plans with their number.
+A drafter proposes tokens for the next step of a row; the step computes them and accepts the leading
+ones that match. Drafts count as placeholders until the output says how many were accepted. With two
+steps in flight only the workers know the next drafts, and the scheduler plans with their number.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from longshore.scheduler.step.running import RunningTable
 
 @dataclass(slots=True)
 class Drafts:
-    """Of all running rows.
+    """Drafts of all running rows.
 
     is_async: more than one step in flight.
-    num_invalid_in_step: refused by a grammar since the last plan; the others since the start.
+    num_invalid_in_step: drafts rejected by a grammar since the last plan; other counts are totals.
     """
 
     running: RunningTable
@@ -53,8 +53,8 @@ class Drafts:
             running.drafts[rows] = -1
 
     def settle(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Of the drafts of a running request, so many were accepted; the others count neither as
-        computed nor as placeholders."""
+        """`num_accepted` of the `num_drafts` drafts of a running request were accepted; the others
+        are subtracted from its computed tokens and placeholders."""
         row, num_rejected = np.array([request.row]), num_drafts - num_accepted
         self.running.reject(row, np.array([num_rejected]))
         self.running.num_placeholders[row] -= num_rejected
@@ -66,9 +66,10 @@ class Drafts:
     def receive(
         self, rows: Int32Array, token_ids: Int32Array, planned: PlannedStep | None = None
     ) -> None:
-        """Drafts for the next step of rows that decode; those that a grammar refuses are dropped.
+        """Receive drafts for the next step of rows that decode; drafts after the first one that a
+        grammar rejects are dropped.
 
-        planned: the plan whose output brought them; rows with another occupant since are skipped.
+        planned: the plan whose output has them; rows with another occupant since are skipped.
         """
         if len(rows) == 0 or self.is_async:
             return

@@ -1,8 +1,8 @@
-"""Outputs of the multimodal encoder: which are on the workers, and which this step computes.
+"""Outputs of the multimodal encoder: which the workers have, and which the step computes.
 
 An item must be encoded before the language model computes the first of its positions. Encoding has
-a budget of tokens per step, and its outputs a capacity in tokens; an item that does not fit yet
-cuts its request's chunk to just before it. After vLLM's encoder cache manager.
+a budget of tokens per step, and its outputs have a capacity in tokens. If an item does not fit yet,
+its request's chunk ends just before it. After vLLM's encoder cache manager.
 """
 
 from collections import OrderedDict
@@ -15,8 +15,8 @@ from longshore.scheduler.request import Request
 
 
 class EncoderCache:
-    """Outputs by the hash of their item. Those that no request refers to stay until their capacity
-    is needed, the oldest first.
+    """Outputs by the hash of their item. Outputs without a reference are kept until their capacity
+    is needed, and are dropped oldest first.
 
     capacity: tokens of output that fit.
     budget:   tokens encoded per step.
@@ -32,7 +32,7 @@ class EncoderCache:
         self._unheld: OrderedDict[str, None] = OrderedDict()
         self._encoded_now: dict[str, None] = {}
         self._freed: list[str] = []
-        # Requests with items that their computed tokens have not passed, by id.
+        # Requests with items after their computed tokens, by id.
         self.pending: dict[str, Request] = {}
 
     @property
@@ -44,14 +44,14 @@ class EncoderCache:
         return item_hash in self._sizes
 
     def begin_step(self) -> None:
-        """The budget starts anew."""
+        """Reset the budget."""
         self._budget_left = self._budget
         self._encoded_now = {}
 
     def limit(self, request: Request, num_computed: int, num_tokens: int) -> int:
-        """How many of the next `num_tokens` tokens can be computed with what is encoded or will be
-        in this step; takes budget, capacity and references for it. Items of one hash and different
-        sizes are not the same: one waits until the other's output can go."""
+        """How many of the next `num_tokens` tokens can be computed with the items that are encoded
+        or can be in this step. Takes budget, capacity and references for these items. Items with
+        the same hash but different sizes differ: one waits until the other's output is dropped."""
         num_allowed, wanted = self._look_ahead(request, num_computed, num_tokens)
         for index, victims in wanted.items():
             item = request.multimodal[index]
@@ -66,8 +66,8 @@ class EncoderCache:
         return num_allowed
 
     def admit(self, request: Request, num_computed: int, num_tokens: int) -> None:
-        """The request was admitted and computes its next `num_tokens` tokens, of which
-        `would_limit` would cut none."""
+        """The request was admitted and computes its next `num_tokens` tokens, all of which
+        `would_limit` allows."""
         self.limit(request, num_computed, num_tokens)
         self.pending[request.request_id] = request
 
@@ -76,14 +76,14 @@ class EncoderCache:
         self.pending[request.request_id] = request
 
     def would_limit(self, request: Request, num_computed: int, num_tokens: int) -> int:
-        """What `limit` would answer; takes nothing."""
+        """What `limit` would return, without taking anything."""
         return self._look_ahead(request, num_computed, num_tokens)[0]
 
     def _look_ahead(
         self, request: Request, num_computed: int, num_tokens: int
     ) -> tuple[int, dict[int, list[str] | None]]:
-        """How many tokens can be computed, and the items that takes: None for one that is encoded
-        already, for another one the outputs to free for it."""
+        """How many tokens can be computed, and the items needed by index: None for an encoded item,
+        otherwise the outputs to drop for it."""
         wanted: dict[int, list[str] | None] = {}
         if not num_tokens:
             return 0, wanted
@@ -97,7 +97,7 @@ class EncoderCache:
             size = sizes.get(item.hash)
             if item.hash in unheld:
                 unheld.remove(item.hash)
-                if size != item.num_tokens:  # other content, which must go first
+                if size != item.num_tokens:  # different content: drop it first
                     unheld.insert(0, item.hash)
             if size == item.num_tokens:
                 wanted[index] = None
@@ -115,14 +115,14 @@ class EncoderCache:
         return num_tokens, wanted
 
     def withdraw(self, request: Request) -> None:
-        """The request computes nothing in this step after all, or leaves: it refers to nothing any
-        more, and what would have been encoded for it alone is not encoded."""
+        """The request computes nothing in this step, or has lost its row: drop its references, and
+        do not encode items that only it needs."""
         self.pending.pop(request.request_id, None)
         for index in range(len(request.multimodal)):
             self._drop_reference(request, index)
 
     def advanced(self, request: Request, num_computed: int) -> None:
-        """Its first `num_computed` tokens are planned: items before there are not needed again."""
+        """Its first `num_computed` tokens are planned: drop its references to items before them."""
         self.pending[request.request_id] = request
         for index, item in enumerate(request.multimodal):
             if item.offset + item.num_tokens > num_computed:
@@ -145,7 +145,7 @@ class EncoderCache:
         return freed
 
     def waits_for(self, request: Request) -> str | None:
-        """What keeps a waiting request from the encoder, if known."""
+        """Why the encoder cannot take the item of a waiting request, if known."""
         return None
 
     def checkpoint(self) -> "EncoderCache":
@@ -155,7 +155,7 @@ class EncoderCache:
         return copy
 
     def restore(self, other: "EncoderCache") -> None:
-        """Take over the other's state."""
+        """Copy the state of `other`."""
         self._budget_left = other._budget_left
         self._sizes = dict(other._sizes)
         self._holders = {key: dict(holders) for key, holders in other._holders.items()}
@@ -172,7 +172,7 @@ class EncoderCache:
         return True
 
     def clear(self) -> None:
-        """The workers are new: they hold nothing."""
+        """The workers are new and have no outputs."""
         self.restore(EncoderCache(capacity=self.capacity, budget=self._budget))
 
     def _drop_reference(self, request: Request, index: int) -> None:
@@ -181,7 +181,7 @@ class EncoderCache:
         if holders is None or holders.pop((request.request_id, index), None) is None or holders:
             return
         del self._holders[item_hash]
-        if item_hash in self._encoded_now:  # nobody is left for whom this step would encode it
+        if item_hash in self._encoded_now:  # no request needs it in this step any more
             del self._encoded_now[item_hash]
             self._budget_left += self._sizes.pop(item_hash)
         else:
@@ -194,11 +194,11 @@ class EncoderCache:
 
 
 class RowEncoder(EncoderCache):
-    """For models with cross attention: an encoder cache that keeps nothing but a step's budget.
+    """For models with cross attention: manages only the budget of a step, and caches nothing.
 
-    A request brings one item, which stands for no positions of its prompt. It is encoded in the
-    step in which the request is admitted, each time, straight into the row's blocks of the cross
-    attention's group. So nothing of it is kept elsewhere or shared, and a rewound row still has it.
+    A request has one item, which takes no positions of its prompt. It is encoded in each step that
+    admits the request, directly into the row's blocks of the cross-attention group. So its output
+    is neither kept elsewhere nor shared, and a rewound row still has it.
 
     budget: tokens encoded per step.
     """
@@ -219,14 +219,14 @@ class RowEncoder(EncoderCache):
         self._new_rows.append(request.row)
 
     def rewound(self, request: Request) -> None:
-        """Its blocks still hold the item."""
+        """Nothing to do: its blocks still hold the encoder output."""
 
     def waits_for(self, request: Request) -> str | None:
         if request.num_encoder_tokens <= self._budget_left:
             return None
         return (
-            f"its turn at the encoder: a step encodes max_num_encoder_input_tokens={self._budget} "
-            f"tokens, of which the last one has {self._budget_left} left, and it brings "
+            f"the encoder: a step encodes max_num_encoder_input_tokens={self._budget} "
+            f"tokens, the last step had {self._budget_left} left, and the request needs "
             f"{request.num_encoder_tokens}"
         )
 
@@ -236,7 +236,7 @@ class RowEncoder(EncoderCache):
 
 
 def make_encoder(config: SchedulerConfig, kv_cache: KVCacheConfig) -> EncoderCache | None:
-    """The one for a model with these groups; None if no request may bring an item."""
+    """The encoder cache for a model with these groups; None if requests cannot have items."""
     budget = config.max_num_encoder_input_tokens
     if max_encoder_tokens(kv_cache.groups) is not None:
         return RowEncoder(budget=budget)
@@ -251,11 +251,11 @@ def check_encoder(config: SchedulerConfig, kv_cache: KVCacheConfig, *, has_conne
     if config.max_num_encoder_input_tokens < num_tokens:
         raise ConfigError(
             f"max_num_encoder_input_tokens={config.max_num_encoder_input_tokens} is less than the "
-            f"{num_tokens} tokens that this model's encoder makes of one request, so that none "
+            f"{num_tokens} tokens that this model's encoder makes of one request, so no request "
             f"could ever be admitted; set it to {num_tokens} or more"
         )
     if has_connector:
         raise ConfigError(
             "this model has cross attention and cannot run with kv_connector: connectors find KV "
-            "by the tokens before it, and this model's KV depends on what its encoder hears"
+            "by its tokens, but this model's KV also depends on the encoder's input"
         )

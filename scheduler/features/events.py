@@ -1,8 +1,8 @@
-"""What happened to the prefix cache, for those outside who follow it: routers, tiers, dashboards.
+"""Events of the prefix cache for subscribers such as routers, tiers and dashboards.
 
-Events speak of names, not of blocks: `BlockStored` comes with the first block that carries a name,
-`BlockRemoved` with the last. A name is provisional until the step that computes the block has been
-answered, and nobody hears of it before; if it is taken back meanwhile nobody hears of it at all.
+Events are about block hashes, not blocks: `BlockStored` is published with the first block that has
+a hash, `BlockRemoved` with the last. A hash is provisional until the step that computes the block
+has been answered; until then no event is published, and none at all if it is removed before.
 """
 
 from typing import TypeAlias
@@ -15,8 +15,8 @@ MEDIUM_GPU = "gpu"
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag="stored"):
-    """A full block can be found. `parent_hash` is the hash of the block before it; None: it is the
-    first. token_ids: (block_size,) int32."""
+    """A full block was cached. `parent_hash` is the hash of the block before it, None for the
+    first block. token_ids: (block_size,) int32."""
 
     block_hash: bytes
     parent_hash: bytes | None
@@ -27,7 +27,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag="stored"):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag="removed"):
-    """No block carries the name any more."""
+    """The last block with this hash was evicted or uncached."""
 
     block_hash: bytes
     group: int
@@ -35,36 +35,36 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag="removed"):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag="cleared"):
-    """Nothing is cached; whatever was said before is void."""
+    """Nothing is cached any more; all earlier events are void."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventLog:
-    """Events in one sequence, each held back until it is proven."""
+    """Events in one sequence, each withheld until it is proven."""
 
     def __init__(self) -> None:
         self._proven: list[KVEvent] = []
-        # (group, name) -> the step that computes the block, and what to say then
+        # (group, hash) -> the step that computes the block, and its event
         self._provisional: dict[tuple[int, bytes], tuple[int, BlockStored]] = {}
 
     def stored(self, event: BlockStored, step: int) -> None:
-        """A name got its first block, which plan `step` computes; 0: its content is there."""
+        """A hash got its first block, which plan `step` computes; 0: it is computed already."""
         self._provisional.setdefault((event.group, event.block_hash), (step, event))
 
     def removed(self, block_hash: bytes, group: int) -> None:
-        """A name lost its last block."""
+        """A hash lost its last block."""
         if self._provisional.pop((group, block_hash), None) is None:
             self._proven.append(BlockRemoved(block_hash, group))
 
     def cleared(self) -> None:
-        """Every name is gone; this comes first in what is taken next."""
+        """All hashes were removed; `AllBlocksCleared` is the first event taken next."""
         self._provisional.clear()
         self._proven = [AllBlocksCleared()]
 
     def take(self, answered_step: int) -> list[KVEvent]:
-        """Everything proven once plan `answered_step` is answered, in order, and only once."""
+        """All events proven by the output of plan `answered_step`, in order, each only once."""
         provisional, self._provisional = self._provisional, {}
         for key, (step, event) in provisional.items():
             if step <= answered_step:

@@ -1,10 +1,10 @@
 """Requests that begin with the KV of another one (`fork_of`).
 
-A fork refers to a live request of its client, its parent. It waits, parked, until the parent has
-computed the tokens that both begin with, and outputs have confirmed it; then it takes a reference
-to each of their blocks, the partial last one included. It writes to that one alone, so it gets a
-copy of it before its first step, unless it is the only one to hold it (copy-on-write, as in
-PagedAttention, Kwon et al., 2023, section 4.4).
+A fork refers to a live request of its client, its parent. It is parked until the parent has
+computed the tokens that both begin with, and outputs have confirmed this. Then it takes a reference
+to each of their blocks, including the partial last one. It writes only to that one, so it gets a
+copy of it before its first step, unless it is the only holder (copy-on-write, as in PagedAttention,
+Kwon et al., 2023, section 4.4).
 """
 
 from dataclasses import dataclass, field
@@ -25,8 +25,8 @@ from longshore.scheduler.step.running import RunningTable
 class _Fork:
     """A fork that has not begun.
 
-    num_common: leading tokens that it shares with its parent, at least one short of all its own.
-    step:       the plan in which the parent has computed them, as occupant `generation` of its row.
+    num_common: leading tokens that it shares with its parent; all of its tokens but one at most.
+    step:       the plan in which the parent computed them, as occupant `generation` of its row.
     """
 
     request: Request
@@ -39,7 +39,7 @@ class _Fork:
 
 @dataclass(slots=True)
 class Forks:
-    """Forks that wait for their turn.
+    """Forks that have not begun.
 
     waiting: by request.
     parents: the forks of a request that has some.
@@ -56,8 +56,8 @@ class Forks:
     pending: dict[_Fork, None] = field(default_factory=dict)
 
     def add(self, request: Request, parent: Request) -> bool:
-        """A new request that is to begin with its parent's KV is put where it waits. False if it
-        shares nothing with it: then it is queued like any other."""
+        """Queue or park a new request that is to begin with its parent's KV. False if it shares
+        nothing with its parent, and has to be queued like any other request."""
         if not self.kv_cache.can_fork or request.skip_reading_prefix_cache:
             return False
         num_common = num_common_tokens(request.token_ids[:-1], self._tokens_of(parent))
@@ -74,8 +74,8 @@ class Forks:
         return True
 
     def must_wait(self, request: Request) -> bool:
-        """Whether the parent has not computed what they share, but will; the caller parks the fork
-        then, which is unparked when it can be tried again."""
+        """Whether the parent has not computed the common tokens yet, but will. The caller then
+        parks the fork, which is unparked when it can be tried again."""
         fork = self.waiting[request]
         if self._is_ready(fork) or self._is_hopeless(fork):
             return False
@@ -83,8 +83,7 @@ class Forks:
         return True
 
     def take(self, request: Request) -> Hold | None:
-        """What a fork that need not wait can begin with, as a hold of its own; None if that is
-        nothing."""
+        """Give a fork that need not wait a hold on the common blocks; None if there are none."""
         fork = self.waiting[request]
         if self._is_hopeless(fork):
             return None
@@ -116,8 +115,8 @@ class Forks:
                 self.pending[fork] = None
 
     def parent_ends(self, request: Request) -> None:
-        """A request with forks is about to lose its row or hold for good: its forks continue
-        without it, with what they share if it is computed."""
+        """A request with forks is about to end: its forks take the common blocks, if these are
+        computed, and continue without it."""
         for fork in list(self.parents[request]):
             if self._is_ready(fork):
                 self.take(fork.request)
@@ -130,12 +129,12 @@ class Forks:
             self._note_step(fork)
 
     def answered(self) -> None:
-        """An output has been applied: forks whose parents' work it confirms can be tried."""
+        """An output has been applied: unpark the forks whose common tokens it confirms."""
         for fork in [fork for fork in self.pending if self._is_ready(fork)]:
             self._unpark(fork)
 
     def begin_epoch(self) -> None:
-        """All KV is gone; parents compute it again, and their forks still wait for them."""
+        """All KV is lost; parents recompute it, and their forks keep waiting for them."""
         self.pending.clear()
 
     def _tokens_of(self, parent: Request) -> Int32Array:
@@ -166,7 +165,7 @@ class Forks:
             fork.step, fork.generation = self.in_flight.newest_step, int(running.generation[row])
 
     def _is_valid(self, fork: _Fork) -> bool:
-        """The parent still has the row on which it computed, and was not rewound since."""
+        """The parent still has the row on which it computed, and has not been rewound since."""
         row, running = fork.parent.row, self.running
         return (
             fork.step is not None
@@ -186,31 +185,31 @@ class Forks:
         return is_between or parent.hold.num_computed_tokens >= fork.num_common
 
     def _is_hopeless(self, fork: _Fork) -> bool:
-        """The parent is between two inputs and holds nothing; when it continues is unknown."""
+        """The parent waits for input and holds no blocks; when it continues is unknown."""
         parent = fork.parent
         is_between = parent.status is RequestStatus.WAITING_FOR_STREAMING_REQ
         return is_between and parent.num_computed_tokens == 0
 
 
 def num_common_tokens(one: Int32Array, other: Int32Array) -> int:
-    """Leading tokens that are the same in both."""
+    """Number of leading tokens that are equal in both."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(np.argmax(differs)) if differs.any() else length
 
 
 def fork_problem(message: AddRequest, parent: Request | None) -> str | None:
-    """Why a request cannot be a fork of this parent; None if it can. An unknown parent has ended:
-    then the request is like any other."""
+    """Why a request cannot be a fork of this parent; None if it can. If the parent is unknown, it
+    has ended, and the request is queued like any other."""
     for name in ("multimodal", "prompt_embeds", "pooling"):
         if getattr(message, name):
             return f"fork_of cannot be combined with {name}"
         if parent is not None and getattr(parent, name):
-            return f"it is a fork of a request that has {name}; only token ids can be shared"
+            return f"the parent of a fork has {name}; only the KV of token ids can be shared"
     if parent is None:
         return None
     if message.lora != parent.lora:
-        return "a fork must have the adapter of its parent, or none if that has none"
+        return "a fork and its parent must have the same adapter, or both none"
     if message.cache_salt != parent.cache_salt:
-        return "a fork must have the cache_salt of its parent, or none if that has none"
+        return "a fork and its parent must have the same cache_salt, or both none"
     return None

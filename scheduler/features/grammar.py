@@ -18,33 +18,33 @@ from longshore.scheduler.step.in_flight import PastOccupant, PlannedStep, StepsI
 
 
 class GrammarError(LongshoreError):
-    """A grammar that cannot be compiled; the message is for the client."""
+    """A grammar cannot be compiled, or does not match; the message is for the client."""
 
 
 class Grammar(Protocol):
-    """The state of one request's grammar: a prefix of its language."""
+    """The grammar of one request, and its state after the tokens so far."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
-        """Advance by verified tokens; False, and no advance, if they leave the language."""
+        """Advance by verified tokens; False, without advancing, if they are not allowed."""
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
-        """How many leading tokens it would accept; does not advance."""
+        """How many leading tokens the grammar allows; does not advance."""
 
     def fill_masks(self, draft_token_ids: Sequence[int], masks: np.ndarray) -> None:
-        """Set in `masks` (1 + drafts, cdiv(vocabulary, 8)) uint8, little-endian bits, the tokens
-        allowed next, and after each draft. `masks` comes zeroed."""
+        """Set the bits of the tokens that are allowed next, and after each draft, in `masks`:
+        (1 + drafts, cdiv(vocabulary, 8)) uint8, little-endian bits, zeroed by the caller."""
 
 
 class GrammarCompiler(Protocol):
     """Compiles in the background."""
 
     def poll(self, spec: StructuredOutput) -> Grammar | None:
-        """A fresh grammar once it is compiled; None before. The first call starts it. Never blocks;
-        raises GrammarError."""
+        """A new grammar, or None until it is compiled. The first call starts the compilation. Never
+        blocks. Raises GrammarError."""
 
 
 class Grammars:
-    """Requests with a grammar: their gate before admission and their masks after planning."""
+    """Requests with a grammar: checked before admission, and masked after planning."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class Grammars:
         self._last_masked_step = 0
 
     def try_promote(self, request: Request) -> bool:
-        """Whether the grammar that the request waits for is compiled; the request takes it then.
-        Raises GrammarError."""
+        """Whether the grammar of a waiting request is compiled; the request gets it then. Raises
+        GrammarError."""
         assert request.structured_output is not None
         grammar = self._compiler.poll(request.structured_output)
         if grammar is None:
             return False
-        if request.num_output_tokens:  # it continues after tokens emitted elsewhere
+        if request.num_output_tokens:  # it continues output emitted elsewhere
             outputs = request.token_ids[request.num_prompt_tokens :].tolist()
             if not grammar.accept_tokens(outputs):
                 raise GrammarError("the output emitted so far does not match the grammar")
@@ -113,7 +113,7 @@ class Grammars:
             if not isinstance(occupant, PastOccupant):
                 self._grammars[occupant.request].fill_masks(drafts, bits)
             else:
-                bits[:] = 0xFF  # the request has lost its row; the worker waits all the same
+                bits[:] = 0xFF  # the request has lost its row, but the worker waits for a mask
             rows += [row] * len(bits)
             masks.append(bits.reshape(-1))
         return SampleMask(self._epoch, planned.step, int32_array(rows), np.concatenate(masks))

@@ -1,8 +1,8 @@
-"""Log probabilities between workers and clients: the rules are those for tokens.
+"""Log probabilities, from workers to clients, by the same rules as tokens.
 
-An entry belongs to a (row, generation) of the plan that it answers. It is delivered to a request
-that was preempted since, and dropped for one that has ended or was rewound. Output positions after
-the token that ended the output are cut.
+An entry belongs to a (row, generation) of its plan. It is delivered to a request that has been
+preempted since, and dropped for one that has ended or was rewound. Output positions after the token
+that ended the output are dropped.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from longshore.scheduler.step.running import Occupant, RunningTable
 
 
 class ScoredRows:
-    """Running rows whose requests want log probabilities, as they are after a plan was built.
+    """Running rows whose requests ask for log probabilities, when a plan has just been built.
 
     rows, generations: (n,) rows ascending; `requests` are their occupants.
     first, last: (n,) the prompt positions [first, last) that the plan scores; a chunk that computes
@@ -58,16 +58,16 @@ class ScoredRows:
         is_live: BoolArray,
         num_tokens: Int64Array,
     ) -> str | None:
-        """What is wrong with entries whose lengths agree. `num_sampled` (max_num_seqs,) came for
-        each row; the rest is from `current`."""
+        """What is wrong with entries whose lengths agree. num_sampled: (max_num_seqs,) tokens that
+        each row sampled; the other arguments are from `current`."""
         owners, positions = entries.owners, entries.positions
         index = np.minimum(np.searchsorted(self.rows, owners), len(self.rows) - 1)
         if np.count_nonzero(self.rows[index] != owners):
-            return "of a row that asked for none"
+            return "of a row that requested none"
         is_prompt = positions < self._num_prompt[index]
         most_listed = self._most_listed[index, 1 - is_prompt]
         if np.count_nonzero((entries.num_listed < 1) | (entries.num_listed > most_listed)):
-            return "that list more tokens, or fewer, than was asked for"
+            return "that list more or fewer tokens than requested"
         first = np.where(is_prompt, self._first[index], num_tokens[index])
         last = np.where(
             is_prompt, self._last[index], num_tokens[index] + num_sampled[self.rows[index]]
@@ -100,7 +100,7 @@ class ScoredRows:
 
 
 def lengths_agree(entries: TokenLogprobs) -> bool:
-    """Whether the columns of `entries` fit one another."""
+    """Whether the columns of `entries` have matching lengths."""
     counts = (entries.positions, entries.ranks, entries.num_listed)
     listed = (entries.token_ids, entries.logprobs)
     return all(len(column) == len(entries.owners) for column in counts) and all(

@@ -1,17 +1,17 @@
-"""Slots for LoRA adapters: at most as many different ones run at once as the workers can hold."""
+"""Slots for LoRA adapters: limits how many different adapters run at the same time."""
 
 from collections import Counter
 
 
 class LoRASlots:
-    """Running requests by adapter; those of one adapter share its slot."""
+    """Counts running requests by adapter; requests with one adapter share its slot."""
 
     def __init__(self, max_loras: int) -> None:
         self._max_loras = max_loras
         self._running: Counter[str] = Counter()
 
     def has_slot(self, name: str | None) -> bool:
-        """False only for a new adapter beyond the limit."""
+        """Whether a request with this adapter can run without exceeding the limit."""
         return name is None or name in self._running or len(self._running) < self._max_loras
 
     def enter(self, name: str | None) -> None:
@@ -20,7 +20,7 @@ class LoRASlots:
             self._running[name] += 1
 
     def leave(self, name: str | None) -> None:
-        """A request with this adapter has no row any more."""
+        """A request with this adapter has lost its row."""
         if name is not None:
             self._running[name] -= 1
             if not self._running[name]:

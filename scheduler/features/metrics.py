@@ -1,7 +1,7 @@
-"""How blocks live: allocated, accessed, evicted; in samples, so that watching costs little.
+"""Metrics of blocks: allocation, access and eviction, for a sample of blocks to limit the cost.
 
-The block pool tells a `BlockMetrics` what it does, whether prefix caching is on or not. Without one
-it asks a single question per call.
+The block pool reports to a `BlockMetrics`, whether prefix caching is on or not. Without one, each
+call of the pool only checks for it.
 """
 
 from collections import deque
@@ -13,16 +13,16 @@ from longshore.protocol.arrays import Int32Array
 
 
 class BlockMetrics(Protocol):
-    """What the pool reports; ids are int32, all different within a call."""
+    """Receives reports of the pool; ids are int32, all different within a call."""
 
     def allocated(self, block_ids: Int32Array) -> None:
-        """These blocks were handed out to be filled. Comes after `evicted`."""
+        """These blocks were allocated. Called after `evicted`."""
 
     def accessed(self, block_ids: Int32Array) -> None:
-        """These cached blocks were hit: somebody holds them once more."""
+        """These cached blocks were hit: each has one more reference."""
 
     def evicted(self, block_ids: Int32Array) -> None:
-        """These cached blocks lose name and content, because they are handed out again."""
+        """These cached blocks lose their hashes and contents, because they are allocated again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class _Residency:
 
 
 class SampledBlockMetrics:
-    """Follows one block id in `sample_every`. Counts are exact, lives are those of the sample.
+    """Records the lives of one block in `sample_every`; counts are exact.
 
     clock:     seconds, monotonic.
     max_lives: lives kept until `take_lives`; the oldest are dropped.
@@ -73,7 +73,7 @@ class SampledBlockMetrics:
         self.num_accessed += len(block_ids)
         for block_id in self._sampled(block_ids):
             residency = self._residencies.get(block_id)
-            if residency is not None:  # else it was allocated before anybody watched
+            if residency is not None:  # otherwise it was allocated before recording began
                 now = self._clock()
                 residency.gaps.append(now - residency.last_use)
                 residency.last_use = now

@@ -1,9 +1,9 @@
-"""When KV proves wrong after others may have built on it: uncache it, and rewind who used it.
+"""Recovery from wrong KV: uncache it, and rewind the requests that used it.
 
-A cached block is provisional until the output of its step is applied. A failed load or numbers that
-are not finite make every block computed from the bad position on worthless, and with it every
-request that holds one of them: also those that found it in the prefix cache while the step was in
-flight, and past occupants of rows, whose blocks may still be found.
+A cached block is provisional until the output of its step is applied. After a failed load or logits
+that are not finite, every block computed from the bad position on is invalid, and so is every
+request that holds one of them. This includes requests that found it in the prefix cache while the
+step was in flight, and past occupants of rows, whose blocks can still be found.
 """
 
 import logging
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Holder:
-    """A request and its blocks, on its row or as it lost it. num_hits: leading blocks that others
-    had computed, per group; num_good: leading tokens whose KV is good."""
+    """A request with the blocks of its row, or of the row that it lost. num_hits: leading blocks
+    that other requests computed, per group; num_good: leading tokens whose KV is valid."""
 
     request: Request
     generation: int
@@ -47,8 +47,8 @@ class _Holder:
 
 @dataclass(frozen=True, slots=True)
 class _Invalidated:
-    """All bad blocks, and who holds one of them. With a running request come the leading tokens
-    whose KV is good."""
+    """All bad blocks, and the requests that hold one of them; running requests with the number of
+    leading tokens whose KV is valid."""
 
     block_ids: Int32Array
     running: list[tuple[Request, int]]
@@ -57,7 +57,7 @@ class _Invalidated:
 
 @dataclass(slots=True, kw_only=True)
 class Recovery:
-    """Finds what bad blocks have made invalid, and rewinds rows.
+    """Finds the requests that bad blocks have made invalid, and rewinds their rows.
 
     transfers, encoder: None unless configured.
     """
@@ -75,7 +75,7 @@ class Recovery:
     num_rewinds: int = 0
 
     def fail_loads(self, failed: Int32Array, planned: PlannedStep, now: float) -> None:
-        """Loads of the answered step did not fill these blocks."""
+        """Loads within the answered step failed to fill these blocks."""
         sources = {}
         for row, generation in planned.loads:
             firsts = [
@@ -89,7 +89,7 @@ class Recovery:
                 sources[generation] = min(firsts)
         if not sources:
             about = fields(step_id=planned.step, blocks=len(failed))
-            logger.warning("a worker reported failed blocks of no load", extra=about)
+            logger.warning("a worker reported failed blocks that no load was filling", extra=about)
             return
         fails = self.config.load_failure_policy == "fail"
         reason = "its KV could not be loaded" if fails else None
@@ -102,8 +102,8 @@ class Recovery:
         return self.kv_cache.block_ids(row)
 
     def fail_not_finite(self, output: ModelRunnerOutput, planned: PlannedStep, now: float) -> None:
-        """The model's output was not a number for `output.nan_rows`. The rows admitted first come
-        first: a later one that had found their blocks is rewound, and its own output is void."""
+        """The logits of `output.nan_rows` are not finite. Rows are handled in admission order: a
+        later one that found blocks of an earlier one is rewound, and its own output is void."""
         num_nans = dict(zip(output.nan_rows.tolist(), output.num_nans.tolist(), strict=True))
         indices = np.flatnonzero(np.isin(planned.rows, output.nan_rows))
         for index in indices[np.argsort(planned.generations[indices])].tolist():
@@ -111,8 +111,8 @@ class Recovery:
             self._fail_row(row, generation, num_nans[row], planned.step, now)
 
     def _fail_row(self, row: int, generation: int, num_nans: int, step: int, now: float) -> None:
-        """Nothing that the row's request computed may be reused. What it had found, others have
-        computed, and got numbers from it."""
+        """Invalidate everything that the row's request computed. Its prefix hits stay valid: other
+        requests computed finite logits from them."""
         occupant = self.in_flight.occupant(row, generation)
         request, num_hit_tokens = occupant.request, occupant.request.num_hit_tokens
         if step <= occupant.void_through and not request.is_finished:
@@ -132,8 +132,9 @@ class Recovery:
     def _invalidate(
         self, sources: dict[int, int], step: int, now: float, *, reason: str | None = None
     ) -> None:
-        """Everything that rests on bad KV is computed again; with `reason`, requests that hold some
-        of it fail for it. step: whose output says so. See `_find_invalid` for `sources`."""
+        """Recompute everything that depends on bad KV; if there is a `reason`, the requests that
+        hold some of it fail with it. step: the one whose output reported the bad KV. sources: see
+        `_find_invalid`."""
         found = self._find_invalid(sources)
         self.plan.uncached += found.block_ids.tolist()
         if self.transfers is not None:
@@ -148,15 +149,16 @@ class Recovery:
                 self._rewind(request, num_good)
 
     def _find_invalid(self, sources: dict[int, int]) -> _Invalidated:
-        """Uncache everything computed from a bad position on, and find who is concerned.
+        """Uncache everything computed from a bad position on, and find the affected requests.
 
-        sources: generation of a request that ran while the plan was unanswered -> leading tokens of
-        it whose KV is good.
+        sources: generation of a request that ran while the plan was unanswered -> its leading
+        tokens whose KV is valid.
 
-        Other holders are invalid where they found an invalid block; what they computed after it may
-        have been found in turn, so this repeats until nothing is added. A block that was allocated
-        again since is no holder's hit, so its new owner is not concerned. Tokens that past
-        occupants still expect may rest on bad blocks, and are void.
+        Other holders are invalid from the first invalid block that they found in the prefix cache.
+        Blocks that they computed after it may have been found in turn, so this repeats until
+        nothing is added. A block that has been allocated again is no hit of its new owner, which is
+        not affected. Tokens that past occupants still expect may depend on bad blocks, and are
+        void.
         """
         bad = np.zeros(self.kv_cache.num_blocks, np.bool_)
         holders = list(self._holders(sources))
@@ -186,7 +188,7 @@ class Recovery:
         return _Invalidated(block_ids, list(running.items()), waiting)
 
     def _rewind(self, request: Request, num_good: int) -> None:
-        """The running request computes again from the last block border of all groups up to
+        """Rewind a running request to the last common block boundary of all groups within its first
         `num_good` tokens."""
         row, kv_cache = request.row, self.kv_cache
         newest_step = self.in_flight.newest_step

@@ -1,4 +1,4 @@
-"""Output that goes round in circles."""
+"""Detects output that repeats itself."""
 
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.sampling import RepetitionDetection

@@ -1,7 +1,7 @@
 """Resumable requests: when an output ends, the request waits for its client's next input.
 
-Between two inputs it holds its KV if it `keeps_blocks`, and its KV may be in the prefix cache in
-any case. The tokens of all inputs and outputs before are the prompt of the next output.
+Between two inputs it holds its KV if it `keeps_blocks`; its KV may be in the prefix cache in any
+case. The tokens of all previous inputs and outputs are part of the prompt of the next output.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from longshore.scheduler.step.in_flight import StepsInFlight
 from longshore.scheduler.validation import RequestValidator
 
 MAX_QUEUED_CHUNKS: Final = 1024
-"""Inputs of one session that may wait for their turn."""
+"""Limit for the queued inputs of one session."""
 
 
 @dataclass(slots=True)
@@ -46,12 +46,12 @@ class Sessions:
     end: Callable[[Request, Outcome, float], None]
 
     def receive(self, request: Request, chunk: ContinueSession, now: float) -> None:
-        """More input for a request; it waits while the session is not ready for it."""
+        """Receive input for a session; it is queued while the session is not ready for it."""
         problem = None
         if not request.resumable:
-            problem = "it takes no more input: it is not a session, or its last input has come"
+            problem = "it takes no more input: it is not a session, or it has had its last input"
         elif len(request.next_chunks) >= MAX_QUEUED_CHUNKS:
-            problem = f"more than {MAX_QUEUED_CHUNKS} chunks wait in this session"
+            problem = f"more than {MAX_QUEUED_CHUNKS} inputs are queued in this session"
         if problem is not None:
             self.end(request, Outcome(FinishReason.ERROR, problem), now)
             return
@@ -60,7 +60,7 @@ class Sessions:
             self._begin_next_chunk(request, now)
 
     def continues(self, request: Request) -> bool:
-        """Whether the request goes on after the output that it has now."""
+        """Whether the session continues after its current output."""
         if not request.resumable or request.num_tokens >= self.config.max_model_len:
             return False
         return not (request.next_chunks and closes_session(request.next_chunks[0]))
@@ -74,9 +74,9 @@ class Sessions:
         *,
         is_computed: bool,
     ) -> None:
-        """The output has ended, and the request has neither row nor place in a queue.
+        """The output has ended; the request has neither a row nor a position in a queue.
 
-        is_computed: `blocks` are the KV of at least all its tokens but the last.
+        is_computed: `blocks` hold the KV of all its tokens, except perhaps the last.
         """
         if blocks is not None:
             if is_computed and request.keeps_blocks and self.kv_cache.can_fork:
@@ -90,7 +90,7 @@ class Sessions:
         request.num_cached_tokens = NOT_SCHEDULED
         request.is_resumed = False
         request.resume_after_step = 0
-        self.in_flight.void_past_occupants(request)  # those belong to the output that has ended
+        self.in_flight.void_past_occupants(request)  # their tokens are of the output that has ended
         self.waiting.park(request)
         if request.next_chunks:
             self._begin_next_chunk(request, now)
@@ -116,5 +116,5 @@ class Sessions:
 
 
 def closes_session(chunk: ContinueSession) -> bool:
-    """The chunk brings no token and is the last one."""
+    """Whether the chunk has no tokens and is the last one."""
     return not len(chunk.prompt_token_ids) and not chunk.resumable

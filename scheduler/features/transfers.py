@@ -1,9 +1,9 @@
 """The connector, and the blocks that its transfers own: loads in the background, sends of ended
 requests, and blocks that the connector holds.
 
-A transfer owns a reference to each of its blocks from plan to confirmed end. A request that ends,
-is preempted or stops waiting drops only its own; a deadline ends the waiting, never the ownership:
-the blocks stay in quarantine until every rank has reported the end.
+A transfer owns a reference to each of its blocks from its plan until its end is confirmed. A
+request that ends, is preempted or stops waiting releases only its own. A deadline ends the waiting,
+not the ownership: the blocks stay in quarantine until every rank has reported the end.
 """
 
 import logging
@@ -34,7 +34,7 @@ _NO_DEADLINE: Final = float("inf")
 
 @dataclass(slots=True)
 class _Transfer:
-    """`request` is None if none waits for it: a load in quarantine, or a send."""
+    """`request` is None if no request waits for it: a load in quarantine, or a send."""
 
     blocks: HeldBlocks
     request: Request | None = None
@@ -48,11 +48,11 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True)
 class EndedLoad:
-    """A load that all ranks have reported, for a request that waits. `blocks` belong to the request
-    now.
+    """A load that all ranks have reported, and whose request waits for it. The request owns
+    `blocks` now.
 
-    num_good_tokens: leading tokens whose KV is in place; `is_whole` if nothing failed.
-    unwritten_block_ids: those of `blocks` that the load did not write.
+    num_good_tokens: leading tokens whose KV is valid; `is_whole` if nothing failed.
+    unwritten_block_ids: blocks that the load did not write.
     """
 
     request: Request
@@ -66,10 +66,10 @@ class EndedLoad:
 class Transfers:
     """Loads and sends by request id, held blocks by number.
 
-    num_ranks: all of them report every transfer once.
-    num_bad_reports: of unknown transfers, or repeated by one rank; ignored.
-    num_loading_blocks: of loads that a request waits for.
-    num_queried_tokens, num_hit_tokens: that the connector was asked for, and could load.
+    num_ranks: each rank reports every transfer once.
+    num_bad_reports: reports of unknown or already reported transfers, which are ignored.
+    num_loading_blocks: blocks of loads that a request waits for.
+    num_queried_tokens, num_hit_tokens: tokens looked up in the connector, and hits.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class Transfers:
         self.connector.update_state_after_alloc(view_of(request), block_ids, num_external)
 
     def count_lookup(self, request: Request, num_local: int, num_external: int) -> None:
-        """The request is admitted, or begins to load, with this many tokens found."""
+        """The request is admitted or begins to load, with these numbers of hit tokens."""
         self.num_queried_tokens += len(request.token_ids) - num_local
         self.num_hit_tokens += num_external
         request.num_external_tokens = num_external
 
     def finish(self, request: Request, blocks: HeldBlocks | None) -> FinishAction:
-        """The request ends with these blocks, which a send may keep: then they are its own."""
+        """The request ends with these blocks. A send may take them over."""
         block_ids = (EMPTY_INT32,) * self._kv_cache.num_groups
         if blocks is not None:
             block_ids = blocks.block_ids
@@ -133,13 +133,13 @@ class Transfers:
         deadline: float,
         order: int,
     ) -> None:
-        """`blocks` are being filled up to `num_tokens` tokens while the request waits."""
+        """A load fills `blocks` up to `num_tokens` tokens while the request waits."""
         load = _Transfer(blocks, request, num_tokens, deadline, order)
         self._loads[request.request_id] = load
         self.num_loading_blocks += blocks.num_blocks
 
     def abandon_load(self, request: Request) -> None:
-        """The request waits no more; the blocks of its load go into quarantine."""
+        """The request no longer waits; the blocks of its load are put into quarantine."""
         load = self._loads[request.request_id]
         load.request = None
         load.deadline = _NO_DEADLINE
@@ -161,7 +161,8 @@ class Transfers:
     # What ranks report
 
     def apply(self, report: TransferReport) -> tuple[ConnectorOutput, list[EndedLoad]]:
-        """What ended on all ranks: for the connector, and the loads that requests wait for."""
+        """Apply a report. Returns the transfers that have ended on all ranks, for the connector,
+        and the ended loads that requests wait for."""
         sent, received, ended = [], [], []
         if len(report.failed_block_ids):
             failed = set(report.failed_block_ids.tolist())
@@ -190,7 +191,7 @@ class Transfers:
         return output, ended
 
     def note_invalid(self, block_ids: Int32Array) -> None:
-        """These blocks hold wrong KV; loads may have begun after some of them."""
+        """These blocks hold wrong KV; they may precede blocks that are being loaded."""
         invalid = set(block_ids.tolist())
         for load in self._loads.values():
             load.invalid |= invalid & load.blocks.ids()
@@ -198,7 +199,7 @@ class Transfers:
     def _done(
         self, transfers: dict[str, _Transfer], request_id: str, rank: int
     ) -> _Transfer | None:
-        """The transfer, if this report is the last one that it waited for."""
+        """The transfer, if this report is the last of all ranks."""
         transfer = transfers.get(request_id)
         if transfer is None or not 0 <= rank < self._num_ranks or rank in transfer.ranks_done:
             self.num_bad_reports += 1
@@ -221,8 +222,8 @@ class Transfers:
                     break
         blocks, unwritten = load.blocks, load.failed
         if self._kv_cache.frees_skipped and num_good < load.num_tokens:
-            # A request cannot resume after every number of loaded tokens, nor are there blocks to
-            # compute the rest into where nothing was loaded.
+            # Not every number of loaded tokens is one to resume after, and there are no blocks to
+            # compute tokens in where nothing was loaded.
             num_good = self._kv_cache.resume_point(blocks.block_ids, num_good)
             blocks, rest = self._kv_cache.cut(blocks, num_good)
             self._kv_cache.release(rest)
@@ -252,12 +253,12 @@ class Transfers:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Blocks of abandoned loads."""
+        """Blocks of abandoned loads that have not ended."""
         return sum(load.blocks.num_blocks for load in self._loads.values() if load.request is None)
 
     def owners(self) -> Iterator[tuple[BlockState, str, HeldBlocks]]:
-        """What transfers own: for what, the id of the request that began it (none for blocks that
-        the connector holds), and the blocks."""
+        """The blocks of each transfer, with their state and the id of the request that began it
+        ("" for blocks that the connector holds)."""
         for request_id, load in self._loads.items():
             is_awaited = load.request is not None
             state = BlockState.TRANSFER if is_awaited else BlockState.QUARANTINED
@@ -275,7 +276,7 @@ class Transfers:
 
 
 def view_of(request: Request) -> RequestView:
-    """A request that does not run, as a connector may see it."""
+    """A connector's view of a request that does not run."""
     token_ids = request.token_ids.view()
     token_ids.setflags(write=False)
     return RequestView(

@@ -96,7 +96,7 @@ class OutputValidator:
             return None
         if self._is_outside(entries.token_ids):
             return f"a log probability is of a token id outside 0..{self.vocab_size - 1}"
-        flaw: str | None = "of rows that asked for none"
+        flaw: str | None = "of rows that requested none"
         if scored is not None:
             num_sampled = np.zeros(self.running.max_num_seqs, np.int64)
             num_sampled[planned.rows] = output.num_sampled if len(output.num_sampled) else 1

@@ -87,8 +87,8 @@ def test_a_request_that_does_not_fit_the_encoders_budget_waits_in_its_place(
     assert driver.running == ["a", "b"]  # d, which would fit, does not slip past c
     (waiting, behind) = driver.scheduler.make_report(driver.now, "engine").waiting
     assert waiting.waits_for == (
-        "its turn at the encoder: a step encodes max_num_encoder_input_tokens=24 tokens, of which "
-        "the last one has 4 left, and it brings 5"
+        "the encoder: a step encodes max_num_encoder_input_tokens=24 tokens, "
+        "the last step had 4 left, and the request needs 5"
     )
     assert behind.waits_for == "its turn: 1 ahead of it could run first"
     driver.step()

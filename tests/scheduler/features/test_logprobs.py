@@ -200,13 +200,13 @@ def one(**columns: list[int]) -> TokenLogprobs:
     [
         (one(positions=[5, 6]), "differ in length"),
         (one(token_ids=[20]), "differ in length"),
-        (one(owners=[1]), "of a row that asked for none"),
-        (one(owners=[7]), "of a row that asked for none"),
-        (one(owners=[-1]), "of a row that asked for none"),
+        (one(owners=[1]), "of a row that requested none"),
+        (one(owners=[7]), "of a row that requested none"),
+        (one(owners=[-1]), "of a row that requested none"),
         (one(token_ids=[20, 100]), r"outside 0\.\.99"),
         (one(token_ids=[-1, 3]), r"outside 0\.\.99"),
-        (scores([(0, 5, 20, 2)]), "more tokens, or fewer"),
-        (scores([(0, 4, 20, 1)]), "more tokens, or fewer"),  # no prompt token was asked for
+        (scores([(0, 5, 20, 2)]), "more or fewer tokens"),
+        (scores([(0, 4, 20, 1)]), "more or fewer tokens"),  # no prompt token was asked for
         (scores([(0, 6, 20, 1)]), "of positions that it did not compute"),
     ],
 )
@@ -229,7 +229,7 @@ def test_entries_that_nobody_asked_for_fit_no_plan() -> None:
     driver.add("r", prompt_of(5))
     driver.plan()
     answer = ModelRunnerOutput(1, 1, int32_array([9]), logprobs=scores([(0, 5, 9, 0)]))
-    with pytest.raises(InvalidOutput, match="of rows that asked for none"):
+    with pytest.raises(InvalidOutput, match="of rows that requested none"):
         driver.scheduler.update_from_output(answer, driver.now)
 
 
