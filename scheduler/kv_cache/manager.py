@@ -439,8 +439,8 @@ class KVCacheManager:
         return appended
 
     def grow_row(self, row: int, num_tokens: int) -> list[list[int]] | None:
-        """`grow` for one row: its new table entries per group. One row costs 4 us here and 21 in
-        `grow`, and under pressure a step asks once per row."""
+        """`grow` for one row: its new table entries per group. One row costs a sixth of `grow`, and
+        under pressure a step asks once per row."""
         wanted, num_new = [], 0
         for manager in self._managers:
             first = int(manager.num_blocks[row])
