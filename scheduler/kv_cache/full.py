@@ -175,6 +175,11 @@ class SingleTypeManager:
 
     def take(self, rows: list[int]) -> list[Int32Array]:
         """The blocks of each row, in order of position; the rows are empty then."""
+        if len(rows) == 1:  # a fifth of the time
+            (row,) = rows
+            block_ids: Int32Array = self.table[row, : self._num_blocks_item[row]].copy()
+            self._num_blocks_item[row] = self._num_cached_item[row] = 0
+            return [block_ids]
         counts = self.num_blocks[rows].tolist()
         tables = self.table[rows, : max(counts)]
         self.num_blocks[rows] = 0
