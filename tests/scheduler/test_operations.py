@@ -148,6 +148,20 @@ def test_an_answer_brings_tokens_then_ends_then_the_connectors_turn(steps_in_fli
     assert connector.log == ["end of one", "end of two", "answer 3"]
 
 
+def test_requests_that_end_in_one_step_free_their_blocks_in_admission_order() -> None:
+    driver = Driver()
+    sampling = {"repetition": RepetitionDetection(1, 1, 4)}  # such tokens are applied one by one
+    keys = [
+        driver.add("watched", prompt_of(5), max_tokens=2, sampling=sampling),
+        driver.add("plain", prompt_of(5, 30), max_tokens=2),
+    ]
+    driver.step()
+    tail_first = [*driver.table("watched")[::-1], *driver.table("plain")[::-1]]
+    driver.run()
+    assert list(driver.finished) == keys
+    assert driver.scheduler.kv_cache._pool.free_block_ids()[-4:] == tail_first
+
+
 @BOTH
 def test_an_end_says_what_happened_when_and_why(steps_in_flight: int) -> None:
     driver = pressed(

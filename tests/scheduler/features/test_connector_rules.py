@@ -1015,6 +1015,19 @@ def test_loads_together_stay_below_their_bound() -> None:
     driver.check_complete(*keys)
 
 
+def test_a_load_in_quarantine_does_not_count_towards_the_bound() -> None:
+    driver = background(max_loading_blocks=3, num_blocks=40)
+    abandoned = driver.add("abandoned", prompt_of(11))
+    driver.plan()
+    driver.abort(abandoned)
+    assert driver.scheduler.make_stats().num_quarantined_blocks == 3
+    key = driver.add("next", prompt_of(11, 20))
+    driver.plan()
+    assert [load.request_id for load in driver.adversary.loads_begun] == ["abandoned", "next"]
+    settle(driver)
+    driver.check_complete(key)
+
+
 def test_a_load_above_the_bound_does_not_wait_for_ever() -> None:
     driver = background(max_loading_blocks=3)
     keys = [driver.add(name, prompt_of(20, start)) for name, start in (("a", 0), ("b", 40))]

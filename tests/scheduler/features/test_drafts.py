@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
+from longshore.scheduler.features.drafts import Drafts
 from longshore.scheduler.request import RequestStatus
+from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows
 from longshore.scheduler.step.output_validator import InvalidOutput
+from longshore.scheduler.step.running import RunningTable
 from tests.scheduler.driver import (
     EOS,
     Driver,
@@ -20,6 +23,7 @@ from tests.scheduler.driver import (
     prompt_of,
     steady_token,
 )
+from tests.scheduler.test_request import make_request
 
 WRONG = 5
 """No request ever samples it."""
@@ -210,6 +214,22 @@ def test_drafts_for_rows_that_nobody_holds_or_that_still_prefill_are_ignored() -
         plan = driver.step()
         assert plan is not None
         assert (driver.scheduled, len(plan.draft_rows)) == ({"r": count}, 0)
+
+
+def test_drafts_of_a_plan_are_not_for_a_later_occupant_of_the_row() -> None:
+    running = RunningTable(1, 64, num_speculative_tokens=3)
+    earlier, later = make_request("earlier"), make_request("later")
+    tables = (EMPTY_INT32,)
+    running.admit(earlier, 4, tables)
+    planned = PlannedStep(1, SamplingRows(running, np.array([0])))
+    running.release([earlier])
+    running.admit(later, 4, tables)
+    running.advance(np.array([1]))
+    drafts = Drafts(running, grammars=None, is_async=False)
+    drafts.receive(int32_array([0]), int32_array([9]), planned)
+    assert running.num_drafts.tolist() == [0]
+    drafts.receive(int32_array([0]), int32_array([9]))
+    assert running.num_drafts.tolist() == [1]
 
 
 @pytest.mark.req("SPD-05")

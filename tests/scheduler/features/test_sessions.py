@@ -80,6 +80,16 @@ def test_a_session_finds_its_own_prefix_again(steps_in_flight: int) -> None:
     assert driver.finished[key].num_cached_tokens == 16
 
 
+def test_a_session_frees_its_blocks_after_those_of_requests_admitted_before_it() -> None:
+    driver = Driver()
+    driver.add("plain", prompt_of(5), max_tokens=2)
+    driver.add("s", prompt_of(5, 30), max_tokens=2, resumable=True)
+    driver.step()
+    tail_first = [*driver.table("plain")[::-1], *driver.table("s")[::-1]]
+    until_it_waits(driver, "s")
+    assert driver.scheduler.kv_cache._pool.free_block_ids()[-4:] == tail_first
+
+
 @BOTH
 def test_a_stop_id_ends_an_output_and_tokens_behind_it_are_dropped(steps_in_flight: int) -> None:
     driver = Driver(

@@ -372,3 +372,22 @@ def test_what_a_connector_brings_within_a_step_takes_blocks_only_where_they_are_
     for name, key in keys.items():
         assert driver.received[key] == expected_output(name, 9)
     driver.scheduler.check()
+
+
+def test_bad_blocks_spread_through_a_request_that_has_ended_to_one_that_found_its_blocks() -> None:
+    """Within a window a hit holds only the last blocks, so `late` holds none of `bad`'s blocks."""
+    driver = HybridDriver(window(5), max_steps_in_flight=2)
+    bad = driver.add("bad", prompt_of(9), max_tokens=4)
+    between = driver.add("between", prompt_of(21), max_tokens=4)
+    driver.plan()
+    assert [start.num_computed_tokens for start in driver.plans[-1].added] == [0, 8]
+    driver.abort(between)
+    late = driver.add("late", prompt_of(22), max_tokens=4)
+    driver.plan()
+    assert [start.num_computed_tokens for start in driver.plans[-1].added] == [20]
+    driver.answer(nan_rows=[0])
+    driver.plan()
+    assert [rewind.num_computed_tokens for rewind in driver.plans[-1].rewound] == [0]
+    driver.run()
+    assert driver.reason(bad) is FinishReason.ERROR
+    assert driver.received[late] == expected_output("late", 4)

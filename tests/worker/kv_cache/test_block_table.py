@@ -83,6 +83,12 @@ def test_a_slot_is_its_block_times_the_block_size_plus_the_offset(
     assert slot == rows[row][position // block_size] * block_size + position % block_size
 
 
+@pytest.mark.req("WBT-01")
+def test_slots_beyond_31_bits_do_not_wrap_around() -> None:
+    block_id = 2**31 // 64 + 1
+    assert slots_of(table_of([[block_id]], block_size=64), [0], [3]).tolist() == [2**31 + 64 + 3]
+
+
 @pytest.mark.req("NUM-07", "WBT-04")
 def test_an_allocated_block_is_several_kernel_blocks() -> None:
     table = table_of([[0, 1, 2]], block_size=32, kernel_block_size=16, max_model_len=96)

@@ -81,6 +81,12 @@ def test_no_text_is_held_that_cannot_begin_a_stop(text: str, stop: str) -> None:
         assert not any(stop.startswith(beginning) for beginning in longer)
 
 
+def test_of_stops_that_end_together_the_longest_is_cut() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    shown, _ = read(tokenizer, tokenizer.encode("baab"), StopStrings(("ab", "aab", "baba")))
+    assert "".join(shown) == "b"
+
+
 def test_tokens_behind_the_one_that_ends_a_stop_do_not_count() -> None:
     tokenizer = TOKENIZERS["byte level"]
     _, answer = read(tokenizer, tokenizer.encode("a the b"), StopStrings((" th",)), sizes=(5,))
