@@ -1,1 +1,1 @@
-"""Which blocks each request holds, which are free, and which prefix is cached in them."""
+"""The KV cache: block tables, block hashes, the prefix cache, the block pool, and holds."""

@@ -4,8 +4,8 @@ block_hash = H(parent's hash ‖ the block's tokens as little-endian int32 ‖ f
 blocks have the same hash only if their whole prefixes and extra keys are equal. The first parent is
 a secret seed of the deployment, so its processes agree on hashes and outsiders cannot guess them.
 
-Chains may be finer than the blocks of a group: a block of several hash blocks has the hash of the
-last of them, which covers all of its tokens and everything before them.
+Hash blocks may be smaller than the blocks of a group: a block of several hash blocks has the hash
+of the last of them, which covers all of its tokens and everything before them.
 """
 
 import hashlib
@@ -22,16 +22,16 @@ _GROUP_BYTES: Final = 4
 
 
 def block_key(block_hash: bytes, group: int) -> bytes:
-    """A key outside the prefix cache: the hash, then the KV cache group, 4 bytes big-endian."""
+    """A block's key outside the prefix cache: its hash, then its group, 4 bytes big-endian."""
     return block_hash + group.to_bytes(_GROUP_BYTES, "big")
 
 
 class ExtraKeys:
     """What block hashes cover in addition to tokens.
 
-    Salt and adapter enter the first block, and through the chain all others. A multimodal item
-    enters each block that it overlaps, with its hash and the position where it starts; embeddings
-    in place of prompt tokens enter their block as a digest.
+    Salt and adapter are hashed with the first block, and so affect the whole chain. A multimodal
+    item is hashed with each block that it overlaps, by its hash and start position. Embeddings in
+    place of prompt tokens are hashed with their block, as a digest.
 
     num_tokens: blocks that begin at or after this many tokens have no extra keys.
     """
@@ -113,15 +113,15 @@ def _with_keys(
 
 
 def _frame(parts: Iterable[bytes]) -> bytes:
-    """Parts with their lengths, so that no two lists of parts give the same bytes."""
+    """Parts with their lengths, so that different lists of parts give different bytes."""
     return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
 
-_Blocks = Iterable[tuple[Any, ...]]  # as struct.iter_unpack gives them: one item of bytes each
+_Blocks = Iterable[tuple[Any, ...]]  # as struct.iter_unpack yields them: tuples of one bytes object
 
 
 class _Algorithm(Protocol):
-    """Loops without a call per block: that would cost as much as a hash."""
+    """Hashes many blocks per call, because a call per block costs as much as a hash."""
 
     def chain(self, parent: bytes, blocks: _Blocks) -> list[bytes]:
         """Hashes of consecutive blocks, the first of which follows `parent`."""

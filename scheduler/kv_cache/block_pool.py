@@ -1,8 +1,8 @@
-"""The blocks of the KV cache: who holds each, its hash, and which is allocated next.
+"""The blocks of the KV cache: their references, their hashes, and which is allocated next.
 
 One pool serves all groups. A block without a reference keeps its hash and its content until it is
 allocated again, so the free queue is also the prefix cache, evicted in LRU order. Blocks are
-integers; the columns here are indexed by them, and read one by one or in bulk, whichever is faster
+integers, which index the columns here. These are read one by one or in bulk, whichever is faster
 for the number of blocks.
 """
 
@@ -30,14 +30,14 @@ from longshore.scheduler.kv_cache.hash_map import BlockHashMap
 
 
 class BlockPool:
-    """`num_blocks` blocks with the null block, which is a placeholder: never allocated, never
-    freed, never cached, its references not counted.
+    """`num_blocks` blocks, including the null block: a placeholder that is never allocated, freed
+    or cached, and whose references are not counted.
 
-    num_set_aside: blocks after it that are in use for good, and never allocated either.
-    metrics: receives every block that is allocated, hit and evicted.
-    events:  receives every hash whose last block is gone.
+    num_set_aside: blocks after the null block that are always in use and never allocated.
+    metrics: receives every block that is allocated, hit or evicted.
+    events:  receives every hash whose last block was evicted or uncached.
 
-    Block ids come as int32 arrays or, few of them, as lists: see `blocks.BlockIds`.
+    Block ids are int32 arrays or, if they are few, lists: see `blocks.BlockIds`.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class BlockPool:
 
     def _start_empty(self) -> None:
         self.free_queue = FreeQueue(self.num_blocks, self._num_set_aside)
-        # A block stands in the free queue, or its place there is minus the number of its holders:
-        # it cannot be both free and held.
+        # The position of a block in the free queue, or minus its number of references if it is
+        # held: so it cannot be both free and held.
         self._position, self._position_item = (
             self.free_queue.position,
             self.free_queue.position_item,
@@ -75,7 +75,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated; cached ones without a reference are among them."""
+        """Blocks that can be allocated, including cached ones without a reference."""
         return self.free_queue.num_free
 
     @property
@@ -91,14 +91,13 @@ class BlockPool:
         return int(self._group[block_id]) if len(self._group) else 0
 
     def free_block_ids(self) -> list[int]:
-        """All free blocks, the next to be allocated first. O(n): for checks, not for the step."""
+        """All free blocks in order of allocation. O(n): for checks, not for steps."""
         return list(self.free_queue)
 
     # Blocks
 
     def get_new_blocks(self, count: int) -> BlockIds:
-        """Allocate the blocks freed longest ago; those that are cached are evicted. Raises
-        OutOfBlocks."""
+        """Allocate the blocks freed first; cached ones are evicted. Raises OutOfBlocks."""
         if count > FEW_BLOCKS:
             block_ids = self.free_queue.popleft_n(count)
             self._evict(block_ids.tolist())
@@ -110,8 +109,8 @@ class BlockPool:
     def get_settled_blocks(
         self, count: int, answered_step: int, keep: Int32Array
     ) -> Int32Array | None:
-        """`get_new_blocks` of blocks that no plan after `answered_step` mentions and that are not
-        among `keep`. None, and nothing has changed, if there are fewer."""
+        """`get_new_blocks` for blocks that no plan after `answered_step` refers to and that are not
+        in `keep`. None, and nothing has changed, if there are too few."""
         pieces: list[Int32Array] = []
         missing = count
         for block_ids in self.free_queue.chunks():
@@ -130,10 +129,10 @@ class BlockPool:
         return found
 
     def free_blocks(self, block_ids: BlockIds, step: int = 0) -> None:
-        """Drop one reference each; blocks without another one join the free queue in the order
-        given and stay cached. `step` is the newest plan that may still mention them; 0: no plan.
+        """Release one reference each. Blocks without another one are appended to the free queue in
+        this order and stay cached. step: the newest plan that may still refer to them; 0: none.
 
-        Raises NotTaken, having changed nothing, if a block has too few references.
+        Raises NotTaken, and nothing has changed, if a block has too few references.
         """
         index = None if len(block_ids) <= FEW_BLOCKS else self._bulk_index(block_ids)
         if index is None:
@@ -144,14 +143,14 @@ class BlockPool:
             return
         left = self._position[index] + 1
         if left.max(initial=0) > 0:
-            raise NotTaken(f"block {index[left.argmax()]} is freed, but it has no reference")
+            raise NotTaken(f"block {index[left.argmax()]} cannot be freed: it has no reference")
         self._position[index] = left
         self.free_queue.append_n(index[left == 0].astype(np.int32))
         if step:
             self.fence(block_ids, step)
 
     def touch(self, block_ids: BlockIds) -> None:
-        """Add one reference each; a block that had none leaves the free queue."""
+        """Add one reference each; a block that had none is removed from the free queue."""
         index = None if len(block_ids) <= FEW_BLOCKS else self._bulk_index(block_ids)
         if index is None:
             position = self._position_item
@@ -169,21 +168,21 @@ class BlockPool:
             self.metrics.accessed(accessed[accessed != NULL_BLOCK])
 
     def is_private(self, block_id: int, answered_step: int) -> bool:
-        """Whether the block\'s one holder may write to it: it has one reference, is not cached, and
-        no plan after `answered_step` mentions it for an earlier holder."""
+        """Whether the block's only holder may write to it: it has one reference, is not cached, and
+        no plan after `answered_step` refers to it for an earlier holder."""
         is_settled = self._fence_item[block_id] <= answered_step
         return self._position_item[block_id] == -1 and self._hashes[block_id] is None and is_settled
 
     def num_unheld(self, block_ids: BlockIds) -> int:
-        """How many of these blocks, all different, `touch` would take from the free queue."""
+        """How many of these blocks, all different, are free."""
         if isinstance(block_ids, list):
             position = self._position_item
             return len([block_id for block_id in block_ids if position[block_id] >= 0])
         return int(np.count_nonzero(self._position[block_ids.astype(np.int64)] >= 0))
 
     def fence(self, block_ids: BlockIds, step: int) -> None:
-        """Plan `step`, the newest, mentions these blocks: until it is answered they may, once free,
-        be allocated for compute but not as the target of a load."""
+        """Plan `step`, the newest, refers to these blocks: until it is answered and once they are
+        free, they may be allocated for compute but not as the target of a load."""
         if isinstance(block_ids, list):
             fence = self._fence_item
             for block_id in block_ids:
@@ -192,13 +191,13 @@ class BlockPool:
             self._fence[block_ids.astype(np.int64)] = step
 
     def _bulk_index(self, block_ids: BlockIds) -> Int64Array | None:
-        """The blocks without the null block, or None if some come twice: vector operations need
-        them to be different."""
+        """The blocks without the null block; None if one is repeated, because vector operations
+        need different blocks."""
         index: Int64Array = np.array(block_ids, np.int64)
         if not index.all():
             index = index[index != NULL_BLOCK]
         order = np.arange(len(index), dtype=np.int32)
-        self._scratch[index] = order  # of a block that comes twice, the later order stays
+        self._scratch[index] = order  # of a repeated block, the last order remains
         return index if (self._scratch[index] == order).all() else None
 
     # The prefix cache
@@ -206,9 +205,8 @@ class BlockPool:
     def cache_blocks(
         self, block_ids: Sequence[int], hashes: Sequence[bytes], group: int = 0
     ) -> None:
-        """Make full blocks, all different, findable: `block_ids[i]` holds the KV of the prefix
-        with hash `hashes[i]`. Blocks that are cached already stay as they are; null blocks are
-        skipped."""
+        """Cache full blocks, all different: `block_ids[i]` holds the KV of the prefix with hash
+        `hashes[i]`. Cached blocks keep their hashes; null blocks are skipped."""
         ids, column = block_ids, self._hashes
         before = [column[block_id] for block_id in ids]
         if NULL_BLOCK in ids or before.count(None) < len(before):
@@ -225,7 +223,7 @@ class BlockPool:
         self._prefixes[group].insert_n(hashes, ids)
 
     def get_cached_block(self, block_hash: bytes, groups: Sequence[int]) -> list[int] | None:
-        """One block per group that holds this prefix; None if any group has none."""
+        """One block with this hash per group; None if a group has none."""
         block_ids: list[int] = []
         for group in groups:
             block_id = self._prefixes[group].get_one_block(block_hash)
@@ -244,19 +242,19 @@ class BlockPool:
         self._uncache(block_ids if isinstance(block_ids, list) else block_ids.tolist())
 
     def num_leading_cached(self, block_ids: Int32Array) -> int:
-        """How many of these blocks are cached, or null, before the first that is neither."""
+        """How many leading blocks are cached or null."""
         hashes = [self._hashes[block_id] if block_id else b"" for block_id in block_ids.tolist()]
         return hashes.index(None) if None in hashes else len(hashes)
 
     def reset_prefix_cache(self) -> bool:
-        """Uncache all blocks. False, and nothing happens, while any block is held."""
+        """Uncache all blocks. False, and nothing has changed, while any block is held."""
         if self.num_free != self.num_usable:
             return False
         self._uncache_all()
         return True
 
     def clear(self) -> None:
-        """All blocks free, uncached and unfenced; references to them are void."""
+        """Make all blocks free, uncached and unfenced; references to them are void."""
         self._start_empty()
         self._uncache_all()
 
@@ -269,7 +267,7 @@ class BlockPool:
             self._events.cleared()
 
     def _evict(self, block_ids: list[int]) -> None:
-        """Blocks just taken from the free queue are not cached any more."""
+        """Uncache blocks that have just been allocated."""
         evicted = self._uncache(block_ids)
         if self.metrics is not None:
             self.metrics.evicted(int32_array(evicted))
@@ -304,18 +302,18 @@ class BlockPool:
     # Checks
 
     def references(self) -> Int64Array:
-        """(num_blocks,) references to each block; null block and those set aside count none."""
+        """(num_blocks,) references to each block; 0 for the null block and those set aside."""
         references = np.maximum(-self._position, 0).astype(np.int64)
         references[: NULL_BLOCK + 1 + self._num_set_aside] = 0
         return references
 
     def num_references(self, block_ids: Int64Array) -> Int64Array:
-        """References to each of these blocks, null block and those set aside not among them."""
+        """References to each of these blocks, without the null block and those set aside."""
         return np.maximum(-self._position[block_ids], 0).astype(np.int64)
 
     def states(self) -> UInt8Array:
-        """(num_blocks,) a new column with a `BlockState` each, as far as references and names tell:
-        HELD by one, SHARED by several. A few vector operations, whatever the blocks do."""
+        """(num_blocks,) a `BlockState` each, as far as references and hashes determine it: HELD by
+        one holder, SHARED by several. Takes a few vector operations."""
         is_held = (self._position < 0).view(np.uint8)
         states: UInt8Array = (self._position < TAKEN).view(np.uint8)
         states += BlockState.FREE.value
@@ -325,9 +323,9 @@ class BlockPool:
         return states
 
     def check(self, num_holders: Int64Array) -> None:
-        """Raise LongshoreError if the books are off. num_holders: (num_blocks,) references that
-        holders claim. Null block, held and free blocks must be all blocks, references as
-        many as holders, and exactly the cached blocks be found."""
+        """Raise LongshoreError if the pool is inconsistent. num_holders: (num_blocks,) references
+        that holders have. The null block, held and free blocks must be all blocks, reference
+        counts must match, and exactly the cached blocks must be found by their hashes."""
         references = self.references()
         wrong = np.flatnonzero(references != num_holders)
         if len(wrong):
@@ -341,7 +339,7 @@ class BlockPool:
         if len(set(free)) != self.num_free or num_held + self.num_free != self.num_usable:
             raise LongshoreError(
                 f"{len(set(free))} blocks are in the free queue, which counts {self.num_free}; "
-                f"{num_held} are held; there are {self.num_usable} beside the null block"
+                f"{num_held} are held; {self.num_usable} are usable"
             )
         cached = [
             block_id for block_id, block_hash in enumerate(self._hashes) if block_hash is not None
@@ -354,4 +352,4 @@ class BlockPool:
             raise LongshoreError("the column of cached blocks differs from their hashes")
         num_found = sum(prefixes.num_holders for prefixes in self._prefixes)
         if num_found != len(cached):
-            raise LongshoreError(f"{num_found} blocks are found by name, {len(cached)} have one")
+            raise LongshoreError(f"{num_found} blocks are found by hash, {len(cached)} have one")

@@ -1,6 +1,6 @@
 """Values that pass between the KV cache and its callers: a cached prefix, blocks to allocate, held
 blocks, blocks to copy. All but the last are per KV cache group, in order of position, with the null
-block where none is needed.
+block at positions that need no block.
 """
 
 from collections.abc import Sequence
@@ -11,22 +11,22 @@ import numpy as np
 from longshore.protocol.arrays import Int32Array
 
 BlockIds: TypeAlias = Int32Array | list[int]
-"""A few blocks travel as a list: making an array of one costs more than allocating one."""
+"""A few blocks are passed as a list: an array of one block costs more than its allocation."""
 
 FEW_BLOCKS: Final = 96
 """Up to this many blocks a scalar loop is faster than the fixed cost of vector operations."""
 
 
 class ComputedBlocks(NamedTuple):
-    """A cached prefix: `block_ids[group]` in order of position, `num_tokens` in all. The null block
-    stands where a group needs none."""
+    """A cached prefix of `num_tokens` tokens: `block_ids[group]` in order of position, the null
+    block where a group needs none."""
 
     block_ids: tuple[BlockIds, ...]
     num_tokens: int
 
 
 class BlockDemand(NamedTuple):
-    """What a request that starts needs: its cached prefix, and `num_new` new blocks.
+    """What a request that starts needs: its cached prefix and `num_new` new blocks.
     `positions[group]` are the entries of its block table that get one, up to `ends[group]`."""
 
     computed: ComputedBlocks
@@ -37,7 +37,7 @@ class BlockDemand(NamedTuple):
 
 class HeldBlocks(NamedTuple):
     """Block tables without a row: `block_ids[group]` in order of position. The owner of this value
-    owns one reference to each block but the null block, until it is attached or released."""
+    owns one reference to each block except the null block, until it is attached or released."""
 
     block_ids: tuple[Int32Array, ...]
 
@@ -47,7 +47,7 @@ class HeldBlocks(NamedTuple):
         return sum(map(len, self.block_ids))
 
     def ids(self) -> set[int]:
-        """The different blocks."""
+        """The set of blocks."""
         return set(np.concatenate(self.block_ids).tolist())
 
 

@@ -1,7 +1,8 @@
-"""Across KV cache groups: the prefix that all of them can serve, and the order in which they free.
+"""Across KV cache groups: the longest prefix that all groups have cached, and the order in which a
+request's blocks are freed.
 
-Without prefix caching nothing is looked up or cached; groups that cache nothing (cross attention)
-do not take part. Of the others one alone decides, and several must agree.
+Without prefix caching nothing is looked up or cached. Groups that cache nothing (cross attention)
+are left out of lookups; all others must have the prefix.
 """
 
 import math
@@ -55,7 +56,7 @@ _Manager = TypeVar("_Manager", bound=type[SingleTypeManager])
 
 
 def register_manager(spec_type: type) -> Callable[[_Manager], _Manager]:
-    """Class decorator: this manager serves groups of `spec_type` from now on."""
+    """Class decorator: use this manager for groups of `spec_type`."""
 
     def register(manager: _Manager) -> _Manager:
         _MANAGERS[spec_type] = manager
@@ -65,14 +66,14 @@ def register_manager(spec_type: type) -> Callable[[_Manager], _Manager]:
 
 
 def manager_class(spec: object) -> type[SingleTypeManager]:
-    """The class for groups of this spec. Raises ConfigError if there is none."""
+    """The manager class for groups of this spec. Raises ConfigError if there is none."""
     if isinstance(spec, CustomSpec):
         return _load(spec)
     try:
         return _MANAGERS[type(spec)]
     except KeyError:
         raise ConfigError(
-            f"no block manager is registered for {type(spec).__name__}; known are "
+            f"no block manager is registered for {type(spec).__name__}; there are managers for "
             f"{', '.join(sorted(known.__name__ for known in _MANAGERS))}"
         ) from None
 
@@ -96,7 +97,7 @@ def _load(spec: CustomSpec) -> type[SingleTypeManager]:
 class KVCacheCoordinator:
     """The managers of all groups, and those among them whose blocks are cached.
 
-    use_eagle: a drafter needs the hidden states of the last hit block, so it is computed again.
+    use_eagle: recompute the last hit block, because a drafter needs its hidden states.
     """
 
     def __init__(
@@ -115,14 +116,14 @@ class KVCacheCoordinator:
     def find_longest_hit(
         self, hashes: Sequence[bytes], max_tokens: int
     ) -> tuple[tuple[BlockIds, ...], int]:
-        """Blocks per group of the longest prefix of at most `max_tokens` tokens that every caching
-        group can serve, and its tokens: a multiple of all their block sizes, or 0. Null blocks
-        stand where a group needs none."""
+        """The longest prefix of at most `max_tokens` tokens that all caching groups have: its
+        blocks per group, with null blocks where a group needs none, and its number of tokens, a
+        multiple of all their block sizes, or 0."""
         raise NotImplementedError
 
 
 class NoPrefixCacheCoordinator(KVCacheCoordinator):
-    """Any number of groups, nothing cached."""
+    """Any number of groups; nothing is cached."""
 
     def find_longest_hit(
         self, hashes: Sequence[bytes], max_tokens: int
@@ -131,11 +132,11 @@ class NoPrefixCacheCoordinator(KVCacheCoordinator):
 
 
 class HybridCoordinator(KVCacheCoordinator):
-    """Several groups that cache: each kind of attention accepts the current length or shortens it,
-    until all accept. The length only falls, so the search ends.
+    """Several caching groups: each kind of attention accepts the current length or shortens it,
+    until all accept. The length only decreases, so the search ends.
 
-    Kinds that keep every block serve each prefix of what they serve: they are searched once, first,
-    and cut to the result.
+    Kinds that keep every block have each prefix of what they have: they are searched once, first,
+    and their hits are cut to the result.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class HybridCoordinator(KVCacheCoordinator):
         max_tokens: int,
         hits: list[BlockIds],
     ) -> int:
-        """`_shorten` for a kind that keeps every block; its hits may reach beyond."""
+        """`_shorten` for a kind that keeps every block; its hits may be longer."""
         size = kind[0].block_size
         wanted = kind[0].hashes_of_blocks(hashes, 0, max_tokens // size)
         num_tokens = self._find_all(kind, wanted, hits) * size
@@ -196,8 +197,8 @@ class HybridCoordinator(KVCacheCoordinator):
     def _find_all(
         kind: list[SingleTypeManager], hashes: Sequence[bytes], hits: list[BlockIds]
     ) -> int:
-        """How many of these blocks, from the first on, all groups of one kind have; the blocks of
-        each group, and maybe more, go into `hits`."""
+        """How many of these blocks, from the first on, all groups of one kind have. Writes the
+        blocks of each group, and possibly more, to `hits`."""
         num_found = len(hashes)
         for manager in kind:
             hits[manager.group] = found = manager.find(hashes)
@@ -213,11 +214,11 @@ class HybridCoordinator(KVCacheCoordinator):
         max_tokens: int,
         hits: list[BlockIds],
     ) -> int:
-        """The longest prefix of at most `max_tokens` tokens that all groups of one kind can serve,
-        also after the last tokens are dropped (`use_eagle`); their blocks go into `hits`.
+        """The longest prefix of at most `max_tokens` tokens that all groups of one kind have, also
+        after the last tokens are dropped (`use_eagle`). Writes their blocks to `hits`.
 
-        A prefix needs the blocks from `first_needed` on, which never falls as the prefix grows. So
-        if one of them is missing, no shorter prefix that ends after the missing block fits either.
+        A prefix needs the blocks from `first_needed` on, which never decreases as the prefix grows.
+        So if one of them is missing, every shorter prefix that ends after it lacks it as well.
         """
         first, dropped = kind[0], self._num_dropped
         size = first.block_size
@@ -241,7 +242,7 @@ class HybridCoordinator(KVCacheCoordinator):
 
 
 class UnitaryCoordinator(HybridCoordinator):
-    """One group that caches: its manager's answer is the answer."""
+    """One caching group, whose hit is the result."""
 
     def find_longest_hit(
         self, hashes: Sequence[bytes], max_tokens: int
@@ -257,7 +258,7 @@ class UnitaryCoordinator(HybridCoordinator):
 
 
 def _after_nulls(count: int, block_ids: BlockIds, end: int) -> BlockIds:
-    """The table entries up to `end` whose first `count` are null blocks."""
+    """The table entries up to `end`: `count` null blocks, then `block_ids`."""
     if isinstance(block_ids, list) and end <= FEW_BLOCKS:
         entries = [NULL_BLOCK] * count + block_ids
         return entries if len(entries) == end else entries[:end]
@@ -276,8 +277,8 @@ def make_coordinator(
     max_num_batched_tokens: int | None = None,
     max_steps_in_flight: int = DEFAULT_STEPS_IN_FLIGHT,
 ) -> KVCacheCoordinator:
-    """The coordinator for these groups. Raises ConfigError if a kind of attention has no manager,
-    or if a block does not consist of whole hash blocks."""
+    """The coordinator for these groups. Raises ConfigError if a kind of attention has no manager
+    or a block does not consist of whole hash blocks."""
     managers = [
         manager_class(group.spec)(
             group.spec,
@@ -307,10 +308,10 @@ def make_coordinator(
 
 
 class FreeOrder:
-    """The order in which a request's blocks of several groups go back to the pool.
+    """The order in which a request's blocks of several groups are freed.
 
-    Tail first: eviction takes the block freed longest ago, and a prefix is worth more than its
-    continuation.
+    Tail first: eviction takes the block that was freed first, and a prefix is more valuable than
+    its continuation.
 
     block_sizes:   tokens per block, by group.
     frees_skipped: by group, whether its tables may begin with null blocks.
@@ -323,12 +324,12 @@ class FreeOrder:
         self._frees_skipped = tuple(frees_skipped)
 
     def tail_first(self, tables: Sequence[Int32Array]) -> Int32Array:
-        """The blocks of all groups but for null ones, whichever ends at a later token first, and of
-        those that end at the same token in order of group. `tables` are by group, from position 0.
+        """The blocks of all groups without null blocks, by the token at which they end, latest
+        first, then by group. `tables` are by group, from position 0.
 
-        A grid has a line per token at which a block may end, counted in the greatest common divisor
-        of all block sizes, and a column per group; it is read from the bottom up. If tables are
-        long, it begins where more than one group has blocks.
+        The blocks are put into a grid with a line per token at which a block can end (in units of
+        the greatest common divisor of all block sizes) and a column per group, which is read from
+        the bottom up. If tables are long, it begins where more than one group has blocks.
         """
         lengths = list(map(len, tables))
         top, lone = 0, 0
@@ -351,7 +352,7 @@ class FreeOrder:
         return np.concatenate((block_ids, above[above.nonzero()]))
 
     def _first_line(self, group: int, table: Int32Array) -> int:
-        """Where the group's first block begins, if it has any."""
+        """The line where the group's first block begins, if it has one."""
         if not (self._frees_skipped[group] and len(table)):
             return 0
         return self._strides[group] * int(table.astype(np.bool_).argmax())

@@ -1,11 +1,11 @@
 """The order in which free blocks are allocated: least recently freed first.
 
-A log of block ids with lazy deletion, in place of a linked list: `ring[position] = block` and
-`position[block] = position`, and an entry counts only while the two agree. Appending and taking n
-blocks are then a few vector operations instead of n relinkings, and taking one from the middle is
-one store. When the log is full its live entries move to the front: it is twice as long as there
-are blocks, so that costs O(1) per append. There is no end marker and no link to repair, hence no
-edge case and no fake node that could be allocated.
+A log of block ids with lazy deletion, instead of a linked list: `ring[position] = block` and
+`position[block] = position`, and an entry is live only while the two agree. Appending or removing n
+blocks takes a few vector operations instead of n changes of links, and removing one from the middle
+takes one store. When the log is full, its live entries move to the front; it is twice as long as
+the number of blocks, so this costs O(1) per append. There are no links to repair and no sentinel
+nodes, hence no edge cases for them.
 """
 
 from collections.abc import Iterator
@@ -24,27 +24,27 @@ _CHUNK: Final = 1024
 
 
 class OutOfBlocks(LongshoreError):
-    """More blocks were asked for than are free; nothing has changed."""
+    """More blocks are needed than are free; nothing has changed."""
 
 
 class NotInFreeQueue(LongshoreError):
-    """A block that is not in the free queue was to be removed from it; nothing has changed."""
+    """A block to be removed is not in the free queue; nothing has changed."""
 
 
 class NotTaken(LongshoreError):
-    """A block without a reference was freed; nothing has changed."""
+    """A block to be freed has no reference; nothing has changed."""
 
 
 class FreeQueue:
     """Blocks 1..num_blocks-1, all free at first, in ascending order. The first `num_set_aside` of
-    them, like the null block, never enter nor leave the queue.
+    them, like the null block, are never in the queue.
 
-    position: (num_blocks,) int32, where a free block stands, 0 or more; of an allocated one minus
-              the number of its references, so that nothing can be free and held. The null block
-              has neither: it is PINNED. Blocks set aside have one reference for ever.
+    position: (num_blocks,) int32, the position of a free block, 0 or more; of a held one, minus its
+              number of references, so no block can be both free and held. The null block is PINNED.
+              Blocks set aside always have one reference.
     position_item: the same memory for scalar access, which costs half as much as numpy's.
 
-    Block ids go in and out as int32 arrays, few of them as lists. `num_free` is always exact.
+    Block ids are int32 arrays or, if they are few, lists. `num_free` is always exact.
     """
 
     def __init__(self, num_blocks: int, num_set_aside: int = 0) -> None:
@@ -68,13 +68,13 @@ class FreeQueue:
             yield from block_ids.tolist()
 
     def chunks(self) -> Iterator[Int32Array]:
-        """The queue from its head, in pieces; it must not change meanwhile."""
+        """The queue from its head, in pieces; it must not change during the iteration."""
         for start in range(self._head, self._tail, _CHUNK):
             entries, live = self._live(start, min(start + _CHUNK, self._tail))
             yield entries[live]
 
     def popleft_n(self, count: int) -> Int32Array:
-        """The `count` blocks freed longest ago, oldest first; each has one reference now. Raises
+        """Remove the `count` blocks that were freed first; each gets one reference. Raises
         OutOfBlocks."""
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks are needed, {self.num_free} are free")
@@ -113,7 +113,7 @@ class FreeQueue:
         return popped
 
     def append_n(self, block_ids: Int32Array) -> None:
-        """Append blocks without a reference, all different; the first is allocated first."""
+        """Append blocks without references, all different; the first is allocated first."""
         count = len(block_ids)
         if self._tail + count > self._capacity:
             self._move_to_front()
@@ -124,8 +124,8 @@ class FreeQueue:
         self.num_free += count
 
     def release_few(self, block_ids: list[int]) -> None:
-        """Drop one reference each; blocks without another one are appended in the order given.
-        Raises NotTaken, and nothing has changed, if one has none."""
+        """Release one reference each; blocks without another one are appended in this order.
+        Raises NotTaken, and nothing has changed, if a block has none."""
         if self._tail + len(block_ids) > self._capacity:
             self._move_to_front()
         first = tail = self._tail
@@ -140,21 +140,21 @@ class FreeQueue:
                 for freed in reversed(block_ids[:index]):
                     position[freed] = TAKEN if position[freed] >= first else position[freed] - 1
                 position[NULL_BLOCK] = PINNED
-                raise NotTaken(f"block {block_id} is freed, but it has no reference")
+                raise NotTaken(f"block {block_id} cannot be freed: it has no reference")
             elif block_id != NULL_BLOCK:
                 position[block_id] = left
         self._tail = tail
         self.num_free += tail - first
 
     def remove(self, block_id: int) -> None:
-        """Remove one block, wherever it stands. Raises NotInFreeQueue."""
+        """Remove one block at any position. Raises NotInFreeQueue."""
         if self.position_item[block_id] < 0:
             raise NotInFreeQueue(f"block {block_id} is not free")
         self.position_item[block_id] = TAKEN
         self.num_free -= 1
 
     def remove_n(self, block_ids: Int32Array | Int64Array) -> None:
-        """`remove` for blocks that are all different."""
+        """`remove` for several blocks, all different."""
         index = block_ids.astype(np.int64)
         is_taken = self.position[index] < 0
         if is_taken.any():
@@ -163,7 +163,7 @@ class FreeQueue:
         self.num_free -= len(index)
 
     def _live(self, start: int, end: int) -> tuple[Int32Array, Int64Array]:
-        """The entries at positions [start, end), and which of them count."""
+        """The entries at positions [start, end), and which of them are live."""
         entries = self._ring[start:end]
         positions = self.position[entries.astype(np.int64)]
         return entries, np.flatnonzero(positions == np.arange(start, end, dtype=np.int32))

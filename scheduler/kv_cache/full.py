@@ -1,7 +1,7 @@
 """The block tables of one KV cache group, one manager class per kind of attention.
 
-Here are the base class and the kinds that keep every block while a request runs; those that free
-blocks early are in `windowed`, and `coordinator` chooses the class for a spec.
+This module has the base class and the kinds that keep every block while a request runs. Kinds that
+free blocks early are in `windowed`; `coordinator` chooses the class for a spec.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ _NO_ROWS: Final[Int64Array] = np.empty(0, np.int64)
 
 
 class SingleTypeManager:
-    """Block tables of one group, for attention to all tokens before a token.
+    """Block tables of one group, for attention to all earlier tokens.
 
-    table:      (max_num_seqs, positions) int32, block ids in order of position; the memory of
-                a row is touched only as far as it is used.
+    table:      (max_num_seqs, positions) int32, block ids in order of position; memory is used
+                only as far as a row is written.
     num_blocks: (max_num_seqs,) int64, table entries in use.
-    num_cached_blocks: (max_num_seqs,) int64, leading entries that need not be cached any more.
-    block_size: tokens per block, over all ranks that share its tokens.
+    num_cached_blocks: (max_num_seqs,) int64, leading entries that need no caching.
+    block_size: tokens per block, on all ranks that share its tokens.
 
     caches_prefixes: full blocks have hashes and can be found.
-    frees_skipped:   some positions need no block (any more); the null block stands there.
+    frees_skipped:   some positions need no block (any more) and have the null block.
     grows:           a row gets blocks while it runs.
 
     A row's ids never change, except for blocks that are freed early and the one that a fork copies
-    before its first step; its table only grows at its end, until it is truncated or taken. The
-    caller owns the references: nothing here counts them.
+    before its first step. A table only grows at its end, until it is truncated or taken. The
+    caller owns the references; nothing here counts them.
     """
 
     caches_prefixes: ClassVar[bool] = True
@@ -78,11 +78,11 @@ class SingleTypeManager:
     # How many blocks
 
     def num_positions(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
-        """Table entries that this many tokens fill or begin, within `max_model_len`."""
+        """Table entries that `num_tokens` tokens fill or begin, within `max_model_len`."""
         return -(-min(num_tokens, self._max_model_len) // self.block_size)
 
     def num_blocks_for(self, num_tokens: int, num_encoder_tokens: int = 0) -> int:
-        """Blocks that a request of `num_tokens` tokens holds at once at most."""
+        """Most blocks that a request of `num_tokens` tokens holds at a time."""
         return min(self.num_positions(num_tokens, num_encoder_tokens), self._max_blocks)
 
     def first_needed(self, num_tokens: int) -> int:
@@ -90,18 +90,18 @@ class SingleTypeManager:
         return 0
 
     def positions(self, first: int, last: int, num_computed: int) -> Sequence[int]:
-        """The positions among [first, last) that get a block, ascending, if KV of `num_computed`
-        tokens, loaded by a connector, goes there too; `last - 1` is one of them."""
+        """The positions in [first, last) that get a block, ascending, `last - 1` included.
+        num_computed: tokens whose KV a connector loads into these blocks, or 0."""
         return range(first, last)
 
     def has_needed(self, table: Int32Array, num_tokens: int) -> bool:
-        """Whether a row with this table could resume after `num_tokens` tokens."""
+        """Whether a row with this table can resume after `num_tokens` tokens."""
         end = self.num_positions(num_tokens)
         return len(table) >= end and bool(table[self.first_needed(num_tokens) : end].all())
 
     def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array, int]:
-        """Rows that lack entries to hold their `num_tokens` (max_num_seqs,) tokens, ascending; how
-        many each lacks; and the new blocks that all of them need."""
+        """Rows that lack entries for their `num_tokens` (max_num_seqs,) tokens, ascending; how
+        many entries each lacks; and how many new blocks all of them need."""
         wanted = np.minimum(num_tokens, self._max_model_len)
         rows = np.flatnonzero(wanted > self.num_blocks * self.block_size)
         if not len(rows):
@@ -110,14 +110,14 @@ class SingleTypeManager:
         return rows, counts, int(counts.sum())
 
     def lay_out(self, counts: Int64Array, block_ids: BlockIds) -> Int32Array:
-        """The entries for rows that lack `counts` each, from the new blocks that they need."""
+        """The entries of rows that lack `counts` each, made of their new blocks."""
         return int32_array(block_ids)
 
     # A row's life
 
     def start(self, row: int, hits: BlockIds, new_block_ids: BlockIds) -> None:
-        """A request takes an empty row: cached blocks first, then new ones, with null blocks where
-        no block is needed."""
+        """Fill an empty row: cached blocks first, then new ones, with null blocks at positions
+        that need no block."""
         num_hits, count = len(hits), len(hits) + len(new_block_ids)
         if isinstance(hits, list) and isinstance(new_block_ids, list):
             self.table[row, :count] = hits + new_block_ids
@@ -128,14 +128,14 @@ class SingleTypeManager:
         self._num_cached_item[row] = num_hits
 
     def attach(self, row: int, block_ids: Int32Array, num_cached_blocks: int) -> None:
-        """An empty row gets these blocks; the leading ones that are cached, and at least
+        """Fill an empty row with these blocks. Leading blocks that are cached, and at least
         `num_cached_blocks`, are not cached again."""
         if self.caches_prefixes:
             num_cached_blocks = max(num_cached_blocks, self._pool.num_leading_cached(block_ids))
         self.start(row, block_ids[:num_cached_blocks], block_ids[num_cached_blocks:])
 
     def append(self, rows: Int64Array, counts: Int64Array, block_ids: BlockIds) -> Int64Array:
-        """Row `rows[i]` gets the next `counts[i]` of `block_ids`; returns the row of each block."""
+        """Append the next `counts[i]` of `block_ids` to row `rows[i]`; returns the row of each."""
         first = self.num_blocks[rows]
         if len(rows) == len(block_ids):
             self.table[rows, first] = block_ids
@@ -149,13 +149,13 @@ class SingleTypeManager:
         return row_of_block
 
     def append_to_row(self, row: int, block_ids: BlockIds) -> None:
-        """One row gets these blocks at its end."""
+        """Append these blocks to one row."""
         first = self._num_blocks_item[row]
         self.table[row, first : first + len(block_ids)] = block_ids
         self._num_blocks_item[row] = first + len(block_ids)
 
     def truncate(self, row: int, num_tokens: int) -> Int32Array:
-        """Cut the row to what `num_tokens` tokens need; returns the blocks that were cut."""
+        """Cut the row to the blocks of `num_tokens` tokens; returns the blocks that were cut."""
         keep = self.num_positions(num_tokens)
         cut: Int32Array = self.table[row, keep : self.num_blocks[row]].copy()
         self.num_blocks[row] -= len(cut)
@@ -164,7 +164,7 @@ class SingleTypeManager:
         return cut
 
     def redirect(self, row: int, position: int, block_id: int) -> None:
-        """The row has this block there now, and fills it itself."""
+        """Replace the row's block at `position` by one that the row fills itself."""
         self.table[row, position] = block_id
         self._num_cached_item[row] = min(self._num_cached_item[row], position)
 
@@ -187,22 +187,22 @@ class SingleTypeManager:
         return [table[:count] for table, count in zip(tables, counts, strict=True)]
 
     def blocks_in_use(self, row: int) -> Int32Array:
-        """The row's blocks without those freed early, in order of position; maybe a view."""
+        """The row's blocks without those freed early, in order of position; possibly a view."""
         block_ids: Int32Array = self.table[row, : self._num_blocks_item[row]]
         return block_ids
 
     def num_blocks_of_rows(self, rows: Int64Array) -> int:
-        """Blocks in the tables of these rows; shared ones count in each."""
+        """Blocks in the tables of these rows; shared blocks count once per row."""
         return int(self.num_blocks[rows].sum())
 
     def held(self) -> Int32Array:
-        """The blocks of all rows, each as often as rows hold it."""
+        """The blocks of all rows, once per row that holds them."""
         positions = np.arange(self.table.shape[1])
         held: Int32Array = self.table[positions < self.num_blocks[:, None]]
         return held
 
     def clear(self) -> None:
-        """Every row is empty."""
+        """Empty all rows."""
         self.num_blocks[:] = 0
         self.num_cached_blocks[:] = 0
 
@@ -213,13 +213,13 @@ class SingleTypeManager:
         return self._pool.find_cached_prefix(hashes, self.group)
 
     def rows_to_cache(self, num_tokens: Int64Array) -> Int64Array:
-        """Rows with a full block among their first `num_tokens` (max_num_seqs,) tokens that is not
-        cached yet."""
+        """Rows with a full block, among their first `num_tokens` (max_num_seqs,) tokens, that is
+        not cached yet."""
         return np.flatnonzero(num_tokens >= (self.num_cached_blocks + 1) * self.block_size)
 
     def cache_row(self, row: int, hashes: Sequence[bytes], num_full: int) -> None:
         """Cache the row's blocks up to `num_full` that are not cached yet; `hashes` is its chain.
-        Of a cached prefix, a block in the middle may have been uncached while later ones stayed."""
+        In a cached prefix, a block may have been uncached while later ones stayed cached."""
         first = self._num_cached_item[row]
         if num_full > first:
             block_ids = self.table[row, first:num_full].tolist()
@@ -232,7 +232,7 @@ class SingleTypeManager:
     def cache_rows(
         self, rows: Int64Array, num_full: Int64Array, chains: Sequence[Sequence[bytes]]
     ) -> None:
-        """`cache_row` for row `rows[i]`, its `num_full[i]` and its `chains[i]`, in this order."""
+        """`cache_row` for each row `rows[i]`, with `num_full[i]` and `chains[i]`, in order."""
         first = self.num_cached_blocks[rows]
         if (num_full - first == 1).all():
             last_links = (num_full * self.hashes_per_block - 1).tolist()
@@ -250,7 +250,7 @@ class SingleTypeManager:
     def hashes_of_blocks(
         self, hashes: Sequence[bytes], first: int = 0, last: int | None = None
     ) -> Sequence[bytes]:
-        """Hashes of the blocks [first, last), from the chain."""
+        """Hashes of the blocks [first, last) from the chain."""
         per_block = self.hashes_per_block
         if per_block == 1:
             return hashes[first:last]
@@ -260,7 +260,7 @@ class SingleTypeManager:
     # What rows share
 
     def num_common_blocks(self, rows: Int64Array) -> int:
-        """Leading blocks that all of `rows` have in common, searched in steps that double."""
+        """Number of leading blocks that all `rows` share, found with doubling steps."""
         if len(rows) == 0 or self.table[rows[0], 0] != self.table[rows[-1], 0]:
             return 0
         limit = int(self.num_blocks[rows].min())
@@ -275,17 +275,16 @@ class SingleTypeManager:
 
 
 class FullAttentionManager(SingleTypeManager):
-    """Tokens attend to all tokens before them; multi-head latent attention too."""
+    """Tokens attend to all earlier tokens; also multi-head latent attention."""
 
 
 class SinkFullAttentionManager(FullAttentionManager):
-    """The same, and to a sink, whose blocks the pool sets aside: they stand in no table."""
+    """The same with a sink, whose blocks are reserved by the pool and are in no table."""
 
 
 class CrossAttentionManager(SingleTypeManager):
-    """Tokens attend to the encoder's tokens: all blocks are allocated at the start, sized by the
-    encoder's tokens, and nothing is shared, because what they hold does not follow from the tokens
-    before them."""
+    """Tokens attend to the encoder's tokens. All blocks are allocated at the start, for the number
+    of encoder tokens. Nothing is cached, because the content does not follow from the tokens."""
 
     caches_prefixes = False
     grows = False

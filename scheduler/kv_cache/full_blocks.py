@@ -1,7 +1,7 @@
-"""Full blocks of rows: which are to be cached, their hashes, and who receives the news.
+"""Full blocks of rows: caches them under their hashes, and reports newly cached blocks.
 
 A block is cached when all its tokens are verified and its KV is in a plan already built; from then
-on it can be found. Connectors and subscribers to events receive newly cached blocks from here.
+on it can be found. Connectors and event subscribers get newly cached blocks from here.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ TokenTable: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
 
 class FullBlocks:
-    """Hashes and caches full blocks, in all groups that cache.
+    """Hashes and caches full blocks, in all caching groups.
 
     caching: their managers.
-    events:  receives each hash that gets its first block.
+    events:  receives each hash with its first block.
     record_cached: keep newly cached blocks for `take_cached`.
     """
 
@@ -46,9 +46,8 @@ class FullBlocks:
         self._has_listeners = record_cached or events is not None
 
     def rows_to_cache(self, num_tokens: Int64Array) -> Int64Array:
-        """Rows with a full block among their first `num_tokens` (max_num_seqs,) that is not cached.
-
-        `num_tokens` must be verified, with their KV in the plan that is being built."""
+        """Rows with a full block, among their first `num_tokens` (max_num_seqs,), that is not
+        cached. These tokens must be verified, with their KV in the plan that is being built."""
         if len(self._caching) == 1:
             return self._caching[0].rows_to_cache(num_tokens)
         has_full = np.zeros(len(num_tokens), np.bool_)
@@ -69,7 +68,7 @@ class FullBlocks:
 
         token_ids: (max_num_seqs, max_model_len) int32.
         requests:  by row; their `block_hashes` are extended.
-        step:      the plan that computes the blocks; events mention them after its answer only.
+        step:      the plan that computes the blocks; their events are published after its output.
         """
         if not self._caching or len(rows) == 0:
             return
@@ -93,7 +92,7 @@ class FullBlocks:
         requests: Sequence[Request],
     ) -> None:
         """Extend the hashes of `requests`, on `rows` with `num_tokens` (len(rows),) tokens each.
-        Those that lack one hash without extra keys, as in decode, are hashed together."""
+        Requests that lack one hash without extra keys, as in decode, are hashed together."""
         size = self._hasher.block_size
         num_links = num_tokens // size
         single: list[int] = []
@@ -133,7 +132,7 @@ class FullBlocks:
             self._hasher.extend(request.block_hashes, token_ids, request.extra_keys)
 
     def take_cached(self) -> list[CachedBlocks]:
-        """What was cached since the last call and still is, in order."""
+        """Blocks that were cached since the last call and still are, in order."""
         assert self._cached is not None
         recorded, self._cached = self._cached, []
         cached = []
@@ -146,7 +145,7 @@ class FullBlocks:
         return cached
 
     def clear(self) -> None:
-        """Drop what has not been taken."""
+        """Discard recorded blocks that have not been taken."""
         if self._cached is not None:
             self._cached = []
 
@@ -159,7 +158,7 @@ class FullBlocks:
         num_full: int,
         step: int,
     ) -> None:
-        """The row's blocks up to `num_full` are about to be cached."""
+        """Report that the row's blocks up to `num_full` are about to be cached."""
         group, size, first = manager.group, manager.block_size, int(manager.num_cached_blocks[row])
         if num_full <= first:
             return

@@ -1,15 +1,15 @@
-"""From the hash of a full block to the blocks that hold its KV, in one KV cache group.
+"""Maps the hash of a full block to the blocks that hold its KV, in one KV cache group.
 
-Several blocks may hold the same content, because requests that arrived together each computed it;
-they are not merged, because ids in block tables never change. The block cached first is in one
-dict, and in nearly every case alone; a second, small dict has the others in order.
+Several blocks may have the same content, because requests that arrived together each computed it.
+They are not merged, because ids in block tables never change. One dict has the block that was
+cached first, which is nearly always the only one; a second, small dict has the others in order.
 """
 
 from collections.abc import Iterable, Sequence
 
 
 class BlockHashMap:
-    """Block hash to the blocks that have it."""
+    """The blocks with each hash."""
 
     def __init__(self) -> None:
         self._first: dict[bytes, int] = {}
@@ -27,17 +27,17 @@ class BlockHashMap:
         return self._first.get(block_hash)
 
     def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """One block per hash, up to the first hash without a block; no hash after it is looked up,
-        so a miss costs what was found before it."""
+        """One block per hash, up to the first hash without a block. Later hashes are not looked
+        up, so the cost depends on the hits alone."""
         found: list[int] = []
         try:
             found.extend(map(self._first.__getitem__, hashes))
-        except KeyError:  # what came before it is in the list
+        except KeyError:  # the hits before it are in the list
             return found
         return found
 
     def insert_n(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Blocks, all different, that have no hash get these; others with the same hash keep it."""
+        """Give each block, all different and without a hash, its hash; others may have it too."""
         first = list(map(self._first.setdefault, hashes, block_ids))
         if first != block_ids:
             for block_hash, holder, block_id in zip(hashes, first, block_ids, strict=True):
@@ -45,7 +45,7 @@ class BlockHashMap:
                     self._copies.setdefault(block_hash, {})[block_id] = None
 
     def pop(self, block_hash: bytes, block_id: int) -> bool:
-        """This block has the hash no longer; others keep it. False if it did not have it."""
+        """Remove the hash from this block only. False if the block did not have it."""
         copies = self._copies.get(block_hash)
         if self._first.get(block_hash) != block_id:
             if copies is None or block_id not in copies:
@@ -62,7 +62,7 @@ class BlockHashMap:
         return True
 
     def pop_n(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """`pop` for each pair; each block has its hash."""
+        """`pop` for each pair; each block must have its hash."""
         if self._copies and not self._copies.keys().isdisjoint(hashes):
             for block_hash, block_id in zip(hashes, block_ids, strict=True):
                 self.pop(block_hash, block_id)
@@ -82,6 +82,6 @@ class BlockHashMap:
         return len(self._first) + sum(map(len, self._copies.values()))
 
     def clear(self) -> None:
-        """No block has a hash."""
+        """Remove all hashes."""
         self._first.clear()
         self._copies.clear()

@@ -1,7 +1,7 @@
 """Waiting requests that hold blocks: loaded requests, forks, and sessions between two inputs.
 
-A hold is useful and never necessary: when blocks are short it is released, the youngest first, and
-its request computes everything when its turn comes.
+No hold is necessary: when blocks are short, holds are released, the youngest first, and their
+requests recompute everything when they are admitted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +12,8 @@ from longshore.scheduler.request import Hold, HoldKind, Request
 
 
 class Holds:
-    """All of them. holders: the oldest hold first; num_loaded_blocks: of those that a load has
-    filled."""
+    """All holds. holders: the holding requests, oldest hold first; num_loaded_blocks: blocks of
+    loaded requests."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
@@ -29,7 +29,7 @@ class Holds:
         return len(self.holders)
 
     def next_order(self) -> int:
-        """A number for a hold, higher than those before."""
+        """An order for a hold, higher than all before."""
         self._last_order += 1
         return self._last_order
 
@@ -43,7 +43,7 @@ class Holds:
         order: int | None = None,
         unwritten_block_ids: Sequence[int] = (),
     ) -> Hold:
-        """The request, which has no row, owns these references from now on: the KV of its first
+        """Give a request without a row these references, which hold the KV of its first
         `num_computed_tokens` tokens. order: see `Hold`; None makes it the youngest."""
         order = self.next_order() if order is None else order
         hold = Hold(kind, blocks, num_computed_tokens, order, unwritten_block_ids)
@@ -54,7 +54,7 @@ class Holds:
         return hold
 
     def take(self, request: Request) -> HeldBlocks:
-        """The hold is over; its references belong to the caller."""
+        """End the hold; the caller owns its references."""
         hold = request.hold
         assert hold is not None
         del self.holders[request]
@@ -64,15 +64,15 @@ class Holds:
         return hold.blocks
 
     def release(self, request: Request) -> None:
-        """The hold is over and its references are dropped. A loaded request may load again."""
+        """End the hold and release its references. A loaded request may load again."""
         assert request.hold is not None
         if request.hold.kind is HoldKind.LOADED:
             request.asks_connector = True
         self._kv_cache.release(self.take(request))
 
     def release_youngest(self, *, loaded: bool, besides: Request | None = None) -> bool:
-        """Blocks are short: release the youngest hold of loaded requests, or else of the others.
-        False if none but that of `besides` is there."""
+        """Release the youngest hold of loaded requests, or of the others. False if there is none,
+        except perhaps that of `besides`."""
         if loaded and not self.num_loaded_blocks:
             return False
         found = [
@@ -88,7 +88,7 @@ class Holds:
         return True
 
     def begin_epoch(self) -> None:
-        """All KV is gone; no reference is dropped, because the pool starts anew."""
+        """All KV is lost. No reference is released, because the pool is reset."""
         for request in self.holders:
             request.hold = None
         self.holders.clear()

@@ -43,7 +43,7 @@ from longshore.scheduler.request import Request
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Tokens looked up and found, counted once per admission; preempted requests apart."""
+    """Tokens looked up and hit, counted once per admission; separately for preempted requests."""
 
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
@@ -54,20 +54,19 @@ class PrefixCacheStats:
 class KVCacheManager:
     """Blocks of all rows and groups.
 
-    hash_seed: the deployment's; block hashes follow from it.
-    max_num_batched_tokens: at most computed for one request in all steps in flight together, of
-               which there are `max_steps_in_flight`; None sets no limit. They bound what a windowed
-               group holds.
+    hash_seed: the deployment's seed of block hashes.
+    max_num_batched_tokens: limit for the tokens of one request in all `max_steps_in_flight` steps
+               in flight; None sets no limit. It bounds what a windowed group holds.
     metrics:   receives what happens to blocks.
     record_cached: keep newly cached blocks for `full_blocks.take_cached`.
 
     full_blocks: hashes and caches blocks that are full.
     frees_skipped: some group frees blocks while a request runs; see `free_skipped`.
-    follows_from_tokens: equal tokens have equal KV: no group keeps anything else.
-    can_fork:  a request can begin anywhere in another one's KV: no group frees blocks early.
+    follows_from_tokens: equal tokens have equal KV in all groups.
+    can_fork:  a request can begin with any part of another one's KV: no group frees blocks early.
 
     Arrays indexed by row are (max_num_seqs,) int64. `num_tokens` of a row counts everything that
-    needs a slot, lookahead included; more than `max_model_len` is taken as `max_model_len`.
+    needs a slot, including lookahead, and is limited to `max_model_len`.
     """
 
     def __init__(
@@ -134,8 +133,8 @@ class KVCacheManager:
     # Lookup
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """The longest cached prefix of a waiting request, at least one token short of all of it
-        (something must be computed to sample from). Takes no reference yet."""
+        """The longest cached prefix of a waiting request, without its last token (one token must be
+        computed to sample from). Takes no reference yet."""
         if not self._caching or request.skip_reading_prefix_cache:
             return self._nothing_computed
         self.full_blocks.extend_hashes(request, request.token_ids)
@@ -145,7 +144,7 @@ class KVCacheManager:
         return ComputedBlocks(hits, num_hit_tokens) if num_hit_tokens else self._nothing_computed
 
     def count_lookup(self, request: Request, num_hit_tokens: int) -> None:
-        """The request is admitted with this many cached tokens. A lookup by itself counts nothing,
+        """The request is admitted with this many cached tokens. Lookups alone are not counted,
         because a waiting request is looked up in every step."""
         request.num_hit_tokens = num_hit_tokens
         if not self._log_stats or not self._caching or request.skip_reading_prefix_cache:
@@ -161,7 +160,7 @@ class KVCacheManager:
     # Allocation for a request that starts
 
     def num_blocks_for(self, num_tokens: int, *, num_encoder_tokens: int = 0) -> int:
-        """Blocks of all groups that a request of `num_tokens` tokens holds at once at most."""
+        """Most blocks of all groups that a request of `num_tokens` tokens holds at a time."""
         return sum([m.num_blocks_for(num_tokens, num_encoder_tokens) for m in self._managers])
 
     def demand(
@@ -172,9 +171,9 @@ class KVCacheManager:
         num_loaded: int = 0,
         num_encoder_tokens: int = 0,
     ) -> BlockDemand:
-        """What a request needs to hold `num_tokens` tokens, `computed` among them.
+        """What a request needs to hold `num_tokens` tokens, including `computed`.
 
-        num_loaded: tokens that are computed once a connector has loaded KV after the cached prefix;
+        num_loaded: tokens that are computed when a connector has loaded KV after the cached prefix;
                     0 if nothing is loaded.
         """
         hits = computed.block_ids
@@ -190,7 +189,7 @@ class KVCacheManager:
         return BlockDemand(computed, tuple(positions), tuple(ends), sum(map(len, positions)))
 
     def num_blocks_needed(self, demand: BlockDemand) -> int:
-        """Free blocks that `start` or `reserve` take: new ones, and hits without a reference."""
+        """Free blocks that `start` or `reserve` takes: new ones, and hits without a reference."""
         if not demand.computed.num_tokens:
             return demand.num_new
         hits = demand.computed.block_ids
@@ -221,7 +220,7 @@ class KVCacheManager:
         """The blocks that `start` would give a row, without a row. None, and nothing has changed,
         if there are too few free ones.
 
-        answered_step: the new blocks are targets of a load: no plan after this one mentions them.
+        answered_step: the new blocks are targets of a load, so no later plan may refer to them.
         """
         if self.num_blocks_needed(demand) > self.num_free_blocks:
             return None
@@ -247,8 +246,8 @@ class KVCacheManager:
     # Blocks without a row
 
     def hold(self, block_ids: Sequence[int]) -> HeldBlocks:
-        """One more reference to each of these blocks, all different, of any group: a transfer reads
-        them, and they are not allocated again before it releases them."""
+        """Take one more reference to each of these blocks, all different, of any group, for a
+        transfer that reads them: they are not allocated again until it releases them."""
         held = int32_array(block_ids)
         self._pool.touch(held)
         return HeldBlocks((held, *(EMPTY_INT32 for _ in self._managers[1:])))
@@ -276,9 +275,9 @@ class KVCacheManager:
         )
 
     def release(self, *held: HeldBlocks, step: int = 0) -> None:
-        """Drop these references; cached blocks can be found until they are evicted. `step` is the
-        newest plan that may still mention the blocks. One owner after the other, the blocks of
-        each tail first: see `FreeOrder`."""
+        """Release these references, one owner after the other, the blocks of each tail first (see
+        `FreeOrder`). Cached blocks can be found until they are evicted. step: the newest plan that
+        may still refer to the blocks."""
         if len(self._managers) == 1:
             tables = [one.block_ids[0][::-1] for one in held]
         else:
@@ -288,8 +287,8 @@ class KVCacheManager:
     # Blocks that several requests share
 
     def fork(self, tables: Sequence[Int32Array], num_tokens: int) -> HeldBlocks:
-        """The blocks of the first `num_tokens` tokens of these tables, with one more reference to
-        each. No data is copied."""
+        """Take one more reference to each block of the first `num_tokens` tokens of these tables.
+        No data is copied."""
         shared = tuple(
             [
                 table[: manager.num_positions(num_tokens)].copy()
@@ -324,9 +323,9 @@ class KVCacheManager:
         answered_step: int,
     ) -> list[BlockCopy] | None:
         """An empty row takes over these references, which hold the KV of `num_computed` tokens, and
-        gets blocks for `num_tokens`. Returns what plan `step` must copy, so that the row writes to
-        no block that another request holds or can find. None, and nothing has changed, if there are
-        too few free blocks."""
+        gets blocks for `num_tokens`. Returns the copies that plan `step` must make, so that the row
+        writes to no block that another request holds or can find. None, and nothing has changed, if
+        there are too few free blocks."""
         num_new = self.num_blocks_to_resume(held, num_computed, num_tokens, answered_step)
         if num_new > self.num_free_blocks:
             return None
@@ -338,10 +337,10 @@ class KVCacheManager:
     def make_writable(
         self, row: int, num_computed: int, *, step: int, answered_step: int
     ) -> list[BlockCopy]:
-        """The row is about to write after its first `num_computed` tokens. Blocks that these fill
-        in part, and that others hold, can find by a hash, or write to, are replaced by new ones in
-        its table; plan `step` makes the copies, before anything is loaded into the sources. There
-        are enough free blocks."""
+        """Prepare the row to write after its first `num_computed` tokens. A partial block that
+        other requests hold, can find by its hash, or write to, is replaced by a new one in the
+        row's table. Returns the copies, which plan `step` makes before anything is loaded into the
+        sources. There must be enough free blocks."""
         copies = []
         for manager in self._managers:
             position, num_tokens = divmod(num_computed, manager.block_size)
@@ -366,8 +365,8 @@ class KVCacheManager:
         step: int,
         answered_step: int,
     ) -> None:
-        """Free the blocks that no row needs any more, the row admitted first first. To be called
-        when plan `step` is about to be made, before blocks are allocated; see `SettledCounts`."""
+        """Free the blocks that no row needs any more, in admission order. To be called before plan
+        `step` is made and before blocks are allocated; see `SettledCounts`."""
         settled = self._settled.before_plan(
             num_computed, num_verified, generation, step=step, answered_step=answered_step
         )
@@ -381,7 +380,7 @@ class KVCacheManager:
 
     def aligned_chunk(self, num_computed: int, num_new: int) -> int:
         """How many of `num_new` tokens, at least one, a step may compute after `num_computed`:
-        groups that keep states want chunks to end at block borders (`MambaManager`)."""
+        groups with states need chunks that end at block boundaries (`MambaManager`)."""
         allowed = 0
         while self._states and allowed != num_new:
             allowed = num_new
@@ -400,9 +399,9 @@ class KVCacheManager:
         return num_new
 
     def resume_point(self, tables: Sequence[Int32Array], num_good: int) -> int:
-        """At most `num_good` tokens after which a request with these tables can resume: every group
-        has what the next token needs. `num_good` itself, if no group frees blocks early; else a
-        common block border, or 0."""
+        """The most tokens, up to `num_good`, after which a request with these tables can resume,
+        because every group has what the next token needs: `num_good` itself, if no group frees
+        blocks early; otherwise a common block boundary, or 0."""
         if not self._windowed:
             return num_good
         border = math.lcm(*self.block_sizes)
@@ -473,8 +472,8 @@ class KVCacheManager:
         self.release(*self.detach([row]), step=step)
 
     def fence(self, blocks: Sequence[HeldBlocks], step: int) -> None:
-        """Plan `step` mentions these blocks: until it is answered nothing may be loaded into them,
-        even if they are free."""
+        """Plan `step` refers to these blocks: until it is answered, nothing may be loaded into
+        them, even if they are free."""
         tables = [block_ids for one in blocks for block_ids in one.block_ids]
         self._pool.fence(tables[0] if len(tables) == 1 else np.concatenate(tables), step)
 
@@ -487,15 +486,15 @@ class KVCacheManager:
         return tuple(map(methodcaller("num_common_blocks", rows), self._managers))
 
     def uncache_blocks(self, block_ids: Int32Array) -> None:
-        """Remove exactly these blocks from the prefix cache; their content is wrong."""
+        """Remove exactly these blocks from the prefix cache, because their content is wrong."""
         self._pool.uncache_blocks(block_ids)
 
     def take_events(self, answered_step: int) -> list[KVEvent]:
-        """Blocks that were cached or evicted, in order, as far as the answer to `answered_step`
-        proves it; each event once. Empty unless events are enabled."""
+        """Events of blocks cached or evicted, in order, as far as the output of `answered_step`
+        proves them; each event once. Empty unless events are enabled."""
         return [] if self._events is None else self._events.take(answered_step)
 
-    # What an operator sees
+    # What operators see
 
     def pool_states(self) -> UInt8Array:
         """See `BlockPool.states`."""
@@ -529,9 +528,8 @@ class KVCacheManager:
             manager.clear()
 
     def check(self, holders: Iterable[HeldBlocks] = ()) -> None:
-        """Raise LongshoreError, naming what is wrong, unless all blocks are accounted for: by rows,
-        by `holders` (all that hold blocks without a row) or by the free queue. O(blocks): for
-        tests and idle moments."""
+        """Raise LongshoreError unless all blocks are accounted for: by rows, by `holders` (all
+        owners without a row) or by the free queue. O(blocks): for tests and idle moments."""
         num_holders = np.zeros(self.num_blocks, np.int64)
         held = [block_ids for holder in holders for block_ids in holder.block_ids]
         for block_ids in (*(manager.held() for manager in self._managers), *held):
@@ -550,9 +548,7 @@ def check_states(
     if config.num_speculative_tokens or config.num_lookahead_tokens:
         why = "num_speculative_tokens: a state cannot be rewound after a rejected draft"
     elif not config.enable_chunked_prefill:
-        why = (
-            "enable_chunked_prefill=false: prompts are chunked so that states end at block borders"
-        )
+        why = "enable_chunked_prefill=false: prompts must be chunked at block boundaries"
     elif has_connector:
         why = "kv_connector: connectors move KV of tokens, not states"
     if why is not None:

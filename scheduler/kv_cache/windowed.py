@@ -1,9 +1,10 @@
-"""Groups whose layers do not attend to all tokens before a token: sliding windows, chunks, states.
+"""Groups whose layers do not attend to all earlier tokens: sliding windows, chunks, states.
 
-Blocks that no later token reads are freed while the request runs, and a cached prefix need not be
-there from its first token. One function tells the kinds apart: how many leading tokens the token
-after `num_tokens` others does not read. It decides what is freed and what a hit must consist of.
-Positions without a block hold the null block, so that all others keep their position.
+Blocks that no later token reads are freed while the request runs, and a prefix hit does not need
+its first blocks. The kinds differ in one function, `num_skipped_tokens`: how many leading tokens
+the token after `num_tokens` others does not read. It determines which blocks are freed and which
+blocks a hit needs. Positions without a block have the null block, so that all others keep their
+position.
 """
 
 from collections import deque
@@ -31,8 +32,8 @@ class WindowedManager(SingleTypeManager):
         self.num_freed: Int64Array = np.zeros_like(self.num_blocks)
 
     def num_skipped_tokens(self, num_tokens: _Tokens) -> _Tokens:
-        """Leading tokens that the token after `num_tokens` others does not read; below 0 means
-        none. Never falls as `num_tokens` rises."""
+        """Leading tokens that the token after `num_tokens` others does not read; negative means
+        none. Never decreases as `num_tokens` increases."""
         raise NotImplementedError
 
     def first_needed(self, num_tokens: int) -> int:
@@ -53,11 +54,11 @@ class WindowedManager(SingleTypeManager):
     def free_skipped(
         self, num_settled: Int64Array, admission_order: Int64Array, *, only_cached: bool
     ) -> Int32Array:
-        """Take from all rows the blocks that no token after their `num_settled` (max_num_seqs,)
-        tokens reads; returns them, rows of lower `admission_order` first, each row's last block
-        first.
+        """Remove from all rows the blocks that no token after their `num_settled` (max_num_seqs,)
+        tokens reads. Returns these blocks, rows of lower `admission_order` first, each row's last
+        block first.
 
-        only_cached: keep those that are still to be cached.
+        only_cached: keep blocks that are not cached yet.
         """
         num_skipped = np.maximum(self.num_skipped_tokens(num_settled), 0) // self.block_size
         last = np.minimum(num_skipped, self.num_cached_blocks if only_cached else self.num_blocks)
@@ -88,12 +89,12 @@ class WindowedManager(SingleTypeManager):
         return sum(len(self.blocks_in_use(row)) for row in rows.tolist())
 
     def num_common_blocks(self, rows: Int64Array) -> int:
-        """None: later tokens do not read the front of a table."""
+        """None, because later tokens do not read the front of a table."""
         return 0
 
 
 class SlidingWindowManager(WindowedManager):
-    """Tokens attend to themselves and to the `sliding_window - 1` before."""
+    """Tokens attend to themselves and to the `sliding_window - 1` tokens before."""
 
     def num_skipped_tokens(self, num_tokens: _Tokens) -> _Tokens:
         window: int = self.spec.sliding_window
@@ -101,7 +102,7 @@ class SlidingWindowManager(WindowedManager):
 
 
 class ChunkedLocalManager(WindowedManager):
-    """Tokens attend to those before them in their chunk."""
+    """Tokens attend to themselves and to earlier tokens of their chunk."""
 
     def num_skipped_tokens(self, num_tokens: _Tokens) -> _Tokens:
         size: int = self.spec.attention_chunk_size
@@ -109,14 +110,14 @@ class ChunkedLocalManager(WindowedManager):
 
 
 class MambaManager(WindowedManager):
-    """A state in place of KV: the last one is all that the next token needs.
+    """States instead of KV: the next token needs only the last one.
 
     A step reads the state in the block of the last token computed before it, and writes to the
     block of its own last token; blocks in between are null. A step ends in the block in which it
-    begins, or at a block border, and that is the next one if it begins within a block
-    (`aligned_chunk`). So a full block that is not null holds the state at its end: a snapshot,
-    which serves every request with the same prefix. Not in the step that computes it, in which the
-    states of all rows are read before any is written.
+    begins, or at a block boundary, which is the next one if it begins within a block
+    (`aligned_chunk`). So a full block that is not null holds the state at its end: a snapshot that
+    every request with the same prefix can use, but not in the step that computes it, which reads
+    the states of all rows before it writes any.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -134,7 +135,7 @@ class MambaManager(WindowedManager):
         return size - offset if offset else num_new - num_new % size
 
     def aligned_chunks(self, num_computed: Int64Array, num_new: Int64Array) -> Int64Array:
-        """The same for columns."""
+        """`aligned_chunk` for columns."""
         size, offset = self.block_size, num_computed % self.block_size
         allowed = np.where(offset > 0, size - offset, num_new - num_new % size)
         return np.where(offset + num_new <= size, num_new, allowed)
@@ -153,7 +154,7 @@ class MambaManager(WindowedManager):
         return entries
 
     def step_begins(self) -> None:
-        """States cached so far are written before any that the coming step reads."""
+        """A new step begins: it can read all states cached so far."""
         self._cached_in_step.clear()
 
     def find(self, hashes: Sequence[bytes]) -> BlockIds:
@@ -168,10 +169,10 @@ class MambaManager(WindowedManager):
 
 
 class SettledCounts:
-    """How many tokens of each running row no rewind can take back.
+    """How many tokens of each running row are settled, which means that no rewind discards them.
 
-    Settled is what was computed before the oldest unanswered plan, as far as it is verified: a
-    rejected draft or a failed step rewinds the row no further than that, or to its start.
+    Settled tokens are verified and were computed before the oldest unanswered plan: a rejected
+    draft or a failed step rewinds the row no further than that, or to its start.
     """
 
     def __init__(self) -> None:
@@ -187,7 +188,7 @@ class SettledCounts:
         answered_step: int,
     ) -> Int64Array:
         """(max_num_seqs,) settled tokens of each row, when plan `step` is about to be made and all
-        plans up to `answered_step` are answered. The columns are the rows' at this moment."""
+        plans up to `answered_step` are answered. The arguments are the current columns."""
         before = self._before
         before.append((step, num_computed.copy(), generation.copy()))
         while len(before) > 1 and before[1][0] <= answered_step + 1:
@@ -198,5 +199,5 @@ class SettledCounts:
         return settled
 
     def clear(self) -> None:
-        """A new epoch counts its plans from the first."""
+        """A new epoch begins, with no plans."""
         self._before.clear()

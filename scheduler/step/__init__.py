@@ -1,1 +1,1 @@
-"""One step: who runs, what the plan says, and what its output means."""
+"""One step: choosing requests, building the plan, and applying its output."""

@@ -1,8 +1,8 @@
-"""From the waiting queue onto rows: who is next, what may keep it out, and what it starts with.
+"""Admission: moves requests from the waiting queue to rows.
 
 A request that cannot be admitted for a reason of its own (its grammar, its adapter, a load) is set
-aside and the next is tried; a shortage of tokens, rows or blocks ends the step's admissions,
-because a smaller request that slipped past would starve a bigger one.
+aside and the next one is tried. A shortage of tokens, rows or blocks ends the step's admissions,
+because a smaller request that went first would starve a bigger one.
 """
 
 import enum
@@ -38,12 +38,12 @@ from longshore.scheduler.step.running import RunningTable
 
 
 class AdmissionGates:
-    """Blocks that an admission must leave free: running requests may use every block, but a request
-    admitted into a full pool is soon preempted and computed twice.
+    """Limits admissions when memory is short: running requests may use every block, but a request
+    that is admitted into a full pool is soon preempted and computed twice.
 
-    Memory pressure closes the gates above `preempt_threshold` and opens them below
-    `admit_threshold`, which are shares of held blocks; in between they stay as they are. While no
-    request runs the gates are off: the head of the queue would wait for ever.
+    The gates close when the share of held blocks rises above `preempt_threshold`, and open when it
+    falls below `admit_threshold`. While no request runs they are off; otherwise the head of the
+    queue would wait forever.
     """
 
     def __init__(self, cache: CacheConfig, num_blocks: int, num_usable: int) -> None:
@@ -54,7 +54,7 @@ class AdmissionGates:
         self.is_closed = False
 
     def has_room(self, num_needed: int, *, num_free: int, nothing_runs: bool) -> bool:
-        """Whether a request that takes `num_needed` of `num_free` blocks may be admitted."""
+        """Whether a request that needs `num_needed` of `num_free` blocks may be admitted."""
         usage = (self._num_usable - num_free) / self._num_usable
         if usage > self._preempt_threshold:
             self.is_closed = True
@@ -81,9 +81,9 @@ _NOTHING: Final = Matched(0)
 
 @dataclass(slots=True, kw_only=True)
 class Admission:
-    """Admits waiting requests, step after step.
+    """Admits waiting requests.
 
-    max_loading_blocks: held at most by requests that load or have loaded and wait.
+    max_loading_blocks: limit for the blocks of requests that are loading, or have loaded and wait.
     transfers, encoder, loras, grammars: None unless configured.
     """
 
@@ -132,7 +132,7 @@ class Admission:
         return budget - self._num_left
 
     def _try(self, request: Request) -> Attempt:
-        """Gates first, then the lookup, then blocks and a row."""
+        """Try to admit the head of the queue."""
         if (attempt := self._gate(request)) is not None:
             return attempt
         if request.hold is not None:
@@ -150,8 +150,8 @@ class Admission:
         return self._try_external(self.transfers, request, prefix)
 
     def _gate(self, request: Request) -> Attempt | None:
-        """Why the request cannot be started in this step, for a reason of its own; None if it can.
-        A grammar that has been compiled is taken."""
+        """Whether a reason of its own prevents the request from starting; None if not. Takes the
+        request's grammar if it is compiled."""
         request.waits_for = None
         if request.resume_after_step > self.in_flight.last_answered_step:
             return Attempt.SET_ASIDE
@@ -174,8 +174,8 @@ class Admission:
     def _start(
         self, request: Request, source: ComputedBlocks | Hold, num_external: int = 0
     ) -> Attempt:
-        """The head of the queue takes the next row with what `source` has computed, with
-        `num_external` tokens that are loaded within the step, and computes its first chunk."""
+        """Give the head of the queue the next row, with the tokens that `source` has computed and
+        `num_external` tokens loaded within the step, and schedule its first chunk."""
         if isinstance(source, Hold):
             num_computed = source.num_computed_tokens
         else:
@@ -199,7 +199,7 @@ class Admission:
 
     def _num_tokens_now(self, request: Request, num_computed: int) -> int:
         """Tokens that the request computes in this step after `num_computed`; 0 if it does not fit
-        the step."""
+        into the step."""
         num_tokens = len(request.token_ids) - num_computed
         if self.config.long_prefill_token_threshold:
             num_tokens = min(num_tokens, self.config.long_prefill_token_threshold)
@@ -219,8 +219,8 @@ class Admission:
         num_computed: int,
         num_external: int,
     ) -> bool:
-        """Give the next row the cached prefix and new blocks, of which a connector fills those of
-        the external tokens. False, and nothing has changed, if blocks are short."""
+        """Give the next row the cached prefix and new blocks; a connector fills those of external
+        tokens. False, and nothing has changed, if blocks are short."""
         kv_cache, row = self.kv_cache, self.running.next_row
         num_encoder_tokens = request.num_encoder_tokens
         num_loaded = num_computed if num_external else 0
@@ -245,7 +245,8 @@ class Admission:
 
     def _resume(self, request: Request, hold: Hold, num_slots: int) -> bool:
         """Give the next row the blocks that the request holds, and new ones. False, and nothing has
-        changed, if blocks are short. The gates do not stop a loaded request: it has its blocks."""
+        changed, if blocks are short. The gates do not apply to a loaded request, which has its
+        blocks."""
         kv_cache, answered_step = self.kv_cache, self.in_flight.last_answered_step
         blocks, num_computed = hold.blocks, hold.num_computed_tokens
         is_loaded = hold.kind is HoldKind.LOADED
@@ -262,14 +263,14 @@ class Admission:
         self.holds.take(request)
         self.plan.copies += copies
         self.plan.zero_block_ids += hold.unwritten_block_ids
-        if not is_loaded:  # those of a load were counted when it began
+        if not is_loaded:  # hits of a load were counted when it began
             request.num_external_tokens = 0
             kv_cache.count_lookup(request, num_computed)
         return True
 
     def _has_room(self, request: Request, num_needed: int, num_slots: int) -> bool:
-        """Whether the gates let a request take `num_needed` free blocks, which needs `num_slots`
-        slots now."""
+        """Whether the gates admit a request that needs `num_needed` free blocks for `num_slots`
+        slots."""
         kv_cache = self.kv_cache
         if self.config.scheduler_reserve_full_isl and self.running.num_rows:
             num_tokens = max(num_slots, len(request.token_ids))
@@ -281,7 +282,7 @@ class Admission:
         )
 
     def _enter(self, request: Request, num_computed: int, need: int) -> None:
-        """The head of the queue takes the next row, whose blocks are in place."""
+        """Move the head of the queue to the next row, which has its blocks."""
         self.waiting.pop()
         if request in self.forks.waiting:
             self.forks.drop(request)
@@ -309,8 +310,8 @@ class Admission:
     def _try_external(
         self, transfers: Transfers, request: Request, prefix: ComputedBlocks
     ) -> Attempt:
-        """Start the request with what a connector can load after the cached prefix, within the step
-        or in the background."""
+        """Start the request with the tokens that a connector can load after the cached prefix,
+        within the step or in the background."""
         match = self._ask_connector(transfers, request, prefix.num_tokens)
         if isinstance(match, AskLater):
             request.waits_for = "its connector, which does not know yet what it can load"
@@ -324,7 +325,7 @@ class Admission:
                     attempt = self._begin_load(transfers, request, prefix, num_external)
                 if attempt is not Attempt.NO_BLOCKS or not self._is_idle:
                     return attempt
-            num_external = 0  # this load can never begin, or only after another that may never end
+            num_external = 0  # this load could never begin, or only after one that may never end
         return self._start(request, prefix, num_external)
 
     def _ask_connector(
@@ -342,16 +343,16 @@ class Admission:
     def _begin_load(
         self, transfers: Transfers, request: Request, prefix: ComputedBlocks, num_external: int
     ) -> Attempt:
-        """Reserve blocks and let the connector fill them while the request waits. One token more
-        than is loaded gets a slot, so that the loaded request can run without another block."""
+        """Reserve blocks for the connector to fill while the request waits. One token more than is
+        loaded gets a slot, so that the loaded request can run without another block."""
         num_loaded = prefix.num_tokens + num_external
         num_slots = min(num_loaded + 1, len(request.token_ids))
         num_loading = transfers.num_loading_blocks + self.holds.num_loaded_blocks
         num_loading += self.kv_cache.num_blocks_for(num_slots)
         if self._loads_are_full or num_loading > self.max_loading_blocks:
-            self._loads_are_full = True  # a smaller one must not slip past
+            self._loads_are_full = True  # a smaller load must not go first
             request.waits_for = (
-                f"other loads to end: together they may hold max_loading_blocks="
+                f"other loads to end: all loads together may hold max_loading_blocks="
                 f"{self.max_loading_blocks} blocks"
             )
             return Attempt.SET_ASIDE
@@ -382,16 +383,17 @@ class Admission:
         self.plan.has_new_loads = True
         return Attempt.PARKED
 
-    # Room
+    # Holds and idleness
 
     @property
     def _is_idle(self) -> bool:
-        """Nothing runs, and no output is expected that could change anything."""
+        """No request runs, and no output is expected that could change anything."""
         return self.running.num_rows == 0 and len(self.in_flight) == 0
 
     def _release_holds(self, request: Request) -> bool:
-        """Whether a hold was released: of forks and sessions; if nothing else can run, of a loaded
-        request, or in the end that of the request itself, which may need fewer blocks without."""
+        """Release a hold for `request`; False if there is none to release. Holds of forks and
+        sessions come first. If nothing else can run, those of loaded requests follow, and finally
+        that of `request` itself, which may need fewer blocks without it."""
         if self.holds.release_youngest(loaded=False, besides=request):
             return True
         if not self._is_idle:

@@ -1,4 +1,4 @@
-"""What goes back to the clients: columns of tokens per client, and the ends of requests."""
+"""Outputs for clients: columns of tokens per client, and the ends of requests."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from longshore.scheduler.request import Request
 
 @dataclass(slots=True)
 class _Bucket:
-    """One client's share. Arrays of one step, joined when taken."""
+    """The outputs of one client: arrays per step, which are joined when taken."""
 
     handles: list[Int32Array] = field(default_factory=list)
     tokens: list[Int32Array] = field(default_factory=list)
@@ -34,7 +34,7 @@ class _Bucket:
 
 
 class ClientOutputs:
-    """Collects the news of each client until the process sends it."""
+    """Collects the outputs of each client until the process sends them."""
 
     def __init__(self) -> None:
         self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
@@ -48,13 +48,13 @@ class ClientOutputs:
             self.add_client_tokens(client, handles[mine].astype(np.int32), tokens[mine])
 
     def add_client_tokens(self, client: int, handles: Int32Array, tokens: Int32Array) -> None:
-        """`add_tokens` for handles of one client. The arrays are kept until they are sent."""
+        """`add_tokens` for handles of one client. Keeps the arrays until they are sent."""
         bucket = self._buckets[client]
         bucket.handles.append(handles)
         bucket.tokens.append(tokens)
 
     def add_logprobs(self, client: int, entries: TokenLogprobs) -> None:
-        """Log probabilities of tokens of one client; their owners are handles."""
+        """Log probabilities of one client; their owners are handles."""
         self._buckets[client].logprobs.append(entries)
 
     def add_finish(
@@ -67,7 +67,7 @@ class ClientOutputs:
         kv_transfer_params: dict[str, Any] | None = None,
         session_continues: bool = False,
     ) -> None:
-        """The request, which has no row any more, has ended; or only its output, if its session
+        """The request, which has no row any more, has ended, or only its output if its session
         continues."""
         queued = request.events[0][1]
         self._buckets[request.client_index].finished.append(
@@ -93,13 +93,13 @@ class ClientOutputs:
     def add_rejection(
         self, client: int, handle: int, reason: FinishReason, message: str, num_output_tokens: int
     ) -> None:
-        """A request that was not queued is answered too."""
+        """A request was rejected."""
         self._buckets[client].finished.append(
             FinishedRequest(handle, reason, num_output_tokens, message=message)
         )
 
     def take(self) -> list[tuple[int, EngineOutputs]]:
-        """(client, message) for every client with news."""
+        """(client, message) for every client with outputs."""
         if not self._buckets:
             return []
         taken = [

@@ -1,8 +1,8 @@
-"""Plans that have not been answered: who samples in each, and what a late token means.
+"""Unanswered plans: which requests sample in each, and how their tokens are treated.
 
-A plan remembers the (row, generation) pairs that sample in it. When its output comes, a pair that
-still matches gets its token. One that does not match belongs to a past occupant of the row: if that
-request was preempted its token is delivered all the same, if it has ended the token is dropped.
+A plan keeps the (row, generation) pairs that sample in it. When its output arrives, a pair that
+still matches gets its token. A pair that does not match belongs to a past occupant of the row: if
+that request was preempted, its token is delivered anyway; if it has ended, the token is dropped.
 """
 
 from collections import deque
@@ -18,15 +18,15 @@ from longshore.scheduler.step.running import Occupant, RunningTable
 
 
 class SamplingRows:
-    """Rows of a plan that sample, and what delivering their tokens needs, as the plan was built.
+    """The sampling rows of a plan, with all that is needed to deliver their tokens.
 
-    In a steady decode the same rows sample in every step, so one object serves many plans.
+    In steady decode the same rows sample in every step, so many plans share one object.
 
-    rows:        (n,) ascending; `index` selects the same ones, as a slice where they are the first.
-    generations: (n,) of their occupants.
-    version:     the table's. While it has this one, the occupants are the same, and so is the rest.
-    is_plain:    each row gets one token and nothing else: no row `is_special`.
-    clients, handles: (n,) where their tokens go; `client` is the one client of all, if it is one.
+    rows:        (n,) ascending; `index` selects the same rows, by a slice if possible.
+    generations: (n,) generations of their occupants.
+    version:     of the table; while it is unchanged, the occupants and all else are too.
+    is_plain:    no row `is_special`: each row gets one token and nothing else.
+    clients, handles: (n,) where their tokens go; `client` if all have the same client, else None.
     """
 
     def __init__(self, running: RunningTable, rows: Int64Array) -> None:
@@ -43,17 +43,17 @@ class SamplingRows:
         is_one_client = num_rows and np.count_nonzero(self.clients == self.clients[0]) == num_rows
         self.client = int(self.clients[0]) if is_one_client else None
         self._stop_ids = None
-        if running.num_of_width:  # a line per column compares faster
+        if running.num_of_width:  # one line per column is compared faster
             self._stop_ids = np.ascontiguousarray(running.stop_ids[rows].T)
 
     def serves(self, running: RunningTable, rows: Int64Array) -> bool:
-        """Whether this was made for these rows, and nothing has changed since."""
+        """Whether this was made for these rows and nothing has changed since."""
         if self.version != running.version or len(self.rows) != len(rows):
             return False
         return not np.count_nonzero(self.rows != rows)
 
     def part(self, is_in: BoolArray) -> "SamplingRows":
-        """The rows where `is_in` (n,), whose occupants are still the same."""
+        """The rows where `is_in` (n,) is set, whose occupants are still the same."""
         part = copy(self)
         part.rows = part.index = self.rows[is_in]
         part.generations = self.generations[is_in]
@@ -70,14 +70,14 @@ class SamplingRows:
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A plan that is not answered; nothing of it ever changes.
+    """An unanswered plan. It does not change once it is in flight.
 
     sampling:   rows that sample in it, and their occupants.
     num_drafts: drafts verified per row; None if there are none.
     drafts:     their ids, one row after the other; -1 for those that only the worker knows.
     is_masked:  rows whose token a grammar restricts; None if there are none.
     loads:      (row, generation) pairs that began with tokens loaded within this step.
-    scored:     rows with log probabilities; None if no running request wants any.
+    scored:     rows with log probabilities; None if no running request asks for them.
     """
 
     step: int
@@ -111,8 +111,8 @@ class PlannedStep:
 class PastOccupant(Occupant):
     """A request whose row was emptied while plans that may compute on it were unanswered.
 
-    last_step: the newest of them.
-    tables, num_hit_tokens: the blocks that it held, and how many of its tokens others had computed.
+    last_step: the newest of these plans.
+    tables, num_hit_tokens: the blocks that it held, and how many of its tokens were prefix hits.
     """
 
     last_step: int
@@ -121,7 +121,7 @@ class PastOccupant(Occupant):
 
 
 class StepsInFlight:
-    """The unanswered plans (`steps`), oldest first, and past occupants of rows under them."""
+    """The unanswered plans (`steps`), oldest first, and the past occupants of their rows."""
 
     def __init__(self, running: RunningTable) -> None:
         self._running = running
@@ -142,7 +142,7 @@ class StepsInFlight:
         self.steps.append(planned)
 
     def oldest(self) -> PlannedStep | None:
-        """The plan whose output must come next."""
+        """The plan whose output is next."""
         return self.steps[0] if self.steps else None
 
     def answered(self) -> None:
@@ -154,7 +154,7 @@ class StepsInFlight:
                     del self._past[generation]
 
     def occupant(self, row: int, generation: int) -> Occupant:
-        """Who held the row under this generation when an unanswered plan was built."""
+        """The request that held the row under this generation when an unanswered plan was built."""
         if self._running.generation[row] == generation:
             return self._running.occupant(row)
         return self._past[generation]
@@ -173,7 +173,7 @@ class StepsInFlight:
         void_through: int,
     ) -> None:
         """The row of a request is about to be emptied. If it still expects tokens that are not
-        void, the request is not admitted again before they have come."""
+        void, the request is not admitted again before they have arrived."""
         newest_step = self.steps[-1].step
         if expects_tokens and void_through < newest_step:
             request.resume_after_step = newest_step
@@ -182,13 +182,13 @@ class StepsInFlight:
         )
 
     def void_past_occupants(self, request: Request | None = None) -> None:
-        """Tokens still expected by past occupants (or by this one) are void."""
+        """Make the tokens that past occupants (or this one) still expect void."""
         for occupant in self._past.values():
             if request is None or occupant.request is request:
                 occupant.void_through = occupant.last_step
 
     def reset(self) -> None:
-        """The workers are gone; no output will come."""
+        """The workers are gone; no output will arrive."""
         self.steps.clear()
         self._past.clear()
         self.last_answered_step = 0

@@ -1,5 +1,5 @@
-"""What a worker's output means: tokens for the requests that still hold the row they were sampled
-for, and care with all others."""
+"""Applies a worker's output: each token goes to the request that it was sampled for, if it is still
+valid for that request."""
 
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -26,8 +26,8 @@ class OutputProcessor:
     """Applies outputs in the order of the plans.
 
     drafts, grammars: None unless configured.
-    num_stale_tokens: sampled for a request that had ended or was rewound, or by a worker of another
-                      epoch.
+    num_stale_tokens: tokens dropped, because their request had ended or was rewound, or because
+                      they are of another epoch.
     """
 
     running: RunningTable
@@ -40,12 +40,12 @@ class OutputProcessor:
     drafts: Drafts | None
     grammars: Grammars | None
     num_stale_tokens: int = 0
-    # Requests that end with the output being applied, by the generation that it is for.
+    # Requests that end with the output being applied, with the generation of its row.
     _ending: list[tuple[int, Request, Outcome]] = field(default_factory=list)
 
     def apply(self, output: ModelRunnerOutput, now: float) -> bool:
         """Apply the output of the oldest unanswered plan; see `Scheduler.update_from_output`. False
-        if it was of another epoch."""
+        if it is of another epoch."""
         if output.epoch != self.plan.epoch:
             self.num_stale_tokens += len(output.sampled_tokens)
             return False
@@ -58,7 +58,7 @@ class OutputProcessor:
             self._apply_sampled(planned, output)
         else:
             self._apply_scored(planned, output)
-        self.in_flight.answered()  # first: what ends now is no past occupant of this plan
+        self.in_flight.answered()  # first: what ends now is no past occupant
         if self._ending:
             ending, self._ending = self._ending, []
             ending.sort(key=itemgetter(0))  # blocks are freed in admission order
@@ -68,8 +68,8 @@ class OutputProcessor:
         return True
 
     def _apply_scored(self, planned: PlannedStep, output: ModelRunnerOutput) -> None:
-        """Tokens with log probabilities. Which rows still count is decided before the tokens are
-        applied, how many tokens are output is known after; no row is emptied in between."""
+        """Tokens with log probabilities. The valid rows are determined before the tokens are
+        applied, the number of output tokens afterwards; no row is emptied in between."""
         scored, entries = planned.scored, output.logprobs
         if scored is None or entries is None:
             self._apply_sampled(planned, output)
@@ -86,7 +86,7 @@ class OutputProcessor:
         if sampling.version == self.running.version and sampling.is_plain and has_one_each:
             self._apply_tokens(sampling, tokens)
             return
-        # Some tokens may not be just the next one of the row's occupant.
+        # Some tokens may not simply be the next one of the row's occupant.
         rows, generations = sampling.rows, sampling.generations
         is_current = self.running.generation[rows] == generations
         is_current &= self.running.void_through[rows] < planned.step
@@ -104,7 +104,7 @@ class OutputProcessor:
             self._apply_one(planned, index, ids, pooled.get(int(rows[index])))
 
     def _apply_tokens(self, sampling: SamplingRows, tokens: Int32Array) -> None:
-        """One token for each of the rows, whose occupants are those that they were planned for."""
+        """Apply one token per row; the rows still have the occupants of the plan."""
         running = self.running
         running.append_tokens(sampling.index, tokens)
         if sampling.client is None:
@@ -124,7 +124,7 @@ class OutputProcessor:
     def _apply_one(
         self, planned: PlannedStep, index: int, token_ids: list[int], pooled: Float32Array | None
     ) -> None:
-        """The tokens of one row of the plan, whose occupant may have changed."""
+        """Apply the tokens of one row of the plan, whose occupant may have changed."""
         generation = int(planned.generations[index])
         occupant = self.in_flight.occupant(int(planned.rows[index]), generation)
         request = occupant.request
@@ -141,8 +141,8 @@ class OutputProcessor:
             self._append(request, generation, token_ids)
 
     def _append(self, request: Request, generation: int, token_ids: list[int]) -> None:
-        """Verified tokens, one after the other until one ends the request. It runs, or has been
-        preempted since they were sampled; they are its output all the same."""
+        """Append verified tokens, one after the other, until one ends the request. The request may
+        have been preempted since they were sampled; they are its output anyway."""
         client, handle = request.client_index, np.array([request.handle], np.int32)
         for position, token_id in enumerate(token_ids):
             token = np.array([token_id], np.int32)
@@ -176,8 +176,8 @@ class OutputProcessor:
 
     @staticmethod
     def _outcome(request: Request, token_id: int, num_tokens: int) -> Outcome:
-        """The end of a request whose last token, of `num_tokens`, stops it, fills its length or
-        repeats its output."""
+        """The outcome of a request whose last token, of `num_tokens`, is a stop id, reaches its
+        length or repeats its output."""
         reason = FinishReason.REPETITION
         if request.is_stopped_by(token_id, num_tokens):
             reason = FinishReason.STOPPED

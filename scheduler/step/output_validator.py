@@ -1,4 +1,4 @@
-"""Whether a worker's output fits the plan that it answers. Reads only."""
+"""Checks that a worker's output fits the plan that it answers. Changes nothing."""
 
 from dataclasses import dataclass
 
@@ -13,23 +13,23 @@ from longshore.scheduler.step.running import RunningTable
 
 
 class InvalidOutput(LongshoreError):
-    """A worker's output fits no plan that it was sent; the epoch cannot continue."""
+    """A worker's output does not fit its plan; the epoch cannot continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputValidator:
-    """What an output must be, for the plan that is due. `plan_of` raises InvalidOutput else."""
+    """Checks outputs against the plan that is due."""
 
     running: RunningTable
     in_flight: StepsInFlight
     vocab_size: int
 
     def plan_of(self, output: ModelRunnerOutput) -> PlannedStep:
-        """The plan that `output` answers."""
+        """The plan that `output` answers. Raises InvalidOutput if it does not fit the plan."""
         planned = self.in_flight.oldest()
         if planned is None or planned.step != output.step:
             expected = "none" if planned is None else f"step {planned.step}"
-            raise InvalidOutput(f"a worker answered step {output.step}; {expected} was due")
+            raise InvalidOutput(f"a worker answered step {output.step}, but {expected} was due")
         text = self._flaw(planned, output)
         if text is not None:
             raise InvalidOutput(f"step {output.step}: {text}")
@@ -43,39 +43,39 @@ class OutputValidator:
             limits = 1 if planned.num_drafts is None else planned.num_drafts + 1
             if len(counts) != num_rows or ((counts < 1) | (counts > limits)).any():
                 return (
-                    f"{num_rows} rows sample one token each and one more per accepted draft; "
-                    "num_sampled says otherwise"
+                    f"num_sampled does not fit: each of {num_rows} rows samples one token and one "
+                    "more per accepted draft"
                 )
             num_tokens = int(counts.sum())
         if len(tokens) != num_tokens:
-            return f"{num_rows} rows sample {num_tokens} tokens, {len(tokens)} tokens came"
+            return f"{num_rows} rows sample {num_tokens} tokens, but the output has {len(tokens)}"
         if self._is_outside(tokens):
-            return f"a token id outside 0..{self.vocab_size - 1} was sampled"
+            return f"a sampled token id is outside 0..{self.vocab_size - 1}"
         drafts = output.draft_tokens
         if len(drafts) != len(output.draft_rows) or self._is_outside(drafts):
-            return f"drafts are token ids of 0..{self.vocab_size - 1}, one per draft row"
+            return f"drafts must be token ids in 0..{self.vocab_size - 1}, one per draft row"
         if len(output.nan_rows) or len(output.num_nans):
             if not np.isin(output.nan_rows, planned.rows).all():
-                return "a row that sampled nothing is not finite"
+                return "a row that does not sample has logits that are not finite"
             if len(output.num_nans) != len(output.nan_rows) or (output.num_nans < 1).any():
-                return "each row that is not finite has a number of such logits, of at least 1"
+                return "num_nans must be at least 1 for each row whose logits are not finite"
         if len(output.pooled) != len(output.pooled_rows):
-            return "vectors and rows of them differ in number"
+            return "the numbers of vectors and of their rows differ"
         if not planned.sampling.is_plain:
             row = self._unpooled_row(planned, output)
             if row is not None:
-                return f"no vector came for row {row}"
+                return f"the vector of row {row} is missing"
         return None if output.logprobs is None else self._bad_logprobs(planned, output)
 
     def _is_outside(self, token_ids: Int32Array) -> bool:
-        """Some id is not of the vocabulary; negative ones are the largest when read unsigned."""
+        """Whether an id is outside the vocabulary. Read as unsigned, negative ids are largest."""
         if not len(token_ids):
             return False
         unsigned = token_ids.view(np.uint32)
         return bool(unsigned[unsigned.argmax()] >= self.vocab_size)  # cheaper than max()
 
     def _unpooled_row(self, planned: PlannedStep, output: ModelRunnerOutput) -> int | None:
-        """A pooling request of the plan that still expects its vector and has none."""
+        """A row of a pooling request that expects a vector and has none, if there is one."""
         answered = {*output.pooled_rows.tolist(), *output.nan_rows.tolist()}
         for row, generation in zip(
             planned.rows.tolist(), planned.generations.tolist(), strict=True
@@ -95,7 +95,7 @@ class OutputValidator:
         if not len(entries.owners):
             return None
         if self._is_outside(entries.token_ids):
-            return f"a log probability is of a token id outside 0..{self.vocab_size - 1}"
+            return f"a log probability has a token id outside 0..{self.vocab_size - 1}"
         flaw: str | None = "of rows that requested none"
         if scored is not None:
             num_sampled = np.zeros(self.running.max_num_seqs, np.int64)

@@ -1,4 +1,4 @@
-"""From the scheduler's tables to the plan of a step: only what the workers do not expect."""
+"""Builds the plan of a step from the scheduler's tables: only what the workers do not expect."""
 
 from typing import Any, Final
 
@@ -21,8 +21,8 @@ from longshore.scheduler.step.running import RunningTable
 from longshore.scheduler.validation import MAX_ADDED_BYTES
 
 MAX_ADDED_ARRAYS: Final = 3 * 2048
-"""Arrays that one plan's added rows bring: each may be a frame, of which a message has 16,384. That
-leaves room for the tables of 8,192 rows under --verify-plan."""
+"""Limit for the arrays of a plan's added rows. Each can be a frame, and a message has at most
+16,384 frames, which leaves enough for the tables of 8,192 rows with --verify-plan."""
 
 
 class PlanBuilder:
@@ -52,7 +52,7 @@ class PlanBuilder:
         self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
-        """New workers have empty tables and have seen no plan."""
+        """Start again from empty tables: new workers have received no plan."""
         self.epoch = epoch
         self.step = 0
         self._digest = 0
@@ -78,8 +78,8 @@ class PlanBuilder:
     # Changes
 
     def can_add(self, request: Request) -> bool:
-        """Whether the plan may add one more row: a message is bounded in frames and bytes. The
-        first row always fits: `RequestValidator` has checked it."""
+        """Whether the plan can add one more row, because the frames and bytes of a message are
+        limited. The first row always fits: `RequestValidator` has checked it."""
         num_bytes = 4 * len(request.token_ids) + request.num_input_bytes
         num_arrays = 3 + len(request.multimodal)
         fits = (
@@ -89,13 +89,13 @@ class PlanBuilder:
         return fits or not self._added
 
     def add(self, request: Request, start: RowStart) -> None:
-        """A request takes a row with this plan."""
+        """A request gets a row in this plan."""
         self._added.append(start)
         self._num_added_bytes += 4 * len(request.token_ids) + request.num_input_bytes
         self._num_added_arrays += 3 + len(start.multimodal)
 
     def add_rewind(self, rewind: Rewind) -> None:
-        """A row is rewound; a second time before the plan is the same as both at once."""
+        """A row is rewound; several rewinds before a plan are merged into one."""
         first = self._rewound.get(rewind.row)
         if first is not None:
             rewind = Rewind(
@@ -108,12 +108,12 @@ class PlanBuilder:
 
     @property
     def has_drops(self) -> bool:
-        """Rows were emptied that the workers still hold."""
+        """Whether rows were emptied that the workers still hold."""
         return bool(self.finished or self.preempted)
 
     @property
     def must_be_sent(self) -> bool:
-        """The workers need news although no row computes a token."""
+        """Whether the workers need a plan even if no row computes a token."""
         return (
             self.has_drops
             or bool(self._rewound)
@@ -127,10 +127,10 @@ class PlanBuilder:
         self, num_scheduled: Int64Array, num_tokens: int, *, answered_step: int
     ) -> tuple[SchedulerOutput, tuple[tuple[int, int], ...]]:
         """The plan in which each row computes `num_scheduled` (max_num_seqs,) tokens, `num_tokens`
-        in all; the counts themselves advance afterwards. Also the (row, generation) pairs that load
-        within the step."""
+        in total, and the (row, generation) pairs that load within the step. The caller advances
+        the counts afterwards."""
         running = self._running
-        for row in (*self.finished, *self.preempted):  # what was rewound before has ended
+        for row in (*self.finished, *self.preempted):  # the rewound request has lost its row
             self._rewound.pop(row, None)
         changed = (num_scheduled != running.expected()).nonzero()[0]
         changes: dict[str, Any] = {
@@ -166,7 +166,7 @@ class PlanBuilder:
         return plan, loads
 
     def _of_features(self, num_scheduled: Int64Array, answered_step: int) -> dict[str, Any]:
-        """Fields of the plan that only configured features fill."""
+        """Fields of the plan that only configured features use."""
         fields: dict[str, Any] = {}
         if self._feed_back_tokens:
             rows, token_ids = self._tokens_to_feed_back(num_scheduled)
@@ -187,8 +187,8 @@ class PlanBuilder:
         return fields
 
     def build_steady(self, num_tokens: int, *, answered_step: int) -> SchedulerOutput:
-        """The plan of a steady decode step, in which all rows compute `num_tokens` as expected: it
-        says which blocks are appended, if any. Not for a connector, or full state."""
+        """The plan of a steady decode step, in which all rows compute `num_tokens` tokens as
+        expected. It contains only appended blocks, if any. Not with a connector or full state."""
         appended, self.appended = tuple(self.appended), []
         self._digest = digest_changes(self._digest, appended=appended)
         self.step += 1
@@ -205,9 +205,9 @@ class PlanBuilder:
         )
 
     def _tokens_to_feed_back(self, num_scheduled: Int64Array) -> tuple[Int32Array, Int32Array]:
-        """Ids sampled since admission that this step computes, and the last known ones of rewound
-        rows, which no step has computed yet: a first pipeline stage that does not sample gets them
-        in no other way."""
+        """Ids sampled since admission that this step computes, and the last known ids of rewound
+        rows, which no step has computed yet. A first pipeline stage that does not sample gets them
+        only from plans."""
         running = self._running
         positions = running.num_computed.copy()
         is_fed = (num_scheduled > 0) & (positions >= running.num_known)
@@ -223,9 +223,9 @@ class PlanBuilder:
         return bool((running.has_grammar & (num_scheduled > 0) & ends).any())
 
     def _common_prefix(self) -> tuple[int, ...]:
-        """Leading blocks that all running rows share, if that has changed. It changes only with
-        membership: what a row appends is its own. For cascade attention (FlashInfer's name for
-        attending to a shared prefix once); no backend of ours reads it yet."""
+        """The number of leading blocks that all running rows share, if it has changed; it changes
+        only with membership. For cascade attention (FlashInfer's term for attending to a shared
+        prefix once); no backend here uses it yet."""
         if not (self._added or self.has_drops or self._rewound):
             return ()
         common = self._kv_cache.num_common_prefix_blocks(self._running.order)

@@ -1,9 +1,9 @@
-"""Who runs in the next step: policy over columns.
+"""Chooses the requests that run in the next step, and how many tokens each computes.
 
-Each request has a number of computed tokens, and every step gives it tokens until it has caught up
-with those it has; there is no prefill phase and no decode phase. `StepPlanner.plan_step` is the
-policy; the common step is a handful of vector operations, and a steady decode step not even that.
-The design is that of vLLM V1's scheduler.
+Each request has a number of computed tokens, and each step computes more of its tokens until none
+is left; there is no prefill phase and no decode phase. `StepPlanner.plan_step` is the policy. The
+common step takes a few vector operations, a steady decode step not even that. The design is that of
+vLLM V1's scheduler.
 """
 
 import enum
@@ -30,8 +30,8 @@ from longshore.scheduler.step.steady_decode import SteadyDecode
 
 
 class PauseState(enum.Enum):
-    """UNPAUSED: everything. PAUSED_NEW: running requests continue, nothing is admitted (before a
-    swap of weights, or to drain the engine). PAUSED_ALL: nothing is scheduled."""
+    """UNPAUSED: no restriction. PAUSED_NEW: running requests continue, no request is admitted
+    (before weights are replaced, or to drain the engine). PAUSED_ALL: nothing is scheduled."""
 
     UNPAUSED = "unpaused"
     PAUSED_NEW = "paused_new"
@@ -40,9 +40,9 @@ class PauseState(enum.Enum):
 
 @dataclass(slots=True, kw_only=True)
 class StepPlanner:
-    """Makes one plan after the other.
+    """Plans the steps.
 
-    allow_steady: off if connectors or workers need to see every row or every step.
+    allow_steady: False if connectors or workers need full information about every step.
     encoder, drafts: None unless configured.
     """
 
@@ -92,8 +92,9 @@ class StepPlanner:
     # A steady decode step
 
     def _plan_steady_step(self) -> SchedulerOutput | None:
-        """The next plan if it is like the last one: the same requests run, each computes one token,
-        and no request can join them. None if that is not certain, or blocks are short."""
+        """The next plan if it is a steady decode: the same requests run as in the last plan, each
+        computes one token, and none can be admitted. None if this is uncertain or blocks are
+        short."""
         steady, running, step = self._steady, self.running, self.plan.step + 1
         if steady is None or not steady.holds(running, step):
             return None
@@ -154,8 +155,8 @@ class StepPlanner:
     def _limit_to_encoder(
         self, wanted: Int64Array, num_scheduled: Int64Array, budget: int
     ) -> Int64Array:
-        """`num_scheduled`, where an item that cannot be encoded yet cuts its request, and leaves
-        more tokens to those admitted after it."""
+        """`num_scheduled`, reduced for requests with an item that cannot be encoded yet, which
+        leaves more tokens for requests admitted later."""
         running, encoder = self.running, self.encoder
         assert encoder is not None
         pending = encoder.pending.values()
@@ -170,7 +171,7 @@ class StepPlanner:
         return num_scheduled
 
     def _free_skipped_blocks(self) -> None:
-        """Free what windowed groups need no more, before rows get blocks."""
+        """Free the blocks that windowed groups no longer need, before rows get blocks."""
         running = self.running
         self.kv_cache.free_skipped(
             running.num_computed,
@@ -181,8 +182,8 @@ class StepPlanner:
         )
 
     def _num_slots(self, num_scheduled: Int64Array) -> Int64Array:
-        """(max_num_seqs,) tokens that rows need slots for; a drafter writes after those that are
-        computed."""
+        """(max_num_seqs,) tokens that rows need slots for, with those that a drafter writes after
+        the computed ones."""
         num_tokens = self.running.num_computed + num_scheduled
         if self.config.num_lookahead_tokens:
             num_tokens[num_scheduled > 0] += self.config.num_lookahead_tokens
@@ -191,8 +192,8 @@ class StepPlanner:
     def _schedule_under_pressure(
         self, wanted: Int64Array, num_left: int, now: float
     ) -> tuple[Int64Array, bool]:
-        """`_schedule_running`, one request after the other, when blocks are short: holds are
-        released, then the policy's victims preempted, until the blocks suffice."""
+        """`_schedule_running` when blocks are short, one request after the other: holds are
+        released, then the policy's victims are preempted, until the blocks suffice."""
         running = self.running
         num_scheduled = np.zeros_like(wanted)
         requests = running.requests_in_order()
@@ -220,7 +221,7 @@ class StepPlanner:
                     continue
                 victim_index = self.policy.pick_victim(requests)
                 victim = requests.pop(victim_index)
-                # What the victim got in this step is rolled back.
+                # Roll back what the victim got in this step.
                 num_left += int(num_scheduled[victim.row])
                 num_scheduled[victim.row] = 0
                 grown.pop(victim.row, None)
@@ -241,9 +242,9 @@ class StepPlanner:
         return num_scheduled, was_preempted
 
     def _cache_full_blocks(self, num_scheduled: Int64Array) -> bool:
-        """Cache the blocks that this plan completes; False if there are none. Not earlier: a
-        request preempted in this step computes nothing of what it was given. Tokens that are not
-        verified yet complete no block."""
+        """Cache the blocks that this plan completes; False if there are none. Not before all rows
+        are scheduled: a request preempted in this step computes nothing of it. Unverified tokens
+        complete no block."""
         running, full_blocks = self.running, self.kv_cache.full_blocks
         num_full = np.minimum(running.num_computed + num_scheduled, running.num_tokens)
         rows = full_blocks.rows_to_cache(num_full)
@@ -285,7 +286,7 @@ class StepPlanner:
     def _steady_after(
         self, plan: SchedulerOutput, planned: PlannedStep, num_scheduled: Int64Array
     ) -> SteadyDecode | None:
-        """What describes this plan, just built, and maybe the next one, if it is steady."""
+        """The description of this plan, just built, if it is steady; the next may be, too."""
         running, last = self.running, self._steady
         if (
             not self.allow_steady
@@ -301,14 +302,14 @@ class StepPlanner:
 
 
 def share_of_step(wanted: Int64Array, running: RunningTable, num_steps: int) -> Int64Array:
-    """The part of `wanted`, (max_num_seqs,) tokens, for the next of `num_steps` steps that a
+    """The part of `wanted`, (max_num_seqs,) tokens, for the next of the `num_steps` steps that a
     pipeline of stages has in flight.
 
-    A request's next token needs the one before it, which the last stage samples and the next plan
-    brings to the first stage, so a request that expects a token waits, and others fill the
-    pipeline. If all decoding requests ran in one step, all would wait for it: each step takes one
-    in `num_steps` of the running requests, the first in admission order; the others come first in
-    the next steps. Chunks of prompts need no token and are not held back.
+    A request's next token depends on the previous one, which the last stage samples and the next
+    plan sends to the first stage. So a request that expects a token waits, and others fill the
+    pipeline. If all decoding requests ran in one step, all would wait for it, so each step runs one
+    in `num_steps` of the running requests, the first in admission order; the next steps run the
+    others. Chunks of prompts need no token and are not delayed.
     """
     wanted = np.where(running.num_placeholders > 0, 0, wanted)
     order = running.order

@@ -1,7 +1,7 @@
 """The running requests, as columns indexed by row.
 
-A step reads and writes whole columns; a `Request` object is touched only when a request starts,
-is preempted or ends. The first four columns are those that the workers keep too (`RowTable`).
+A step reads and writes whole columns; a `Request` object is used only when a request starts, is
+preempted or ends. The workers keep the first four columns as well (`RowTable`).
 """
 
 import heapq
@@ -22,15 +22,15 @@ _NEVER: Final = 1 << 62
 
 
 class _Row(NamedTuple):
-    """The columns of `RunningTable`, in order, with their values in an empty row, which never ends.
+    """The columns of `RunningTable`, in order, with their values in an empty row.
 
     num_tokens:       prompt and verified output.
-    num_placeholders: sampled in plans not answered yet, drafts among them.
+    num_placeholders: tokens sampled in unanswered plans, including drafts.
     num_drafts:       drafts for the next step.
-    void_through:     step; tokens of plans up to this one are void: the row was rewound.
+    void_through:     a step; tokens of plans up to it are void, because the row was rewound.
     num_prompt:       prompt tokens.
-    max_total:        the request ends when num_tokens reaches this.
-    min_total:        stop ids do not count before num_tokens reaches this.
+    max_total:        the request ends when num_tokens reaches this number.
+    min_total:        stop ids have no effect before num_tokens reaches this number.
     client, handle:   where its tokens go.
     """
 
@@ -53,14 +53,14 @@ class _Row(NamedTuple):
 class Occupant:
     """The request that holds, or held, a row under one generation.
 
-    void_through: its tokens of plans up to this one are void, because it was rewound or has ended.
+    void_through: a step; its tokens of plans up to it are void, because it was rewound or ended.
     """
 
     request: Request
     void_through: int
 
     def expects_output_of(self, step: int) -> bool:
-        """Whether what plan `step` brings for it counts."""
+        """Whether its tokens of plan `step` are applied."""
         return step > self.void_through and not self.request.is_finished
 
 
@@ -68,27 +68,27 @@ _EMPTY: Final = np.array([_Row()], np.int64).T
 
 
 class RunningTable(RowTable):
-    """RowTable and what only the scheduler knows: columns (max_num_seqs,) int64, see `_Row`.
+    """A RowTable with the scheduler's own columns, (max_num_seqs,) int64; see `_Row`.
 
-    drafts:      (max_num_seqs, num_speculative_tokens) int32; -1 where only the worker knows one.
+    drafts:      (max_num_seqs, num_speculative_tokens) int32; -1 if only the worker knows it.
     has_grammar: (max_num_seqs,) bool; a grammar restricts its tokens.
     is_special:  (max_num_seqs,) bool; see `Request`.
-    stop_ids:    (max_num_seqs, width) int64, padded with NO_STOP_ID; as wide as it must be.
-    token_ids:   (max_num_seqs, max_model_len) int32; memory is used only as far as written.
+    stop_ids:    (max_num_seqs, width) int64, padded with NO_STOP_ID, no wider than necessary.
+    token_ids:   (max_num_seqs, max_model_len) int32; memory is used only as far as it is written.
     requests:    the Request on each row, or None.
-    scored:      by row, the requests that want log probabilities.
+    scored:      by row, the requests that ask for log probabilities.
     version:     changes when a request is admitted, ends, is preempted or rewound.
-    fewest_left: no row has fewer tokens left to its max_total; `stopped` finds the rows at 0.
+    fewest_left: lower bound of the tokens that a row has left; at 0, `stopped` finds the rows.
     num_of_width: rows with stop ids, by how many they have.
 
-    Generations grow with every admission, so they are the admission order: rows have none.
+    Generations increase with every admission and define the admission order; rows have no order.
     """
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, num_speculative_tokens: int = 0
     ) -> None:
         super().__init__(max_num_seqs)
-        # One array, so that a row is filled by one assignment, and several are emptied by one.
+        # One array, so that one assignment fills a row, and one empties several.
         self._columns = np.repeat(_EMPTY, max_num_seqs, axis=1)
         columns = iter(self._columns)  # in the order of `_Row`
         self.generation: Int64Array = next(columns)
@@ -127,7 +127,7 @@ class RunningTable(RowTable):
 
     @property
     def order(self) -> Int64Array:
-        """Rows with a request, in admission order; computed anew only after membership changed."""
+        """Rows with a request, in admission order; recomputed only after membership changes."""
         if self._order is None:
             rows = self.generation.nonzero()[0]
             self._order = rows[self.generation[rows].argsort()]
@@ -136,7 +136,7 @@ class RunningTable(RowTable):
     def admit(
         self, request: Request, num_computed_tokens: int, block_ids: tuple[Int32Array, ...]
     ) -> RowStart:
-        """Put a waiting request on `next_row`; returns what the workers need."""
+        """Give a waiting request `next_row`; returns what the workers need."""
         row = heapq.heappop(self._free_rows)
         self._last_generation += 1
         self.version += 1
@@ -189,7 +189,7 @@ class RunningTable(RowTable):
         )
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Empty the rows of these requests; their tokens so far go back into them."""
+        """Empty the rows of these requests, and copy their tokens back to the requests."""
         rows = []
         for request in requests:
             row = request.row
@@ -210,7 +210,7 @@ class RunningTable(RowTable):
         self._order = None
 
     def tokens_of(self, row: int, count: int | None = None) -> Int32Array:
-        """A view of the row's first `count` (all) verified token ids."""
+        """A view of the row's first `count` verified token ids; None: all."""
         ids: Int32Array = self.token_ids[row, : self.num_tokens[row] if count is None else count]
         return ids
 
@@ -236,7 +236,7 @@ class RunningTable(RowTable):
         return wanted
 
     def grant(self, wanted: Int64Array, num_tokens: int) -> Int64Array:
-        """What `num_tokens` tokens allow of `wanted` (max_num_seqs,), in admission order."""
+        """The part of `wanted` (max_num_seqs,) that fits `num_tokens`, in admission order."""
         if int(wanted.sum()) <= num_tokens:
             return wanted
         order = self.order
@@ -246,28 +246,28 @@ class RunningTable(RowTable):
         return granted
 
     def num_drafts_in(self, num_scheduled: Int64Array) -> Int64Array:
-        """(max_num_seqs,) drafts among the tokens that a step computes: those beyond the verified
+        """(max_num_seqs,) drafts among the tokens that a step computes: those after the verified
         tokens and their placeholders."""
         beyond = self.num_computed + num_scheduled - self.num_tokens - self.num_placeholders
         num_drafts: Int64Array = np.where(num_scheduled > 0, np.maximum(beyond, 0), 0)
         return num_drafts
 
     def set_drafts(self, row: int, token_ids: Sequence[int]) -> None:
-        """Drafts for the row's next step; those beyond the limit are dropped."""
+        """Set the drafts for the row's next step; those beyond the limit are dropped."""
         kept = list(token_ids)[: self.drafts.shape[1]]
         self.drafts[row, : len(kept)] = kept
         self.num_drafts[row] = len(kept)
 
     def append_tokens(self, rows: Int64Array | slice, token_ids: Int32Array) -> None:
-        """One verified token for each of `rows`, all different."""
+        """Append one verified token to each of `rows`, all different."""
         self._token_slots[self._first_slot[rows] + self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
         self.num_placeholders[rows] -= 1
         self.fewest_left -= 1
 
     def rewind_row(self, row: int, num_computed_tokens: int, newest_step: int) -> Rewind:
-        """The row computes again from `num_computed_tokens`; what it samples in the unanswered
-        plans up to `newest_step` is void."""
+        """Rewind the row to `num_computed_tokens`; what it samples in the unanswered plans up to
+        `newest_step` is void."""
         rewind = Rewind(
             row,
             num_computed_tokens,
@@ -283,7 +283,7 @@ class RunningTable(RowTable):
 
     def stopped(self, rows: Int64Array, token_ids: Int32Array | None) -> Int64Array:
         """Those of `rows` that end with the tokens they just got, in admission order. `token_ids`
-        may be None if none of these is a stop id."""
+        may be None if none of them is a stop id."""
         num_tokens = self.num_tokens[rows]
         ended = num_tokens >= self.max_total[rows]
         if token_ids is not None:
@@ -304,7 +304,7 @@ class RunningTable(RowTable):
         self.stop_ids[row, :count] = stop_ids
 
     def _drop_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        """Each step compares all columns, so the table narrows when the widest request ends."""
+        """Each step compares all columns, so the table is narrowed when the widest row ends."""
         count = len(stop_ids)
         self.stop_ids[row, :count] = NO_STOP_ID
         self.num_of_width[count] -= 1

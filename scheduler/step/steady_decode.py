@@ -1,7 +1,7 @@
 """A steady decode step: the same rows run as in the last plan, and each computes one token.
 
-Most steps are steady. While the running requests stay the same, what such a step computes is known
-without reading a row, and between two block borders it changes nothing: its plan is a number.
+Most steps are steady. While the running requests stay the same, such a step is known without
+reading a row. Unless a row needs or completes a block, its plan is only a step number.
 """
 
 import numpy as np
@@ -12,11 +12,11 @@ from longshore.scheduler.step.running import RunningTable
 
 
 class SteadyDecode:
-    """Describes the plan `planned`, which was just built, and the next ones while it `holds`.
+    """Describes `planned`, a plan that was just built, and the next ones while it `holds`.
 
     sampling:      all running rows.
-    scored:        those with log probabilities, if any.
-    num_scheduled: (max_num_seqs,) int64, 1 for each of them.
+    scored:        rows with log probabilities, if any.
+    num_scheduled: (max_num_seqs,) int64, 1 for each running row.
     """
 
     def __init__(
@@ -36,14 +36,15 @@ class SteadyDecode:
         return self.sampling.version == running.version and step <= self._last_step
 
     def needs_no_block(self, step: int) -> bool:
-        """Whether in plan `step` no row needs a block, and none completes one."""
+        """Whether no row needs or completes a block in plan `step`."""
         return step <= self._no_block_through
 
     def look_ahead(
         self, running: RunningTable, block_sizes: tuple[int, ...], *, num_lookahead: int, step: int
     ) -> None:
-        """Plan `step`, which was just built, needed and completed no block: find how many of the
-        next plans neither do. num_lookahead: slots that a row needs after what it computes."""
+        """Plan `step`, which was just built, neither gave a row a block nor completed one: find for
+        how many of the next plans this holds. num_lookahead: slots that a row needs after its
+        computed tokens."""
         rows = self.sampling.rows
         num_computed = running.num_computed[rows]
         num_verified = np.minimum(running.num_tokens[rows], num_computed)

@@ -151,7 +151,7 @@ def test_an_answer_without_the_vector_is_refused() -> None:
     driver.add("plain", prompt_of(6, 40))
     driver.plan()
     answer = ModelRunnerOutput(1, 1, sampled_tokens=int32_array([0, 5]))
-    with pytest.raises(InvalidOutput, match="no vector came for row 0"):
+    with pytest.raises(InvalidOutput, match="the vector of row 0 is missing"):
         driver.scheduler.update_from_output(answer, driver.now)
     assert driver.scheduler.take_outputs() == []  # nothing has changed
 

@@ -112,7 +112,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def free_too_much(self, data: st.DataObject) -> None:
         references = [block_id for block_id in self.held() for _ in range(self.refs[block_id])]
         wrong = data.draw(st.integers(1, NUM_BLOCKS - 1))
-        with pytest.raises(NotTaken, match="is freed, but it has no reference"):
+        with pytest.raises(NotTaken, match="cannot be freed: it has no reference"):
             self.pool.free_blocks([*references, *[wrong] * (1 + references.count(wrong))])
 
     @rule(block_ids=st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=4))
@@ -229,10 +229,10 @@ def test_freed_blocks_queue_up_in_the_given_order_with_their_names() -> None:
 def test_freeing_a_block_that_nobody_holds_raises_and_keeps_the_books() -> None:
     pool = BlockPool(5)
     pool.get_new_blocks(2)
-    with pytest.raises(LongshoreError, match="block 3 is freed, but it has no reference"):
+    with pytest.raises(LongshoreError, match="block 3 cannot be freed: it has no reference"):
         pool.free_blocks([1, 3])
     assert pool.free_block_ids() == [3, 4]
-    with pytest.raises(LongshoreError, match="block 2 is freed, but it has no reference"):
+    with pytest.raises(LongshoreError, match="block 2 cannot be freed: it has no reference"):
         pool.free_blocks([2, 2])
     assert pool.num_free == 2
     assert [pool.references()[block_id] for block_id in range(5)] == [0, 1, 1, 0, 0]
@@ -412,7 +412,7 @@ def test_new_blocks_come_from_the_head_with_one_reference_and_without_names(coun
         (lambda pool: pool._prefixes[0].clear(), "block 1 is not found under its hash"),
         (
             lambda pool: pool._prefixes[0].insert_n([b"stray"], [3]),
-            "2 blocks are found by name, 1 have",
+            "2 blocks are found by hash, 1 have",
         ),
         (lambda pool: setattr(pool.free_queue, "num_free", 1), "which counts 1"),
     ],

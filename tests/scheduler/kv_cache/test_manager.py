@@ -635,7 +635,7 @@ def test_pages_count_keys_and_values_usage_has_a_total_and_nothing_is_freed_twic
     (held,) = manager.detach([0])
     manager.release(held)
     assert manager.usage == 0.5
-    with pytest.raises(NotTaken, match="is freed, but it has no reference"):
+    with pytest.raises(NotTaken, match="cannot be freed: it has no reference"):
         manager.release(held)
     manager.check()
 

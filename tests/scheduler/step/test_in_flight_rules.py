@@ -210,19 +210,22 @@ def test_an_answer_of_another_epoch_is_dropped_and_counted() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (ModelRunnerOutput(1, 2, int32_array([9])), "answered step 2; step 1 was due"),
-        (ModelRunnerOutput(1, 1), "1 rows sample 1 tokens, 0 tokens came"),
-        (ModelRunnerOutput(1, 1, int32_array([9, 9])), "1 rows sample 1 tokens, 2 tokens came"),
-        (ModelRunnerOutput(1, 1, int32_array([100])), r"outside 0\.\.99 was sampled"),
-        (ModelRunnerOutput(1, 1, int32_array([-1])), r"outside 0\.\.99 was sampled"),
-        (ModelRunnerOutput(1, 1, int32_array([9]), nan_rows=int32_array([3])), "sampled nothing"),
-        (ModelRunnerOutput(1, 1, int32_array([9]), nan_rows=int32_array([0])), "a number of such"),
-        (ModelRunnerOutput(1, 1, int32_array([9]), num_nans=int32_array([1])), "a number of such"),
+        (ModelRunnerOutput(1, 2, int32_array([9])), "answered step 2, but step 1 was due"),
+        (ModelRunnerOutput(1, 1), "1 rows sample 1 tokens, but the output has 0"),
+        (
+            ModelRunnerOutput(1, 1, int32_array([9, 9])),
+            "1 rows sample 1 tokens, but the output has 2",
+        ),
+        (ModelRunnerOutput(1, 1, int32_array([100])), r"sampled token id is outside 0\.\.99"),
+        (ModelRunnerOutput(1, 1, int32_array([-1])), r"sampled token id is outside 0\.\.99"),
+        (ModelRunnerOutput(1, 1, int32_array([9]), nan_rows=int32_array([3])), "does not sample"),
+        (ModelRunnerOutput(1, 1, int32_array([9]), nan_rows=int32_array([0])), "num_nans must be"),
+        (ModelRunnerOutput(1, 1, int32_array([9]), num_nans=int32_array([1])), "num_nans must be"),
         (
             ModelRunnerOutput(
                 1, 1, int32_array([9]), draft_rows=int32_array([0]), draft_tokens=int32_array([100])
             ),
-            r"drafts are token ids of 0\.\.99",
+            r"drafts must be token ids in 0\.\.99",
         ),
     ],
 )
@@ -239,7 +242,7 @@ def test_an_answer_that_fits_no_plan_raises_and_changes_nothing(
 
 
 def test_an_answer_to_nothing_raises() -> None:
-    with pytest.raises(InvalidOutput, match="answered step 1; none was due"):
+    with pytest.raises(InvalidOutput, match="answered step 1, but none was due"):
         Driver().scheduler.update_from_output(ModelRunnerOutput(1, 1), 0.0)
 
 
