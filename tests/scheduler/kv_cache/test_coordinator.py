@@ -139,7 +139,7 @@ def test_several_groups_find_what_all_of_them_have_in_whole_blocks_of_all(
 
 
 @pytest.mark.req("HSH-08")
-def test_blocks_that_are_no_whole_number_of_names_are_refused() -> None:
+def test_blocks_that_are_no_whole_number_of_hash_blocks_are_rejected() -> None:
     with pytest.raises(
         ConfigError, match="group 1 hold 6 tokens, which is not a multiple of the 4"
     ):

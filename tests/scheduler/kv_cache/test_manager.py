@@ -185,7 +185,7 @@ def test_requests_that_look_nothing_up_are_not_in_the_statistics() -> None:
 
 
 @pytest.mark.req("KVM-08", "ERR-13")
-def test_capacity_counts_cached_blocks_that_nobody_holds() -> None:
+def test_capacity_counts_cached_blocks_without_references() -> None:
     manager = make_manager(num_blocks=5)  # 4 usable
     run(manager, 0, request_of(range(8)))  # blocks 1 and 2
     manager.free(0)
@@ -199,7 +199,7 @@ def test_capacity_counts_cached_blocks_that_nobody_holds() -> None:
     assert manager.num_free_blocks == 0
 
 
-def test_hits_that_somebody_holds_cost_nothing() -> None:
+def test_hits_that_another_request_holds_cost_nothing() -> None:
     manager = make_manager(num_blocks=5)
     run(manager, 0, request_of(range(8)))
     request = request_of([*range(8), *range(60, 68)])
@@ -310,7 +310,7 @@ def test_equal_blocks_computed_at_the_same_time_are_both_kept() -> None:
 
 
 @pytest.mark.req("POO-09")
-def test_prefix_cache_is_reset_only_when_nobody_holds_a_block() -> None:
+def test_prefix_cache_is_reset_only_when_no_block_is_held() -> None:
     manager = make_manager()
     run(manager, 0, request_of(range(12)))
     assert manager.reset_prefix_cache() is False
@@ -420,7 +420,7 @@ def test_a_partly_filled_last_block_has_slots_too() -> None:
 
 @pytest.mark.req("KVM-09")
 @pytest.mark.parametrize("by_rows", [True, False])
-def test_draft_tokens_name_nothing(by_rows: bool) -> None:
+def test_draft_tokens_complete_no_cached_block(by_rows: bool) -> None:
     manager = make_manager()
     request = request_of(range(10))
     assert manager.start(0, manager.demand(nothing(manager), 10 + 3))  # tokens and drafts
@@ -437,7 +437,7 @@ def test_draft_tokens_name_nothing(by_rows: bool) -> None:
 
 
 @pytest.mark.req("KVM-10", "HSH-09", "ERR-13")
-def test_blocks_that_are_being_loaded_are_found_by_nobody_until_the_load_is_over() -> None:
+def test_blocks_that_are_being_loaded_are_not_found_until_the_load_is_over() -> None:
     manager = make_manager()
     request, other = request_of(range(9)), request_of(range(9))
     held = manager.reserve(manager.demand(manager.get_computed_blocks(request), 9), answered_step=0)
@@ -459,7 +459,7 @@ def test_a_chunked_prompt_is_found_as_far_as_it_is_scheduled() -> None:
         assert manager.get_computed_blocks(other).num_tokens == hit
 
 
-def test_a_held_hit_keeps_its_name_when_a_row_takes_it_over() -> None:
+def test_a_held_hit_stays_cached_when_a_row_takes_it_over() -> None:
     manager = make_manager()
     run(manager, 0, request_of(range(8)))
     request = request_of([*range(8), *range(60, 69)])
@@ -549,7 +549,7 @@ def test_pins_and_loads_do_not_distort_what_running_rows_have_in_common() -> Non
     assert manager.num_common_prefix_blocks(np.array([], np.int64)) == (0,)
 
 
-def test_a_load_gets_no_block_that_an_unanswered_plan_names_while_computation_does() -> None:
+def test_a_load_gets_no_block_of_an_unanswered_plan_while_computation_does() -> None:
     manager = make_manager(num_blocks=7)
     run(manager, 0, request_of(range(50, 66)))
     manager.free(0, step=5)
@@ -565,7 +565,7 @@ def test_a_load_gets_no_block_that_an_unanswered_plan_names_while_computation_do
 
 
 @pytest.mark.req("HSH-08", "POO-06", "KVM-01")
-def test_groups_of_larger_blocks_share_one_finer_chain_of_names() -> None:
+def test_groups_of_larger_blocks_share_one_finer_chain_of_hashes() -> None:
     groups = (
         KVCacheGroup(("a",), FULL),
         KVCacheGroup(("b",), FullAttentionSpec(8, 1, 8, 4)),
@@ -594,7 +594,7 @@ def test_groups_of_larger_blocks_share_one_finer_chain_of_names() -> None:
 
 
 @pytest.mark.req("POO-12")
-def test_how_far_each_block_is_filled_follows_from_names_tables_and_token_counts() -> None:
+def test_how_far_each_block_is_filled_follows_from_hashes_tables_and_token_counts() -> None:
     manager = make_manager(num_blocks=12)
     lengths = {0: 10, 1: 4, 2: 3}
     for row, length in lengths.items():
@@ -671,7 +671,7 @@ def test_requests_share_blocks_only_up_to_what_makes_their_kv_different() -> Non
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 12), st.integers(0, 3)), max_size=8),
     st.randoms(use_true_random=False),
 )
-def test_rows_named_together_get_the_names_of_their_tokens_and_keys(
+def test_rows_cached_together_get_the_hashes_of_their_tokens_and_keys(
     rows: list[tuple[int, int, int]], random: Any
 ) -> None:
     manager = make_manager(num_blocks=80)
@@ -738,7 +738,7 @@ def test_events_tell_parents_tokens_group_and_adapter_of_proven_blocks() -> None
     assert names == []  # row 1 shares the first and holds a copy of the second
 
 
-def test_a_name_that_a_failed_step_takes_back_was_never_announced() -> None:
+def test_a_hash_that_a_failed_step_removes_was_never_published() -> None:
     manager = make_manager(enable_kv_cache_events=True)
     request = request_of(range(8))
     assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 8))
@@ -752,7 +752,7 @@ def test_a_name_that_a_failed_step_takes_back_was_never_announced() -> None:
     assert events[0].block_hash == request.block_hashes[0]
 
 
-def test_a_new_epoch_finds_everything_free_unnamed_and_settled() -> None:
+def test_a_new_epoch_begins_with_all_blocks_free_uncached_and_settled() -> None:
     manager = make_manager(num_blocks=8, enable_kv_cache_events=True)
     run(manager, 0, request_of(range(9)))
     assert manager.reserve(manager.demand(nothing(manager), 5)) is not None
@@ -1053,7 +1053,7 @@ class TwoGroupsMachine(ManagerMachine):
 
 @pytest.mark.req("KVM-08", "POO-11", "STM-11", "KVM-13", "POO-04", "POO-05", "POO-09")
 @pytest.mark.parametrize("machine", [ManagerMachine, TwoGroupsMachine])
-def test_capacity_tables_order_and_names_are_those_of_the_model(
+def test_capacity_tables_order_and_hashes_are_those_of_the_model(
     machine: type[ManagerMachine],
 ) -> None:
     run_state_machine_as_test(
