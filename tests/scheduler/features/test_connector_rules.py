@@ -354,7 +354,7 @@ def test_after_the_deadline_the_request_computes_on_other_blocks() -> None:
     assert not load.targets & set(driver.workers.tables[0][0])
     assert driver.scheduler.make_stats().num_quarantined_blocks == 4
     driver.step()
-    driver.write("r", 0)  # late, and into nobody's blocks
+    driver.write("r", 0)  # late, and into blocks without an owner
     driver.run()
     driver.check_complete(key, max_tokens=20)
     assert driver.scheduler.make_stats().num_quarantined_blocks == 4
@@ -565,7 +565,7 @@ def test_a_failed_background_load_is_computed_from_its_first_bad_block_on(num_ra
     cached = {
         id_ for step in driver.adversary.steps for item in step.cached for id_ in item.block_ids
     }
-    assert load.targets <= cached  # named when they were computed, and not before
+    assert load.targets <= cached  # cached when they were computed, and not before
     settle(driver)
     driver.check_complete(key)
 
@@ -862,13 +862,13 @@ def test_two_rows_that_share_an_uncached_block_cache_it_once(chunk: int) -> None
     settle(driver)
     everything = driver.add("everything", prompt_of(60, 40))
     settle(driver)
-    again = driver.add("again", prompt_of(10))  # finds nothing under the old names
+    again = driver.add("again", prompt_of(10))  # finds nothing under the old hashes
     settle(driver)
     driver.check_complete(first, *shares, everything, again)
 
 
 def finished_with_a_name_that_no_plan_has_told() -> TransferDriver:
-    """The last block of a request got its name when there was nothing more to plan."""
+    """The last block of a request was cached when there was nothing more to plan."""
     driver = TransferDriver(
         num_blocks=9,
         max_model_len=32,
@@ -888,7 +888,7 @@ def finished_with_a_name_that_no_plan_has_told() -> TransferDriver:
 def test_a_block_that_was_uncached_before_the_next_plan_is_not_reported() -> None:
     driver = finished_with_a_name_that_no_plan_has_told()
     key = driver.add("loads", prompt_of(31, 40), max_tokens=1)
-    settle(driver)  # `build_connector_meta` refuses names of blocks that are being loaded
+    settle(driver)  # `build_connector_meta` rejects cached blocks that are being loaded
     driver.check_complete(key, max_tokens=1)
 
 

@@ -190,7 +190,7 @@ class EncoderMachine(RuleBasedStateMachine):
         self.cache.begin_step()
 
     def release(self, name: str, index: int) -> None:
-        """One reference less; what is encoded for nobody is not encoded."""
+        """One reference less; an item without references is not encoded."""
         item_hash = self.requests[name].multimodal[index].hash
         holders = self.holders.get(item_hash, set())
         if (name, index) not in holders:

@@ -1,4 +1,4 @@
-"""When outsiders hear of a name."""
+"""When events of block hashes are published."""
 
 import numpy as np
 from hypothesis import settings

@@ -1,4 +1,4 @@
-"""Forks: whose KV a request begins with, when, and that nobody writes to what others hold."""
+"""Forks: whose KV a request begins with, when, and that no request writes to shared blocks."""
 
 from collections import Counter
 from typing import Any
@@ -157,7 +157,7 @@ def test_groups_of_other_block_sizes_copy_their_own_last_block() -> None:
 
 class ForkingRows(RuleBasedStateMachine):
     """Rows that write token after token, fork, hold and end. A block's content is what was written
-    to it; every holder must find its own tokens, and nobody may write to what others hold."""
+    to it; every holder must find its own tokens, and none may write to a shared block."""
 
     @initialize(caching=st.booleans(), num_blocks=st.integers(6, 24))
     def begin(self, caching: bool, num_blocks: int) -> None:
@@ -177,7 +177,7 @@ class ForkingRows(RuleBasedStateMachine):
         self.write(row, num_computed)
 
     def write(self, row: int, first: int) -> None:
-        """The row computes its tokens from `first` on; whose blocks get a name then."""
+        """The row computes its tokens from `first` on; its full blocks are cached then."""
         (ids,) = self.manager.block_ids(row)
         references = self.manager._pool.references()
         tokens = self.tokens[row]

@@ -86,7 +86,7 @@ def test_a_scheduler_tells_how_its_blocks_live() -> None:
     driver.run()
     assert (metrics.num_allocated, metrics.num_accessed, metrics.num_evicted) == (4, 2, 0)
     clock.now += 2.0
-    driver.add("other", prompt_of(34, 40), max_tokens=2)  # takes all blocks, named or not
+    driver.add("other", prompt_of(34, 40), max_tokens=2)  # takes all blocks, cached or not
     driver.run()
     assert metrics.num_evicted == 2
     assert BlockLife(3.0, 2.0, (1.0,)) in metrics.take_lives()

@@ -1,4 +1,4 @@
-"""Progress: in each step somebody advances, or the scheduler can say what everybody waits for."""
+"""Progress: in each step a request advances, or the report says what each request waits for."""
 
 import re
 from typing import Any
@@ -253,7 +253,7 @@ def test_the_engine_is_idle_for_as_long_as_no_request_has_advanced() -> None:
     driver.add("r", prompt_of(6), structured_output=grammar_for("r"))
     driver.steps(2)
     assert report_of(driver).idle_s == 0.0
-    driver.steps(5)  # the first of them tells the workers of the end, which advances nobody
+    driver.steps(5)  # the first of them tells the workers of the end, which advances no request
     assert report_of(driver).idle_s == 5.0
     compiler.ready.add("r")
     driver.step()
@@ -393,7 +393,7 @@ class World:
         self.driver.scheduler.set_pause(PauseState.UNPAUSED)
 
     def step(self) -> None:
-        """In each step somebody advances, or everybody who waits says for what."""
+        """In each step a request advances, or the report says what each waits for."""
         was_busy = bool(self.driver.pending)
         plan = self.driver.step()
         if was_busy or (plan is not None):
@@ -442,7 +442,7 @@ def test_in_each_step_a_request_advances_or_says_what_it_waits_for_and_all_finis
             world.step()
         world.happen(values["also"])
     world.finish()
-    world.help()  # loads that nobody waits for any more end, too
+    world.help()  # loads that no request waits for any more end, too
     driver = world.driver
     driver.run()
     for key, name in world.names.items():

@@ -1,4 +1,4 @@
-"""Block names: recomputed here with hashlib from the documented layout."""
+"""Block hashes: recomputed here with hashlib from the documented layout."""
 
 import hashlib
 import struct

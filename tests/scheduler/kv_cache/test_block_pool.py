@@ -31,7 +31,7 @@ NAMES = [b"name-%d" % index for index in range(4)]
 
 class BlockPoolMachine(RuleBasedStateMachine):
     """A pool beside: the free blocks in order, references and (name, group) per block, and the
-    order in which blocks got their names."""
+    order in which blocks were cached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_pool_behaves_like_its_brute_force_model(
 
 
 def named_pool(num_blocks: int, names: dict[int, bytes]) -> BlockPool:
-    """All blocks free in ascending order, some of them cached under a name."""
+    """All blocks free in ascending order, some of them cached."""
     pool = BlockPool(num_blocks)
     block_ids = pool.get_new_blocks(num_blocks - 1)
     pool.cache_blocks(list(names), list(names.values()), 0)

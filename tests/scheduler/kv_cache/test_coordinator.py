@@ -74,7 +74,7 @@ def test_the_groups_that_cache_choose_the_coordinator(
 
 
 @pytest.mark.req("COO-02")
-def test_one_group_answers_for_itself() -> None:
+def test_the_hit_of_a_single_group_is_the_result() -> None:
     coordinator, pool = make(full())
     pool.cache_blocks(pool.get_new_blocks(2), NAMES[:2])
     assert found(coordinator, 12) == ([[1, 2]], 8)

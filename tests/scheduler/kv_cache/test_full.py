@@ -45,7 +45,7 @@ def lacking(manager: SingleTypeManager, num_tokens: Int64Array) -> list[int]:
     [
         ([0, 1, 2], 64, 3),
         ([0, 1, 2], 12, 3),
-        ([0, 1, 2], 11, 2),  # 11 // 4 names are looked at
+        ([0, 1, 2], 11, 2),  # 11 // 4 hashes are looked up
         ([0, 1, 2], 3, 0),
         ([0, 2, 3], 64, 1),  # stops at the first miss
         ([1, 2, 3], 64, 0),
@@ -76,7 +76,7 @@ def test_state_is_the_table_and_the_number_of_cached_blocks_until_the_row_is_fre
     assert manager.take([2])[0].tolist() == [1, 2, 3]
     assert (int(manager.num_blocks[2]), int(manager.num_cached_blocks[2])) == (0, 0)
     assert manager.block_ids(2).tolist() == []
-    assert found(manager, NAMES, 64) == [1, 2]  # the names outlive the row
+    assert found(manager, NAMES, 64) == [1, 2]  # the blocks stay cached after the row
 
 
 def test_only_full_uncached_blocks_are_cached() -> None:

@@ -82,7 +82,7 @@ def request_of(
 
 
 def run(manager: KVCacheManager, row: int, request: Request) -> bool:
-    """Look up, start and name a whole prompt, as an admission with enough budget does."""
+    """Look up, start and cache a whole prompt, as an admission with enough budget does."""
     computed = manager.get_computed_blocks(request)
     if not manager.start(row, manager.demand(computed, request.num_tokens)):
         return False
@@ -345,7 +345,7 @@ def test_a_request_gives_its_blocks_back_tail_first() -> None:
 
 
 def nothing(manager: KVCacheManager) -> ComputedBlocks:
-    """What a request that nobody knows finds."""
+    """The lookup of a new request."""
     return manager.get_computed_blocks(request_of([99]))
 
 
@@ -393,7 +393,7 @@ def test_slots_begin_behind_the_local_hits_and_end_behind_the_lookahead() -> Non
     assert manager.num_blocks_needed(demand) == 3  # for 11 tokens; the hits are held
     assert manager.start(1, demand)
     assert table(manager, 1) == [*table(manager, 0), 3, 4, 5]
-    # what is computed is what is named: neither lookahead nor what is not there yet
+    # only computed tokens are cached: no lookahead, and none that are missing yet
     manager.full_blocks.cache_row(
         1, request, request.token_ids, computed.num_tokens + num_external + num_new
     )
@@ -514,7 +514,7 @@ def test_results_are_per_group_and_nothing_found_is_one_shared_result() -> None:
 
 
 @pytest.mark.req("KVM-14")
-def test_the_facade_answers_for_fit_common_prefix_new_blocks_events_and_reset() -> None:
+def test_the_interface_reports_fit_common_prefix_new_blocks_events_and_reset() -> None:
     """`demand` for all tokens says whether a whole sequence fits, and what `grow` returns are the
     blocks that are new in the step."""
     manager = make_manager(num_blocks=8, enable_kv_cache_events=True)
@@ -689,7 +689,7 @@ def test_rows_cached_together_get_the_hashes_of_their_tokens_and_keys(
         tokens = [random.randrange(2) for _ in range(length + more)]
         request = request_of(tokens[:length], **fields)
         assert manager.start(row, manager.demand(nothing(manager), length + more))
-        if kind % 2:  # some are named as far as their prompt goes, as at admission
+        if kind % 2:  # some are cached up to the end of their prompt, as at admission
             manager.full_blocks.cache_row(row, request, request.token_ids, length)
         requests[row], num_tokens[row] = request, length + more
         token_ids[row, : length + more] = tokens
@@ -771,7 +771,7 @@ PROMPT = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=24)
 
 class ManagerMachine(RuleBasedStateMachine):
     """The facade beside a model of lists: tables of rows and of those on no row, the free blocks in
-    order, and the prefix of each named block."""
+    order, and the prefix of each cached block."""
 
     num_groups = 1
 
@@ -791,7 +791,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return Counter(int(b) for groups in tables for block_ids in groups for b in block_ids)
 
     def expected_hit(self, request: Request) -> int:
-        """Leading blocks that are named in every group, a token short of everything."""
+        """Leading blocks that are cached in every group, a token short of everything."""
         count = 0
         while 4 * (count + 1) < request.num_tokens:
             prefix = request.token_ids[: 4 * (count + 1)].tobytes()
@@ -884,7 +884,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def cache_rows(self, data: st.DataObject) -> None:
-        """Every row's tokens so far are verified; those with unnamed full blocks get names."""
+        """Every row's tokens so far are verified; full blocks that are not cached are cached."""
         num_tokens, token_ids = np.zeros(8, np.int64), np.zeros((8, 128), np.int32)
         for row, request in self.requests.items():
             count = min(request.num_tokens, 4 * len(self.rows[row][0]))
@@ -980,7 +980,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.start_over()
 
     def start_over(self) -> None:
-        """Who lost a name is rewound to its first block without one, as after a failure."""
+        """A request with an uncached block is rewound to it, as after a failure."""
         for row, groups in self.rows.items():
             cached = [
                 next((i for i, b in enumerate(block_ids) if b not in self.names), len(block_ids))

@@ -200,7 +200,7 @@ class ContinuumAgainstAList(RuleBasedStateMachine):
 
     @rule(jobs=st.sets(st.sampled_from("abc")))
     def pin(self, jobs: set[str]) -> None:
-        # A job without live requests that is not pinned any more is forgotten at once.
+        # A job without live requests that is not pinned any more is removed at once.
         live_jobs = {each.job_id for each in self.queued + self.running}
         for job in self.pinned - jobs - live_jobs:
             self.first_arrival.pop(job, None)
@@ -342,7 +342,7 @@ def test_an_installed_policy_is_loaded_by_its_entry_point(
     policy = load_policy("shortest")
     policy.make_queue()
     assert policy.pick_victim([turn("a", prompt=3), turn("b", prompt=1)]) == 0
-    assert isinstance(load_policy("fcfs"), FCFSPolicy)  # a built-in name is not theirs to take
+    assert isinstance(load_policy("fcfs"), FCFSPolicy)  # a built-in name cannot be replaced
 
 
 def test_an_unknown_name_is_rejected_with_all_that_exist(
@@ -510,7 +510,7 @@ def test_a_victim_that_the_policy_serves_first_is_replaced_and_logged_once(
         ([3, 1, 2], 2, 2),
         ([3, 1, 2], 1, 2),  # `Shortest` serves it first
         ([3, 2, 1], 2, 1),
-        ([3], 0, 0),  # nobody else runs
+        ([3], 0, 0),  # no other request runs
     ],
 )
 def test_any_victim_but_the_one_served_first_is_taken_from_a_policy_with_an_order(

@@ -82,7 +82,7 @@ def test_running_requests_may_use_the_blocks_that_admissions_leave() -> None:
 
 @pytest.mark.req("WMK-02")
 @pytest.mark.parametrize(("is_held", "is_admitted"), [(True, True), (False, False)])
-def test_a_cached_prefix_counts_as_needed_while_nobody_holds_it(
+def test_a_cached_prefix_counts_as_needed_unless_another_request_holds_it(
     is_held: bool, is_admitted: bool
 ) -> None:
     """12 of 20 blocks are free, 11 are kept back. Of 8 blocks 7 are cached: if somebody holds them
