@@ -1,4 +1,4 @@
-"""How a request enters and leaves the scheduler: queued, preempted, ended. Each in one place, here.
+"""The life of a request: how it is queued, preempted and ended.
 
 Every end goes through `Lifecycle.end_all`: rows and queues first, then blocks, connector, client.
 """
@@ -32,7 +32,7 @@ from longshore.scheduler.validation import RequestValidator
 class Lifecycle:
     """All requests that have not ended, by client and handle.
 
-    eos_token_ids: end a request that does not ignore them.
+    eos_token_ids: end-of-sequence ids, which end a request unless it ignores them.
     transfers, encoder, loras, grammars: None unless configured.
     """
 
@@ -81,10 +81,10 @@ class Lifecycle:
         """Handles of a client's live requests."""
         return [handle for owner, handle in self._requests if owner == client]
 
-    # In
+    # Adding requests
 
     def add(self, message: AddRequest, *, client: int, now: float) -> None:
-        """Queue a request; one that is not valid is answered with the reason at once."""
+        """Queue a request; one that is not valid is rejected with a reason."""
         self.log.arrived(message, client=client)
         key, request_id = (client, message.handle), message.request_id
         is_duplicate = key in self._requests or request_id in self._request_ids
@@ -126,8 +126,9 @@ class Lifecycle:
             self.waiting.add(request)
 
     def reject_message(self, malformed: Malformed, text: str, *, client: int, now: float) -> None:
-        """A message about a request could not be read: the live request of its handle ends, because
-        its client takes the answer for its own. Without one, only a new request gets an answer."""
+        """A message about a request could not be decoded. The live request with its handle ends,
+        because the client would attribute the answer to it. Without a live request, only a new
+        request is answered."""
         handle = malformed.handle
         if (request := self.get(client, handle)) is not None:
             self.end(request, Outcome(FinishReason.ERROR, text), now)
@@ -135,10 +136,10 @@ class Lifecycle:
             self.outputs.add_rejection(client, handle, FinishReason.ERROR, text, 0)
             self.log.unreadable(text, client=client, handle=handle)
 
-    # Back to the queue
+    # Preemption and loads
 
     def preempt(self, request: Request, now: float) -> None:
-        """Take row and blocks from a running request; it computes everything again later."""
+        """Take row and blocks from a running request, which recomputes everything later."""
         request.change(RequestChange.PREEMPTED)
         self.plan.preempted[request.row] = request.request_id
         self.kv_cache.release(*self._vacate_rows([request], is_void=False))
@@ -154,8 +155,8 @@ class Lifecycle:
         self.log.preempted(request, step=self.plan.step + 1)
 
     def end_load(self, load: EndedLoad, now: float) -> None:
-        """A load is over: what it has written counts as computed. A failed one fails its request,
-        if that is the policy."""
+        """A load has ended: the tokens that it has written count as computed. With the policy
+        `fail`, a failed load fails its request."""
         request = load.request
         request.change(RequestChange.LOAD_OVER)
         self.waiting.unpark(request)
@@ -172,8 +173,8 @@ class Lifecycle:
             self.end(request, Outcome(FinishReason.ERROR, text), now)
 
     def expire_load(self, request: Request, now: float) -> None:
-        """The load of a waiting request has passed its deadline: the request computes everything
-        itself, or fails, by the policy. The load keeps its blocks."""
+        """The load of a waiting request has passed its deadline: depending on the policy, the
+        request computes everything itself or fails. The load keeps its blocks."""
         if self.config.load_failure_policy == "fail":
             text = f"its KV was not loaded within load_timeout_s={self.config.load_timeout_s:g}"
             self.end(request, Outcome(FinishReason.ERROR, text), now)
@@ -186,10 +187,10 @@ class Lifecycle:
         self.transfers.abandon_load(request)
         request.change(RequestChange.LOAD_OVER)
 
-    # Out
+    # Ending requests
 
     def end(self, request: Request, outcome: Outcome, now: float) -> None:
-        """End one live request, wherever it is; a session goes on if only its output ends."""
+        """End one live request in any status; a session continues if only its output ends."""
         self.end_all([(request, outcome)], now)
 
     def end_all(self, ended: Sequence[tuple[Request, Outcome]], now: float) -> None:
@@ -210,7 +211,7 @@ class Lifecycle:
                 request.token_ids = request.token_ids[:num_kept]
                 request.block_hashes = []
             if outcome.ends_output and request.resumable and self.sessions.continues(request):
-                if freed:  # in this order: the session may free blocks, too
+                if freed:  # first, because the session may free blocks, too
                     self.kv_cache.release(*freed)
                     freed = []
                 is_computed = request in computed
@@ -223,8 +224,8 @@ class Lifecycle:
     def _finish(
         self, request: Request, outcome: Outcome, blocks: HeldBlocks | None
     ) -> HeldBlocks | None:
-        """A request without row and place in a queue ends for good. Returns its blocks, unless a
-        send keeps them."""
+        """End a request that has neither a row nor a position in a queue. Returns its blocks,
+        unless a send keeps them."""
         del self._requests[request.client_index, request.handle]
         self._request_ids.discard(request.request_id)
         kv_transfer_params = None
@@ -248,7 +249,7 @@ class Lifecycle:
         return blocks
 
     def _leave_queue(self, request: Request) -> HeldBlocks | None:
-        """A waiting request leaves its queue; returns the blocks that it held."""
+        """Remove a waiting request from its queue; returns the blocks that it held."""
         if request in self.forks.parents:
             self.forks.parent_ends(request)
         self.forks.drop(request)
@@ -260,8 +261,8 @@ class Lifecycle:
         return None
 
     def _vacate_rows(self, requests: Sequence[Request], *, is_void: bool) -> list[HeldBlocks]:
-        """Empty the rows of these requests and return their blocks. Tokens that they still expect
-        are void if `is_void`: then the requests do not come back as what they were."""
+        """Empty the rows of these requests and return their blocks. is_void: the tokens that they
+        still expect are void, because the requests or their outputs end."""
         if not requests:
             return []
         if is_void and self.forks.parents:
@@ -309,8 +310,8 @@ class Lifecycle:
             )
 
     def begin_epoch(self, now: float) -> None:
-        """The workers are gone, and with them all rows and blocks: running requests go back to the
-        front of the queue in admission order; sampled tokens that never came are void."""
+        """The workers are gone, and with them all rows and blocks. Running requests return to the
+        front of the queue in admission order; sampled tokens that have not arrived are void."""
         running = self.running.requests_in_order()
         self.running.release(running)
         for request in reversed(running):

@@ -44,7 +44,7 @@ class RequestStatus(enum.IntEnum):
 
 
 class RequestChange(enum.Enum):
-    """What changes the status of a request that goes on; a `FinishReason` ends it."""
+    """Changes of status of a request that continues; a `FinishReason` ends it."""
 
     NEEDS_GRAMMAR = "needs a grammar"
     GRAMMAR_COMPILED = "grammar compiled"
@@ -94,11 +94,11 @@ TRANSITIONS: Final[dict[tuple[RequestStatus, Change], RequestStatus]] = {
         for reason, finished in FINISHED_STATUS.items()
     },
 }
-"""Any pair that is not listed is an error. docs/scheduler.md draws it."""
+"""Any pair that is not listed is an error. docs/scheduler.md has a picture of it."""
 
 
 class IllegalTransition(LongshoreError):
-    """A request cannot change in this way in its present status; nothing has changed."""
+    """The change is not allowed in the request's status; nothing has changed."""
 
 
 class HoldKind(enum.Enum):
@@ -114,8 +114,8 @@ class Hold:
     """Blocks that a waiting request owns.
 
     num_computed_tokens: leading tokens whose KV they hold.
-    order:  the hold with the highest is released first when blocks are short.
-    unwritten_block_ids: blocks among them that a failed load did not write.
+    order:  when blocks are short, the hold with the highest order is released first.
+    unwritten_block_ids: those of the blocks that a failed load did not write.
     """
 
     kind: HoldKind
@@ -131,8 +131,8 @@ class Outcome:
 
     message: what went wrong, for the client.
     pooled:  the vector of a pooling request.
-    step:    the step whose output ends it, while that is being applied.
-    ends_output: its last token or a stop string ended the output: a session continues.
+    step:    the step whose output ends it, while the output is being applied.
+    ends_output: its last token or a stop string ended the output, so a session continues.
     num_output_tokens: the output is cut to this many tokens; None keeps all.
     """
 
@@ -147,32 +147,32 @@ class Outcome:
 class Request:
     """One request of one client.
 
-    token_ids:     prompt and verified output, never written to; out of date while the request runs.
+    token_ids:     prompt and verified output, read-only; out of date while the request runs.
     block_hashes:  hashes of its full blocks, as far as they have been computed.
     extra_keys:    what its block hashes cover in addition to tokens.
-    stop_ids:      ids that end it, end-of-sequence ids among them.
-    max_total_tokens: it ends when prompt and output together reach this.
-    hold:          blocks that it owns without a row.
-    resume_after_step: not admitted before this step is answered, because a token of an earlier
-                   admission is still expected in it.
+    stop_ids:      ids that end it, including end-of-sequence ids.
+    max_total_tokens: it ends when prompt and output together have this many tokens.
+    hold:          blocks that it owns while it has no row.
+    resume_after_step: it is not admitted before this step is answered, which has a token of an
+                   earlier admission.
     num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
-    num_hit_tokens: at its last admission, tokens that it had not computed itself.
-    waits_for:     why admission set it aside, where its status does not tell; for reports.
-    is_resumed:    it was preempted and has not run since.
-    queue_position: among the requests set aside, under FCFS.
-    keeps_blocks:  of a session: it holds its KV while it waits for input.
-    next_chunks:   of a session: input that arrived before its turn.
-    asks_connector: off from its load to its next admission, so that a load is not tried twice.
-    must_compute_prompt: log probabilities of its prompt are requested and have not all been
-                   delivered, or its vector is pooled from all its hidden states: no part of its KV
-                   may come from the prefix cache or a connector.
-    skip_reading_prefix_cache: for that reason, or because its client wants it (`wants_no_hits`).
+    num_hit_tokens: at its last admission, tokens that others had computed.
+    waits_for:     for reports: why admission set it aside, if its status does not say it.
+    is_resumed:    it was preempted and has not run since then.
+    queue_position: its position among requests set aside, under FCFS.
+    keeps_blocks:  a session holds its KV while it waits for input.
+    next_chunks:   queued inputs of a session.
+    asks_connector: False from its load to its next admission, so that it is not loaded twice.
+    must_compute_prompt: no part of its KV may come from the prefix cache or a connector, because
+                   log probabilities of its prompt are still to be delivered, or its vector depends
+                   on all hidden states.
+    skip_reading_prefix_cache: for that reason, or at its client's request (`wants_no_hits`).
     is_scored:     log probabilities of some of its tokens are requested.
-    is_special:    its output is more than one token to append: it has a grammar, looks for
+    is_special:    its output needs more than appending a token: it has a grammar, detects
                    repetition or is a pooling request.
-    stop_reason:   the stop id of its own that ended it.
-    num_nans_in_logits: of the step that ended it, if they were the reason.
-    events:        (what, time), in order.
+    stop_reason:   the id of its `stop_token_ids` that ended it.
+    num_nans_in_logits: of the step that ended it, if this was the reason.
+    events:        (event, time), in order.
     """
 
     row = -1
@@ -230,7 +230,7 @@ class Request:
         self.extra_keys: ExtraKeys | None = None
         self.next_chunks: list[ContinueSession] = []
         self.events: list[tuple[RequestEvent, float]] = [(RequestEvent.QUEUED, now)]
-        # In addition to token ids: what its start adds to a plan, and to the encoder's work.
+        # What its start adds to a plan, in addition to token ids, and to the encoder's work.
         self.num_input_bytes = self.num_encoder_tokens = 0
         if (
             message.multimodal
@@ -252,12 +252,12 @@ class Request:
     def _take_sampling(
         self, sampling: SamplingParams, max_model_len: int, eos_token_ids: tuple[int, ...]
     ) -> None:
-        """Set what follows from the sampling settings and the number of prompt tokens."""
+        """Set the attributes that depend on sampling settings and the number of prompt tokens."""
         self.sampling = sampling
         num_prompt, is_pooling = self.num_prompt_tokens, self.pooling is not None
         self.max_total_tokens = max_model_len
         if is_pooling:
-            # The one token that its last step would sample is never taken.
+            # The token that its last step would sample is never appended.
             self.max_total_tokens = num_prompt + 1
         elif sampling.max_tokens is not None:
             self.max_total_tokens = min(max_model_len, num_prompt + sampling.max_tokens)
@@ -275,12 +275,12 @@ class Request:
         )
 
     def change(self, change: Change) -> None:
-        """Take the status that TRANSITIONS lists. Raises IllegalTransition."""
+        """Change the status as TRANSITIONS lists it. Raises IllegalTransition."""
         try:
             self.status = TRANSITIONS[self.status, change]
         except KeyError:
             raise IllegalTransition(
-                f"{self.request_id} is {self.status.name}, where {change.name} cannot happen"
+                f"{self.request_id} is {self.status.name}, which does not allow {change.name}"
             ) from None
 
     def prompt_was_scored(self, num_tokens: int) -> None:
@@ -297,7 +297,7 @@ class Request:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
     ) -> None:
-        """The next input of a session: all tokens so far are prompt now, and the chunk's follow."""
+        """Begin the next input of a session: the prompt is all tokens so far and the chunk's."""
         self.change(RequestChange.INPUT_RECEIVED)
         self.token_ids = np.concatenate((self.token_ids, chunk.prompt_token_ids))
         self.num_prompt_tokens = len(self.token_ids)
@@ -311,12 +311,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and verified output; of a waiting request."""
+        """Prompt and verified output of a waiting request."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Verified output; of a waiting request."""
+        """Verified output of a waiting request."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -329,12 +329,12 @@ class Request:
         return self.status.is_finished
 
     def is_stopped_by(self, token_id: int, num_tokens: int) -> bool:
-        """Whether `token_id`, as the last of `num_tokens` tokens, ends it whatever its length."""
+        """Whether `token_id`, as the last of `num_tokens` tokens, is a stop id that ends it."""
         enough = num_tokens - self.num_prompt_tokens >= self.sampling.min_tokens
         return enough and token_id in self.stop_ids
 
     def append_token(self, token_id: int) -> None:
-        """A verified token of a request that does not run: one sampled before its preemption."""
+        """Append a verified token to a waiting request, sampled before its preemption."""
         self.token_ids = np.append(self.token_ids, np.int32(token_id))
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
-"""Requests in, plans out, outputs in, tokens out: the scheduler without I/O, clock or tensors.
+"""The scheduler, without I/O, clock or tensors: requests in, plans out, outputs in, tokens out.
 
-It builds the parts and is their one interface. Who runs in the next step is decided in
-`step.planner`, who is admitted in `step.admission`, what an output means in
-`step.output_processor`, how a request enters and leaves in `lifecycle`.
+`Scheduler` builds the objects below and is their interface. `step.planner` chooses the requests of
+the next step, `step.admission` admits waiting ones, `step.output_processor` applies outputs, and
+`lifecycle` adds, preempts and ends requests.
 """
 
 from typing import Any
@@ -68,13 +68,13 @@ class Scheduler:
     calls in the same order give the same plans.
 
     kv_cache:  the groups and the number of blocks that the workers agreed on.
-    features:  what the workers can do beyond plain text; requests for the rest are rejected.
-    policy:    None takes the one that `config` names. One that is not built in is checked.
-    connector: its scheduler half; None keeps KV on the device.
-    grammars:  compiles grammars; None rejects requests with structured output.
+    features:  what the workers support beyond plain text; requests for other features are rejected.
+    policy:    None: the policy of `config`. One that is not built in is checked at every call.
+    connector: the scheduler half of a connector; None: KV stays on the device.
+    grammars:  compiles grammars; None: requests with structured output are rejected.
     num_ranks: workers that each report the end of a transfer.
-    block_metrics: receives what happens to blocks; None costs nothing.
-    Raises ConfigError if one request of `max_model_len` does not fit the empty pool.
+    block_metrics: receives allocation, access and eviction of blocks.
+    Raises ConfigError if one request of `max_model_len` does not fit into the empty pool.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Scheduler:
             grammars=self._grammars,
         )
 
-        # What others look at
+        # Reports
         self._reasons = WaitingReasons(
             config=config,
             running=self.running,
@@ -258,37 +258,37 @@ class Scheduler:
             kv_cache=self.kv_cache,
         )
 
-    # Requests in
+    # Requests
 
     def add_request(self, message: AddRequest, *, client: int, now: float) -> None:
-        """Queue a request; one that cannot be served is answered with the reason at once."""
+        """Queue a request; one that cannot be served is rejected with a reason."""
         self._lifecycle.add(message, client=client, now=now)
 
     def reject_message(self, malformed: Malformed, reason: str, *, client: int, now: float) -> None:
-        """Answer a message that could not be read: the request that it is about ends."""
+        """Answer a message that could not be decoded: its request ends."""
         self._lifecycle.reject_message(malformed, reason, client=client, now=now)
 
     def continue_session(self, client: int, message: ContinueSession, now: float) -> None:
-        """More input for a resumable request. Unknown handles are ignored: they have ended."""
+        """Receive input for a session. Unknown handles are ignored: their requests have ended."""
         request = self._lifecycle.get(client, message.handle)
         if request is not None:
             self._lifecycle.sessions.receive(request, message, now)
 
     def abort_requests(self, client: int, handles: Int32Array, now: float) -> None:
-        """The client aborts these requests. Unknown handles are ignored: they have ended."""
+        """Abort these requests. Unknown handles are ignored: their requests have ended."""
         for handle in handles.tolist():
             request = self._lifecycle.get(client, handle)
             if request is not None:
                 self._lifecycle.end(request, Outcome(FinishReason.ABORTED), now)
 
     def abort_client(self, client: int, now: float) -> None:
-        """A client has disconnected."""
+        """A client has disconnected: abort its requests."""
         self.abort_requests(client, int32_array(self._lifecycle.handles_of(client)), now)
 
     def stop_found(self, client: int, message: StopFound, now: float) -> None:
         """The gateway found a stop string: the request ends, cut to `num_tokens` output tokens."""
         request = self._lifecycle.get(client, message.handle)
-        # A session between two outputs has none that could be cut.
+        # A session between two inputs has no output to cut.
         between = RequestStatus.WAITING_FOR_STREAMING_REQ
         if request is not None and request.status is not between:
             outcome = Outcome(
@@ -299,7 +299,7 @@ class Scheduler:
     # A step
 
     def schedule(self, now: float) -> SchedulerOutput | None:
-        """The next plan; None while enough plans are unanswered or there is nothing to plan. The
+        """The next plan; None if too many plans are unanswered or there is nothing to plan. The
         policy is in `StepPlanner.plan_step`."""
         if len(self._in_flight.steps) >= self.config.max_steps_in_flight:
             return None
@@ -316,7 +316,7 @@ class Scheduler:
         return plan
 
     def take_masks(self) -> list[SampleMask]:
-        """Masks that workers wait for, for plans with structured output; to be sent at once."""
+        """Masks of plans with structured output, which workers wait for; to be sent at once."""
         return [] if self._grammars is None else self._grammars.take_masks()
 
     # An output
@@ -324,8 +324,8 @@ class Scheduler:
     def update_from_output(self, output: ModelRunnerOutput, now: float) -> None:
         """Apply the output of the oldest unanswered plan.
 
-        An output of another epoch is counted and dropped. Raises InvalidOutput for one that fits no
-        plan, and changes nothing then.
+        An output of another epoch is counted and dropped. Raises InvalidOutput, and nothing has
+        changed, if the output does not fit its plan.
         """
         was_due = self._processor.apply(output, now)
         if self._forks.pending:
@@ -339,12 +339,12 @@ class Scheduler:
             )
 
     def update_drafts(self, rows: Int32Array, token_ids: Int32Array) -> None:
-        """Drafts that came apart from an output, for the next step of rows that decode."""
+        """Receive drafts, separately from an output, for the next step of rows that decode."""
         if self._drafts is not None:
             self._drafts.receive(rows, token_ids)
 
     def update_from_transfers(self, report: TransferReport, now: float) -> None:
-        """Transfers have ended on a rank; unknown and repeated ones are counted and ignored."""
+        """Transfers have ended on a rank; unknown and repeated reports are counted and ignored."""
         if report.epoch != self._plan.epoch or self._transfers is None:
             self._num_bad_reports += 1
             return
@@ -356,12 +356,12 @@ class Scheduler:
     # The whole engine
 
     def set_pause(self, state: PauseState) -> None:
-        """How much is scheduled from now on; unanswered plans stay."""
+        """Set what is scheduled from now on; unanswered plans are not affected."""
         self._planner.pause = state
 
     def begin_epoch(self, epoch: int, now: float) -> None:
-        """All workers are new and empty: rows are free, cached blocks void, transfers failed.
-        Running requests wait again, in the order in which they ran."""
+        """All workers are new and empty: rows are free, cached blocks are void, transfers have
+        failed. Running requests wait again, in the order in which they ran."""
         if self._transfers is not None:
             self._transfers.begin_epoch(epoch)
         self._lifecycle.begin_epoch(now)
@@ -379,14 +379,14 @@ class Scheduler:
         if self._transfers is not None:
             self._transfers.connector.shutdown()
 
-    # What others look at
+    # Outputs, events and reports
 
     def take_outputs(self) -> list[tuple[int, EngineOutputs]]:
-        """(client, message) for each client with news since the last call."""
+        """(client, message) for each client with outputs since the last call."""
         return self._outputs.take()
 
     def take_kv_events(self) -> list[Any]:
-        """Blocks that were cached or evicted, as far as outputs have proven it, and events of the
+        """Events of blocks cached or evicted, as far as outputs have proven them, and of the
         connector's tiers."""
         events: list[Any] = [*self.kv_cache.take_events(self._in_flight.last_answered_step)]
         if self._transfers is not None:
@@ -394,18 +394,18 @@ class Scheduler:
         return events
 
     def has_unfinished_requests(self) -> bool:
-        """Some request has not ended."""
+        """Whether some request has not ended."""
         return len(self._lifecycle) > 0
 
     def is_waited_for(self) -> bool:
-        """Some request waits for this engine, not for its client (a session between two inputs)."""
+        """Whether a request waits for this engine, not for its client as sessions do."""
         between = RequestStatus.WAITING_FOR_STREAMING_REQ
         return self.running.num_rows > 0 or any(
             request.status is not between for request in self.waiting
         )
 
     def has_finished_requests(self) -> bool:
-        """Rows were emptied that the workers still hold."""
+        """Whether rows were emptied that the workers still hold."""
         return self._plan.has_drops
 
     @property
@@ -431,18 +431,18 @@ class Scheduler:
         return self._encoder is None or self._encoder.reset()
 
     def reset_connector_cache(self) -> bool:
-        """Have the connector drop what it stored. False if it cannot, or there is none."""
+        """Make the connector drop its stored KV. False if it cannot, or if there is none."""
         return self._transfers is not None and self._transfers.connector.reset_cache()
 
     def check(self) -> None:
-        """Raise LongshoreError unless every block is accounted for. For tests and idle moments."""
+        """Raise LongshoreError unless every block is accounted for. For tests and idle times."""
         owners = [request.hold.blocks for request in self._holds if request.hold is not None]
         if self._transfers is not None:
             owners += [blocks for _, _, blocks in self._transfers.owners()]
         self.kv_cache.check(owners)
 
     def make_report(self, now: float, engine_id: str) -> EngineReport:
-        """The state now, with what each waiting request waits for."""
+        """The current state, with what each waiting request waits for."""
         num_running, num_waiting = self.get_request_counts()
         return EngineReport(
             engine_id=engine_id,
@@ -458,7 +458,7 @@ class Scheduler:
         )
 
     def make_block_snapshot(self, now: float, engine_id: str) -> BlockSnapshot:
-        """What every block is used for, and who holds which; the last one, if asked too soon."""
+        """The use and holder of every block; the last snapshot if that was made recently."""
         return self._snapshots.latest(now) or self._snapshots.make(
             self.make_report(now, engine_id),
             now,
@@ -475,7 +475,7 @@ class Scheduler:
     def make_stats(
         self, num_bad_messages: int = 0, workers: tuple[WorkerStats, ...] = ()
     ) -> SchedulerStats:
-        """The state now; the mean of steps in flight starts anew with each call."""
+        """The current state; the mean of steps in flight is since the previous call."""
         num_steps = self._plan.step - self._num_steps_reported
         steps_in_flight = self._sum_in_flight / num_steps if num_steps else 0.0
         self._num_steps_reported, self._sum_in_flight = self._plan.step, 0

@@ -399,7 +399,7 @@ class Driver:
         self.pending.append(self._answer_to(plan, sampling, sampled))
 
     def _check_targets(self, scheduled: dict[int, int]) -> None:
-        """No row writes behind tokens in a block that somebody holds who does not run."""
+        """No row writes after tokens in a block that a waiting request or transfer holds."""
         held = [each.hold.blocks for each in self.scheduler.waiting if each.hold is not None]
         ids = {block_id for each in held for table in each.block_ids for block_id in table.tolist()}
         for row in scheduled if ids else ():

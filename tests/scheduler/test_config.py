@@ -102,7 +102,7 @@ def test_settings_at_their_limits_are_accepted() -> None:
 @pytest.mark.parametrize(
     "document", [b'{"max_model_len": 64, "max_seqs": 4}', b'{"max_num_seqs": 4}']
 )
-def test_a_misspelt_or_missing_setting_in_a_file_is_refused(document: bytes) -> None:
+def test_a_misspelt_or_missing_setting_in_a_file_is_rejected(document: bytes) -> None:
     with pytest.raises(msgspec.ValidationError, match=r"max_seqs|max_model_len"):
         msgspec.json.decode(document, type=SchedulerConfig)
 
@@ -146,7 +146,9 @@ def test_cache_settings_have_the_defaults_of_the_field() -> None:
 @pytest.mark.parametrize(
     "sizes", [{"decode_context_parallel_size": 2}, {"prefill_context_parallel_size": 2}]
 )
-def test_ranks_that_no_worker_is_compared_with_are_refused_by_name(sizes: dict[str, int]) -> None:
+def test_ranks_that_no_worker_is_compared_with_are_rejected_with_the_setting(
+    sizes: dict[str, int],
+) -> None:
     identity = EngineIdentity(
         model_fingerprint="m",
         dtype="float32",

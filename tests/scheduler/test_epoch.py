@@ -1,4 +1,4 @@
-"""New workers: what the scheduler keeps of an epoch that is over, and what it forgets."""
+"""New workers: what the scheduler keeps of an epoch that has ended, and what it drops."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_subscribers_hear_first_that_all_blocks_are_cleared() -> None:
 
 
 @BOTH
-def test_answers_of_the_old_workers_are_counted_and_dropped(steps_in_flight: int) -> None:
+def test_outputs_of_the_old_workers_are_counted_and_dropped(steps_in_flight: int) -> None:
     driver = Driver(max_steps_in_flight=steps_in_flight)
     key = driver.add("r", prompt_of(5))
     driver.plan()

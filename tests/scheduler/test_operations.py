@@ -369,7 +369,7 @@ def test_the_figures_are_those_of_what_has_happened() -> None:
     assert (stats.num_running, stats.num_waiting) == (2, 2)
     assert stats.num_external_queried_tokens >= 12
     assert stats.num_external_hit_tokens == 11
-    # An item makes other names of the same tokens, so `same` has found nothing.
+    # An item changes the hashes of the same tokens, so `same` has found nothing.
     assert (stats.num_prefix_queried_tokens, stats.num_prefix_hit_tokens) == (14 + 14 + 12 + 12, 0)
     assert stats.num_free_blocks == driver.num_free_blocks
     assert stats.kv_usage == pytest.approx(1 - driver.num_free_blocks / 39)

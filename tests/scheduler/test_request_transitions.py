@@ -76,7 +76,7 @@ def test_a_request_takes_the_changes_that_are_listed_and_no_other(changes: list[
         before = request.status
         expected = TRANSITIONS.get((before, change))
         if expected is None:
-            with pytest.raises(IllegalTransition, match=f"is {before.name}, where {change.name}"):
+            with pytest.raises(IllegalTransition, match=f"is {before.name}, .* {change.name}"):
                 request.change(change)
             assert request.status is before
         else:

@@ -57,7 +57,7 @@ def test_a_resumed_request_needs_all_its_tokens_cut_to_threshold_and_budget(
 
 
 def waiting_with_witness(**settings: Any) -> tuple[Driver, Grammars]:
-    """A full pool with two running requests; `polled` grows when somebody looks at `waits`."""
+    """A full pool with two running requests; `polled` grows when `waits` is tried."""
     grammars = Grammars()
     driver = pressed(
         enable_prefix_caching=False,
@@ -74,7 +74,7 @@ def waiting_with_witness(**settings: Any) -> tuple[Driver, Grammars]:
 
 
 @pytest.mark.req("SCH-07")
-def test_nobody_who_waits_is_looked_at_in_a_step_that_preempted() -> None:
+def test_no_waiting_request_is_tried_in_a_step_that_preempted() -> None:
     driver, grammars = waiting_with_witness()
     plan = driver.plan()
     assert plan is not None
@@ -89,7 +89,7 @@ def test_nobody_who_waits_is_looked_at_in_a_step_that_preempted() -> None:
 
 @pytest.mark.req("SCH-07")
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
-def test_nobody_who_waits_is_looked_at_while_the_engine_is_paused(state: PauseState) -> None:
+def test_no_waiting_request_is_tried_while_the_engine_is_paused(state: PauseState) -> None:
     grammars = Grammars("g")
     driver = Driver(world={"grammars": grammars})
     driver.add("runs", prompt_of(5), max_tokens=9)
@@ -167,7 +167,7 @@ def test_want_of_blocks_preempts_for_those_who_run_and_ends_admission_for_those_
     driver.step()
     driver.add("big", prompt_of(9, 60), max_tokens=1)  # three blocks, one is free
     driver.add("small", prompt_of(2, 80), max_tokens=1)
-    plan = driver.plan()  # `young` takes its fourth block; nobody gives way to those who wait
+    plan = driver.plan()  # `young` takes its fourth block; waiting requests preempt none
     assert plan is not None
     assert (plan.preempted_rows.size, plan.added) == (0, ())
     assert driver.running == ["old", "young"]
@@ -278,7 +278,7 @@ def test_the_input_of_a_resumed_request_includes_what_it_had_sampled() -> None:
 
 @pytest.mark.req("ERR-38")
 def test_admission_keeps_the_watermark_that_the_check_has_promised() -> None:
-    # 40 usable blocks, int(41 * 0.1) = 4 are kept back while somebody runs.
+    # 40 usable blocks, int(41 * 0.1) = 4 are reserved while a request runs.
     driver = Driver(
         num_blocks=41, max_num_batched_tokens=256, cache={"watermark": 0.1}, max_model_len=64
     )

@@ -190,7 +190,7 @@ def test_a_loaded_request_is_not_held_up_by_one_ahead_of_it_that_cannot_be_sched
 
 @pytest.mark.req("SCH-25")
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "continuum"])
-def test_a_loaded_request_finishes_although_a_bigger_one_stands_ahead_of_it(
+def test_a_loaded_request_finishes_although_a_bigger_one_is_ahead_of_it(
     make_driver: MakeDriver, policy: str
 ) -> None:
     driver = make_driver({"ready": 8}, num_blocks=9, max_model_len=32, policy=policy)
@@ -278,7 +278,7 @@ def test_counters_of_a_request_follow_it_from_its_arrival_to_its_preemption(
 
 @pytest.mark.req("ERR-40", "POO-09")
 @pytest.mark.parametrize("holder", ["load", "loaded", "quarantine", "send", "hold"])
-def test_the_prefix_cache_is_not_reset_while_anybody_holds_blocks_although_nobody_runs(
+def test_the_prefix_cache_is_not_reset_while_a_waiting_request_or_transfer_holds_blocks(
     make_driver: MakeDriver, holder: str
 ) -> None:
     def depart(request: RequestView) -> FinishAction:

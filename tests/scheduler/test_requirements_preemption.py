@@ -24,7 +24,7 @@ PRIORITIES = {"victim": 9, "keeps": 2, "urgent": 0, "last": 1}
 
 
 def driver_under(policy: str, **settings: Any) -> Driver:
-    """`victim` gives way first whoever asks for blocks; 4 tokens per prompt and step."""
+    """`victim` is always preempted first; 4 tokens per prompt and step."""
     if policy == "elsewhere":
         settings["world"] = {"policy": VictimLast()}
     else:
@@ -153,7 +153,7 @@ def test_a_preempted_request_keeps_its_tokens_and_nothing_else(steps_in_flight: 
     assert (young.status, young.row, young.num_preemptions) == (RequestStatus.PREEMPTED, -1, 1)
     assert young.num_computed_tokens == 0
     assert driver.scheduler.waiting.peek() is young  # before `waits`
-    assert driver.scheduler.reset_encoder_cache()  # nobody refers to its item any more
+    assert driver.scheduler.reset_encoder_cache()  # no request refers to its item any more
     while driver.pending:
         driver.answer()
     num_tokens = young.num_tokens

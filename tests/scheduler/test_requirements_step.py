@@ -233,7 +233,7 @@ def test_common_prefix_blocks_are_those_of_all_who_run_in_each_group() -> None:
     a = driver.add("a", prompt_of(11), max_tokens=20)
     assert step() == (3, 3)  # alone: all of its blocks
     assert step() == ()
-    assert step() == ()  # a fourth block is its own: nobody came or went
+    assert step() == ()  # a fourth block is its own: membership is unchanged
     assert len(driver.table("a")) == 4
     b = driver.add("b", [*prompt_of(10), 7, 7, 7], max_tokens=20)
     assert step() == (2, 2)
@@ -272,7 +272,7 @@ def features_of(chance: random.Random, number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("is_plain", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_every_step_stays_within_its_bounds_and_passes_nobody_over(
+def test_every_step_stays_within_its_bounds_and_passes_over_no_request(
     policy: str, steps_in_flight: int, is_plain: bool, seed: int
 ) -> None:
     chance = random.Random(f"{policy} {steps_in_flight} {seed}")
@@ -329,7 +329,7 @@ def check_bounds(driver: Driver, plan: SchedulerOutput) -> None:
     assert {start.request_id for start in plan.added} <= set(driver.running)
     assert len(counts) <= plan.num_rows
     if counts:
-        assert driver.scheduler.idle_s(driver.now) == 0.0  # somebody has advanced
+        assert driver.scheduler.idle_s(driver.now) == 0.0  # a request has advanced
 
 
 def check_nobody_is_passed_over(

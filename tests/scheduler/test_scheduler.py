@@ -159,12 +159,12 @@ def test_without_chunked_prefill_a_prompt_is_computed_whole_or_not_yet() -> None
     driver.add("b", prompt_of(12, 30), max_tokens=2)
     driver.add("fits", prompt_of(3, 60), max_tokens=2)
     driver.step()
-    assert driver.scheduled == {"a": 12}  # b ends admission; nobody passes it
+    assert driver.scheduled == {"a": 12}  # b ends admission; no request passes it
     driver.step()
     assert driver.scheduled == {"a": 1, "b": 12, "fits": 3}
 
 
-def test_a_waiting_request_without_blocks_stops_admission_and_preempts_nobody() -> None:
+def test_a_waiting_request_without_blocks_stops_admission_and_preempts_none() -> None:
     driver = Driver(num_blocks=9, max_model_len=32)
     driver.add("runs", prompt_of(20, 0), max_tokens=2)
     driver.add("big", prompt_of(16, 30))
@@ -274,7 +274,7 @@ def test_cached_tokens_are_those_of_the_first_admission() -> None:
 
 
 @pytest.mark.req("REQ-06")
-def test_block_names_grow_with_the_verified_tokens() -> None:
+def test_block_hashes_grow_with_the_verified_tokens() -> None:
     driver = Driver()
     driver.add("r", prompt_of(6), max_tokens=12)
     request = driver.requests["r"]

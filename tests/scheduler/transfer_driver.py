@@ -45,7 +45,7 @@ BLOCK_SIZE: Final = 4
 GARBAGE: Final = 5
 """What a row samples that read spoiled KV; no `steady_token`."""
 JUNK: Final = 1 << 40
-"""What a failed background load leaves in some of its blocks: nobody's KV."""
+"""What a failed background load leaves in some of its blocks: invalid KV."""
 
 FailRule = Callable[[Load], Iterable[int]]
 
@@ -336,7 +336,7 @@ class TransferDriver:
         self.collect()
 
     def collect(self) -> None:
-        """Take what the clients are sent; nobody gets a token that is not its next one."""
+        """Take the outputs of clients; no request gets a token that is not its next one."""
         for client, outputs in self.scheduler.take_outputs():
             for handle, token in zip(
                 outputs.handles.tolist(), outputs.tokens.tolist(), strict=True
@@ -528,7 +528,7 @@ class TransferDriver:
         return self.finished[key].reason
 
     def check_blocks(self) -> None:
-        """No block that somebody owns can be handed out."""
+        """No block that has an owner can be allocated."""
         running = self.scheduler.running
         owned = {
             int(block_id)

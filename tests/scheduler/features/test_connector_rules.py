@@ -158,7 +158,7 @@ def test_an_engine_that_is_told_to_ask_later_comes_to_rest_and_goes_on_when_it_k
 
 
 @pytest.mark.req("CON-05", "KVM-10")
-def test_a_background_load_holds_blocks_but_no_row_and_no_name_until_it_is_reported() -> None:
+def test_a_background_load_holds_uncached_blocks_and_no_row_until_it_is_reported() -> None:
     driver = background(12)
     key = driver.add("r", prompt_of(13))
     twin = driver.add("twin", prompt_of(13))
@@ -236,7 +236,7 @@ def test_a_loaded_request_that_was_preempted_is_asked_about_again() -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_block_that_a_plan_in_flight_names_is_no_target_of_a_load(is_async: bool) -> None:
+def test_a_block_of_a_plan_in_flight_is_not_the_target_of_a_load(is_async: bool) -> None:
     rules = only("loads", is_async=is_async)
     driver = TransferDriver(num_blocks=9, rules=rules, max_model_len=32, max_loading_blocks=8)
     leaves = driver.add("leaves", prompt_of(20))
@@ -253,7 +253,7 @@ def test_a_block_that_a_plan_in_flight_names_is_no_target_of_a_load(is_async: bo
     driver.check_complete(loads)
 
 
-def test_a_block_that_a_plan_in_flight_names_is_reused_for_compute() -> None:
+def test_a_block_of_a_plan_in_flight_is_reused_for_compute() -> None:
     driver = TransferDriver(num_blocks=9, max_model_len=32)
     leaves = driver.add("leaves", prompt_of(28))
     driver.plan()
@@ -295,7 +295,9 @@ def test_blocks_of_an_ended_request_stay_until_they_are_sent(end: str) -> None:
 
 
 @pytest.mark.req("CON-08")
-def test_the_end_is_told_once_for_every_accepted_request_and_never_for_a_refused_one() -> None:
+def test_request_finished_is_called_once_per_accepted_request_and_never_for_a_rejected_one() -> (
+    None
+):
     driver = background(max_num_seqs=1, load_timeout_s=5.0)
     keys = {
         name: driver.add(name, prompt_of(9, 20 * index), max_tokens=3)
@@ -352,7 +354,7 @@ def test_after_the_deadline_the_request_computes_on_other_blocks() -> None:
     assert not load.targets & set(driver.workers.tables[0][0])
     assert driver.scheduler.make_stats().num_quarantined_blocks == 4
     driver.step()
-    driver.write("r", 0)  # late, and into nobody's blocks
+    driver.write("r", 0)  # late, and into blocks without an owner
     driver.run()
     driver.check_complete(key, max_tokens=20)
     assert driver.scheduler.make_stats().num_quarantined_blocks == 4
@@ -361,7 +363,7 @@ def test_after_the_deadline_the_request_computes_on_other_blocks() -> None:
     settle(driver)
 
 
-def test_the_name_of_a_request_whose_load_is_in_quarantine_loads_nothing_else() -> None:
+def test_the_id_of_a_request_whose_load_is_in_quarantine_loads_nothing_else() -> None:
     driver = background(12, num_blocks=60)
     first = driver.add("r", prompt_of(13))
     driver.plan()
@@ -375,7 +377,7 @@ def test_the_name_of_a_request_whose_load_is_in_quarantine_loads_nothing_else() 
     assert again in driver.finished
 
 
-def test_the_name_of_a_request_whose_blocks_are_being_sent_is_taken() -> None:
+def test_the_id_of_a_request_whose_blocks_are_being_sent_is_rejected() -> None:
     driver = TransferDriver(rules={"depart": lambda request: FinishAction(True)})
     first = driver.add("r", prompt_of(9))
     driver.run()
@@ -529,7 +531,7 @@ def test_an_unasked_report_wakes_an_idle_engine() -> None:
     driver.check_complete(key)
 
 
-def test_a_connector_with_something_to_tell_gets_a_plan_although_nobody_runs() -> None:
+def test_a_connector_with_pending_work_gets_a_plan_although_no_request_runs() -> None:
     driver = TransferDriver(rules={"stores": lambda: True}, max_steps_in_flight=1)
     driver.add("r", prompt_of(9), max_tokens=1)
     driver.step()
@@ -563,7 +565,7 @@ def test_a_failed_background_load_is_computed_from_its_first_bad_block_on(num_ra
     cached = {
         id_ for step in driver.adversary.steps for item in step.cached for id_ in item.block_ids
     }
-    assert load.targets <= cached  # named when they were computed, and not before
+    assert load.targets <= cached  # cached when they were computed, and not before
     settle(driver)
     driver.check_complete(key)
 
@@ -704,7 +706,7 @@ def test_a_block_that_failed_is_not_found_by_its_name() -> None:
     driver.check_complete(late, max_tokens=2)
 
 
-def test_names_behind_a_failed_block_are_gone_although_their_request_has_left() -> None:
+def test_blocks_after_a_failed_block_are_uncached_although_their_request_has_ended() -> None:
     driver = TransferDriver(
         rules=only("loads", num_tokens=8, is_async=False),
         fail_sync=fails_at(0),
@@ -722,7 +724,7 @@ def test_names_behind_a_failed_block_are_gone_although_their_request_has_left() 
 
 
 @pytest.mark.req("MET-05")
-def test_policy_fail_ends_those_who_used_the_block_and_nobody_else() -> None:
+def test_policy_fail_ends_only_the_requests_that_used_the_block() -> None:
     driver = in_step(12, fail_sync=fails_at(1), load_failure_policy="fail")
     bad = [driver.add(name, prompt_of(18)) for name in ("loads", "hits")]
     other = driver.add("other", prompt_of(9, 60))
@@ -781,7 +783,7 @@ def test_who_found_blocks_of_a_step_that_was_not_finite_computes_them_again() ->
     driver.check_complete(late)
 
 
-def test_a_preempted_request_does_not_keep_a_token_that_a_failed_load_spoiled() -> None:
+def test_a_preempted_request_does_not_keep_a_token_made_void_by_a_failed_load() -> None:
     driver = TransferDriver(
         num_blocks=9,
         max_model_len=32,
@@ -816,7 +818,7 @@ def test_a_token_of_a_rewound_request_that_is_preempted_next_is_void() -> None:
     driver.check_complete(old, young, max_tokens=12)
 
 
-def test_a_loaded_request_keeps_the_hits_whose_first_name_was_lost() -> None:
+def test_a_loaded_request_keeps_the_hits_whose_first_block_was_uncached() -> None:
     driver = TransferDriver(rules=only("loads", num_tokens=16), max_num_seqs=1)
     first = driver.add("first", prompt_of(13))
     driver.run()
@@ -838,7 +840,7 @@ def test_a_loaded_request_keeps_the_hits_whose_first_name_was_lost() -> None:
 
 
 @pytest.mark.parametrize("chunk", [3, 5])
-def test_two_rows_that_share_a_block_whose_name_was_lost_name_it_once(chunk: int) -> None:
+def test_two_rows_that_share_an_uncached_block_cache_it_once(chunk: int) -> None:
     driver = TransferDriver(
         num_blocks=17, long_prefill_token_threshold=chunk, max_steps_in_flight=1
     )
@@ -860,13 +862,13 @@ def test_two_rows_that_share_a_block_whose_name_was_lost_name_it_once(chunk: int
     settle(driver)
     everything = driver.add("everything", prompt_of(60, 40))
     settle(driver)
-    again = driver.add("again", prompt_of(10))  # finds nothing under the old names
+    again = driver.add("again", prompt_of(10))  # finds nothing under the old hashes
     settle(driver)
     driver.check_complete(first, *shares, everything, again)
 
 
 def finished_with_a_name_that_no_plan_has_told() -> TransferDriver:
-    """The last block of a request got its name when there was nothing more to plan."""
+    """The last block of a request was cached when there was nothing more to plan."""
     driver = TransferDriver(
         num_blocks=9,
         max_model_len=32,
@@ -883,14 +885,14 @@ def finished_with_a_name_that_no_plan_has_told() -> TransferDriver:
     return driver
 
 
-def test_a_name_that_was_lost_before_a_plan_told_it_is_not_told() -> None:
+def test_a_block_that_was_uncached_before_the_next_plan_is_not_reported() -> None:
     driver = finished_with_a_name_that_no_plan_has_told()
     key = driver.add("loads", prompt_of(31, 40), max_tokens=1)
-    settle(driver)  # `build_connector_meta` refuses names of blocks that are being loaded
+    settle(driver)  # `build_connector_meta` rejects cached blocks that are being loaded
     driver.check_complete(key, max_tokens=1)
 
 
-def test_names_of_an_old_epoch_are_not_told_in_the_new_one() -> None:
+def test_cached_blocks_of_an_old_epoch_are_not_reported_in_the_new_one() -> None:
     driver = finished_with_a_name_that_no_plan_has_told()
     driver.new_epoch()
     key = driver.add("next", prompt_of(3, 40))

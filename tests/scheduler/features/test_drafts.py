@@ -205,7 +205,7 @@ def test_a_later_word_about_drafts_replaces_an_earlier_one() -> None:
     driver.answer()
 
 
-def test_drafts_for_rows_that_nobody_holds_or_that_still_prefill_are_ignored() -> None:
+def test_drafts_for_empty_or_prefilling_rows_are_ignored() -> None:
     driver = Driver(num_speculative_tokens=3, max_num_batched_tokens=8)
     driver.add("r", prompt_of(20), max_tokens=20)
     driver.step()
@@ -388,7 +388,7 @@ def test_preemption_drops_drafts() -> None:
 @pytest.mark.parametrize(
     ("num_sampled", "num_tokens"), [([5], 5), ([0], 0), ([2, 2], 4), ([2], 3), ([-1], 1)]
 )
-def test_an_answer_with_more_tokens_than_drafts_allow_is_refused_and_changes_nothing(
+def test_an_output_with_more_tokens_than_drafts_allow_is_rejected_and_changes_nothing(
     num_sampled: list[int], num_tokens: int
 ) -> None:
     driver = drafting(3, num_right=1)
@@ -409,7 +409,7 @@ def test_an_answer_with_more_tokens_than_drafts_allow_is_refused_and_changes_not
     assert driver.received[key] == expected_output("r", 20)
 
 
-def test_blocks_that_hold_drafts_have_no_name_before_the_drafts_are_verified() -> None:
+def test_blocks_that_hold_drafts_are_not_cached_before_the_drafts_are_verified() -> None:
     driver = drafting(5, num_right=2, max_steps_in_flight=2)
     driver.add("r", prompt_of(6), max_tokens=40)
     pool, running = driver.scheduler.kv_cache._pool, driver.scheduler.running

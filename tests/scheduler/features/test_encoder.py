@@ -123,7 +123,7 @@ def test_an_output_of_the_same_hash_and_another_size_is_not_shared() -> None:
     assert cache.usage == pytest.approx(6 / 20)
 
 
-def test_looking_ahead_changes_nothing_and_answers_as_the_step_would() -> None:
+def test_looking_ahead_changes_nothing_and_gives_the_result_of_the_step() -> None:
     cache = EncoderCache(capacity=9, budget=8)
     for name in "ab":
         step(cache, request_of(name, (name, 0, 3)), 0, 3)
@@ -190,7 +190,7 @@ class EncoderMachine(RuleBasedStateMachine):
         self.cache.begin_step()
 
     def release(self, name: str, index: int) -> None:
-        """One reference less; what is encoded for nobody is not encoded."""
+        """One reference less; an item without references is not encoded."""
         item_hash = self.requests[name].multimodal[index].hash
         holders = self.holders.get(item_hash, set())
         if (name, index) not in holders:
@@ -372,7 +372,7 @@ def test_a_request_that_cannot_even_begin_waits_and_is_not_passed() -> None:
 
 
 @pytest.mark.parametrize(("budget", "size"), [(7, 100), (100, 7), (7, None)])
-def test_an_item_that_could_never_be_encoded_is_refused_by_name(
+def test_an_item_that_could_never_be_encoded_is_rejected_with_a_reason(
     budget: int, size: int | None
 ) -> None:
     driver = seeing(budget, size)
@@ -393,7 +393,7 @@ def test_workers_are_told_which_outputs_to_drop() -> None:
 
 
 @pytest.mark.req("FEA-03", "SCH-22")
-def test_the_encoder_cache_can_be_reset_when_nobody_needs_it() -> None:
+def test_the_encoder_cache_can_be_reset_when_no_request_needs_it() -> None:
     driver = seeing(8, 8, max_num_batched_tokens=64, max_num_scheduled_tokens=6)
     driver.add("r", prompt_of(20), multimodal=items_of(("a", 2, 8)), max_tokens=1)
     driver.step()

@@ -1,4 +1,4 @@
-"""When outsiders hear of a name."""
+"""When events of block hashes are published."""
 
 import numpy as np
 from hypothesis import settings
@@ -26,7 +26,7 @@ def stored(name: bytes, group: int = 0) -> BlockStored:
     return BlockStored(name, None, TOKENS, group)
 
 
-def test_a_name_is_announced_once_the_step_that_computes_it_is_answered() -> None:
+def test_a_hash_is_published_once_the_step_that_computes_its_block_is_answered() -> None:
     log = KVEventLog()
     log.stored(stored(b"a"), 3)
     log.stored(stored(b"b"), 4)
@@ -38,7 +38,7 @@ def test_a_name_is_announced_once_the_step_that_computes_it_is_answered() -> Non
     assert log.take(9) == [stored(b"b")]
 
 
-def test_nobody_hears_of_a_name_that_was_taken_back_before_it_was_proven() -> None:
+def test_a_hash_that_was_removed_before_it_was_proven_is_never_published() -> None:
     log = KVEventLog()
     log.stored(stored(b"a"), 3)
     log.stored(stored(b"a", group=1), 3)

@@ -1,4 +1,4 @@
-"""Forks: whose KV a request begins with, when, and that nobody writes to what others hold."""
+"""Forks: whose KV a request begins with, when, and that no request writes to shared blocks."""
 
 from collections import Counter
 from typing import Any
@@ -91,7 +91,7 @@ def test_the_last_holder_writes_in_place_unless_others_may_find_or_still_write_t
 
 
 @pytest.mark.req("COW-04")
-def test_a_copy_gets_a_name_of_its_own_when_it_is_full() -> None:
+def test_a_copy_gets_its_own_hash_when_it_is_full() -> None:
     manager = make_manager(block_size=4)
     assert run(manager, 0, request_of(range(8)))  # the parent has filled the block by now
     fork = manager.fork(manager.block_ids(0), 6)
@@ -157,7 +157,7 @@ def test_groups_of_other_block_sizes_copy_their_own_last_block() -> None:
 
 class ForkingRows(RuleBasedStateMachine):
     """Rows that write token after token, fork, hold and end. A block's content is what was written
-    to it; every holder must find its own tokens, and nobody may write to what others hold."""
+    to it; every holder must find its own tokens, and none may write to a shared block."""
 
     @initialize(caching=st.booleans(), num_blocks=st.integers(6, 24))
     def begin(self, caching: bool, num_blocks: int) -> None:
@@ -177,7 +177,7 @@ class ForkingRows(RuleBasedStateMachine):
         self.write(row, num_computed)
 
     def write(self, row: int, first: int) -> None:
-        """The row computes its tokens from `first` on; whose blocks get a name then."""
+        """The row computes its tokens from `first` on; its full blocks are cached then."""
         (ids,) = self.manager.block_ids(row)
         references = self.manager._pool.references()
         tokens = self.tokens[row]
@@ -296,7 +296,7 @@ class ForkingRows(RuleBasedStateMachine):
 
 
 @pytest.mark.req("COW-01", "COW-02", "COW-04")
-def test_no_write_lands_in_a_block_that_somebody_else_holds() -> None:
+def test_no_write_goes_to_a_block_that_another_request_holds() -> None:
     run_state_machine_as_test(
         ForkingRows, settings=settings(max_examples=120, stateful_step_count=40, deadline=None)
     )
@@ -462,7 +462,9 @@ def test_numbers_that_are_not_finite_reach_no_fork() -> None:
         ({"keeps_blocks": True}, "resumable"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_by_name(fields: dict[str, Any], text: str) -> None:
+def test_a_fork_that_cannot_share_blocks_is_rejected_with_a_reason(
+    fields: dict[str, Any], text: str
+) -> None:
     driver = Driver(max_loras=2)
     first = driver.add("parent", PROMPT, lora=LoRARequest("a", "/a"), cache_salt="salt")
     same = {"lora": LoRARequest("a", "/a"), "cache_salt": "salt"}

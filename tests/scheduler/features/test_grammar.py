@@ -30,7 +30,7 @@ def add(driver: Driver, name: str, **fields: object) -> tuple[int, int]:
 
 @pytest.mark.req("FEA-01")
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_a_request_waits_for_its_grammar_and_holds_nobody_up(steps_in_flight: int) -> None:
+def test_a_request_waits_for_its_grammar_without_delaying_others(steps_in_flight: int) -> None:
     driver, compiler = restricted({"quick"}, max_steps_in_flight=steps_in_flight)
     slow, quick = add(driver, "slow"), add(driver, "quick")
     plain = driver.add("plain", prompt_of(6, 50))

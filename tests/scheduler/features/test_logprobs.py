@@ -224,7 +224,7 @@ def test_malformed_entries_fit_no_plan_and_change_nothing(
     check_scores(driver, key, prompt_of(5), (None, 1))
 
 
-def test_entries_that_nobody_asked_for_fit_no_plan() -> None:
+def test_entries_that_no_request_asked_for_fit_no_plan() -> None:
     driver = Driver()
     driver.add("r", prompt_of(5))
     driver.plan()
@@ -240,7 +240,7 @@ def test_entries_that_nobody_asked_for_fit_no_plan() -> None:
         ({"bad_words_token_ids": ((5,), (7, 100))}, "bad_words_token_ids"),
     ],
 )
-def test_ids_outside_the_vocabulary_are_refused_by_the_name_of_their_setting(
+def test_ids_outside_the_vocabulary_are_rejected_with_the_name_of_their_setting(
     sampling: dict[str, Any], name: str
 ) -> None:
     driver = Driver()

@@ -40,7 +40,7 @@ def test_a_life_goes_from_allocation_over_accesses_to_eviction() -> None:
 
 
 @pytest.mark.req("MET-03")
-def test_a_block_that_nobody_accessed_was_idle_all_its_life() -> None:
+def test_a_block_that_was_never_accessed_was_idle_all_its_life() -> None:
     clock = ManualClock()
     metrics = SampledBlockMetrics(clock, sample_every=1)
     metrics.allocated(ids(1))
@@ -66,7 +66,7 @@ def test_blocks_that_are_older_than_the_watching_have_no_life() -> None:
     assert metrics.take_lives() == []
 
 
-def test_lives_that_nobody_takes_do_not_pile_up() -> None:
+def test_lives_that_are_not_taken_do_not_pile_up() -> None:
     metrics = SampledBlockMetrics(ManualClock(), sample_every=1, max_lives=2)
     for block_id in (1, 2, 3):
         metrics.allocated(ids(block_id))
@@ -86,7 +86,7 @@ def test_a_scheduler_tells_how_its_blocks_live() -> None:
     driver.run()
     assert (metrics.num_allocated, metrics.num_accessed, metrics.num_evicted) == (4, 2, 0)
     clock.now += 2.0
-    driver.add("other", prompt_of(34, 40), max_tokens=2)  # takes all blocks, named or not
+    driver.add("other", prompt_of(34, 40), max_tokens=2)  # takes all blocks, cached or not
     driver.run()
     assert metrics.num_evicted == 2
     assert BlockLife(3.0, 2.0, (1.0,)) in metrics.take_lives()

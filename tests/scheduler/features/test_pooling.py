@@ -145,7 +145,7 @@ def test_numbers_that_are_not_finite_end_a_pooling_request_with_an_error() -> No
     driver.run()
 
 
-def test_an_answer_without_the_vector_is_refused() -> None:
+def test_an_output_without_the_vector_is_rejected() -> None:
     driver = Driver()
     driver.add("p", prompt_of(6), pooling=EMBED)
     driver.add("plain", prompt_of(6, 40))

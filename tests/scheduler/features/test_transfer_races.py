@@ -266,7 +266,7 @@ def play(seed: int, num_actions: int = 150) -> TransferDriver:
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 @pytest.mark.req("CON-08", "CON-11", "MET-05", "MET-06", "MET-07", "MET-08", "PRE-06", "HSH-09")
-def test_whatever_transfers_do_nobody_computes_on_somebody_elses_block(shard: int) -> None:
+def test_no_request_computes_on_the_block_of_another_whatever_transfers_do(shard: int) -> None:
     seen: dict[str, int] = {}
     for seed in range(shard, NUM_SEEDS, SHARDS):
         try:

@@ -32,7 +32,7 @@ def counts(driver: Driver) -> dict[BlockState, int]:
     return {BlockState(state): count for state, count in sorted(Counter(states.tolist()).items())}
 
 
-def test_a_pool_that_nobody_has_used_is_free_but_for_the_null_block() -> None:
+def test_an_unused_pool_is_free_except_for_the_null_block() -> None:
     assert counts(Driver(num_blocks=40)) == {BlockState.RESERVED: 1, BlockState.FREE: 39}
 
 
@@ -56,7 +56,7 @@ def test_blocks_of_an_ended_request_stay_findable_and_are_shared_by_the_next_two
     assert block_map.groups[0].num_blocks == 10
 
 
-def test_blocks_that_a_session_keeps_between_inputs_are_nobodys_who_runs() -> None:
+def test_blocks_that_a_session_keeps_between_inputs_belong_to_no_running_request() -> None:
     driver = Driver(num_blocks=40, block_size=4)
     key = driver.add("session", prompt_of(9), max_tokens=2, resumable=True, keeps_blocks=True)
     while not driver.continued[key]:
@@ -67,7 +67,7 @@ def test_blocks_that_a_session_keeps_between_inputs_are_nobodys_who_runs() -> No
     assert (holder.num_tokens, holder.num_computed_tokens) == (11, 10)
 
 
-def test_a_block_is_in_quarantine_only_if_nobody_else_uses_it() -> None:
+def test_a_block_is_in_quarantine_only_if_no_request_uses_it() -> None:
     driver = Driver(num_blocks=40, block_size=4)
     driver.add("runs", prompt_of(8), max_tokens=8)
     driver.step()
@@ -85,7 +85,7 @@ def test_a_block_is_in_quarantine_only_if_nobody_else_uses_it() -> None:
     assert states_of(kv_cache, holdings[:1])[new[1]] == BlockState.SHARED  # of somebody unknown
 
 
-def test_groups_say_what_they_are_and_forgotten_blocks_are_not_counted() -> None:
+def test_groups_say_their_kind_and_freed_blocks_are_not_counted() -> None:
     driver = HybridDriver(full(4), window(4, 4), num_blocks=60, max_num_batched_tokens=8)
     driver.add("r", prompt_of(40), max_tokens=4)
     driver.steps(7)
@@ -129,7 +129,7 @@ def crowd() -> Scheduler:
     return scheduler
 
 
-def test_of_a_crowd_as_many_are_listed_as_there_is_room_for_the_eldest_first(
+def test_at_most_the_maximum_number_of_holders_is_listed_the_oldest_first(
     crowd: Scheduler,
 ) -> None:
     picture = make_block_snapshot(crowd, 1.0)

@@ -1,4 +1,4 @@
-"""Progress: in each step somebody advances, or the scheduler can say what everybody waits for."""
+"""Progress: in each step a request advances, or the report says what each request waits for."""
 
 import re
 from typing import Any
@@ -65,7 +65,7 @@ def test_those_behind_the_head_wait_for_their_turn() -> None:
     driver.run()
 
 
-def test_a_request_without_an_adapters_place_says_so_and_holds_nobody_up() -> None:
+def test_a_request_without_an_adapter_slot_says_so_and_delays_no_others() -> None:
     driver = Driver(max_loras=1, max_num_seqs=2)
     driver.add("a", prompt_of(6), lora=LoRARequest("a"))
     driver.add("b", prompt_of(6, 30), lora=LoRARequest("b"))
@@ -119,7 +119,7 @@ def test_a_preempted_request_waits_for_the_answer_that_brings_its_token() -> Non
 
 @pytest.mark.req("QUE-05")
 @BOTH
-def test_blocked_requests_say_what_they_wait_for_hold_nobody_up_and_go_on_when_it_is_there(
+def test_blocked_requests_say_what_they_wait_for_and_delay_no_others(
     steps_in_flight: int,
 ) -> None:
     compiler, connector = FakeCompiler(), LoadingConnector({"loads": 8})
@@ -206,7 +206,7 @@ def test_a_load_that_finds_too_few_blocks_while_nothing_runs_is_not_waited_for()
     assert (list(connector.loading), driver.running) == (["one"], ["two"])
 
 
-def test_while_the_engine_is_paused_nobody_waits_for_what_has_come_since() -> None:
+def test_while_the_engine_is_paused_no_request_waits_for_what_has_come_since() -> None:
     connector = LoadingConnector({"one": 11, "two": 11})
     driver = Driver(world={"connector": connector}, max_loading_blocks=5)
     one = driver.add("one", prompt_of(12))
@@ -245,7 +245,7 @@ def test_the_report_counts_how_long_a_request_has_waited_since_it_last_ran() -> 
     driver.run()
 
 
-def test_the_engine_is_idle_for_as_long_as_nobody_has_advanced() -> None:
+def test_the_engine_is_idle_for_as_long_as_no_request_has_advanced() -> None:
     compiler = FakeCompiler()
     driver = Driver(world={"grammars": compiler})
     assert report_of(driver).idle_s == 0.0
@@ -253,7 +253,7 @@ def test_the_engine_is_idle_for_as_long_as_nobody_has_advanced() -> None:
     driver.add("r", prompt_of(6), structured_output=grammar_for("r"))
     driver.steps(2)
     assert report_of(driver).idle_s == 0.0
-    driver.steps(5)  # the first of them tells the workers of the end, which advances nobody
+    driver.steps(5)  # the first of them tells the workers of the end, which advances no request
     assert report_of(driver).idle_s == 5.0
     compiler.ready.add("r")
     driver.step()
@@ -393,7 +393,7 @@ class World:
         self.driver.scheduler.set_pause(PauseState.UNPAUSED)
 
     def step(self) -> None:
-        """In each step somebody advances, or everybody who waits says for what."""
+        """In each step a request advances, or the report says what each waits for."""
         was_busy = bool(self.driver.pending)
         plan = self.driver.step()
         if was_busy or (plan is not None):
@@ -429,7 +429,7 @@ class World:
     requests=st.lists(st.fixed_dictionaries(VALUES), min_size=1, max_size=9),
     num_right=st.integers(0, 3),
 )
-def test_in_each_step_somebody_advances_or_says_what_it_waits_for_and_all_finish(
+def test_in_each_step_a_request_advances_or_says_what_it_waits_for_and_all_finish(
     engine: dict[str, Any],
     cache: dict[str, Any],
     requests: list[dict[str, Any]],
@@ -442,7 +442,7 @@ def test_in_each_step_somebody_advances_or_says_what_it_waits_for_and_all_finish
             world.step()
         world.happen(values["also"])
     world.finish()
-    world.help()  # loads that nobody waits for any more end, too
+    world.help()  # loads that no request waits for any more end, too
     driver = world.driver
     driver.run()
     for key, name in world.names.items():

@@ -1,4 +1,4 @@
-"""Block names: recomputed here with hashlib from the documented layout."""
+"""Block hashes: recomputed here with hashlib from the documented layout."""
 
 import hashlib
 import struct
@@ -58,7 +58,7 @@ def names_by_hand(tokens: list[int], block_size: int, salt: str | None, seed: by
 @pytest.mark.req("HSH-04", "HSH-05")
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(token_ids, st.sampled_from([1, 2, 4, 16]), st.none() | st.text(max_size=5))
-def test_names_are_the_documented_chain(
+def test_hashes_are_the_documented_chain(
     tokens: list[int], block_size: int, salt: str | None
 ) -> None:
     names = names_of(tokens, block_size=block_size, cache_salt=salt)
@@ -68,7 +68,7 @@ def test_names_are_the_documented_chain(
 @pytest.mark.req("HSH-05")
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(token_ids, st.lists(st.integers(0, 40), max_size=5), st.none() | st.just("salt"))
-def test_hashing_in_pieces_gives_the_names_of_hashing_at_once(
+def test_hashing_in_pieces_equals_hashing_at_once(
     tokens: list[int], pieces: list[int], salt: str | None
 ) -> None:
     hasher = BlockHasher(4, SEED)
@@ -85,14 +85,14 @@ def test_hashing_in_pieces_gives_the_names_of_hashing_at_once(
 
 @pytest.mark.req("HSH-05")
 @pytest.mark.parametrize(("num_tokens", "num_names"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2)])
-def test_only_full_blocks_of_four_are_named(num_tokens: int, num_names: int) -> None:
+def test_only_full_blocks_of_four_are_hashed(num_tokens: int, num_names: int) -> None:
     assert len(names_of(list(range(num_tokens)))) == num_names
 
 
 @pytest.mark.req("HSH-04")
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 3), min_size=12, max_size=12), st.integers(0, 11))
-def test_a_name_depends_on_every_token_before_it(tokens: list[int], changed: int) -> None:
+def test_a_hash_depends_on_every_token_before_it(tokens: list[int], changed: int) -> None:
     others = list(tokens)
     others[changed] += 1
     names, other_names = names_of(tokens), names_of(others)
@@ -107,7 +107,7 @@ def test_same_tokens_behind_another_prefix_have_another_name() -> None:
     assert names_of([9, 9, 9, 9])[0] != names_of([1, 2, 3, 4, 9, 9, 9, 9])[1]
 
 
-def test_a_salt_changes_all_names_and_enters_only_the_first_block() -> None:
+def test_a_salt_changes_all_hashes_and_enters_only_the_first_block() -> None:
     tokens = list(range(12))
     plain = names_of(tokens)
     salted, other = names_of(tokens, cache_salt="a"), names_of(tokens, cache_salt="b")
@@ -124,7 +124,7 @@ def test_an_empty_salt_is_a_salt() -> None:
 
 
 @pytest.mark.req("HSH-07")
-def test_names_of_two_deployments_differ_and_those_of_one_agree() -> None:
+def test_hashes_of_two_deployments_differ_and_those_of_one_agree() -> None:
     tokens = list(range(8))
     assert names_of(tokens, seed=b"one") == names_of(tokens, seed=b"one")
     assert not set(names_of(tokens, seed=b"one")) & set(names_of(tokens, seed=b"two"))
@@ -132,7 +132,7 @@ def test_names_of_two_deployments_differ_and_those_of_one_agree() -> None:
 
 
 @pytest.mark.req("HSH-07")
-def test_another_process_gives_the_same_names() -> None:
+def test_another_process_gives_the_same_hashes() -> None:
     program = (
         "import numpy as np; from longshore.scheduler.kv_cache.block_hash import *; names = []; "
         "keys = ExtraKeys(cache_salt='s'); "
@@ -148,13 +148,13 @@ def test_another_process_gives_the_same_names() -> None:
 @pytest.mark.req("HSH-01")
 @settings(deadline=None, derandomize=True)
 @given(st.binary(max_size=40), st.integers(0, 2**32 - 1))
-def test_a_key_is_name_and_group_and_gives_both_back(name: bytes, group: int) -> None:
+def test_a_key_is_hash_and_group(name: bytes, group: int) -> None:
     key = block_key(name, group)
     assert key == name + struct.pack(">I", group)
     assert (key[:-4], struct.unpack(">I", key[-4:])[0]) == (name, group)
 
 
-def test_xxh3_names_are_the_same_chain_of_shorter_hashes() -> None:
+def test_xxh3_gives_the_same_chain_with_shorter_hashes() -> None:
     hasher = BlockHasher(4, SEED, "xxh3-128")
     names: list[bytes] = []
     hasher.extend(names, np.arange(8, dtype=np.int32))
@@ -163,7 +163,7 @@ def test_xxh3_names_are_the_same_chain_of_shorter_hashes() -> None:
     assert {len(name) for name in names} == {16}
 
 
-def test_an_unknown_algorithm_is_refused_with_those_that_exist() -> None:
+def test_an_unknown_algorithm_is_rejected_with_those_that_exist() -> None:
     with pytest.raises(ConfigError, match="hash_algorithm='md5' is unknown; use 'sha256' or"):
         BlockHasher(4, SEED, "md5")
 
@@ -193,7 +193,7 @@ def item(content: str, offset: int, num_tokens: int) -> MultimodalFeature:
 
 
 @pytest.mark.req("HSH-06")
-def test_an_adapter_changes_all_names_and_is_no_salt() -> None:
+def test_an_adapter_changes_all_hashes_and_is_no_salt() -> None:
     tokens = list(range(12))
     variants = [
         names_of(tokens),
@@ -273,7 +273,7 @@ def test_a_block_has_the_keys_of_exactly_the_items_it_overlaps(
 
 
 @pytest.mark.req("HSH-06")
-def test_embeddings_name_their_blocks_and_output_behind_them_needs_none() -> None:
+def test_embeddings_are_hashed_with_their_blocks_and_not_with_later_output() -> None:
     def embeds(last_value: int) -> PromptEmbeds:
         data = np.zeros((6, 2), np.float32)
         data[5] = last_value

@@ -31,7 +31,7 @@ NAMES = [b"name-%d" % index for index in range(4)]
 
 class BlockPoolMachine(RuleBasedStateMachine):
     """A pool beside: the free blocks in order, references and (name, group) per block, and the
-    order in which blocks got their names."""
+    order in which blocks were cached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_pool_behaves_like_its_brute_force_model(
 
 
 def named_pool(num_blocks: int, names: dict[int, bytes]) -> BlockPool:
-    """All blocks free in ascending order, some of them cached under a name."""
+    """All blocks free in ascending order, some of them cached."""
     pool = BlockPool(num_blocks)
     block_ids = pool.get_new_blocks(num_blocks - 1)
     pool.cache_blocks(list(names), list(names.values()), 0)
@@ -172,7 +172,7 @@ def test_three_blocks_come_from_the_head_and_the_cached_one_loses_its_name() -> 
 
 
 @pytest.mark.req("NUM-03")
-def test_touched_cached_blocks_leave_the_middle_of_the_queue_and_keep_their_names() -> None:
+def test_touched_cached_blocks_leave_the_middle_of_the_queue_and_keep_their_hashes() -> None:
     pool = named_pool(5, {2: b"two", 3: b"three"})
     pool.touch([2, 3])
     assert pool.free_block_ids() == [1, 4]
@@ -182,7 +182,7 @@ def test_touched_cached_blocks_leave_the_middle_of_the_queue_and_keep_their_name
 
 
 @pytest.mark.req("NUM-04", "POO-10")
-def test_cached_blocks_that_nobody_holds_are_free_and_stand_in_line_with_plain_ones() -> None:
+def test_cached_blocks_without_references_are_free_and_queued_with_uncached_ones() -> None:
     pool = named_pool(8, {3: b"three", 6: b"six"})
     pool.touch([1, 2])  # request A
     pool.touch([5])  # request B
@@ -193,7 +193,7 @@ def test_cached_blocks_that_nobody_holds_are_free_and_stand_in_line_with_plain_o
 
 
 @pytest.mark.req("POO-02")
-def test_null_block_is_never_handed_out_freed_named_or_counted() -> None:
+def test_null_block_is_never_allocated_freed_cached_or_counted() -> None:
     pool = BlockPool(4)
     assert pool.get_new_blocks(3) == [1, 2, 3]
     pool.touch([NULL_BLOCK])
@@ -215,7 +215,7 @@ def test_more_blocks_than_are_free_raise_and_change_nothing() -> None:
 
 
 @pytest.mark.req("POO-04", "ERR-12")
-def test_freed_blocks_queue_up_in_the_given_order_with_their_names() -> None:
+def test_freed_blocks_are_queued_in_the_given_order_with_their_hashes() -> None:
     pool = BlockPool(6)
     pool.get_new_blocks(5)
     pool.cache_blocks([4], [b"four"], 0)
@@ -226,7 +226,7 @@ def test_freed_blocks_queue_up_in_the_given_order_with_their_names() -> None:
     assert pool.get_cached_block(b"four", [0]) == [4]
 
 
-def test_freeing_a_block_that_nobody_holds_raises_and_keeps_the_books() -> None:
+def test_freeing_a_block_without_references_raises_and_changes_nothing() -> None:
     pool = BlockPool(5)
     pool.get_new_blocks(2)
     with pytest.raises(LongshoreError, match="block 3 cannot be freed: it has no reference"):
@@ -261,14 +261,14 @@ def test_reuse_of_one_copy_leaves_the_other_copies_findable() -> None:
 
 
 @pytest.mark.req("POO-08")
-def test_reuse_of_a_block_whose_name_was_forgotten_is_no_error() -> None:
+def test_reuse_of_an_uncached_block_is_no_error() -> None:
     pool = named_pool(4, {1: b"one"})
     pool.uncache_blocks([1, 2])
     assert pool.get_cached_block(b"one", [0]) is None
     assert pool.get_new_blocks(1) == [1]
 
 
-def test_a_forgotten_block_leaves_its_name_to_the_other_copies() -> None:
+def test_an_uncached_block_leaves_its_hash_to_the_other_copies() -> None:
     pool = BlockPool(6, num_groups=2)
     block_ids = pool.get_new_blocks(5)
     pool.cache_blocks(block_ids[:3], [b"bad", b"bad", b"good"], 0)
@@ -295,7 +295,7 @@ def test_reset_of_the_prefix_cache_waits_until_only_the_null_block_is_in_use() -
 
 
 @pytest.mark.req("POO-01")
-def test_a_block_is_a_number_with_a_count_a_name_and_a_place_in_the_queue() -> None:
+def test_a_block_is_a_number_with_a_count_a_hash_and_a_position_in_the_queue() -> None:
     pool = BlockPool(5, num_groups=8)
     assert pool.get_new_blocks(1) == [1]
     assert (pool.references()[1], pool.block_hash(1)) == (1, None)
@@ -307,7 +307,7 @@ def test_a_block_is_a_number_with_a_count_a_name_and_a_place_in_the_queue() -> N
 
 
 @pytest.mark.req("POO-06")
-def test_full_blocks_are_named_once_and_null_blocks_among_them_are_skipped() -> None:
+def test_full_blocks_are_cached_once_and_null_blocks_among_them_are_skipped() -> None:
     pool = BlockPool(6)
     block_ids = pool.get_new_blocks(3)
     pool.cache_blocks([NULL_BLOCK, 1, NULL_BLOCK, 2], [b"a", b"b", b"c", b"d"])
@@ -317,7 +317,7 @@ def test_full_blocks_are_named_once_and_null_blocks_among_them_are_skipped() -> 
     assert pool.get_cached_block(b"d", [0]) == [block_ids[1]]
 
 
-def test_of_blocks_some_of_which_are_named_the_others_can_be_named() -> None:
+def test_of_blocks_some_of_which_are_cached_the_others_can_be_cached() -> None:
     pool = BlockPool(6)
     pool.cache_blocks(pool.get_new_blocks(4)[1:2], [b"b"])
     pool.cache_blocks([1, 2, NULL_BLOCK, 3], [b"a", b"other", b"null", b"c"])
@@ -326,7 +326,7 @@ def test_of_blocks_some_of_which_are_named_the_others_can_be_named() -> None:
     assert pool.get_cached_block(b"other", [0]) is None
 
 
-def test_a_block_that_nobody_holds_is_not_fenced_by_who_tries_to_free_it() -> None:
+def test_a_block_without_references_is_not_fenced_by_a_failed_free() -> None:
     pool = BlockPool(3)
     with pytest.raises(NotTaken):
         pool.free_blocks([1], step=9)
@@ -336,7 +336,7 @@ def test_a_block_that_nobody_holds_is_not_fenced_by_who_tries_to_free_it() -> No
 
 
 @pytest.mark.parametrize("num_blocks", [6, 300])
-def test_a_settled_block_is_the_oldest_free_one_that_no_unanswered_plan_names(
+def test_a_settled_block_is_the_oldest_free_one_of_no_unanswered_plan(
     num_blocks: int,
 ) -> None:
     pool = BlockPool(num_blocks)
@@ -393,7 +393,7 @@ def test_the_collector_hears_of_every_block_handed_out_hit_and_evicted() -> None
 
 @pytest.mark.req("POO-03")
 @pytest.mark.parametrize("count", [3, 200])
-def test_new_blocks_come_from_the_head_with_one_reference_and_without_names(count: int) -> None:
+def test_new_blocks_come_from_the_head_with_one_reference_and_without_hashes(count: int) -> None:
     pool = named_pool(402, {block_id: b"%d" % block_id for block_id in range(2, 402)})
     with pytest.raises(OutOfBlocks, match="402 blocks are needed, 401 are free"):
         pool.get_new_blocks(402)
@@ -417,7 +417,7 @@ def test_new_blocks_come_from_the_head_with_one_reference_and_without_names(coun
         (lambda pool: setattr(pool.free_queue, "num_free", 1), "which counts 1"),
     ],
 )
-def test_a_check_of_the_books_names_what_is_off(
+def test_a_check_of_the_pool_says_what_is_inconsistent(
     damage: Callable[[BlockPool], object], complaint: str
 ) -> None:
     pool = BlockPool(4)

@@ -74,7 +74,7 @@ def test_the_groups_that_cache_choose_the_coordinator(
 
 
 @pytest.mark.req("COO-02")
-def test_one_group_answers_for_itself() -> None:
+def test_the_hit_of_a_single_group_is_the_result() -> None:
     coordinator, pool = make(full())
     pool.cache_blocks(pool.get_new_blocks(2), NAMES[:2])
     assert found(coordinator, 12) == ([[1, 2]], 8)
@@ -139,7 +139,7 @@ def test_several_groups_find_what_all_of_them_have_in_whole_blocks_of_all(
 
 
 @pytest.mark.req("HSH-08")
-def test_blocks_that_are_no_whole_number_of_names_are_refused() -> None:
+def test_blocks_that_are_no_whole_number_of_hash_blocks_are_rejected() -> None:
     with pytest.raises(
         ConfigError, match="group 1 hold 6 tokens, which is not a multiple of the 4"
     ):

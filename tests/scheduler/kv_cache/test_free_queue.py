@@ -85,7 +85,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
             remove()
 
     @rule(data=st.data())
-    def release_what_nobody_holds(self, data: st.DataObject) -> None:
+    def release_a_block_without_references(self, data: st.DataObject) -> None:
         wrong = data.draw(st.sampled_from([*self.model, *self.taken]))
         block_ids = [NULL_BLOCK, *self.taken, wrong]
         with pytest.raises(NotTaken, match=f"block {wrong} cannot be freed"):

@@ -45,7 +45,7 @@ def lacking(manager: SingleTypeManager, num_tokens: Int64Array) -> list[int]:
     [
         ([0, 1, 2], 64, 3),
         ([0, 1, 2], 12, 3),
-        ([0, 1, 2], 11, 2),  # 11 // 4 names are looked at
+        ([0, 1, 2], 11, 2),  # 11 // 4 hashes are looked up
         ([0, 1, 2], 3, 0),
         ([0, 2, 3], 64, 1),  # stops at the first miss
         ([1, 2, 3], 64, 0),
@@ -64,7 +64,7 @@ def test_lookup_goes_left_to_right_and_stops_at_the_first_miss(
 
 
 @pytest.mark.req("STM-04")
-def test_state_is_the_table_and_the_number_of_named_blocks_until_the_row_is_freed() -> None:
+def test_state_is_the_table_and_the_number_of_cached_blocks_until_the_row_is_freed() -> None:
     manager, pool = make_manager()
     hits = pool.get_new_blocks(1)
     pool.cache_blocks(hits, NAMES[:1], 0)
@@ -76,10 +76,10 @@ def test_state_is_the_table_and_the_number_of_named_blocks_until_the_row_is_free
     assert manager.take([2])[0].tolist() == [1, 2, 3]
     assert (int(manager.num_blocks[2]), int(manager.num_cached_blocks[2])) == (0, 0)
     assert manager.block_ids(2).tolist() == []
-    assert found(manager, NAMES, 64) == [1, 2]  # the names outlive the row
+    assert found(manager, NAMES, 64) == [1, 2]  # the blocks stay cached after the row
 
 
-def test_only_full_blocks_that_have_no_name_are_named() -> None:
+def test_only_full_uncached_blocks_are_cached() -> None:
     manager, pool = make_manager()
     manager.start(0, [], pool.get_new_blocks(3))
     manager.cache_row(0, NAMES, 1)
@@ -134,7 +134,7 @@ def test_a_table_that_was_handed_out_does_not_change_afterwards() -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_naming_rows_together_names_what_naming_each_alone_does(together: bool) -> None:
+def test_caching_rows_together_equals_caching_each_alone(together: bool) -> None:
     manager, pool = make_manager(num_blocks=32)
     chains = [[b"%d.%d" % (row, index) for index in range(8)] for row in range(4)]
     for row in range(4):
@@ -154,7 +154,9 @@ def test_naming_rows_together_names_what_naming_each_alone_does(together: bool) 
 
 
 @pytest.mark.parametrize("one_at_a_time", [True, False])
-def test_a_prefix_that_lost_a_name_in_its_middle_gets_that_one_back(one_at_a_time: bool) -> None:
+def test_a_prefix_with_an_uncached_block_in_its_middle_gets_it_cached_again(
+    one_at_a_time: bool,
+) -> None:
     manager, pool = make_manager()
     manager.start(0, [], pool.get_new_blocks(4))
     manager.cache_row(0, NAMES, 3)
@@ -166,7 +168,7 @@ def test_a_prefix_that_lost_a_name_in_its_middle_gets_that_one_back(one_at_a_tim
 
 
 @pytest.mark.req("HSH-08", "POO-06")
-def test_a_block_of_several_hash_blocks_bears_the_name_of_the_last() -> None:
+def test_a_block_of_several_hash_blocks_has_the_hash_of_the_last() -> None:
     pool = BlockPool(8)
     spec = FullAttentionSpec(8, num_kv_heads=1, head_size=8, dtype_bytes=2)
     manager = FullAttentionManager(
@@ -218,7 +220,7 @@ def test_common_blocks_are_the_leading_columns_that_agree(tables: list[list[int]
     assert manager.num_common_blocks(np.arange(0)) == 0
 
 
-def test_a_row_cut_to_fewer_tokens_loses_its_tail_and_counts_the_names_it_kept() -> None:
+def test_a_row_cut_to_fewer_tokens_loses_its_tail_and_counts_the_cached_blocks_it_kept() -> None:
     manager, pool = make_manager()
     manager.start(1, [], pool.get_new_blocks(5))
     manager.cache_row(1, NAMES, 4)

@@ -8,7 +8,7 @@ from longshore.scheduler.kv_cache.hash_map import BlockHashMap
 
 
 @pytest.mark.req("HSH-02", "ERR-22")
-def test_a_name_has_one_holder_or_several_in_the_order_of_naming() -> None:
+def test_a_hash_has_one_block_or_several_in_the_order_of_caching() -> None:
     prefixes = BlockHashMap()
     prefixes.insert_n([b"name"], [5])
     assert prefixes.holders(b"name") == [5]
@@ -20,7 +20,7 @@ def test_a_name_has_one_holder_or_several_in_the_order_of_naming() -> None:
 
 
 @pytest.mark.req("HSH-02")
-def test_pop_removes_only_the_block_it_names_and_puts_the_rest_back() -> None:
+def test_pop_removes_only_the_given_block() -> None:
     prefixes = BlockHashMap()
     prefixes.insert_n([b"name"] * 3, [5, 3, 9])
     assert prefixes.pop(b"name", 4) is False
@@ -35,7 +35,7 @@ def test_pop_removes_only_the_block_it_names_and_puts_the_rest_back() -> None:
 
 
 @pytest.mark.req("STM-05", "ERR-13")
-def test_a_prefix_ends_at_its_first_missing_name_and_nothing_behind_it_is_asked_for() -> None:
+def test_a_prefix_ends_at_its_first_missing_hash_and_no_later_one_is_looked_up() -> None:
     prefixes = BlockHashMap()
     names = [b"%d" % index for index in range(6)]
     prefixes.insert_n([names[0], names[1], names[3]], [7, 8, 9])

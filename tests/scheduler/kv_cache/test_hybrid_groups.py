@@ -107,7 +107,7 @@ class HybridMachine(RuleBasedStateMachine):
         )
 
     def compute(self, row: int, request: Request, first: int, last: int) -> None:
-        """Blocks in place: read what the tokens look at, write them, name what is full."""
+        """Blocks in place: read what the tokens attend to, write them, cache full blocks."""
         for group, (spec, table) in enumerate(
             zip(self.specs, self.manager.block_ids(row), strict=True)
         ):
@@ -284,7 +284,7 @@ class HalfManager(FullAttentionManager):
 
 
 @pytest.mark.req("STM-12")
-def test_a_spec_of_another_package_names_its_manager() -> None:
+def test_a_spec_of_another_package_has_its_own_manager() -> None:
     spec = CustomSpec(4, 64, manager=f"{__name__}:HalfManager", settings={"ratio": 0.5})
     manager = make_manager(full(), spec)
     assert isinstance(manager._managers[1], HalfManager)

@@ -274,7 +274,7 @@ def test_a_state_is_not_found_in_the_step_that_computes_it_while_kv_is() -> None
 
 
 def test_a_window_gives_no_block_back_that_an_unanswered_step_computes() -> None:
-    """Else the block would be found by its name when the step turns out to have failed."""
+    """Otherwise the block would be found by its hash if the step fails."""
     driver = HybridDriver(window(6), max_steps_in_flight=2)
     failing = driver.add("failing", prompt_of(20), max_tokens=9)
     driver.plan()

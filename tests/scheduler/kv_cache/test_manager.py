@@ -82,7 +82,7 @@ def request_of(
 
 
 def run(manager: KVCacheManager, row: int, request: Request) -> bool:
-    """Look up, start and name a whole prompt, as an admission with enough budget does."""
+    """Look up, start and cache a whole prompt, as an admission with enough budget does."""
     computed = manager.get_computed_blocks(request)
     if not manager.start(row, manager.demand(computed, request.num_tokens)):
         return False
@@ -185,7 +185,7 @@ def test_requests_that_look_nothing_up_are_not_in_the_statistics() -> None:
 
 
 @pytest.mark.req("KVM-08", "ERR-13")
-def test_capacity_counts_cached_blocks_that_nobody_holds() -> None:
+def test_capacity_counts_cached_blocks_without_references() -> None:
     manager = make_manager(num_blocks=5)  # 4 usable
     run(manager, 0, request_of(range(8)))  # blocks 1 and 2
     manager.free(0)
@@ -199,7 +199,7 @@ def test_capacity_counts_cached_blocks_that_nobody_holds() -> None:
     assert manager.num_free_blocks == 0
 
 
-def test_hits_that_somebody_holds_cost_nothing() -> None:
+def test_hits_that_another_request_holds_cost_nothing() -> None:
     manager = make_manager(num_blocks=5)
     run(manager, 0, request_of(range(8)))
     request = request_of([*range(8), *range(60, 68)])
@@ -310,7 +310,7 @@ def test_equal_blocks_computed_at_the_same_time_are_both_kept() -> None:
 
 
 @pytest.mark.req("POO-09")
-def test_prefix_cache_is_reset_only_when_nobody_holds_a_block() -> None:
+def test_prefix_cache_is_reset_only_when_no_block_is_held() -> None:
     manager = make_manager()
     run(manager, 0, request_of(range(12)))
     assert manager.reset_prefix_cache() is False
@@ -345,7 +345,7 @@ def test_a_request_gives_its_blocks_back_tail_first() -> None:
 
 
 def nothing(manager: KVCacheManager) -> ComputedBlocks:
-    """What a request that nobody knows finds."""
+    """The lookup of a new request."""
     return manager.get_computed_blocks(request_of([99]))
 
 
@@ -393,7 +393,7 @@ def test_slots_begin_behind_the_local_hits_and_end_behind_the_lookahead() -> Non
     assert manager.num_blocks_needed(demand) == 3  # for 11 tokens; the hits are held
     assert manager.start(1, demand)
     assert table(manager, 1) == [*table(manager, 0), 3, 4, 5]
-    # what is computed is what is named: neither lookahead nor what is not there yet
+    # only computed tokens are cached: no lookahead, and none that are missing yet
     manager.full_blocks.cache_row(
         1, request, request.token_ids, computed.num_tokens + num_external + num_new
     )
@@ -420,7 +420,7 @@ def test_a_partly_filled_last_block_has_slots_too() -> None:
 
 @pytest.mark.req("KVM-09")
 @pytest.mark.parametrize("by_rows", [True, False])
-def test_draft_tokens_name_nothing(by_rows: bool) -> None:
+def test_draft_tokens_complete_no_cached_block(by_rows: bool) -> None:
     manager = make_manager()
     request = request_of(range(10))
     assert manager.start(0, manager.demand(nothing(manager), 10 + 3))  # tokens and drafts
@@ -437,7 +437,7 @@ def test_draft_tokens_name_nothing(by_rows: bool) -> None:
 
 
 @pytest.mark.req("KVM-10", "HSH-09", "ERR-13")
-def test_blocks_that_are_being_loaded_are_found_by_nobody_until_the_load_is_over() -> None:
+def test_blocks_that_are_being_loaded_are_not_found_until_the_load_is_over() -> None:
     manager = make_manager()
     request, other = request_of(range(9)), request_of(range(9))
     held = manager.reserve(manager.demand(manager.get_computed_blocks(request), 9), answered_step=0)
@@ -459,7 +459,7 @@ def test_a_chunked_prompt_is_found_as_far_as_it_is_scheduled() -> None:
         assert manager.get_computed_blocks(other).num_tokens == hit
 
 
-def test_a_held_hit_keeps_its_name_when_a_row_takes_it_over() -> None:
+def test_a_held_hit_stays_cached_when_a_row_takes_it_over() -> None:
     manager = make_manager()
     run(manager, 0, request_of(range(8)))
     request = request_of([*range(8), *range(60, 69)])
@@ -514,7 +514,7 @@ def test_results_are_per_group_and_nothing_found_is_one_shared_result() -> None:
 
 
 @pytest.mark.req("KVM-14")
-def test_the_facade_answers_for_fit_common_prefix_new_blocks_events_and_reset() -> None:
+def test_the_interface_reports_fit_common_prefix_new_blocks_events_and_reset() -> None:
     """`demand` for all tokens says whether a whole sequence fits, and what `grow` returns are the
     blocks that are new in the step."""
     manager = make_manager(num_blocks=8, enable_kv_cache_events=True)
@@ -549,7 +549,7 @@ def test_pins_and_loads_do_not_distort_what_running_rows_have_in_common() -> Non
     assert manager.num_common_prefix_blocks(np.array([], np.int64)) == (0,)
 
 
-def test_a_load_gets_no_block_that_an_unanswered_plan_names_while_computation_does() -> None:
+def test_a_load_gets_no_block_of_an_unanswered_plan_while_computation_does() -> None:
     manager = make_manager(num_blocks=7)
     run(manager, 0, request_of(range(50, 66)))
     manager.free(0, step=5)
@@ -565,7 +565,7 @@ def test_a_load_gets_no_block_that_an_unanswered_plan_names_while_computation_do
 
 
 @pytest.mark.req("HSH-08", "POO-06", "KVM-01")
-def test_groups_of_larger_blocks_share_one_finer_chain_of_names() -> None:
+def test_groups_of_larger_blocks_share_one_finer_chain_of_hashes() -> None:
     groups = (
         KVCacheGroup(("a",), FULL),
         KVCacheGroup(("b",), FullAttentionSpec(8, 1, 8, 4)),
@@ -594,7 +594,7 @@ def test_groups_of_larger_blocks_share_one_finer_chain_of_names() -> None:
 
 
 @pytest.mark.req("POO-12")
-def test_how_far_each_block_is_filled_follows_from_names_tables_and_token_counts() -> None:
+def test_how_far_each_block_is_filled_follows_from_hashes_tables_and_token_counts() -> None:
     manager = make_manager(num_blocks=12)
     lengths = {0: 10, 1: 4, 2: 3}
     for row, length in lengths.items():
@@ -671,7 +671,7 @@ def test_requests_share_blocks_only_up_to_what_makes_their_kv_different() -> Non
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 12), st.integers(0, 3)), max_size=8),
     st.randoms(use_true_random=False),
 )
-def test_rows_named_together_get_the_names_of_their_tokens_and_keys(
+def test_rows_cached_together_get_the_hashes_of_their_tokens_and_keys(
     rows: list[tuple[int, int, int]], random: Any
 ) -> None:
     manager = make_manager(num_blocks=80)
@@ -689,7 +689,7 @@ def test_rows_named_together_get_the_names_of_their_tokens_and_keys(
         tokens = [random.randrange(2) for _ in range(length + more)]
         request = request_of(tokens[:length], **fields)
         assert manager.start(row, manager.demand(nothing(manager), length + more))
-        if kind % 2:  # some are named as far as their prompt goes, as at admission
+        if kind % 2:  # some are cached up to the end of their prompt, as at admission
             manager.full_blocks.cache_row(row, request, request.token_ids, length)
         requests[row], num_tokens[row] = request, length + more
         token_ids[row, : length + more] = tokens
@@ -738,7 +738,7 @@ def test_events_tell_parents_tokens_group_and_adapter_of_proven_blocks() -> None
     assert names == []  # row 1 shares the first and holds a copy of the second
 
 
-def test_a_name_that_a_failed_step_takes_back_was_never_announced() -> None:
+def test_a_hash_that_a_failed_step_removes_was_never_published() -> None:
     manager = make_manager(enable_kv_cache_events=True)
     request = request_of(range(8))
     assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 8))
@@ -752,7 +752,7 @@ def test_a_name_that_a_failed_step_takes_back_was_never_announced() -> None:
     assert events[0].block_hash == request.block_hashes[0]
 
 
-def test_a_new_epoch_finds_everything_free_unnamed_and_settled() -> None:
+def test_a_new_epoch_begins_with_all_blocks_free_uncached_and_settled() -> None:
     manager = make_manager(num_blocks=8, enable_kv_cache_events=True)
     run(manager, 0, request_of(range(9)))
     assert manager.reserve(manager.demand(nothing(manager), 5)) is not None
@@ -771,7 +771,7 @@ PROMPT = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=24)
 
 class ManagerMachine(RuleBasedStateMachine):
     """The facade beside a model of lists: tables of rows and of those on no row, the free blocks in
-    order, and the prefix of each named block."""
+    order, and the prefix of each cached block."""
 
     num_groups = 1
 
@@ -791,7 +791,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return Counter(int(b) for groups in tables for block_ids in groups for b in block_ids)
 
     def expected_hit(self, request: Request) -> int:
-        """Leading blocks that are named in every group, a token short of everything."""
+        """Leading blocks that are cached in every group, a token short of everything."""
         count = 0
         while 4 * (count + 1) < request.num_tokens:
             prefix = request.token_ids[: 4 * (count + 1)].tobytes()
@@ -884,7 +884,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def cache_rows(self, data: st.DataObject) -> None:
-        """Every row's tokens so far are verified; those with unnamed full blocks get names."""
+        """Every row's tokens so far are verified; full blocks that are not cached are cached."""
         num_tokens, token_ids = np.zeros(8, np.int64), np.zeros((8, 128), np.int32)
         for row, request in self.requests.items():
             count = min(request.num_tokens, 4 * len(self.rows[row][0]))
@@ -980,7 +980,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.start_over()
 
     def start_over(self) -> None:
-        """Who lost a name is rewound to its first block without one, as after a failure."""
+        """A request with an uncached block is rewound to it, as after a failure."""
         for row, groups in self.rows.items():
             cached = [
                 next((i for i, b in enumerate(block_ids) if b not in self.names), len(block_ids))
@@ -1053,7 +1053,7 @@ class TwoGroupsMachine(ManagerMachine):
 
 @pytest.mark.req("KVM-08", "POO-11", "STM-11", "KVM-13", "POO-04", "POO-05", "POO-09")
 @pytest.mark.parametrize("machine", [ManagerMachine, TwoGroupsMachine])
-def test_capacity_tables_order_and_names_are_those_of_the_model(
+def test_capacity_tables_order_and_hashes_are_those_of_the_model(
     machine: type[ManagerMachine],
 ) -> None:
     run_state_machine_as_test(

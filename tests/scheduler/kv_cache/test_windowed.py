@@ -40,7 +40,7 @@ def free_skipped(manager: WindowedManager, *settled: int, only_cached: bool = Fa
 
 
 @pytest.mark.req("STM-01")
-def test_each_kind_that_forgets_has_its_manager() -> None:
+def test_each_kind_that_frees_skipped_blocks_has_its_manager() -> None:
     assert manager_class(window(4)) is SlidingWindowManager
     assert manager_class(chunked(4)) is ChunkedLocalManager
     assert manager_class(state()) is MambaManager
@@ -111,7 +111,7 @@ def test_exactly_the_blocks_that_no_later_token_looks_at_are_given_back_in_order
         assert [manager.block_ids(row).tolist() for row in range(4)] == tables
 
 
-def test_a_block_that_waits_for_its_name_is_kept_until_it_has_it() -> None:
+def test_a_block_that_is_not_cached_yet_is_kept_until_it_is() -> None:
     manager, pool = make(window(4))
     manager.start(0, [], pool.get_new_blocks(4))
     manager.cache_row(0, NAMES, 1)
@@ -121,7 +121,7 @@ def test_a_block_that_waits_for_its_name_is_kept_until_it_has_it() -> None:
     assert list(manager.find(NAMES[:3])) == [1, 2, 3]  # given back, not forgotten by name
 
 
-def test_a_row_that_is_cut_and_used_again_forgets_anew() -> None:
+def test_a_row_that_is_cut_and_used_again_frees_skipped_blocks_again() -> None:
     manager, pool = make(window(4))
     manager.start(0, [], pool.get_new_blocks(4))
     assert free_skipped(manager, 16).tolist() == [3, 2, 1]
@@ -134,7 +134,7 @@ def test_a_row_that_is_cut_and_used_again_forgets_anew() -> None:
 
 
 @pytest.mark.req("STM-11")
-def test_rows_of_a_group_that_forgets_have_no_blocks_in_common() -> None:
+def test_rows_of_a_windowed_group_have_no_blocks_in_common() -> None:
     manager, pool = make(window(4))
     manager.start(0, pool.get_new_blocks(2), [])
     manager.start(1, [1, 2], [])
@@ -176,7 +176,7 @@ def test_a_step_ends_in_its_first_block_or_at_a_border_and_fills_a_block_it_is_i
     assert columns.tolist() == [allowed, 0]
 
 
-def test_a_state_named_in_a_step_is_found_from_the_next_one_on() -> None:
+def test_a_state_cached_in_a_step_is_found_from_the_next_one_on() -> None:
     manager, pool = make(state())
     assert isinstance(manager, MambaManager)
     manager.start(0, [], pool.get_new_blocks(3))
@@ -197,7 +197,7 @@ def test_a_state_named_in_a_step_is_found_from_the_next_one_on() -> None:
         ({}, True, "kv_connector"),
     ],
 )
-def test_what_a_state_cannot_do_is_refused_by_name(
+def test_settings_that_states_do_not_support_are_rejected_with_a_reason(
     settings_: dict[str, int], has_connector: bool, complaint: str
 ) -> None:
     config = SchedulerConfig(max_model_len=64, **settings_)  # type: ignore[arg-type]

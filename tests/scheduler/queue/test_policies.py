@@ -106,7 +106,7 @@ def test_victim_is_the_last_whose_job_is_not_pinned_under_continuum() -> None:
 
 
 @pytest.mark.req("QUE-07")
-def test_a_turn_stands_where_the_first_turn_of_its_job_stood() -> None:
+def test_a_turn_has_the_position_of_the_first_turn_of_its_job() -> None:
     waiting = WaitingRequests(ContinuumPolicy())
     for request in (
         turn("first of a", "a", now=1.0),
@@ -149,7 +149,7 @@ def test_jobs_and_pins_mean_nothing_to_the_other_policies(name: str) -> None:
     assert policy.pick_victim(list(waiting)[:2]) == 1
 
 
-def test_a_job_without_live_requests_is_forgotten_unless_it_is_pinned() -> None:
+def test_a_job_without_live_requests_is_removed_unless_it_is_pinned() -> None:
     policy = ContinuumPolicy()
     for job_id in ("pinned", "gone"):
         first = turn(f"first of {job_id}", job_id, now=1.0)
@@ -200,7 +200,7 @@ class ContinuumAgainstAList(RuleBasedStateMachine):
 
     @rule(jobs=st.sets(st.sampled_from("abc")))
     def pin(self, jobs: set[str]) -> None:
-        # A job without live requests that is not pinned any more is forgotten at once.
+        # A job without live requests that is not pinned any more is removed at once.
         live_jobs = {each.job_id for each in self.queued + self.running}
         for job in self.pinned - jobs - live_jobs:
             self.first_arrival.pop(job, None)
@@ -272,7 +272,7 @@ TestContinuumAgainstAList = pytest.mark.req("QUE-07")(ContinuumAgainstAList.Test
 @pytest.mark.parametrize("name", list(POLICIES))
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_nobody_of_equal_priority_is_overtaken_under_pressure(
+def test_no_request_of_equal_priority_is_overtaken_under_pressure(
     name: str, steps_in_flight: int, seed: int
 ) -> None:
     random = Random(seed)
@@ -342,7 +342,7 @@ def test_an_installed_policy_is_loaded_by_its_entry_point(
     policy = load_policy("shortest")
     policy.make_queue()
     assert policy.pick_victim([turn("a", prompt=3), turn("b", prompt=1)]) == 0
-    assert isinstance(load_policy("fcfs"), FCFSPolicy)  # a built-in name is not theirs to take
+    assert isinstance(load_policy("fcfs"), FCFSPolicy)  # a built-in name cannot be replaced
 
 
 def test_an_unknown_name_is_rejected_with_all_that_exist(
@@ -431,7 +431,7 @@ def ask_everything(policy: CheckedPolicy) -> None:
         *(("make_queue", answer) for answer in (None, [], {})),
     ],
 )  # fmt: skip
-def test_nonsense_from_a_policy_is_an_error_that_names_it_and_its_method(
+def test_an_invalid_value_from_a_policy_is_an_error_with_policy_and_method(
     method: str, answer: Any
 ) -> None:
     with pytest.raises(PolicyError, match=rf"'theirs'.*{method}.*") as caught:
@@ -441,7 +441,7 @@ def test_nonsense_from_a_policy_is_an_error_that_names_it_and_its_method(
     )
 
 
-def test_scheduler_stops_with_the_name_of_a_policy_that_picks_nobody(module: ModuleType) -> None:
+def test_scheduler_stops_with_the_name_of_a_policy_that_picks_no_victim(module: ModuleType) -> None:
     class PicksNobody(Shortest):
         def pick_victim(self, running: Any) -> int:
             return len(running)
@@ -454,7 +454,7 @@ def test_scheduler_stops_with_the_name_of_a_policy_that_picks_nobody(module: Mod
         driver.run()
 
 
-def test_orders_of_two_shapes_are_refused_before_anything_is_queued() -> None:
+def test_orders_of_two_shapes_are_rejected_before_anything_is_queued() -> None:
     wrong = Wrong(order=(1, "a"))
     waiting = WaitingRequests(CheckedPolicy(wrong, "theirs"))
     waiting.add(turn("a"))
@@ -489,7 +489,7 @@ class EldestFirst(FCFSPolicy):
         return 0
 
 
-def test_a_victim_without_which_nobody_is_sure_to_advance_is_replaced_and_logged_once(
+def test_a_victim_that_the_policy_serves_first_is_replaced_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     driver = pressed(world={"policy": EldestFirst()})
@@ -510,7 +510,7 @@ def test_a_victim_without_which_nobody_is_sure_to_advance_is_replaced_and_logged
         ([3, 1, 2], 2, 2),
         ([3, 1, 2], 1, 2),  # `Shortest` serves it first
         ([3, 2, 1], 2, 1),
-        ([3], 0, 0),  # nobody else runs
+        ([3], 0, 0),  # no other request runs
     ],
 )
 def test_any_victim_but_the_one_served_first_is_taken_from_a_policy_with_an_order(

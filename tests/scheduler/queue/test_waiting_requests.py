@@ -109,7 +109,7 @@ def test_a_preempted_request_keeps_its_place_among_its_equals(name: str) -> None
 
 
 @pytest.mark.req("QUE-01")
-def test_a_blocked_request_is_tried_each_step_and_holds_nobody_up() -> None:
+def test_a_blocked_request_is_tried_each_step_and_delays_no_others() -> None:
     waiting = WaitingRequests(FCFSPolicy())
     waiting.add(make_request("free"))
     blocked = make_request("blocked")

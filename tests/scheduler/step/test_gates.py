@@ -82,7 +82,7 @@ def test_running_requests_may_use_the_blocks_that_admissions_leave() -> None:
 
 @pytest.mark.req("WMK-02")
 @pytest.mark.parametrize(("is_held", "is_admitted"), [(True, True), (False, False)])
-def test_a_cached_prefix_counts_as_needed_while_nobody_holds_it(
+def test_a_cached_prefix_counts_as_needed_unless_another_request_holds_it(
     is_held: bool, is_admitted: bool
 ) -> None:
     """12 of 20 blocks are free, 11 are kept back. Of 8 blocks 7 are cached: if somebody holds them
@@ -130,7 +130,7 @@ def test_the_thresholds_in_force_are_those_of_the_settings() -> None:
 
 @pytest.mark.req("WMK-03")
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_under_pressure_nobody_is_admitted_until_enough_blocks_are_free(
+def test_under_pressure_no_request_is_admitted_until_enough_blocks_are_free(
     steps_in_flight: int,
 ) -> None:
     """20 usable blocks: 16 held is 0.8, not above it; 17 is. Open again below 0.5."""
@@ -159,7 +159,7 @@ def test_under_pressure_nobody_is_admitted_until_enough_blocks_are_free(
 
 
 @pytest.mark.req("NUM-28", "WMK-03")
-def test_cached_blocks_that_nobody_holds_are_no_pressure() -> None:
+def test_cached_blocks_without_references_are_no_pressure() -> None:
     """6,200 running, 1,500 cached, 82 kept back and 424 more: 0.756, not 0.938."""
     driver = Driver(
         num_blocks=8207,
@@ -246,7 +246,7 @@ def test_no_gate_keeps_a_request_out_of_an_engine_in_which_nothing_runs(
     ]
 
 
-def test_a_gate_that_closed_is_forgotten_by_whoever_starts_in_an_idle_engine() -> None:
+def test_a_closed_gate_does_not_stop_a_request_in_an_idle_engine() -> None:
     driver = gated(11, cache={"preempt_threshold": 0.5, "admit_threshold": 0.1}, max_model_len=40)
     for index in range(5):
         driver.add(f"r{index}", prompt_of(30), max_tokens=8)

@@ -17,7 +17,7 @@ def planned(step: int) -> PlannedStep:
     return PlannedStep(step, SamplingRows(RunningTable(3, 8), np.array([0, 2])))
 
 
-def test_answers_come_in_the_order_of_the_plans() -> None:
+def test_outputs_arrive_in_the_order_of_the_plans() -> None:
     running = RunningTable(3, 8)
     steps = StepsInFlight(running)
     assert (len(steps), steps.oldest(), steps.newest_step) == (0, None, 0)

@@ -1,4 +1,4 @@
-"""Two steps in flight: generations, late tokens, names, and rows without an order."""
+"""Two steps in flight: generations, late tokens, hashes, and rows without an order."""
 
 from typing import Any
 
@@ -246,7 +246,7 @@ def test_an_answer_to_nothing_raises() -> None:
         Driver().scheduler.update_from_output(ModelRunnerOutput(1, 1), 0.0)
 
 
-def test_a_block_is_named_only_when_its_tokens_are_verified_and_its_kv_is_planned() -> None:
+def test_a_block_is_cached_only_when_its_tokens_are_verified_and_its_kv_is_planned() -> None:
     driver = Driver(max_num_batched_tokens=6, **ASYNC)
     driver.add("r", prompt_of(10), max_tokens=12)
     names, running = driver.requests["r"].block_hashes, driver.scheduler.running
@@ -326,7 +326,7 @@ def test_a_request_that_found_bad_blocks_is_sent_back_and_not_failed(both_show_i
 
 
 @pytest.mark.parametrize("fate", ["abort", "preempt"])
-def test_bad_numbers_un_name_blocks_although_their_request_has_left(fate: str) -> None:
+def test_non_finite_logits_uncache_blocks_although_their_request_has_ended(fate: str) -> None:
     driver = pressed(**ASYNC) if fate == "preempt" else Driver(**ASYNC)
     driver.add("old", prompt_of(15, 0), max_tokens=10)
     young = driver.add("young", prompt_of(15, 40), max_tokens=10)
@@ -387,7 +387,7 @@ def test_requests_of_the_greatest_length_always_finish_in_the_smallest_pool(
     assert driver.num_free_blocks == 8
 
 
-def test_a_model_length_that_the_empty_pool_cannot_hold_is_refused_at_start() -> None:
+def test_a_model_length_that_the_empty_pool_cannot_hold_is_rejected_at_start() -> None:
     def start(num_blocks: int, num_groups: int = 1) -> Scheduler:
         kv_cache: KVCacheConfig = kv_cache_config(num_blocks, 4, num_groups)
         return Scheduler(

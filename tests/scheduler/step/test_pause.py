@@ -16,7 +16,7 @@ def with_one_running_and_one_waiting(steps_in_flight: int) -> Driver:
 
 @pytest.mark.req("SCH-20")
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_paused_new_goes_on_with_what_runs_and_admits_nobody(steps_in_flight: int) -> None:
+def test_paused_new_continues_running_requests_and_admits_none(steps_in_flight: int) -> None:
     driver = with_one_running_and_one_waiting(steps_in_flight)
     driver.scheduler.set_pause(PauseState.PAUSED_NEW)
     for _ in range(8):
@@ -31,7 +31,7 @@ def test_paused_new_goes_on_with_what_runs_and_admits_nobody(steps_in_flight: in
 
 @pytest.mark.req("SCH-20")
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_paused_all_schedules_nothing_although_answers_still_come(steps_in_flight: int) -> None:
+def test_paused_all_schedules_nothing_although_outputs_still_arrive(steps_in_flight: int) -> None:
     driver = with_one_running_and_one_waiting(steps_in_flight)
     driver.scheduler.set_pause(PauseState.PAUSED_ALL)
     num_plans = len(driver.plans)
@@ -58,7 +58,7 @@ def test_workers_learn_of_ends_while_everything_is_paused() -> None:
 
 
 @pytest.mark.req("SCH-20")
-def test_a_paused_engine_preempts_nobody() -> None:
+def test_a_paused_engine_preempts_no_request() -> None:
     driver = pressed(enable_prefix_caching=False)
     driver.add("old", prompt_of(15, 0), max_tokens=8)
     driver.add("young", prompt_of(16, 40), max_tokens=8)
@@ -73,7 +73,7 @@ def test_a_paused_engine_preempts_nobody() -> None:
 
 @pytest.mark.req("SCH-20")
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
-def test_report_says_that_the_engine_is_paused_to_whoever_waits(state: PauseState) -> None:
+def test_report_says_that_waiting_requests_wait_for_the_paused_engine(state: PauseState) -> None:
     driver = with_one_running_and_one_waiting(1)
     driver.scheduler.set_pause(state)
     report = driver.scheduler.make_report(driver.now, "engine-0.1")

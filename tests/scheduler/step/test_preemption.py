@@ -96,7 +96,7 @@ def test_tokens_that_a_victim_had_taken_are_there_for_the_others() -> None:
     driver.run()
 
 
-def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
+def test_no_request_is_admitted_in_a_step_that_preempted() -> None:
     driver = pressed(enable_prefix_caching=False)
     driver.add("old", prompt_of(15, 0), max_tokens=8)
     driver.add("young", prompt_of(16, 40), max_tokens=8)

@@ -105,7 +105,7 @@ def test_a_token_ends_a_request_by_limit_or_by_stop_id(
     assert running.stopped(rows, tokens).tolist() == ([row] if ends else [])
 
 
-def test_that_a_row_is_full_is_noticed_although_nobody_looked_before() -> None:
+def test_a_full_row_is_noticed_although_it_was_not_checked_before() -> None:
     running = RunningTable(3, 64)
     for name, max_tokens in (("a", 4), ("b", 3)):
         admit(running, make_request(name, sampling={"max_tokens": max_tokens}))

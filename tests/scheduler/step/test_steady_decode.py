@@ -167,7 +167,7 @@ def test_between_two_block_borders_no_row_and_no_block_is_looked_at(
     cached = calls(driver.scheduler.kv_cache.full_blocks, "rows_to_cache")
     driver.steps(160)
     assert len(worked_out) == 0
-    # Per block: one needs it, one names what is full (later, if its last token was on its way),
+    # Per block: one needs it, one caches what is full (later, if its last token was on its way),
     # and one finds that there is nothing to do, and for how long.
     assert len(grown) == len(cached) <= 10 * (2 + steps_in_flight)
 
@@ -184,7 +184,7 @@ def test_requests_that_wait_for_a_row_do_not_make_the_others_be_looked_at(
     assert (worked_out, driver.scheduler.get_request_counts()) == ([], (2, 1))
 
 
-def test_whoever_comes_or_leaves_is_noticed_in_the_next_plan() -> None:
+def test_a_request_that_starts_or_ends_is_noticed_in_the_next_plan() -> None:
     driver = Driver(block_size=16, verify_plan=False)
     driver.add("a", prompt_of(17), max_tokens=30)
     driver.steps(5)
@@ -261,7 +261,7 @@ def standing_step(running: RunningTable, step: int) -> SteadyDecode:
     return SteadyDecode(running, PlannedStep(step, SamplingRows(running, rows)), num_scheduled)
 
 
-def test_a_step_stands_until_a_row_reaches_its_last_token_or_membership_changes() -> None:
+def test_decode_is_steady_until_a_row_reaches_its_last_token_or_membership_changes() -> None:
     running = decoding(58, 20)
     standing = standing_step(running, step=7)
     assert (standing.num_tokens, standing.num_scheduled.tolist()) == (2, [1, 1, 0])
@@ -273,7 +273,7 @@ def test_a_step_stands_until_a_row_reaches_its_last_token_or_membership_changes(
 @pytest.mark.parametrize(
     ("num_tokens", "block_sizes", "num_lookahead", "num_steps"),
     [
-        ((18,), (16,), 0, 14),  # 17 computed: the step that computes the 32nd names a block
+        ((18,), (16,), 0, 14),  # 17 computed: the step that computes the 32nd caches a block
         ((18, 30), (16,), 0, 2),
         ((17,), (16,), 0, 0),  # 16 computed: the next one needs a block
         ((18,), (16,), 13, 2),
