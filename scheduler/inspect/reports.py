@@ -102,18 +102,34 @@ class WaitingReasons:
                 "admissions continue below admit_threshold"
             )
         num_kept = self.gates.watermark_blocks if self.running.num_rows else 0
-        num_needed = self.kv_cache.num_blocks_for(
-            min(request.num_tokens, self.config.token_budget),
-            num_encoder_tokens=request.num_encoder_tokens,
-        )
+        num_needed = self._num_blocks_needed(request)
         if num_free - num_needed < num_kept:
             return (
-                f"blocks: its first chunk needs up to {num_needed}, {num_free} are free"
+                f"blocks: its next chunk needs {num_needed}, {num_free} are free"
                 + (f", of which {num_kept} are reserved" if num_kept else "")
                 + self._blocks_of_transfers()
             )
         reason = None if self.encoder is None else self.encoder.waits_for(request)
         return reason or "the next step"
+
+    def _num_blocks_needed(self, request: Request) -> int:
+        """Free blocks that the request takes if it starts with as many tokens as a step may give it."""
+        kv_cache, config, hold = self.kv_cache, self.config, request.hold
+        prefix = kv_cache.get_computed_blocks(request)
+        num_computed = prefix.num_tokens if hold is None else hold.num_computed_tokens
+        num_now = config.long_prefill_token_threshold or config.token_budget
+        num_now = min(num_now, config.token_budget)
+        num_slots = min(request.num_tokens, num_computed + num_now)
+        num_slots = min(num_slots + config.num_lookahead_tokens, config.max_model_len)
+        if config.scheduler_reserve_full_isl and self.running.num_rows:
+            num_slots = max(num_slots, request.num_tokens)
+        if hold is not None:
+            answered_step = self.in_flight.last_answered_step
+            return kv_cache.num_blocks_to_resume(
+                hold.blocks, num_computed, num_slots, answered_step
+            )
+        demand = kv_cache.demand(prefix, num_slots, num_encoder_tokens=request.num_encoder_tokens)
+        return kv_cache.num_blocks_needed(demand)
 
     def _blocks_of_transfers(self) -> str:
         if self.transfers is None:

@@ -128,7 +128,7 @@ def test_wheel_holds_every_module_the_demo_model_and_the_dashboard(wheel: Path) 
     for package in PACKAGES:
         files = [
             path
-            for pattern in ("**/*.py", "demo_model/*", "gateway/dashboard.*")
+            for pattern in ("**/*.py", "demo_model/*", "gateway/dashboard/dashboard.*")
             for path in (ROOT / package).glob(pattern)
         ]
         expected |= {f"longshore/{path.relative_to(ROOT).as_posix()}" for path in files}

@@ -105,7 +105,7 @@ def test_who_waits_for_blocks_is_told_how_many_with_those_for_its_sound() -> Non
         driver.hear(name)
         driver.step()
     (waiting,) = driver.scheduler.make_report(driver.now, "engine").waiting
-    assert "blocks: its first chunk needs up to 5" in waiting.waits_for
+    assert "blocks: its next chunk needs 5" in waiting.waits_for
     driver.run()
 
 

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longshore.protocol.outputs import FinishReason
@@ -87,7 +87,7 @@ def test_want_of_blocks_is_told_with_its_numbers() -> None:
     driver.steps(2)
     assert driver.running == ["old", "other"]
     assert reasons(driver)["late"].startswith(
-        "blocks: its first chunk needs up to 5, 6 are free, of which 4 are reserved"
+        "blocks: its next chunk needs 5, 6 are free, of which 4 are reserved"
     )
     driver.run()
 
@@ -407,7 +407,7 @@ class World:
 
     def waits_for_loads(self, reason: str) -> bool:
         """With loads under way a request may wait for their blocks, or to begin its own."""
-        needed = re.match(r"blocks: its first chunk needs up to (\d+), (\d+) are free", reason)
+        needed = re.match(r"blocks: its next chunk needs (\d+), (\d+) are free", reason)
         if needed is None:
             return "max_loading_blocks" in reason
         return int(needed[1]) > int(needed[2])
@@ -422,7 +422,38 @@ class World:
         raise AssertionError(f"no end: {reasons(self.driver)}, {self.driver.running}")
 
 
+def text(size: int, *, stored: int = 0, steps: int = 0) -> dict[str, Any]:
+    """A request without features, after whose arrival `steps` steps are made."""
+    plain = {"start": 0, "max_tokens": 1, "priority": 0, "job_id": None, "adapter": None}
+    return {**plain, "kind": "text", "also": "", "size": size, "stored": stored, "steps": steps}
+
+
+# The last request is preempted by itself: its third chunk, with the lookahead, needs more blocks
+# than the load under way leaves free.
+PREEMPTED_BY_A_LOAD = {
+    "policy": "fcfs",
+    "max_steps_in_flight": 1,
+    "max_num_seqs": 1,
+    "max_num_scheduled_tokens": 6,
+    "long_prefill_token_threshold": 0,
+    "scheduler_reserve_full_isl": False,
+    "num_speculative_tokens": 0,
+    "num_lookahead_tokens": 3,
+    "max_loras": 1,
+    "encoder_cache_size": 4,
+    "max_loading_blocks": None,
+    "num_blocks": 12,
+    "enable_prefix_caching": True,
+}
+
+
 @settings(max_examples=150)
+@example(
+    engine=PREEMPTED_BY_A_LOAD,
+    cache={"watermark": 0.0, "preempt_threshold": 0.5, "admit_threshold": 0.2},
+    requests=[text(1, steps=1), text(21, stored=30), text(18, steps=4)],
+    num_right=0,
+)
 @given(
     engine=st.fixed_dictionaries(ENGINES),
     cache=st.fixed_dictionaries(CACHES),
