@@ -113,7 +113,7 @@ class WaitingReasons:
         return reason or "the next step"
 
     def _num_blocks_needed(self, request: Request) -> int:
-        """Free blocks that the request takes if it starts with as many tokens as a step may give it."""
+        """Free blocks that the request takes if it starts with all the tokens a step may give."""
         kv_cache, config, hold = self.kv_cache, self.config, request.hold
         prefix = kv_cache.get_computed_blocks(request)
         num_computed = prefix.num_tokens if hold is None else hold.num_computed_tokens
