@@ -129,7 +129,7 @@ class WaitingReasons:
                 hold.blocks, num_computed, num_slots, answered_step
             )
         demand = kv_cache.demand(prefix, num_slots, num_encoder_tokens=request.num_encoder_tokens)
-        return kv_cache.num_blocks_needed(demand)
+        return demand.num_needed
 
     def _blocks_of_transfers(self) -> str:
         if self.transfers is None:

@@ -24,8 +24,8 @@ from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.protocol.statistics import BlockState
 from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.features.metrics import BlockMetrics
-from longshore.scheduler.kv_cache.blocks import FEW_BLOCKS, BlockIds
-from longshore.scheduler.kv_cache.free_queue import TAKEN, FreeQueue, NotTaken
+from longshore.scheduler.kv_cache.blocks import FEW_BLOCKS, FEW_FREED_BLOCKS, BlockIds
+from longshore.scheduler.kv_cache.free_queue import TAKEN, FreeQueue
 from longshore.scheduler.kv_cache.hash_map import BlockHashMap
 
 
@@ -134,18 +134,10 @@ class BlockPool:
 
         Raises NotTaken, and nothing has changed, if a block has too few references.
         """
-        index = None if len(block_ids) <= FEW_BLOCKS else self._bulk_index(block_ids)
-        if index is None:
-            few = block_ids if isinstance(block_ids, list) else block_ids.tolist()
-            self.free_queue.release_few(few)
-            if step:
-                self.fence(few, step)
-            return
-        left = self._position[index] + 1
-        if left.max(initial=0) > 0:
-            raise NotTaken(f"block {index[left.argmax()]} cannot be freed: it has no reference")
-        self._position[index] = left
-        self.free_queue.append_n(index[left == 0].astype(np.int32))
+        is_long = len(block_ids) > FEW_FREED_BLOCKS
+        if not (is_long and self.free_queue.release_n(np.asarray(block_ids, np.int32))):
+            block_ids = block_ids if isinstance(block_ids, list) else block_ids.tolist()
+            self.free_queue.release_few(block_ids)
         if step:
             self.fence(block_ids, step)
 

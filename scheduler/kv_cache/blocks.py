@@ -16,6 +16,9 @@ BlockIds: TypeAlias = Int32Array | list[int]
 FEW_BLOCKS: Final = 96
 """Up to this many blocks a scalar loop is faster than the fixed cost of vector operations."""
 
+FEW_FREED_BLOCKS: Final = 36
+"""The same for freeing blocks."""
+
 
 class ComputedBlocks(NamedTuple):
     """A cached prefix of `num_tokens` tokens: `block_ids[group]` in order of position, the null
@@ -27,12 +30,16 @@ class ComputedBlocks(NamedTuple):
 
 class BlockDemand(NamedTuple):
     """What a request that starts needs: its cached prefix and `num_new` new blocks.
-    `positions[group]` are the entries of its block table that get one, up to `ends[group]`."""
+    `positions[group]` are the entries of its block table that get one, up to `ends[group]`.
+
+    num_needed: free blocks that this takes: the new ones, and cached ones without a reference.
+    """
 
     computed: ComputedBlocks
-    positions: tuple[Sequence[int], ...]
-    ends: tuple[int, ...]
+    positions: Sequence[Sequence[int]]
+    ends: Sequence[int]
     num_new: int
+    num_needed: int
 
 
 class HeldBlocks(NamedTuple):

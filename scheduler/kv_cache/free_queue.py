@@ -112,17 +112,6 @@ class FreeQueue:
         self._head = head
         return popped
 
-    def append_n(self, block_ids: Int32Array) -> None:
-        """Append blocks without references, all different; the first is allocated first."""
-        count = len(block_ids)
-        if self._tail + count > self._capacity:
-            self._move_to_front()
-        tail = self._tail
-        self._ring[tail : tail + count] = block_ids
-        self.position[block_ids.astype(np.int64)] = np.arange(tail, tail + count, dtype=np.int32)
-        self._tail = tail + count
-        self.num_free += count
-
     def release_few(self, block_ids: list[int]) -> None:
         """Release one reference each; blocks without another one are appended in this order.
         Raises NotTaken, and nothing has changed, if a block has none."""
@@ -145,6 +134,37 @@ class FreeQueue:
                 position[block_id] = left
         self._tail = tail
         self.num_free += tail - first
+
+    def release_n(self, block_ids: Int32Array) -> bool:
+        """`release_few` for many blocks. False, and nothing has changed, if a block is repeated,
+        because vector operations need different blocks."""
+        position, index = self.position, block_ids.astype(np.int64)
+        before = position[index]
+        has_others = np.count_nonzero(before == TAKEN) < len(index)  # shared or null blocks
+        if has_others:
+            index = index[index != NULL_BLOCK]
+            before = position[index]
+            if np.count_nonzero(before >= 0):
+                block_id = index[(before >= 0).argmax()]
+                raise NotTaken(f"block {block_id} cannot be freed: it has no reference")
+        count = len(index)
+        if self._tail + count > self._capacity:
+            self._move_to_front()
+        tail = self._tail
+        order = np.arange(tail, tail + count, dtype=np.int32)
+        position[index] = order  # of a repeated block, the last one remains
+        if np.count_nonzero(position[index] != order):
+            position[index] = before
+            return False
+        if has_others:
+            position[index] = before + 1
+            index = index[before == TAKEN]
+            count = len(index)
+            position[index] = order[:count]
+        self._ring[tail : tail + count] = index
+        self._tail = tail + count
+        self.num_free += count
+        return True
 
     def remove(self, block_id: int) -> None:
         """Remove one block at any position. Raises NotInFreeQueue."""

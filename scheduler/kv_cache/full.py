@@ -115,17 +115,17 @@ class SingleTypeManager:
 
     # A row's life
 
-    def start(self, row: int, hits: BlockIds, new_block_ids: BlockIds) -> None:
+    def start(self, row: int, hits: BlockIds, new_block_ids: BlockIds) -> Int32Array:
         """Fill an empty row: cached blocks first, then new ones, with null blocks at positions
-        that need no block."""
-        num_hits, count = len(hits), len(hits) + len(new_block_ids)
+        that need no block. Returns a copy of the row's table."""
         if isinstance(hits, list) and isinstance(new_block_ids, list):
-            self.table[row, :count] = hits + new_block_ids
+            block_ids = int32_array(hits + new_block_ids)
         else:
-            self.table[row, :num_hits] = hits
-            self.table[row, num_hits:count] = new_block_ids
-        self._num_blocks_item[row] = count
-        self._num_cached_item[row] = num_hits
+            block_ids = np.concatenate((int32_array(hits), int32_array(new_block_ids)))
+        self.table[row, : len(block_ids)] = block_ids
+        self._num_blocks_item[row] = len(block_ids)
+        self._num_cached_item[row] = len(hits)
+        return block_ids
 
     def attach(self, row: int, block_ids: Int32Array, num_cached_blocks: int) -> None:
         """Fill an empty row with these blocks. Leading blocks that are cached, and at least

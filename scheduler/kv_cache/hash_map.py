@@ -5,7 +5,7 @@ They are not merged, because ids in block tables never change. One dict has the 
 cached first, which is nearly always the only one; a second, small dict has the others in order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class BlockHashMap:
@@ -26,10 +26,12 @@ class BlockHashMap:
         """The block with this hash that was cached first."""
         return self._first.get(block_hash)
 
-    def find_prefix(self, hashes: Iterable[bytes]) -> list[int]:
+    def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """One block per hash, up to the first hash without a block. Later hashes are not looked
         up, so the cost depends on the hits alone."""
         found: list[int] = []
+        if not hashes or hashes[0] not in self._first:  # the exception would cost 1 µs
+            return found
         try:
             found.extend(map(self._first.__getitem__, hashes))
         except KeyError:  # the hits before it are in the list

@@ -171,48 +171,48 @@ class KVCacheManager:
         num_loaded: int = 0,
         num_encoder_tokens: int = 0,
     ) -> BlockDemand:
-        """What a request needs to hold `num_tokens` tokens, including `computed`.
+        """What a request needs to hold `num_tokens` tokens, including `computed`; valid until a
+        block is allocated or freed.
 
         num_loaded: tokens that are computed when a connector has loaded KV after the cached prefix;
                     0 if nothing is loaded.
         """
         hits = computed.block_ids
-        if len(self._managers) == 1 and not self._windowed:
+        num_unheld = sum(map(self._pool.num_unheld, hits)) if computed.num_tokens else 0
+        if len(self._managers) == 1 and not self._windowed:  # 5% of churn
             end = self._managers[0].num_positions(num_tokens, num_encoder_tokens)
             first = len(hits[0])
-            return BlockDemand(computed, (range(first, end),), (end,), end - first)
+            num_new = end - first
+            return BlockDemand(
+                computed, (range(first, end),), (end,), num_new, num_new + num_unheld
+            )
         ends = [m.num_positions(num_tokens, num_encoder_tokens) for m in self._managers]
         positions = [
             manager.positions(len(found), end, num_loaded)
             for manager, found, end in zip(self._managers, hits, ends, strict=True)
         ]
-        return BlockDemand(computed, tuple(positions), tuple(ends), sum(map(len, positions)))
+        num_new = sum(map(len, positions))
+        return BlockDemand(computed, positions, ends, num_new, num_new + num_unheld)
 
-    def num_blocks_needed(self, demand: BlockDemand) -> int:
-        """Free blocks that `start` or `reserve` takes: new ones, and hits without a reference."""
-        if not demand.computed.num_tokens:
-            return demand.num_new
-        hits = demand.computed.block_ids
-        return demand.num_new + sum([self._pool.num_unheld(found) for found in hits])
-
-    def start(self, row: int, demand: BlockDemand) -> bool:
-        """Give an empty row the cached prefix and new blocks. False, and nothing has changed, if
-        there are too few free blocks."""
-        if self.num_blocks_needed(demand) > self.num_free_blocks:
-            return False
+    def start(self, row: int, demand: BlockDemand) -> tuple[Int32Array, ...] | None:
+        """Give an empty row the cached prefix and new blocks; returns its block tables, one per
+        group. None, and nothing has changed, if there are too few free blocks."""
+        if demand.num_needed > self.num_free_blocks:
+            return None
         computed = demand.computed
         if computed.num_tokens:
             for manager, hits in zip(self._managers, computed.block_ids, strict=True):
                 first = manager.first_needed(computed.num_tokens)  # null blocks before it
                 self._pool.touch(hits[first:] if first else hits)
+        tables = []
         for manager, hits, positions, end in zip(
             self._managers, computed.block_ids, demand.positions, demand.ends, strict=True
         ):
             block_ids = self._pool.get_new_blocks(len(positions)) if positions else []
             if len(positions) != end - len(hits):
                 block_ids = table_entries(len(hits), end, positions, block_ids)
-            manager.start(row, hits, block_ids)
-        return True
+            tables.append(manager.start(row, hits, block_ids))
+        return tuple(tables)
 
     def reserve(
         self, demand: BlockDemand, *, answered_step: int | None = None
@@ -222,7 +222,7 @@ class KVCacheManager:
 
         answered_step: the new blocks are targets of a load, so no later plan may refer to them.
         """
-        if self.num_blocks_needed(demand) > self.num_free_blocks:
+        if demand.num_needed > self.num_free_blocks:
             return None
         all_hits = np.concatenate([int32_array(hits) for hits in demand.computed.block_ids])
         if answered_step is None:
@@ -260,8 +260,8 @@ class KVCacheManager:
 
     def detach(self, rows: list[int]) -> list[HeldBlocks]:
         """Empty the rows; their references belong to the results."""
-        tables = map(methodcaller("take", rows), self._managers)
-        return list(map(HeldBlocks, zip(*tables, strict=True)))
+        tables = [manager.take(rows) for manager in self._managers]
+        return [HeldBlocks(of_row) for of_row in zip(*tables, strict=True)]
 
     def cut(self, held: HeldBlocks, num_tokens: int) -> tuple[HeldBlocks, HeldBlocks]:
         """The blocks that `num_tokens` tokens need, and the others. The caller owns both."""
@@ -278,10 +278,7 @@ class KVCacheManager:
         """Release these references, one owner after the other, the blocks of each tail first (see
         `FreeOrder`). Cached blocks can be found until they are evicted. step: the newest plan that
         may still refer to the blocks."""
-        if len(self._managers) == 1:
-            tables = [one.block_ids[0][::-1] for one in held]
-        else:
-            tables = [self._free_order.tail_first(one.block_ids) for one in held]
+        tables = [self._free_order.tail_first(one.block_ids) for one in held]
         self._pool.free_blocks(tables[0] if len(tables) == 1 else np.concatenate(tables), step)
 
     # Blocks that several requests share

@@ -42,9 +42,9 @@ class WindowedManager(SingleTypeManager):
     def positions(self, first: int, last: int, num_computed: int) -> Sequence[int]:
         return range(min(max(first, self.first_needed(num_computed)), last), last)
 
-    def start(self, row: int, hits: BlockIds, new_block_ids: BlockIds) -> None:
-        super().start(row, hits, new_block_ids)
+    def start(self, row: int, hits: BlockIds, new_block_ids: BlockIds) -> Int32Array:
         self.num_freed[row] = 0
+        return super().start(row, hits, new_block_ids)
 
     def truncate(self, row: int, num_tokens: int) -> Int32Array:
         cut = super().truncate(row, num_tokens)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from longshore.connectors.base import AskLater, Match, Matched
-from longshore.protocol.arrays import Int64Array
+from longshore.protocol.arrays import Int32Array, Int64Array
 from longshore.protocol.outputs import FinishReason, RequestEvent
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.features.encoder import EncoderCache
@@ -18,7 +18,7 @@ from longshore.scheduler.features.forks import Forks
 from longshore.scheduler.features.grammar import GrammarError, Grammars
 from longshore.scheduler.features.lora import LoRASlots
 from longshore.scheduler.features.transfers import Transfers
-from longshore.scheduler.kv_cache.blocks import BlockDemand, ComputedBlocks
+from longshore.scheduler.kv_cache.blocks import ComputedBlocks
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
@@ -186,12 +186,12 @@ class Admission:
         num_slots = num_computed + need + self.config.num_lookahead_tokens
         num_slots = min(num_slots, self.config.max_model_len)
         if isinstance(source, Hold):
-            has_blocks = self._resume(request, source, num_slots)
+            tables = self._resume(request, source, num_slots)
         else:
-            has_blocks = self._allocate(request, source, num_slots, num_computed, num_external)
-        if not has_blocks:
+            tables = self._allocate(request, source, num_slots, num_computed, num_external)
+        if tables is None:
             return Attempt.NO_BLOCKS
-        self._enter(request, num_computed, need)
+        self._enter(request, tables, num_computed, need)
         if num_external:
             row = request.row
             self.plan.loads.append((row, int(self.running.generation[row])))
@@ -218,55 +218,59 @@ class Admission:
         num_slots: int,
         num_computed: int,
         num_external: int,
-    ) -> bool:
+    ) -> tuple[Int32Array, ...] | None:
         """Give the next row the cached prefix and new blocks; a connector fills those of external
-        tokens. False, and nothing has changed, if blocks are short."""
+        tokens. Returns the row's block tables. None, and nothing has changed, if blocks are short.
+        """
         kv_cache, row = self.kv_cache, self.running.next_row
         num_encoder_tokens = request.num_encoder_tokens
         num_loaded = num_computed if num_external else 0
         demand = kv_cache.demand(
             prefix, num_slots, num_loaded=num_loaded, num_encoder_tokens=num_encoder_tokens
         )
-        if not self._has_room(request, kv_cache.num_blocks_needed(demand), num_slots):
-            return False
+        if not self._has_room(request, demand.num_needed, num_slots):
+            return None
         if num_external:
             assert self.transfers is not None
             blocks = kv_cache.reserve(demand, answered_step=self.in_flight.last_answered_step)
             if blocks is None:
-                return False
+                return None
             kv_cache.attach(row, blocks, prefix.num_tokens)
-            self.transfers.allocated(request, kv_cache.block_ids(row), num_external)
-        elif not kv_cache.start(row, demand):
-            return False
+            self.transfers.allocated(request, blocks.block_ids, num_external)
+            tables: tuple[Int32Array, ...] | None = blocks.block_ids
+        elif (tables := kv_cache.start(row, demand)) is None:
+            return None
         kv_cache.count_lookup(request, prefix.num_tokens)
         if self.transfers is not None:
             self.transfers.count_lookup(request, prefix.num_tokens, num_external)
-        return True
+        return tables
 
-    def _resume(self, request: Request, hold: Hold, num_slots: int) -> bool:
-        """Give the next row the blocks that the request holds, and new ones. False, and nothing has
-        changed, if blocks are short. The gates do not apply to a loaded request, which has its
-        blocks."""
+    def _resume(
+        self, request: Request, hold: Hold, num_slots: int
+    ) -> tuple[Int32Array, ...] | None:
+        """Give the next row the blocks that the request holds, and new ones; returns its block
+        tables. None, and nothing has changed, if blocks are short. The gates do not apply to a
+        loaded request, which has its blocks."""
         kv_cache, answered_step = self.kv_cache, self.in_flight.last_answered_step
         blocks, num_computed = hold.blocks, hold.num_computed_tokens
         is_loaded = hold.kind is HoldKind.LOADED
         if not is_loaded:
             num_new = kv_cache.num_blocks_to_resume(blocks, num_computed, num_slots, answered_step)
             if not self._has_room(request, num_new, num_slots):
-                return False
+                return None
         row, step = self.running.next_row, self.plan.step + 1
         copies = kv_cache.resume(
             row, blocks, num_computed, num_slots, step=step, answered_step=answered_step
         )
         if copies is None:
-            return False
+            return None
         self.holds.take(request)
         self.plan.copies += copies
         self.plan.zero_block_ids += hold.unwritten_block_ids
         if not is_loaded:  # hits of a load were counted when it began
             request.num_external_tokens = 0
             kv_cache.count_lookup(request, num_computed)
-        return True
+        return kv_cache.block_ids(row)
 
     def _has_room(self, request: Request, num_needed: int, num_slots: int) -> bool:
         """Whether the gates admit a request that needs `num_needed` free blocks for `num_slots`
@@ -281,15 +285,17 @@ class Admission:
             nothing_runs=self.running.num_rows == 0,
         )
 
-    def _enter(self, request: Request, num_computed: int, need: int) -> None:
-        """Move the head of the queue to the next row, which has its blocks."""
+    def _enter(
+        self, request: Request, tables: tuple[Int32Array, ...], num_computed: int, need: int
+    ) -> None:
+        """Move the head of the queue to the next row, which has these block tables."""
         self.waiting.pop()
         if request in self.forks.waiting:
             self.forks.drop(request)
         row, step = self.running.next_row, self.plan.step + 1
         if request.num_cached_tokens == NOT_SCHEDULED:
             request.num_cached_tokens = min(num_computed, request.num_prompt_tokens)
-        start = self.running.admit(request, num_computed, self.kv_cache.block_ids(row))
+        start = self.running.admit(request, num_computed, tables)
         if request in self.forks.parents:
             self.forks.parent_begins(request)
         request.events.append((RequestEvent.SCHEDULED, self._now))
@@ -357,13 +363,13 @@ class Admission:
             )
             return Attempt.SET_ASIDE
         num_computed = min(num_loaded, len(request.token_ids) - 1)
-        demand: BlockDemand = self.kv_cache.demand(
+        demand = self.kv_cache.demand(
             prefix,
             num_slots,
             num_loaded=num_computed,
             num_encoder_tokens=request.num_encoder_tokens,
         )
-        if not self._has_room(request, self.kv_cache.num_blocks_needed(demand), num_slots):
+        if not self._has_room(request, demand.num_needed, num_slots):
             return Attempt.NO_BLOCKS
         blocks = self.kv_cache.reserve(demand, answered_step=self.in_flight.last_answered_step)
         if blocks is None:

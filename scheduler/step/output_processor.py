@@ -3,6 +3,7 @@ valid for that request."""
 
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import Final
 
 import numpy as np
 
@@ -19,6 +20,10 @@ from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows, StepsI
 from longshore.scheduler.step.output_validator import OutputValidator
 from longshore.scheduler.step.plan_builder import PlanBuilder
 from longshore.scheduler.step.running import RunningTable
+
+_STOPPED: Final = Outcome(FinishReason.STOPPED, ends_output=True)
+_LENGTH_CAPPED: Final = Outcome(FinishReason.LENGTH_CAPPED, ends_output=True)
+_REPETITION: Final = Outcome(FinishReason.REPETITION, ends_output=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,10 +119,13 @@ class OutputProcessor:
         may_stop = sampling.has_stop_id(tokens)
         if may_stop or running.fewest_left <= 0:
             rows = running.stopped(sampling.rows, tokens if may_stop else None)
-            generations = running.generation[rows].tolist()
-            for row, generation in zip(rows.tolist(), generations, strict=True):
-                request, num_tokens = running.request_on(row), int(running.num_tokens[row])
-                token_id = int(running.token_ids[row, num_tokens - 1])
+            counts = running.num_tokens[rows]
+            last_ids = running.token_ids[rows, counts - 1]
+            columns = (rows, running.generation[rows], counts, last_ids)
+            for row, generation, num_tokens, token_id in zip(
+                *(column.tolist() for column in columns), strict=True
+            ):
+                request = running.request_on(row)
                 outcome = self._outcome(request, token_id, num_tokens)
                 self._ending.append((generation, request, outcome))
 
@@ -178,11 +186,8 @@ class OutputProcessor:
     def _outcome(request: Request, token_id: int, num_tokens: int) -> Outcome:
         """The outcome of a request whose last token, of `num_tokens`, is a stop id, reaches its
         length or repeats its output."""
-        reason = FinishReason.REPETITION
         if request.is_stopped_by(token_id, num_tokens):
-            reason = FinishReason.STOPPED
             if token_id in request.sampling.stop_token_ids:
                 request.stop_reason = token_id
-        elif num_tokens >= request.max_total_tokens:
-            reason = FinishReason.LENGTH_CAPPED
-        return Outcome(reason, ends_output=True)
+            return _STOPPED
+        return _LENGTH_CAPPED if num_tokens >= request.max_total_tokens else _REPETITION

@@ -144,7 +144,7 @@ class RunningTable(RowTable):
         sampling, token_ids = request.sampling, request.token_ids
         num_tokens, num_prompt = len(token_ids), request.num_prompt_tokens
         max_total = request.max_total_tokens
-        self._columns[:, row] = _Row(
+        values = _Row(
             generation=self._last_generation,
             num_computed=num_computed_tokens,
             num_known=num_tokens,
@@ -156,6 +156,7 @@ class RunningTable(RowTable):
             client=request.client_index,
             handle=request.handle,
         )
+        self._columns[:, row] = tuple(values)  # NumPy reads a NamedTuple six times slower
         self.num_rows += 1
         self.fewest_left = min(self.fewest_left, max_total - num_tokens)
         self.token_ids[row, :num_tokens] = token_ids

@@ -146,6 +146,7 @@ def test_pool_behaves_like_its_brute_force_model(
 ) -> None:
     """Whatever number of blocks counts as few enough for a scalar loop."""
     monkeypatch.setattr(block_pool, "FEW_BLOCKS", few_blocks)
+    monkeypatch.setattr(block_pool, "FEW_FREED_BLOCKS", few_blocks)
     run_state_machine_as_test(
         BlockPoolMachine,
         settings=settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True),

@@ -56,7 +56,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
         if few:
             self.queue.release_few([NULL_BLOCK, *block_ids])
         else:
-            self.queue.append_n(ids(*block_ids))
+            assert self.queue.release_n(ids(NULL_BLOCK, *block_ids))
         self.model += block_ids
         self.taken = [block_id for block_id in self.taken if block_id not in block_ids]
 
@@ -90,6 +90,11 @@ class FreeQueueMachine(RuleBasedStateMachine):
         block_ids = [NULL_BLOCK, *self.taken, wrong]
         with pytest.raises(NotTaken, match=f"block {wrong} cannot be freed"):
             self.queue.release_few(block_ids)
+        if wrong in self.taken:
+            assert not self.queue.release_n(ids(*block_ids))
+        else:
+            with pytest.raises(NotTaken, match=f"block {wrong} cannot be freed"):
+                self.queue.release_n(ids(*block_ids))
 
     @invariant()
     def order_and_count_are_those_of_the_list(self) -> None:
@@ -124,7 +129,7 @@ def test_order_survives_any_number_of_turns_of_the_log_with_gaps_in_it(at_a_time
         popped = queue.popleft_n(at_a_time)
         assert popped.tolist() == model[:at_a_time]
         back = [gap, *reversed(popped.tolist())]
-        queue.append_n(ids(*back))
+        assert queue.release_n(ids(*back))
         model = model[at_a_time:] + back
     assert list(queue) == model
     assert queue.num_free == 2999
@@ -137,7 +142,7 @@ def test_the_last_pop_hands_out_the_last_block_and_nothing_else(pop: object) -> 
     assert callable(pop)
     assert list(pop(queue, 3)) == [1, 2, 3]
     assert list(pop(queue, 0)) == []
-    queue.append_n(ids(2))
+    assert queue.release_n(ids(2))
     assert list(pop(queue, 1)) == [2]
 
 
@@ -148,7 +153,7 @@ def test_taking_from_an_empty_queue_raises_and_leaves_it_usable() -> None:
     for pop in (queue.popleft_n, queue.popleft_few):
         with pytest.raises(OutOfBlocks, match="1 blocks are needed, 0 are free"):
             pop(1)
-    queue.append_n(ids(2, 1))
+    assert queue.release_n(ids(2, 1))
     assert list(queue) == [2, 1]
 
 
@@ -168,7 +173,7 @@ def test_removing_a_block_that_is_not_free_raises_and_corrupts_nothing() -> None
 @pytest.mark.req("FRQ-03")
 def test_zero_blocks_and_empty_lists_change_nothing() -> None:
     queue = FreeQueue(4)
-    queue.append_n(ids())
+    assert queue.release_n(ids())
     queue.release_few([])
     queue.remove_n(ids())
     assert queue.popleft_n(0).tolist() == queue.popleft_few(0) == []
@@ -179,19 +184,30 @@ def test_zero_blocks_and_empty_lists_change_nothing() -> None:
 def test_the_block_freed_longest_ago_is_handed_out_first() -> None:
     queue = FreeQueue(6)
     queue.popleft_n(5)
-    queue.append_n(ids(4))
-    queue.append_n(ids(2, 5))
+    assert queue.release_n(ids(4))
+    assert queue.release_n(ids(2, 5))
     assert queue.popleft_n(2).tolist() == [4, 2]
-    queue.append_n(ids(4))
+    assert queue.release_n(ids(4))
     assert list(queue) == [5, 4]
 
 
-def test_a_block_with_several_holders_is_free_only_after_the_last_let_go() -> None:
-    queue = FreeQueue(3)
-    queue.popleft_few(1)
-    queue.position[1] -= 2  # its taker counts two more holders
-    for _ in range(2):
-        queue.release_few([1])
-        assert list(queue) == [2]
-    queue.release_few([1])
-    assert list(queue) == [2, 1]
+@pytest.mark.parametrize("few", [True, False])
+def test_a_block_with_several_references_is_free_only_after_the_last_is_released(
+    few: bool,
+) -> None:
+    queue = FreeQueue(5)
+    queue.popleft_few(3)
+    queue.position[2] -= 2  # three references
+
+    def release(*block_ids: int) -> None:
+        if few:
+            queue.release_few(list(block_ids))
+        else:
+            assert queue.release_n(ids(*block_ids))
+
+    release(3, 2, 1)
+    assert list(queue) == [4, 3, 1]
+    release(2)
+    assert list(queue) == [4, 3, 1]
+    release(2)
+    assert list(queue) == [4, 3, 1, 2]

@@ -1,4 +1,6 @@
-"""Names to the blocks that carry them."""
+"""The map from hashes to the blocks that have them."""
+
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -10,44 +12,51 @@ from longshore.scheduler.kv_cache.hash_map import BlockHashMap
 @pytest.mark.req("HSH-02", "ERR-22")
 def test_a_hash_has_one_block_or_several_in_the_order_of_caching() -> None:
     prefixes = BlockHashMap()
-    prefixes.insert_n([b"name"], [5])
-    assert prefixes.holders(b"name") == [5]
-    prefixes.insert_n([b"name"], [3])
-    prefixes.insert_n([b"other", b"name"], [4, 9])
-    assert prefixes.holders(b"name") == [5, 3, 9]
-    assert prefixes.get_one_block(b"name") == 5
+    prefixes.insert_n([b"hash"], [5])
+    assert prefixes.holders(b"hash") == [5]
+    prefixes.insert_n([b"hash"], [3])
+    prefixes.insert_n([b"other", b"hash"], [4, 9])
+    assert prefixes.holders(b"hash") == [5, 3, 9]
+    assert prefixes.get_one_block(b"hash") == 5
     assert (len(prefixes), prefixes.num_holders) == (2, 4)
 
 
 @pytest.mark.req("HSH-02")
 def test_pop_removes_only_the_given_block() -> None:
     prefixes = BlockHashMap()
-    prefixes.insert_n([b"name"] * 3, [5, 3, 9])
-    assert prefixes.pop(b"name", 4) is False
-    assert prefixes.pop(b"name", 5) is True
-    assert prefixes.get_one_block(b"name") == 3
-    assert prefixes.pop(b"name", 3) is True
-    assert prefixes.holders(b"name") == [9]
-    assert prefixes.pop(b"name", 3) is False
-    assert prefixes.pop(b"name", 9) is True
-    assert prefixes.pop(b"name", 9) is False
+    prefixes.insert_n([b"hash"] * 3, [5, 3, 9])
+    assert prefixes.pop(b"hash", 4) is False
+    assert prefixes.pop(b"hash", 5) is True
+    assert prefixes.get_one_block(b"hash") == 3
+    assert prefixes.pop(b"hash", 3) is True
+    assert prefixes.holders(b"hash") == [9]
+    assert prefixes.pop(b"hash", 3) is False
+    assert prefixes.pop(b"hash", 9) is True
+    assert prefixes.pop(b"hash", 9) is False
     assert len(prefixes) == 0
+
+
+class Hashes(list[bytes]):
+    """Keeps its iterator, which shows how far it was read."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        self.remaining = super().__iter__()
+        return self.remaining
 
 
 @pytest.mark.req("STM-05", "ERR-13")
 def test_a_prefix_ends_at_its_first_missing_hash_and_no_later_one_is_looked_up() -> None:
     prefixes = BlockHashMap()
-    names = [b"%d" % index for index in range(6)]
-    prefixes.insert_n([names[0], names[1], names[3]], [7, 8, 9])
-    remaining = iter(names)
-    assert prefixes.find_prefix(remaining) == [7, 8]
-    assert list(remaining) == names[3:]
-    assert prefixes.find_prefix(names[:2]) == [7, 8]
-    assert prefixes.find_prefix(names[2:]) == prefixes.find_prefix([]) == []
+    hashes = Hashes(b"%d" % index for index in range(6))
+    prefixes.insert_n([hashes[0], hashes[1], hashes[3]], [7, 8, 9])
+    assert prefixes.find_prefix(hashes) == [7, 8]
+    assert list(hashes.remaining) == hashes[3:]
+    assert prefixes.find_prefix(hashes[:2]) == [7, 8]
+    assert prefixes.find_prefix(hashes[2:]) == prefixes.find_prefix([]) == []
 
 
-names = st.sampled_from([b"a", b"b", b"c"])
-steps = st.lists(st.tuples(st.booleans(), st.lists(st.tuples(names, st.integers(0, 4)))))
+hashes = st.sampled_from([b"a", b"b", b"c"])
+steps = st.lists(st.tuples(st.booleans(), st.lists(st.tuples(hashes, st.integers(0, 4)))))
 
 
 @pytest.mark.req("HSH-02")

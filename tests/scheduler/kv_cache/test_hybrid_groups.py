@@ -147,8 +147,9 @@ class HybridMachine(RuleBasedStateMachine):
         assert count >= 1
         row = next(row for row in range(NUM_ROWS) if row not in self.rows)
         demand = self.manager.demand(computed, first + count)
-        needed, num_free = self.manager.num_blocks_needed(demand), self.manager.num_free_blocks
-        assert self.manager.start(row, demand) is (needed <= num_free)
+        needed, num_free = demand.num_needed, self.manager.num_free_blocks
+        tables = self.manager.start(row, demand)
+        assert (tables is not None) is (needed <= num_free)
         if needed <= num_free:
             assert self.manager.num_free_blocks == num_free - needed
             self.generation[row] = self.step

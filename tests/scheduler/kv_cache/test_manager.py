@@ -194,8 +194,8 @@ def test_capacity_counts_cached_blocks_without_references() -> None:
     request = request_of([*range(8), *range(60, 68)])  # 2 hits, 2 new: 4 blocks, 3 are free
     computed = manager.get_computed_blocks(request)
     assert computed.num_tokens == 8
-    assert manager.start(0, manager.demand(computed, 16)) is False
-    assert manager.start(0, manager.demand(computed, 12)) is True
+    assert manager.start(0, manager.demand(computed, 16)) is None
+    assert manager.start(0, manager.demand(computed, 12)) is not None
     assert manager.num_free_blocks == 0
 
 
@@ -203,7 +203,7 @@ def test_hits_that_another_request_holds_cost_nothing() -> None:
     manager = make_manager(num_blocks=5)
     run(manager, 0, request_of(range(8)))
     request = request_of([*range(8), *range(60, 68)])
-    assert manager.start(1, manager.demand(manager.get_computed_blocks(request), 16)) is True
+    assert manager.start(1, manager.demand(manager.get_computed_blocks(request), 16)) is not None
     assert table(manager, 1) == [*table(manager, 0), 3, 4]
     manager.free(0)
     assert manager.num_free_blocks == 0
@@ -232,7 +232,7 @@ def test_an_allocation_that_does_not_fit_changes_nothing(num_groups: int) -> Non
     before = snapshot(manager)
     request = request_of(range(80))
     computed = manager.get_computed_blocks(request)
-    assert manager.start(2, manager.demand(computed, 80)) is False
+    assert manager.start(2, manager.demand(computed, 80)) is None
     assert manager.grow(np.array([0, 80, 0, 0, 0, 0, 0, 0]), SENIORITY) is None
     assert manager.grow_row(1, 80) is None
     assert snapshot(manager) == before
@@ -390,7 +390,7 @@ def test_slots_begin_behind_the_local_hits_and_end_behind_the_lookahead() -> Non
     num_external, num_new, num_lookahead = 4, 5, 2
     num_slots = computed.num_tokens + num_external + num_new + num_lookahead
     demand = manager.demand(computed, num_slots)
-    assert manager.num_blocks_needed(demand) == 3  # for 11 tokens; the hits are held
+    assert demand.num_needed == 3  # for 11 tokens; the hits are held
     assert manager.start(1, demand)
     assert table(manager, 1) == [*table(manager, 0), 3, 4, 5]
     # only computed tokens are cached: no lookahead, and none that are missing yet
@@ -480,7 +480,7 @@ def test_encoder_tokens_size_the_cross_attention_group_which_then_never_grows() 
     manager = make_manager(kv_cache=KVCacheConfig(24, groups, "float32"))
     request = request_of(range(9))
     computed = manager.get_computed_blocks(request)
-    assert manager.num_blocks_needed(manager.demand(computed, 9, num_encoder_tokens=18)) == 3 + 5
+    assert manager.demand(computed, 9, num_encoder_tokens=18).num_needed == 3 + 5
     assert manager.start(0, manager.demand(computed, 9, num_encoder_tokens=18))
     assert [len(block_ids) for block_ids in manager.block_ids(0)] == [3, 5]
     manager.full_blocks.cache_row(0, request, request.token_ids, 9)
@@ -522,7 +522,7 @@ def test_the_interface_reports_fit_common_prefix_new_blocks_events_and_reset() -
     request = request_of([*range(8), *range(50, 62)])
     computed = manager.get_computed_blocks(request)
     whole = manager.demand(computed, request.num_tokens)
-    assert (whole.num_new, manager.num_blocks_needed(whole)) == (3, 3)
+    assert (whole.num_new, whole.num_needed) == (3, 3)
     assert manager.start(1, manager.demand(computed, 12))
     assert manager.num_common_prefix_blocks(np.array([0, 1])) == (2,)
     (new,) = manager.grow(np.array([8, 16, 0, 0, 0, 0, 0, 0]), SENIORITY) or ()
@@ -845,11 +845,14 @@ class ManagerMachine(RuleBasedStateMachine):
         unheld = [b for block_ids in hits for b in block_ids if b in self.free]
         total = needed * self.num_groups + len(unheld)
         demand = self.manager.demand(computed, len(tokens))
-        assert self.manager.num_blocks_needed(demand) == total
+        assert demand.num_needed == total
         fits = total <= len(self.free)
         if load is None:
-            assert self.manager.start(row, demand) is fits
+            tables = self.manager.start(row, demand)
+            assert (tables is not None) is fits
             got = self.manager.block_ids(row)
+            if tables is not None:
+                assert list(map(np.ndarray.tolist, tables)) == list(map(np.ndarray.tolist, got))
         else:
             if settled is not None:
                 suits = [
