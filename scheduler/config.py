@@ -1,11 +1,13 @@
 """Settings of the scheduler, of its KV cache and of the scheduler process."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
+from longshore.protocol.kv_cache_spec import KVCacheSpec, MambaSpec
 from longshore.protocol.transport.channel import Endpoint
 
 
@@ -203,6 +205,23 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.hash_block_size is not None:
             return self.hash_block_size
         return self.block_size * self.context_parallel_size
+
+
+def check_states(
+    config: SchedulerConfig, specs: Iterable[KVCacheSpec], *, has_connector: bool
+) -> None:
+    """Raise ConfigError for settings that a model with states does not support."""
+    if not any(isinstance(spec, MambaSpec) for spec in specs):
+        return
+    why = None
+    if config.num_speculative_tokens or config.num_lookahead_tokens:
+        why = "num_speculative_tokens: a state cannot be rewound after a rejected draft"
+    elif not config.enable_chunked_prefill:
+        why = "enable_chunked_prefill=false: prompts must be chunked at block boundaries"
+    elif has_connector:
+        why = "kv_connector: connectors move KV of tokens, not states"
+    if why is not None:
+        raise ConfigError(f"this model keeps states (Mamba layers) and cannot run with {why}")
 
 
 class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

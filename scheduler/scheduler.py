@@ -32,7 +32,7 @@ from longshore.protocol.statistics import (
     SchedulerStats,
     WorkerStats,
 )
-from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.config import CacheConfig, SchedulerConfig, check_states
 from longshore.scheduler.features.drafts import Drafts
 from longshore.scheduler.features.encoder import check_encoder, make_encoder
 from longshore.scheduler.features.forks import Forks
@@ -44,7 +44,7 @@ from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.inspect.block_snapshot import BlockSnapshots
 from longshore.scheduler.inspect.reports import WaitingReasons
 from longshore.scheduler.kv_cache.holds import Holds
-from longshore.scheduler.kv_cache.manager import KVCacheManager, check_states
+from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.queue.outside_policies import checked, load_policy
 from longshore.scheduler.queue.policies import SchedulingPolicy

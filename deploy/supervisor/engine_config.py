@@ -20,8 +20,12 @@ from longshore.protocol.kv_cache_spec import (
     num_blocks_needed,
 )
 from longshore.protocol.transport.channel import Endpoint
-from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
-from longshore.scheduler.kv_cache.manager import check_states
+from longshore.scheduler.config import (
+    CacheConfig,
+    SchedulerConfig,
+    SchedulerProcessConfig,
+    check_states,
+)
 from longshore.scheduler.queue.outside_policies import load_policy
 from longshore.worker.config import RankLayout, WorkerConfig, WorkerProcessConfig
 from longshore.worker.kv_cache.context_share import check_context_parallel

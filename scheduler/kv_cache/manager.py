@@ -12,17 +12,14 @@ from operator import methodcaller
 import numpy as np
 
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, UInt8Array, int32_array
-from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import (
     DEFAULT_STEPS_IN_FLIGHT,
     NULL_BLOCK,
     KVCacheConfig,
-    KVCacheSpec,
-    MambaSpec,
     sink_block_ids,
 )
 from longshore.protocol.plan import AppendedBlocks
-from longshore.scheduler.config import CacheConfig, SchedulerConfig
+from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.features.events import KVEvent, KVEventLog
 from longshore.scheduler.features.metrics import BlockMetrics
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
@@ -60,6 +57,7 @@ class KVCacheManager:
     metrics:   receives what happens to blocks.
     record_cached: keep newly cached blocks for `full_blocks.take_cached`.
 
+    pool:        the blocks, for checks in tests; the scheduler uses the methods here.
     full_blocks: hashes and caches blocks that are full.
     frees_skipped: some group frees blocks while a request runs; see `free_skipped`.
     follows_from_tokens: equal tokens have equal KV in all groups.
@@ -83,7 +81,7 @@ class KVCacheManager:
         record_cached: bool = False,
     ) -> None:
         self._events = KVEventLog() if cache.enable_kv_cache_events else None
-        self._pool = BlockPool(
+        self.pool = BlockPool(
             kv_cache.num_blocks,
             len(kv_cache.groups),
             num_set_aside=sum(map(len, sink_block_ids(kv_cache.groups))),
@@ -92,7 +90,7 @@ class KVCacheManager:
         )
         self._coordinator = make_coordinator(
             kv_cache,
-            self._pool,
+            self.pool,
             cache,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -104,7 +102,7 @@ class KVCacheManager:
         self._windowed = [m for m in self._managers if isinstance(m, WindowedManager)]
         self._states = [m for m in self._managers if isinstance(m, MambaManager)]
         self._settled = SettledCounts()
-        self.num_blocks, self.num_usable_blocks = kv_cache.num_blocks, self._pool.num_usable
+        self.num_blocks, self.num_usable_blocks = kv_cache.num_blocks, self.pool.num_usable
         self.num_groups = len(self._managers)
         self.block_sizes = tuple(manager.block_size for manager in self._managers)
         self.frees_skipped = bool(self._windowed)
@@ -114,7 +112,7 @@ class KVCacheManager:
         self._free_order = FreeOrder(self.block_sizes, [m.frees_skipped for m in self._managers])
         hasher = BlockHasher(cache.tokens_per_hash, hash_seed, cache.hash_algorithm)
         self.full_blocks = FullBlocks(
-            self._caching, self._pool, hasher, events=self._events, record_cached=record_cached
+            self._caching, self.pool, hasher, events=self._events, record_cached=record_cached
         )
         nothing: BlockIds = []
         self._nothing_computed = ComputedBlocks(tuple(nothing for _ in self._managers), 0)
@@ -123,12 +121,12 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.free_queue.num_free
+        return self.pool.free_queue.num_free
 
     @property
     def usage(self) -> float:
         """Share of the usable blocks that are held, 0 to 1."""
-        return self._pool.usage
+        return self.pool.usage
 
     # Lookup
 
@@ -178,7 +176,7 @@ class KVCacheManager:
                     0 if nothing is loaded.
         """
         hits = computed.block_ids
-        num_unheld = sum(map(self._pool.num_unheld, hits)) if computed.num_tokens else 0
+        num_unheld = sum(map(self.pool.num_unheld, hits)) if computed.num_tokens else 0
         if len(self._managers) == 1 and not self._windowed:  # 5% of churn
             end = self._managers[0].num_positions(num_tokens, num_encoder_tokens)
             first = len(hits[0])
@@ -203,12 +201,12 @@ class KVCacheManager:
         if computed.num_tokens:
             for manager, hits in zip(self._managers, computed.block_ids, strict=True):
                 first = manager.first_needed(computed.num_tokens)  # null blocks before it
-                self._pool.touch(hits[first:] if first else hits)
+                self.pool.touch(hits[first:] if first else hits)
         tables = []
         for manager, hits, positions, end in zip(
             self._managers, computed.block_ids, demand.positions, demand.ends, strict=True
         ):
-            block_ids = self._pool.get_new_blocks(len(positions)) if positions else []
+            block_ids = self.pool.get_new_blocks(len(positions)) if positions else []
             if len(positions) != end - len(hits):
                 block_ids = table_entries(len(hits), end, positions, block_ids)
             tables.append(manager.start(row, hits, block_ids))
@@ -226,13 +224,13 @@ class KVCacheManager:
             return None
         all_hits = np.concatenate([int32_array(hits) for hits in demand.computed.block_ids])
         if answered_step is None:
-            self._pool.touch(all_hits)
-            new = int32_array(self._pool.get_new_blocks(demand.num_new))
+            self.pool.touch(all_hits)
+            new = int32_array(self.pool.get_new_blocks(demand.num_new))
         else:
-            settled = self._pool.get_settled_blocks(demand.num_new, answered_step, all_hits)
+            settled = self.pool.get_settled_blocks(demand.num_new, answered_step, all_hits)
             if settled is None:
                 return None
-            self._pool.touch(all_hits)
+            self.pool.touch(all_hits)
             new = settled
         tables = []
         for hits, positions, end in zip(
@@ -249,7 +247,7 @@ class KVCacheManager:
         """Take one more reference to each of these blocks, all different, of any group, for a
         transfer that reads them: they are not allocated again until it releases them."""
         held = int32_array(block_ids)
-        self._pool.touch(held)
+        self.pool.touch(held)
         return HeldBlocks((held, *(EMPTY_INT32 for _ in self._managers[1:])))
 
     def attach(self, row: int, held: HeldBlocks, num_hashed_tokens: int = 0) -> None:
@@ -279,7 +277,7 @@ class KVCacheManager:
         `FreeOrder`). Cached blocks can be found until they are evicted. step: the newest plan that
         may still refer to the blocks."""
         tables = [self._free_order.tail_first(one.block_ids) for one in held]
-        self._pool.free_blocks(tables[0] if len(tables) == 1 else np.concatenate(tables), step)
+        self.pool.free_blocks(tables[0] if len(tables) == 1 else np.concatenate(tables), step)
 
     # Blocks that several requests share
 
@@ -293,7 +291,7 @@ class KVCacheManager:
             ]
         )
         for block_ids in shared:
-            self._pool.touch(block_ids)
+            self.pool.touch(block_ids)
         return HeldBlocks(shared)
 
     def num_blocks_to_resume(
@@ -305,7 +303,7 @@ class KVCacheManager:
             num_new += max(manager.num_positions(num_tokens) - len(table), 0)
             position, is_partial = divmod(num_computed, manager.block_size)
             num_new += bool(
-                is_partial and not self._pool.is_private(int(table[position]), answered_step)
+                is_partial and not self.pool.is_private(int(table[position]), answered_step)
             )
         return num_new
 
@@ -344,9 +342,9 @@ class KVCacheManager:
             if not num_tokens:
                 continue
             source_id = target_id = int(manager.table[row, position])
-            if not self._pool.is_private(source_id, answered_step):
-                target_id = int(self._pool.get_new_blocks(1)[0])
-                self._pool.free_blocks([source_id], step)
+            if not self.pool.is_private(source_id, answered_step):
+                target_id = int(self.pool.get_new_blocks(1)[0])
+                self.pool.free_blocks([source_id], step)
                 copies.append(BlockCopy(source_id, target_id, num_tokens))
             manager.redirect(row, position, target_id)
         return copies
@@ -371,7 +369,7 @@ class KVCacheManager:
             only_cached = manager in self._caching
             block_ids = manager.free_skipped(settled, generation, only_cached=only_cached)
             if len(block_ids):
-                self._pool.free_blocks(block_ids, step - 1)
+                self.pool.free_blocks(block_ids, step - 1)
         for manager in self._states:
             manager.step_begins()
 
@@ -429,7 +427,7 @@ class KVCacheManager:
             if count:
                 order = np.argsort(admission_order[rows])
                 rows, counts = rows[order], counts[order]
-                block_ids = manager.lay_out(counts, self._pool.get_new_blocks(count))
+                block_ids = manager.lay_out(counts, self.pool.get_new_blocks(count))
                 row_of_block = manager.append(rows, counts, block_ids)
                 appended.append(AppendedBlocks(manager.group, int32_array(row_of_block), block_ids))
         return appended
@@ -450,7 +448,7 @@ class KVCacheManager:
         for manager, first, end, positions in wanted:
             added: BlockIds = []
             if end > first:
-                new = self._pool.get_new_blocks(len(positions)) if positions else []
+                new = self.pool.get_new_blocks(len(positions)) if positions else []
                 added = new
                 if len(positions) < end - first:
                     added = table_entries(first, end, positions, new)
@@ -472,7 +470,7 @@ class KVCacheManager:
         """Plan `step` refers to these blocks: until it is answered, nothing may be loaded into
         them, even if they are free."""
         tables = [block_ids for one in blocks for block_ids in one.block_ids]
-        self._pool.fence(tables[0] if len(tables) == 1 else np.concatenate(tables), step)
+        self.pool.fence(tables[0] if len(tables) == 1 else np.concatenate(tables), step)
 
     def block_ids(self, row: int) -> tuple[Int32Array, ...]:
         """Copies of the row's block tables, one per group."""
@@ -484,7 +482,7 @@ class KVCacheManager:
 
     def uncache_blocks(self, block_ids: Int32Array) -> None:
         """Remove exactly these blocks from the prefix cache, because their content is wrong."""
-        self._pool.uncache_blocks(block_ids)
+        self.pool.uncache_blocks(block_ids)
 
     def take_events(self, answered_step: int) -> list[KVEvent]:
         """Events of blocks cached or evicted, in order, as far as the output of `answered_step`
@@ -495,11 +493,11 @@ class KVCacheManager:
 
     def pool_states(self) -> UInt8Array:
         """See `BlockPool.states`."""
-        return self._pool.states()
+        return self.pool.states()
 
     def num_references(self, block_ids: Int64Array) -> Int64Array:
         """See `BlockPool.num_references`."""
-        return self._pool.num_references(block_ids)
+        return self.pool.num_references(block_ids)
 
     def blocks_in_use(self, row: int) -> list[Int32Array]:
         """The row's blocks by group, without those freed early, in order of position."""
@@ -513,12 +511,12 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Uncache all blocks; False while any block is held."""
-        return self._pool.reset_prefix_cache()
+        return self.pool.reset_prefix_cache()
 
     def clear(self) -> None:
         """A new epoch: rows are empty, all blocks are free and uncached, nothing is fenced, and
         references held elsewhere are void."""
-        self._pool.clear()
+        self.pool.clear()
         self.full_blocks.clear()
         self._settled.clear()
         for manager in self._managers:
@@ -532,21 +530,4 @@ class KVCacheManager:
         for block_ids in (*(manager.held() for manager in self._managers), *held):
             np.add.at(num_holders, block_ids, 1)
         num_holders[NULL_BLOCK] = 0
-        self._pool.check(num_holders)
-
-
-def check_states(
-    config: SchedulerConfig, specs: Iterable[KVCacheSpec], *, has_connector: bool
-) -> None:
-    """Raise ConfigError for settings that a model with states does not support."""
-    if not any(isinstance(spec, MambaSpec) for spec in specs):
-        return
-    why = None
-    if config.num_speculative_tokens or config.num_lookahead_tokens:
-        why = "num_speculative_tokens: a state cannot be rewound after a rejected draft"
-    elif not config.enable_chunked_prefill:
-        why = "enable_chunked_prefill=false: prompts must be chunked at block boundaries"
-    elif has_connector:
-        why = "kv_connector: connectors move KV of tokens, not states"
-    if why is not None:
-        raise ConfigError(f"this model keeps states (Mamba layers) and cannot run with {why}")
+        self.pool.check(num_holders)

@@ -15,7 +15,7 @@ def make_block_snapshot(scheduler: Scheduler, now: float) -> BlockSnapshot:
 
 def expected_states(scheduler: Scheduler) -> list[BlockState]:
     """By block id."""
-    pool, rows = scheduler.kv_cache._pool, Counter[int]()
+    pool, rows = scheduler.kv_cache.pool, Counter[int]()
     others: dict[int, set[BlockState]] = defaultdict(set)
     num_references = pool.references().tolist()
     for row in scheduler.running.order.tolist():
@@ -71,7 +71,7 @@ def check_block_map(scheduler: Scheduler, now: float) -> BlockSnapshot:
             tables = scheduler.kv_cache.block_ids(holder.row)
             assert ids == [[each for each in table.tolist() if each] for table in tables]
     assert next(listed, None) is None
-    assert held == Counter(dict(enumerate(scheduler.kv_cache._pool.references().tolist())))
+    assert held == Counter(dict(enumerate(scheduler.kv_cache.pool.references().tolist())))
     assert [group.num_blocks for group in block_map.groups] == [
         in_groups[group] for group in range(len(block_map.groups))
     ]

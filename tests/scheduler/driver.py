@@ -577,7 +577,7 @@ class Driver:
         for request in self.scheduler.waiting:
             if request.hold is not None:
                 holders.update(np.concatenate(request.hold.blocks.block_ids).tolist())
-        pool = self.scheduler.kv_cache._pool
+        pool = self.scheduler.kv_cache.pool
         assert 1 + len(holders) + pool.num_free == self.num_blocks
         for block_id in range(1, self.num_blocks):
             assert pool.references()[block_id] == holders[block_id]

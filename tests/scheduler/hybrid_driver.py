@@ -74,7 +74,7 @@ class HybridDriver(Driver):
 
     def _apply_changes(self, plan: SchedulerOutput) -> np.ndarray:
         num_scheduled = super()._apply_changes(plan)
-        self._references = self.scheduler.kv_cache._pool.references()
+        self._references = self.scheduler.kv_cache.pool.references()
         for row in np.flatnonzero(num_scheduled).tolist():
             held = self._held[row]
             # A layer reads the states of all rows before it writes any.

@@ -159,7 +159,7 @@ def test_requests_that_end_in_one_step_free_their_blocks_in_admission_order() ->
     tail_first = [*driver.table("watched")[::-1], *driver.table("plain")[::-1]]
     driver.run()
     assert list(driver.finished) == keys
-    assert driver.scheduler.kv_cache._pool.free_block_ids()[-4:] == tail_first
+    assert driver.scheduler.kv_cache.pool.free_block_ids()[-4:] == tail_first
 
 
 @BOTH

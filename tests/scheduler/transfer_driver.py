@@ -538,7 +538,7 @@ class TransferDriver:
         }
         for _, block_ids in self.transfers.owned():
             owned |= block_ids
-        free = set(self.scheduler.kv_cache._pool.free_block_ids())
+        free = set(self.scheduler.kv_cache.pool.free_block_ids())
         assert not free & owned, f"owned blocks {free & owned} are free"
         check_block_map(self.scheduler, self.now)
 

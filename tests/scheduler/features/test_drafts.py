@@ -412,7 +412,7 @@ def test_an_output_with_more_tokens_than_drafts_allow_is_rejected_and_changes_no
 def test_blocks_that_hold_drafts_are_not_cached_before_the_drafts_are_verified() -> None:
     driver = drafting(5, num_right=2, max_steps_in_flight=2)
     driver.add("r", prompt_of(6), max_tokens=40)
-    pool, running = driver.scheduler.kv_cache._pool, driver.scheduler.running
+    pool, running = driver.scheduler.kv_cache.pool, driver.scheduler.running
     for _ in range(12):
         driver.step()
         num_cached_blocks = sum(

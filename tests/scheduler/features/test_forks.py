@@ -62,15 +62,15 @@ def test_beam_of_four_over_three_blocks_copies_only_the_last_at_the_first_diverg
     beams = [parent, *(manager.fork(parent.block_ids, 10) for _ in range(3))]
     assert manager.num_free_blocks == num_free  # ids are copied, no data
     assert all(beam.block_ids[0].tolist() == [3, 7, 12] for beam in beams)
-    references = manager._pool.references()
+    references = manager.pool.references()
     assert references[[3, 7, 12]].tolist() == [4, 4, 4]
     copies = manager.resume(0, beams[1], 10, 11, step=5, answered_step=4)
     new = table(manager, 0)[2]
     assert copies == [BlockCopy(12, new, 2)]
     assert table(manager, 0) == [3, 7, new]
-    references = manager._pool.references()
+    references = manager.pool.references()
     assert references[[3, 7, 12, new]].tolist() == [4, 4, 3, 1]
-    assert manager._pool.block_hash(new) is None
+    assert manager.pool.block_hash(new) is None
     manager.check([beams[0], *beams[2:]])
 
 
@@ -100,9 +100,9 @@ def test_a_copy_gets_its_own_hash_when_it_is_full() -> None:
     assert manager.resume(0, fork, 6, 7, step=1, answered_step=0)
     manager.full_blocks.cache_row(0, child, child.token_ids, 7)
     copy = table(manager, 0)[1]
-    assert manager._pool.block_hash(copy) is None
+    assert manager.pool.block_hash(copy) is None
     manager.full_blocks.cache_row(0, child, child.token_ids, 8)
-    assert manager._pool.block_hash(copy) == child.block_hashes[1]
+    assert manager.pool.block_hash(copy) == child.block_hashes[1]
     wanted = manager.get_computed_blocks(request_of([*range(6), 90, 91, 5]))
     assert list(wanted.block_ids[0]) == table(manager, 0)
 
@@ -112,9 +112,9 @@ def test_a_fork_that_does_not_fit_changes_nothing() -> None:
     assert run(manager, 0, request_of(range(10)))
     fork = manager.fork(manager.block_ids(0), 9)
     assert manager.num_blocks_to_resume(fork, 9, 10, answered_step=0) == 1
-    before = manager._pool.references().tolist()
+    before = manager.pool.references().tolist()
     assert manager.resume(1, fork, 9, 10, step=1, answered_step=0) is None
-    assert manager._pool.references().tolist() == before
+    assert manager.pool.references().tolist() == before
     assert table(manager, 1) == []
     manager.check([fork])
 
@@ -179,12 +179,12 @@ class ForkingRows(RuleBasedStateMachine):
     def write(self, row: int, first: int) -> None:
         """The row computes its tokens from `first` on; its full blocks are cached then."""
         (ids,) = self.manager.block_ids(row)
-        references = self.manager._pool.references()
+        references = self.manager.pool.references()
         tokens = self.tokens[row]
         for position in range(first, len(tokens)):
             block_id = int(ids[position // 4])
             assert references[block_id] == 1, "somebody else holds this block"
-            assert self.manager._pool.block_hash(block_id) is None, "it can be found"
+            assert self.manager.pool.block_hash(block_id) is None, "it can be found"
             self.content[block_id, position % 4] = tokens[position]
         request = self.rows[row]
         request.token_ids = np.array(tokens, np.int32)
@@ -193,7 +193,7 @@ class ForkingRows(RuleBasedStateMachine):
     def copy(self, copies: list[BlockCopy]) -> None:
         assert len(copies) <= 1
         for copy in copies:
-            assert self.manager._pool.block_hash(copy.target_id) is None
+            assert self.manager.pool.block_hash(copy.target_id) is None
             for offset in range(copy.num_tokens):
                 self.content[copy.target_id, offset] = self.content[copy.source_id, offset]
 
@@ -252,7 +252,7 @@ class ForkingRows(RuleBasedStateMachine):
         if copies is None:
             assert needed > before == self.manager.num_free_blocks
             return
-        references = self.manager._pool.references()
+        references = self.manager.pool.references()
         num_freed = sum(references[copy.source_id] == 0 for copy in copies)
         assert before - self.manager.num_free_blocks == needed - num_freed
         self.copy(copies)

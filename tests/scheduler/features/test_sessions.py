@@ -87,7 +87,7 @@ def test_a_session_frees_its_blocks_after_those_of_requests_admitted_before_it()
     driver.step()
     tail_first = [*driver.table("plain")[::-1], *driver.table("s")[::-1]]
     until_it_waits(driver, "s")
-    assert driver.scheduler.kv_cache._pool.free_block_ids()[-4:] == tail_first
+    assert driver.scheduler.kv_cache.pool.free_block_ids()[-4:] == tail_first
 
 
 @BOTH

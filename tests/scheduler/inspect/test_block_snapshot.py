@@ -73,8 +73,8 @@ def test_a_block_is_in_quarantine_only_if_no_request_uses_it() -> None:
     driver.step()
     kv_cache = driver.scheduler.kv_cache
     (table,) = kv_cache.block_ids(driver.requests["runs"].row)
-    new = int32_array(kv_cache._pool.get_new_blocks(2))
-    kv_cache._pool.touch([int(table[0]), int(new[1])])
+    new = int32_array(kv_cache.pool.get_new_blocks(2))
+    kv_cache.pool.touch([int(table[0]), int(new[1])])
     holdings = [
         Holding(BlockState.QUARANTINED, "load", (int32_array([table[0], new[0], new[1]]),)),
         Holding(BlockState.KEPT, "session", (new[1:],)),

@@ -210,7 +210,7 @@ def test_hits_that_another_request_holds_cost_nothing() -> None:
 
 
 def snapshot(manager: KVCacheManager) -> object:
-    pool = manager._pool
+    pool = manager.pool
     blocks = range(pool.num_blocks)
     return (
         pool.free_block_ids(),
@@ -245,7 +245,7 @@ def test_free_gives_back_the_blocks_of_all_groups_tail_first() -> None:
     first, second = (ids.tolist() for ids in manager.block_ids(0))
     assert (first, second) == ([1, 2, 3], [4, 5, 6])
     manager.free(0)
-    assert manager._pool.free_block_ids() == [7, 8, 3, 6, 2, 5, 1, 4]
+    assert manager.pool.free_block_ids() == [7, 8, 3, 6, 2, 5, 1, 4]
 
 
 def test_rows_that_grow_together_get_their_blocks_by_seniority_and_once_per_group() -> None:
@@ -341,7 +341,7 @@ def test_a_request_gives_its_blocks_back_tail_first() -> None:
     assert manager.start(0, manager.demand(nothing(manager), 20))
     assert table(manager, 0) == [10, 11, 12, 13, 14]
     manager.free(0)
-    assert manager._pool.free_block_ids() == [14, 13, 12, 11, 10]
+    assert manager.pool.free_block_ids() == [14, 13, 12, 11, 10]
 
 
 def nothing(manager: KVCacheManager) -> ComputedBlocks:
@@ -397,7 +397,7 @@ def test_slots_begin_behind_the_local_hits_and_end_behind_the_lookahead() -> Non
     manager.full_blocks.cache_row(
         1, request, request.token_ids, computed.num_tokens + num_external + num_new
     )
-    assert [manager._pool.block_hash(b) is not None for b in (3, 4, 5)] == [True, True, False]
+    assert [manager.pool.block_hash(b) is not None for b in (3, 4, 5)] == [True, True, False]
 
 
 @pytest.mark.req("KVM-06")
@@ -433,7 +433,7 @@ def test_draft_tokens_complete_no_cached_block(by_rows: bool) -> None:
         manager.full_blocks.cache_row(0, request, request.token_ids, 13)
     drafted = request_of([*range(10), 70, 71, 72])
     assert manager.get_computed_blocks(drafted).num_tokens == 8
-    assert manager._pool.block_hash(3) is None
+    assert manager.pool.block_hash(3) is None
 
 
 @pytest.mark.req("KVM-10", "HSH-09", "ERR-13")
@@ -575,7 +575,7 @@ def test_groups_of_larger_blocks_share_one_finer_chain_of_hashes() -> None:
     run(manager, 0, request)
     assert len(request.block_hashes) == 11
     small, large = manager.block_ids(0)
-    names = [manager._pool.block_hash(block_id) for block_id in (*small.tolist(), *large.tolist())]
+    names = [manager.pool.block_hash(block_id) for block_id in (*small.tolist(), *large.tolist())]
     chain = request.block_hashes
     assert names == [
         chain[1],
@@ -602,7 +602,7 @@ def test_how_far_each_block_is_filled_follows_from_hashes_tables_and_token_count
     manager.free(1)
 
     def num_filled(block_id: int) -> int:
-        if manager._pool.block_hash(block_id) is not None:
+        if manager.pool.block_hash(block_id) is not None:
             return 4
         for row, length in lengths.items():
             if block_id in table(manager, row):
@@ -704,7 +704,7 @@ def test_rows_cached_together_get_the_hashes_of_their_tokens_and_keys(
         assert request is not None
         assert request.block_hashes == names
         blocks = table(manager, row)[: len(names)]
-        assert [manager._pool.block_hash(block_id) for block_id in blocks] == names
+        assert [manager.pool.block_hash(block_id) for block_id in blocks] == names
 
 
 def test_events_tell_parents_tokens_group_and_adapter_of_proven_blocks() -> None:
@@ -1022,19 +1022,19 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def free_blocks_stand_in_the_order_of_the_model(self) -> None:
-        assert self.manager._pool.free_block_ids() == self.free
+        assert self.manager.pool.free_block_ids() == self.free
 
     @invariant()
     def references_are_the_holders_and_nothing_is_lost(self) -> None:
         self.manager.check([held for held, _ in self.held])
         refs = self.refs()
         for block_id in range(1, 14):
-            assert self.manager._pool.references()[block_id] == refs[block_id]
+            assert self.manager.pool.references()[block_id] == refs[block_id]
         assert 1 + len(+refs) + self.manager.num_free_blocks == 14
 
     @invariant()
     def exactly_the_named_blocks_carry_names(self) -> None:
-        pool = self.manager._pool
+        pool = self.manager.pool
         cached = {block_id for block_id in range(14) if pool.block_hash(block_id) is not None}
         assert cached == set(self.names)
 

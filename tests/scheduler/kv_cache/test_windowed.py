@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheSpec
-from longshore.scheduler.config import SchedulerConfig
+from longshore.scheduler.config import SchedulerConfig, check_states
 from longshore.scheduler.kv_cache.block_pool import BlockPool
 from longshore.scheduler.kv_cache.coordinator import manager_class
-from longshore.scheduler.kv_cache.manager import check_states
 from longshore.scheduler.kv_cache.windowed import (
     ChunkedLocalManager,
     MambaManager,

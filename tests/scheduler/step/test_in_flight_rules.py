@@ -254,7 +254,7 @@ def test_a_block_is_cached_only_when_its_tokens_are_verified_and_its_kv_is_plann
         driver.plan()
         row = driver.requests["r"].row
         num_tokens, num_computed = int(running.num_tokens[row]), int(running.num_computed[row])
-        pool = driver.scheduler.kv_cache._pool
+        pool = driver.scheduler.kv_cache.pool
         cached = [pool.block_hash(block_id) is not None for block_id in driver.table("r")]
         count = sum(cached)
         assert cached[:count] == [True] * count

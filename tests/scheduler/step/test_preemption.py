@@ -150,6 +150,6 @@ def test_blocks_that_another_request_shares_survive_a_preemption() -> None:
     while not driver.requests["young"].num_preemptions:
         driver.step()
     assert driver.table("old")[:3] == shared
-    pool = driver.scheduler.kv_cache._pool
+    pool = driver.scheduler.kv_cache.pool
     assert [pool.references()[block_id] for block_id in shared] == [1, 1, 1]
     driver.run()

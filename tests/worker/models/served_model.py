@@ -151,6 +151,6 @@ class ServedModel:
     def poison_free_blocks(self) -> None:
         """Set free blocks to NaN, so that reading one gives a wrong output. Only while nothing is
         cached and no step is in flight."""
-        pool = self.scheduler.kv_cache._pool
+        pool = self.scheduler.kv_cache.pool
         free = np.array(pool.free_block_ids(), np.int64)
         self._runner._device_state.cache.buffer[free] = 0xFF
