@@ -179,3 +179,16 @@ def test_the_throughput_benchmark_profiles_the_scheduler_process(tmp_path: Path)
     assert all(row["steps_per_s"] > 0 and row["tokens_per_s"] > 0 for row in result.rows)
     functions = {row["function"] for row in result.all["profile"]}
     assert any("scheduler/" in name for name in functions), functions
+
+
+def test_two_trees_are_measured_in_turns(tmp_path: Path) -> None:
+    result = Result(tmp_path, "two_trees.py", ".", "--turns", "1", "--only", "256 blocks")
+    assert [row["load"] for row in result.rows] == [
+        "256 blocks at a time: allocate",
+        "256 blocks at a time: free",
+    ]
+    for row in result.rows:
+        assert row["before_us"] > 0
+        assert row["after_us"] > 0
+        assert row["best_ratio"] == pytest.approx(row["before_us"] / row["after_us"])
+        assert row["ratio"] > 0
