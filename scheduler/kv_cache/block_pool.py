@@ -71,7 +71,6 @@ class BlockPool:
         self._group = np.zeros(self.num_blocks if len(self._prefixes) > 1 else 0, np.int16)
         self._fence: Int64Array = np.zeros(self.num_blocks, np.int64)
         self._fence_item = memoryview(self._fence)
-        self._scratch: Int32Array = np.zeros(self.num_blocks, np.int32)
 
     @property
     def num_free(self) -> int:
@@ -143,18 +142,10 @@ class BlockPool:
 
     def touch(self, block_ids: BlockIds) -> None:
         """Add one reference each; a block that had none is removed from the free queue."""
-        index = None if len(block_ids) <= FEW_BLOCKS else self._bulk_index(block_ids)
-        if index is None:
-            position = self._position_item
-            for block_id in block_ids if isinstance(block_ids, list) else block_ids.tolist():
-                if position[block_id] >= 0:
-                    self.free_queue.remove(block_id)
-                elif block_id != NULL_BLOCK:
-                    position[block_id] -= 1
-        else:
-            positions = self._position[index]
-            self.free_queue.remove_n(index[positions >= 0])
-            self._position[index] = np.minimum(positions, 0) - 1
+        is_long = len(block_ids) > FEW_BLOCKS
+        if not (is_long and self.free_queue.acquire_n(np.asarray(block_ids, np.int32))):
+            few = block_ids if isinstance(block_ids, list) else block_ids.tolist()
+            self.free_queue.acquire_few(few)
         if self.metrics is not None:
             accessed = int32_array(block_ids)
             self.metrics.accessed(accessed[accessed != NULL_BLOCK])
@@ -181,16 +172,6 @@ class BlockPool:
                 fence[block_id] = step
         else:
             self._fence[block_ids.astype(np.int64)] = step
-
-    def _bulk_index(self, block_ids: BlockIds) -> Int64Array | None:
-        """The blocks without the null block; None if one is repeated, because vector operations
-        need different blocks."""
-        index: Int64Array = np.array(block_ids, np.int64)
-        if not index.all():
-            index = index[index != NULL_BLOCK]
-        order = np.arange(len(index), dtype=np.int32)
-        self._scratch[index] = order  # of a repeated block, the last order remains
-        return index if (self._scratch[index] == order).all() else None
 
     # The prefix cache
 

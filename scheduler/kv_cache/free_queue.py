@@ -166,6 +166,33 @@ class FreeQueue:
         self.num_free += count
         return True
 
+    def acquire_few(self, block_ids: list[int]) -> None:
+        """Add one reference each; a block that had none is removed."""
+        position, num_free = self.position_item, self.num_free
+        for block_id in block_ids:
+            at = position[block_id]
+            if at >= 0:
+                position[block_id] = TAKEN
+                num_free -= 1
+            elif block_id != NULL_BLOCK:
+                position[block_id] = at - 1
+        self.num_free = num_free
+
+    def acquire_n(self, block_ids: Int32Array) -> bool:
+        """`acquire_few` for many blocks. False, and nothing has changed, if a block is repeated."""
+        position, index = self.position, block_ids.astype(np.int64)
+        if not index.all():
+            index = index[index != NULL_BLOCK]
+        before = position[index]
+        order = np.arange(len(index), dtype=np.int32)
+        position[index] = order  # of a repeated block, the last one remains
+        is_repeated = np.count_nonzero(position[index] != order) > 0
+        position[index] = before if is_repeated else np.minimum(before, 0) - 1
+        if is_repeated:
+            return False
+        self.num_free -= int(np.count_nonzero(before >= 0))
+        return True
+
     def remove(self, block_id: int) -> None:
         """Remove one block at any position. Raises NotInFreeQueue."""
         if self.position_item[block_id] < 0:

@@ -196,18 +196,38 @@ def test_a_block_with_several_references_is_free_only_after_the_last_is_released
     few: bool,
 ) -> None:
     queue = FreeQueue(5)
-    queue.popleft_few(3)
-    queue.position[2] -= 2  # three references
+
+    def acquire(*block_ids: int) -> None:
+        if few:
+            queue.acquire_few([NULL_BLOCK, *block_ids])
+        else:
+            assert queue.acquire_n(ids(NULL_BLOCK, *block_ids))
 
     def release(*block_ids: int) -> None:
         if few:
-            queue.release_few(list(block_ids))
+            queue.release_few([NULL_BLOCK, *block_ids])
         else:
-            assert queue.release_n(ids(*block_ids))
+            assert queue.release_n(ids(NULL_BLOCK, *block_ids))
 
-    release(3, 2, 1)
+    acquire(1, 2, 3)
+    assert list(queue) == [4]
+    acquire(2)
+    acquire(4, 2)
+    assert queue.num_free == 0
+    release(4, 3, 2, 1)
     assert list(queue) == [4, 3, 1]
     release(2)
     assert list(queue) == [4, 3, 1]
     release(2)
     assert list(queue) == [4, 3, 1, 2]
+
+
+def test_a_repeated_block_is_left_to_the_scalar_loop() -> None:
+    queue = FreeQueue(5)
+    assert not queue.acquire_n(ids(1, 2, 1))
+    assert list(queue) == [1, 2, 3, 4]
+    queue.acquire_few([1, 2, 1])
+    assert not queue.release_n(ids(1, 2, 1))
+    assert (list(queue), queue.num_free) == ([3, 4], 2)
+    queue.release_few([1, 2, 1])
+    assert list(queue) == [3, 4, 2, 1]
