@@ -324,16 +324,13 @@ class FreeOrder:
         self._frees_skipped = tuple(frees_skipped)
 
     def tail_first(self, tables: Sequence[Int32Array]) -> Int32Array:
-        """The blocks of all groups, by the token at which they end, latest first, then by group.
-        Null blocks are left out, except of a single group. `tables` are by group, from position 0.
+        """The blocks of all groups without null blocks, by the token at which they end, latest
+        first, then by group. `tables` are by group, from position 0.
 
         The blocks are put into a grid with a line per token at which a block can end (in units of
         the greatest common divisor of all block sizes) and a column per group, which is read from
         the bottom up. If tables are long, it begins where more than one group has blocks.
         """
-        if len(tables) == 1:
-            (table,) = tables
-            return table[::-1]
         lengths = list(map(len, tables))
         top, lone = 0, 0
         if max(lengths) > FEW_BLOCKS:

@@ -259,7 +259,7 @@ class KVCacheManager:
     def detach(self, rows: list[int]) -> list[HeldBlocks]:
         """Empty the rows; their references belong to the results."""
         tables = [manager.take(rows) for manager in self._managers]
-        return [HeldBlocks(of_row) for of_row in zip(*tables, strict=True)]
+        return list(map(HeldBlocks, zip(*tables, strict=True)))
 
     def cut(self, held: HeldBlocks, num_tokens: int) -> tuple[HeldBlocks, HeldBlocks]:
         """The blocks that `num_tokens` tokens need, and the others. The caller owns both."""
@@ -276,7 +276,10 @@ class KVCacheManager:
         """Release these references, one owner after the other, the blocks of each tail first (see
         `FreeOrder`). Cached blocks can be found until they are evicted. step: the newest plan that
         may still refer to the blocks."""
-        tables = [self._free_order.tail_first(one.block_ids) for one in held]
+        if len(self._managers) == 1:
+            tables = [one.block_ids[0][::-1] for one in held]
+        else:
+            tables = [self._free_order.tail_first(one.block_ids) for one in held]
         self.pool.free_blocks(tables[0] if len(tables) == 1 else np.concatenate(tables), step)
 
     # Blocks that several requests share

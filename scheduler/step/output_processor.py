@@ -120,11 +120,10 @@ class OutputProcessor:
         if may_stop or running.fewest_left <= 0:
             rows = running.stopped(sampling.rows, tokens if may_stop else None)
             counts = running.num_tokens[rows]
-            last_ids = running.token_ids[rows, counts - 1]
-            columns = (rows, running.generation[rows], counts, last_ids)
-            for row, generation, num_tokens, token_id in zip(
-                *(column.tolist() for column in columns), strict=True
-            ):
+            last_ids = running.token_ids[rows, counts - 1].tolist()
+            generations = running.generation[rows].tolist()
+            columns = zip(rows.tolist(), generations, counts.tolist(), last_ids, strict=True)
+            for row, generation, num_tokens, token_id in columns:
                 request = running.request_on(row)
                 outcome = self._outcome(request, token_id, num_tokens)
                 self._ending.append((generation, request, outcome))
