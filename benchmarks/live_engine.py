@@ -174,8 +174,8 @@ class LiveEngine:
 def connect_worker(
     context: "zmq.Context[zmq.Socket[bytes]]", endpoint: Endpoint, identity: EngineIdentity
 ) -> Channel[FromWorker, ToWorker]:
-    """The channel of a worker that the scheduler has accepted and that is ready for plans. Its blocks
-    hold all rows at full length."""
+    """The channel of a worker that the scheduler has accepted and that is ready for plans. Its
+    blocks hold all rows at full length."""
     worker: Channel[FromWorker, ToWorker] = Channel(
         open_socket(context, zmq.DEALER, endpoint, bind=False), ToWorker
     )
