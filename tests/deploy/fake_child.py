@@ -89,7 +89,7 @@ def main(config_file: str) -> int:
 
 
 def _is_there(waiting: Path) -> bool:
-    """Until its parent has taken note of its end."""
+    """Wait until the parent has noticed the end of this process."""
     try:
         os.kill(int(waiting.suffix[1:]), 0)
     except ProcessLookupError:

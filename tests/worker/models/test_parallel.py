@@ -77,7 +77,7 @@ def test_logits_of_every_shard_equal_those_of_transformers(
         ]
         return forward_logits(stages, prompt)
 
-    exact = copy.deepcopy(checkpoint.reference).double()  # its own rounding is not to count
+    exact = copy.deepcopy(checkpoint.reference).double()  # without transformers' rounding
     with torch.inference_mode():
         wanted = exact(torch.tensor([prompt])).logits[0].float()
     for got in on_every_rank(num_shards, num_stages, run):
