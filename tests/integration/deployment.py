@@ -26,11 +26,11 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> 
 
 
 class Deployment:
-    """`longshore serve MODEL` on a free port, with a temporary directory of its own.
+    """`longshore serve MODEL` on a free port, with its own temporary directory.
 
-    num_blocks:  None leaves it to the memory.
-    environment: variables beside the inherited ones.
-    output:  everything it has printed.
+    num_blocks:  None lets the server choose by its memory.
+    environment: variables in addition to the inherited ones.
+    output:  everything that it has printed.
     members: its processes by name: supervisor, gateway, scheduler, worker-0 and so on.
     """
 

@@ -161,10 +161,11 @@ def _scores(request: AddRequest, positions: range, num_best: int) -> TokenLogpro
 class FakeEngine:
     """Binds the clients' endpoint on the running loop and follows a script per request.
 
-    requests: everything that was asked; aborted: handles that clients gave up; stopped: ends that
-    clients found.
-    num_describes: how often it was asked for a report or a map of its blocks; it answers while
-    `report` or `block_snapshot` is set.
+    requests: all requests.
+    aborted:  handles of aborted requests.
+    stopped:  ends that clients found.
+    num_describes: number of requests for a report or a snapshot of its blocks. It answers these
+        while `report` or `block_snapshot` is set.
     """
 
     def __init__(self, endpoint: Endpoint, script: Script = echo) -> None:

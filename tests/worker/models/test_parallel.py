@@ -124,7 +124,7 @@ def test_a_shard_holds_its_part_of_every_matrix(case: Case, checkpoint_of: Check
             dtype=torch.float32,
             device=torch.device("cpu"),
             parallel=places[0],
-        )  # not loaded, which may lay matrices out anew
+        )  # not loaded, because loading may change the layout of matrices
         return {
             name: sum(place.numel() for place, _ in stored.parts)
             for name, stored in model.checkpoint_tensors().items()
