@@ -1,6 +1,6 @@
-"""Attention of one step on the CPU: the compiled kernel compared with torch over gathered blocks,
-and with the time to read the keys and values from memory. `limited` are layers with windows,
-chunks, soft caps and sinks; the cost of a window does not depend on the tokens before it.
+"""Attention of one step on the CPU: the compiled kernel compared with torch on gathered blocks,
+and with the time to read the keys and values from memory. The `limited` cases are layers with
+windows, chunks, soft caps and sinks; the cost of a window does not depend on the tokens before it.
 
     python benchmarks/attention.py [--json F] [--repeats N] [--threads N] [--only KIND]
 

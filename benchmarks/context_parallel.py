@@ -1,15 +1,16 @@
-"""Two shards with copies of one KV head: each keeps all tokens, or they share the tokens.
+"""Two shards with copies of one KV head: either each stores all tokens, or they split the tokens.
 
     python benchmarks/context_parallel.py MODEL [--contexts 256 2048] [--prompts 4] [--rounds 3]
         [--json F]
 
 MODEL is a model folder with one KV head or with latents (`mqa-tiny-rand` of peers/make_models.py).
-All engines have the same number of blocks, hence the same memory per rank, and are loaded before
+All engines have the same number of blocks, and so the same memory per rank, and are loaded before
 timing starts. Each round answers new prompts of `context` tokens with one token, which is timed as
-prefill, and again with 33 tokens; the prompts are cached by then, so that time is 33 decode steps.
-Layouts take turns; times are the minima of all rounds. `ratio` compares with two shards that keep
-all tokens, `plain` with the same without compiled kernels, because attention to shared tokens uses
-plain torch. `same` is the share of answers equal to theirs. Bytes are those of one rank.
+prefill, and again with 33 tokens. The prompts are cached by then, so the second time is that of 33
+decode steps. Layouts take turns; times are the minima of all rounds. `ratio` compares with two
+shards that store all tokens. `plain` compares with the same shards without compiled kernels,
+because context parallel attention is plain torch. `same` is the share of answers equal to those of
+these shards. Bytes are those of one rank.
 """
 
 from contextlib import ExitStack

@@ -31,7 +31,7 @@ WARM_UP = 200
 def answer_plans(
     endpoint: Endpoint, identity: EngineIdentity, num_steps: int, result: Connection
 ) -> None:
-    """A worker in a process of its own, which answers every plan at once. Sends the arrival times
+    """A worker in a separate process, which answers every plan at once. It sends the arrival times
     of the first and the last measured plan, then answers no more and waits for the message to stop.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

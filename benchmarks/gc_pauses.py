@@ -1,4 +1,4 @@
-"""Python's garbage collector in a scheduler under a mixed load: number and length of collections.
+"""Python's garbage collector in a scheduler under a mixed load: number and duration of collections.
 
     python benchmarks/gc_pauses.py [--running 64] [--steps 100000] [--json F]
 

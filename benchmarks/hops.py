@@ -1,17 +1,17 @@
-"""How much code one event visits: distinct files, functions and calls, ours and vLLM's.
+"""How much code one event runs: distinct files, functions and calls, compared with vLLM.
 
     python benchmarks/hops.py [--functions EVENT] [--json F]
 
-Counted with `sys.setprofile`, in files of our packages only (of vLLM's, for the peer). Until
-Python 3.12 a comprehension is a function of its own. `--functions EVENT` lists what one visits,
-and how often.
+`sys.setprofile` counts calls, only in the files of our packages (for the peer, of vLLM's). Before
+Python 3.12, every comprehension counts as a function. `--functions EVENT` lists the functions that
+one event calls, and how often.
 
-Events, each of plain text requests, synchronous, one KV cache group, prefix cache on:
+All events have plain text requests, synchronous scheduling, one KV cache group and a prefix cache:
 
 arrive       a request is added
 admit        the step that admits and plans it, with nothing cached
 prefix hit   the same for a request whose prompt is cached
-steady       a decode step between two block borders
+steady       a decode step in which no block fills up
 full         a decode step in which a block fills up and the next one is allocated
 preemption   a decode step in which blocks are short and one of two requests is preempted
 token        the output of a step with one token for each of two requests
@@ -69,7 +69,7 @@ class Engine:
         self.num_requests = 0
 
     def request(self, num_tokens: int, *, max_tokens: int = 64) -> Callable[[], None]:
-        """Adds a request with the first `num_tokens` of always the same tokens."""
+        """Adds a request. Its prompt is the first `num_tokens` tokens of one fixed sequence."""
         self.num_requests += 1
         prompt = np.arange(10, 10 + num_tokens, dtype=np.int32)
         sampling = SamplingParams(max_tokens=max_tokens)
@@ -86,8 +86,8 @@ class Engine:
         return ModelRunnerOutput(epoch=1, step=plan.step, sampled_tokens=tokens)
 
     def apply(self, plan: SchedulerOutput) -> Callable[[], None]:
-        """Applies the output of the plan. What clients get is collected by then, and taken later
-        (`take_outputs`), once for all that happened."""
+        """Applies the output of the plan. This collects the outputs of the clients, which
+        `take_outputs` returns later."""
         output = self.output(plan)
         return lambda: self.scheduler.update_from_output(output, 0.0)
 
@@ -112,7 +112,7 @@ def measure() -> dict[str, Counter[CodeType]]:
     engine.request(40)()
     plan = note("prefix hit", engine.plan)
     note("token", engine.apply(plan))
-    engine.steps(3)  # 44 and 44 tokens: no block border for a while
+    engine.steps(3)  # both rows have 44 tokens, so no block fills up soon
     plan = note("steady", engine.plan)
     engine.apply(plan)()
 
@@ -125,7 +125,7 @@ def measure() -> dict[str, Counter[CodeType]]:
     plan = engine.plan()
     note("last token", engine.apply(plan))
 
-    engine = Engine(num_blocks=66)  # one request of the greatest length, and one block
+    engine = Engine(num_blocks=66)  # one request of the maximum length, and one block
     engine.request(32 * BLOCK_SIZE - 1)()
     engine.scheduler.add_request  # noqa: B018 - keeps the two requests on different prompts
     prompt = np.arange(5000, 5000 + 32 * BLOCK_SIZE + BLOCK_SIZE - 1, dtype=np.int32)
@@ -141,7 +141,9 @@ def measure() -> dict[str, Counter[CodeType]]:
 
 def main() -> None:
     arguments = report.parser(__doc__, peer="core")
-    arguments.add_argument("--functions", metavar="EVENT", help="list what one event visits")
+    arguments.add_argument(
+        "--functions", metavar="EVENT", help="list the functions that one event calls"
+    )
     options = arguments.parse_args()
     events = measure()
     if options.functions:

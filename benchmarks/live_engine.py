@@ -1,13 +1,15 @@
-"""A real scheduler process for benchmarks that act as its worker and its client, optionally with
-instruments in the process.
+"""A real scheduler process, for benchmarks that act as its worker and its client. The process can
+measure itself.
 
     python benchmarks/live_engine.py cprofile|stopwatch OUT.json CONFIG.json
 
-does what `python -m longshore.scheduler CONFIG.json` does, and writes its measurements at the end:
-`cprofile` the calls and times of every function, `stopwatch` the time of the few calls that make up
-a step, with little overhead.
+This command runs the scheduler like `python -m longshore.scheduler CONFIG.json` and writes its
+measurements when the scheduler stops. `cprofile` measures the calls and the time of every function.
+`stopwatch` measures only the few calls that make up a step, with little overhead. `LiveEngine`
+starts the command; it is of no use without the worker and the client of a benchmark.
 """
 
+import argparse
 import cProfile
 import functools
 import json
@@ -67,7 +69,7 @@ EPOCH = 1
 
 
 class LiveEngine:
-    """The process during a `with` block; `num_rows` requests of `max_model_len` tokens fit.
+    """The process during a `with` block. `num_rows` requests of `max_model_len` tokens fit.
 
     The caller of `connect_worker`, in this process or another, is the worker. `instrument` is
     `cprofile` or `stopwatch`; its result is in `findings` after the block.
@@ -143,7 +145,7 @@ class LiveEngine:
 
     @property
     def worker_setup(self) -> tuple[Endpoint, EngineIdentity]:
-        """What `connect_worker` needs, to be sent to another process."""
+        """The arguments of `connect_worker`, to be sent to another process."""
         return self._config.workers[0], self._identity
 
     def wait_until_ready(self) -> None:
@@ -154,7 +156,7 @@ class LiveEngine:
         assert isinstance(reported, Ready), reported
 
     def connect_client(self) -> Channel[ToEngine, ToClient]:
-        """A gateway's channel, accepted."""
+        """The channel of a gateway that the scheduler has accepted."""
         client: Channel[ToEngine, ToClient] = Channel(
             open_socket(self.context, zmq.DEALER, self._config.clients, bind=False), ToClient
         )
@@ -172,7 +174,8 @@ class LiveEngine:
 def connect_worker(
     context: "zmq.Context[zmq.Socket[bytes]]", endpoint: Endpoint, identity: EngineIdentity
 ) -> Channel[FromWorker, ToWorker]:
-    """A worker's channel, accepted and ready for plans; its blocks hold all rows at full length."""
+    """The channel of a worker that the scheduler has accepted and that is ready for plans. Its
+    blocks hold all rows at full length."""
     worker: Channel[FromWorker, ToWorker] = Channel(
         open_socket(context, zmq.DEALER, endpoint, bind=False), ToWorker
     )
@@ -247,10 +250,16 @@ def _run_under_stopwatch() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    instrument, out, config = sys.argv[1:]
-    sys.argv = ["longshore.scheduler", config]
-    run = {"cprofile": _run_under_cprofile, "stopwatch": _run_under_stopwatch}[instrument]
-    Path(out).write_text(json.dumps(run()))
+    instruments = {"cprofile": _run_under_cprofile, "stopwatch": _run_under_stopwatch}
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("instrument", choices=instruments, help="how to measure")
+    arguments.add_argument("out", metavar="OUT.json", type=Path, help="write measurements here")
+    arguments.add_argument("config", metavar="CONFIG.json", help="the scheduler process's settings")
+    options = arguments.parse_args()
+    sys.argv = ["longshore.scheduler", options.config]
+    options.out.write_text(json.dumps(instruments[options.instrument]()))
 
 
 if __name__ == "__main__":

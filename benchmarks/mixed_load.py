@@ -1,17 +1,18 @@
-"""What a step costs when requests come and go, ours and vLLM's.
+"""Cost of a step while requests arrive and end, compared with vLLM.
 
     python benchmarks/mixed_load.py [--running 64 256 1024] [--groups 1 2 4] [--kinds windows]
                                     [--json F]
 
 `churn`: in each step a tenth of the running requests ends and as many are admitted. `pressure`: the
-pool is too small for all, so they preempt one another (`preempted`, per step, on both sides). The
-requests are those of `peers/workload.py`, made before anything is timed; both sides take turns.
-Groups of the KV cache and `growth` (of `total_us`) as in `scheduler_step.py`.
+pool is too small for all requests, so they preempt each other (`preempted`, per step, on both
+sides). The requests are those of `peers/workload.py`, created before timing starts. Both sides take
+turns. KV cache groups and `growth` (of `total_us`) are those of `scheduler_step.py`.
 
-`intake_us` is what taking in one request costs: our `add_request(AddRequest)`; vLLM's
-`Request(...)`, which hashes the prompt (we do that at admission), and `add_request`. `total_us` is
-intake and step together, the mean of all steps (under pressure a few bear the cost); `ratio`
-compares that. `median_us` is the median of the same, compared by `median_ratio`.
+`intake_us` is the cost of adding one request: our `add_request(AddRequest)`, and vLLM's
+`Request(...)`, which hashes the prompt (we do that at admission), with `add_request`. `total_us` is
+the mean cost of a step including added requests; `ratio` compares these. It is the mean because
+under pressure a few steps have most of the cost. `median_us` and `median_ratio` are the same for
+the median.
 """
 
 from typing import Any
@@ -51,7 +52,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """A row for each number of groups."""
     rows: list[dict[str, Any]] = []
-    # Long enough that the pool has been handed out once and the ends are spread evenly.
+    # Long enough that every block has been allocated once and that ends are evenly distributed.
     job = {"work": load, "running": running, "mode": mode, "steps": steps, "warm_up": 150}
     for count, our_turns, theirs in take_turns(peer, groups, kinds, turns=turns, **job):
         ours = summary(our_turns)

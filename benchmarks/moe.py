@@ -2,12 +2,12 @@
 
     python benchmarks/moe.py [--json F] [--repeats N] [--threads N] [--only SHAPE]
 
-All get the same weights, tokens and router, and take turns; times are minima. `transformers` is its
-unmodified module (torch's grouped product). The others differ from ours only in the product: `loop`
-iterates over the experts with tokens, `padded` is one batched product in which every expert has as
-many rows as the busiest one. `bound` is the size of the used experts divided by the measured read
-bandwidth; times can be below it if they fit in a CPU cache. `error` is the largest difference from
-float64, divided by the largest value, for ours and for transformers.
+All variants get the same weights, tokens and router, and take turns. Times are minima.
+`transformers` is its unmodified module (torch's grouped product). The others differ from ours only
+in the product: `loop` iterates over the experts with tokens, `padded` is one batched product in
+which every expert has as many rows as the busiest one. `bound` is the size of the used experts
+divided by the measured read bandwidth; times can be below it if they fit in a CPU cache. `error` is
+the largest difference from float64, divided by the largest value, for ours and for transformers.
 """
 
 import time

@@ -1,5 +1,5 @@
-"""Shared by all benchmarks: writing rows with the conditions of the measurement, and running a peer
-to compare with, in the peer's own interpreter."""
+"""What all benchmarks share: it writes rows with the conditions of the measurement, and runs a peer
+(a program to compare with) in the peer's own interpreter."""
 
 import argparse
 import json
@@ -24,8 +24,8 @@ PEERS = Path(__file__).resolve().parent / "peers"
 
 
 def parser(description: str | None, *, peer: str | None = None) -> argparse.ArgumentParser:
-    """An argument parser with `--json F`; with the name of a peer's environment (`core`), also with
-    `--peer-python P`."""
+    """An argument parser with the option `--json F`. `peer`, the name of a peer's environment
+    (`core`), adds `--peer-python P`."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

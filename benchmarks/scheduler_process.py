@@ -2,8 +2,8 @@
 
     python benchmarks/scheduler_process.py [--num-blocks 100000 1000000] [--json F]
 
-This program is the worker. It sends its hello at once, so that only the process is timed: from its
-start to its report that it is ready.
+This program is the worker. It sends its hello at once, so that only the scheduler process is timed,
+from its start until it reports that it is ready.
 """
 
 import os

@@ -1,20 +1,21 @@
-"""What one step costs the scheduler in a steady decode, by the number of running requests, and what
-it costs vLLM's.
+"""Cost of a steady decode step in the scheduler, by number of running requests, compared with vLLM.
 
     python benchmarks/scheduler_step.py [--running 1 64 256 1024 4096] [--groups 1 2 4]
                                         [--kinds windows] [--json F]
 
-Our step is: plan, encode the plan, apply its output, encode the message to the gateway. Theirs is
-`schedule()` and `update_from_output()` alone. The two take turns: ours, theirs, ours, theirs, ours,
-each with every number of groups; a turn of ours has up to four times as many of its shorter steps.
-`step_us_each` has the medians of our turns. A turn that was disturbed is measured again, a few
-times at most; `cpu_share` is the least share of the wall time for which a turn had its core.
+Our step plans, encodes the plan, applies the output and encodes the message to the gateway. Their
+step is only `schedule()` and `update_from_output()`. The two sides take turns (ours, theirs, ours,
+theirs, ours), and each turn measures every number of groups. Our steps are shorter, so a turn of
+ours has up to four times as many. `step_us_each` lists the medians of our turns. `cpu_share` is the
+smallest share of the wall time in which a turn had a core; a turn with a low share is measured
+again, up to four times in all.
 
-Prompts of 512 to 543 tokens, so that block borders are crossed evenly; prefix caching on, blocks
-hashed with sha256. `async` keeps two plans unanswered, `sync` one. Of several KV cache groups the
-first has full attention, the others, by `--kinds`, sliding windows of 256 tokens (`windows`), or
-such a window, a state, and chunks of 256 tokens (`mixed`; the peer has no states here and sits that
-out). `growth` is how many times the median and the mean with the fewest groups a row's own are.
+Prompts have 512 to 543 tokens, so that in every step equally many requests cross a block boundary.
+Prefix caching is on, with sha256. `async` keeps two plans unanswered, `sync` one. With several KV
+cache groups, the first one has full attention. `--kinds` selects the others: `windows` are sliding
+windows of 256 tokens; `mixed` are such a window, a state, and chunks of 256 tokens (without the
+peer, which has no states here). `growth` is the median and the mean of a row, divided by those of
+the row with the fewest groups.
 """
 
 import argparse
@@ -49,10 +50,10 @@ from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler
 
 CLIENT = 0
-QUIET_SHARE = 0.97  # of the wall time on a core; a turn with less is measured again
+MIN_CPU_SHARE = 0.97  # of the wall time; a turn with less is measured again
 MAX_TRIES = 4
-OUR_STEPS = 4  # at most to one of theirs in a turn
-MIN_ROW_STEPS = 4000  # running requests x steps of a turn: short steps need more of them
+OUR_STEPS = 4  # maximum number of our steps per step of theirs
+MIN_ROW_STEPS = 4000  # running requests x steps of a turn: turns of short steps have more steps
 
 # All have the same bytes per block.
 SIZES = {"num_kv_heads": 8, "head_size": 128, "dtype_bytes": 2}
@@ -69,23 +70,23 @@ KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
 
 
 def num_sampled(plan: SchedulerOutput) -> int:
-    """Tokens that answer a plan which leaves no prompt half computed: a row that the plan does not
-    list computes the one token that is expected of it, and each that computes any samples one."""
+    """The number of tokens that a plan samples, if it completes the prompts of all its rows. A row
+    that the plan does not list computes the one token that is expected of it, and every row that
+    computes tokens samples one."""
     listed = plan.scheduled_tokens
     return plan.num_scheduled_tokens - int(listed.sum()) + int(np.count_nonzero(listed))
 
 
 def kv_cache_of(num_groups: int, num_blocks: int, kinds: str = "windows") -> KVCacheConfig:
-    """One group of full attention; beyond it, those of KINDS."""
+    """The first group has full attention, further ones are those of KINDS."""
     specs = islice(cycle(KINDS[kinds]), num_groups - 1)
     groups = [KVCacheGroup((f"layer.{index}",), spec) for index, spec in enumerate((FULL, *specs))]
     return KVCacheConfig(num_blocks, tuple(groups), "bfloat16")
 
 
 class Load:
-    """A scheduler with a workload in it; requests that end are replaced. The parts of its steps are
-    collected in microseconds: `intake_us`, `plan_us`, `apply_us`; and the frames of plans in bytes.
-    """
+    """A scheduler with a workload, which replaces requests that end. It collects the time of each
+    part of a step (`intake_us`, `plan_us`, `apply_us`) and the size of each plan."""
 
     def __init__(
         self, work: workload.Workload, *, mode: str, groups: int = 1, kinds: str = "windows"
@@ -110,7 +111,7 @@ class Load:
         self._messages: Encoder[ToClient] = Encoder()
         self._unanswered: deque[SchedulerOutput] = deque()
         self._num_samples: deque[int] = deque()  # of each unanswered plan
-        # Prompts are cut at block borders where a group keeps states: some rows sample nothing.
+        # With a state group, prompts are cut at block boundaries, so some rows sample nothing.
         cuts_prompts = STATE in [group.spec for group in kv_cache.groups]
         self._follower = PlanFollower(RowTable(num_running), epoch=1) if cuts_prompts else None
         self._tokens = np.random.default_rng(1).integers(
@@ -140,19 +141,19 @@ class Load:
         return int(np.count_nonzero(self._follower.rows.samples(num_scheduled)))
 
     def _answer(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """To the oldest plan; once."""
+        """The answer to the oldest plan. Call it once per plan."""
         first = plan.step % (len(self._tokens) // 2)
         tokens = self._tokens[first : first + self._num_samples.popleft()]
         return ModelRunnerOutput(epoch=1, step=plan.step, sampled_tokens=tokens)
 
     def forget_samples(self) -> None:
-        """What has been measured so far was warming up."""
+        """Discard the samples of the warm-up."""
         for samples in (self.intake_us, self.plan_us, self.apply_us, self.plan_bytes):
             samples.clear()
         self.num_finished = self.num_preempted = 0
 
     def step(self) -> None:
-        """Take in who has come, plan until enough is in flight, answer the oldest plan."""
+        """Add new requests, plan until enough plans are in flight, answer the oldest plan."""
         scheduler, unanswered = self.scheduler, self._unanswered
         started = time.perf_counter_ns()
         for request in self._arriving:
@@ -192,9 +193,8 @@ def measure_ours(
     groups: int = 1,
     kinds: str = "windows",
 ) -> dict[str, Any]:
-    """Samples in the form in which `peers/vllm_steps.py` gives its own, and the plans' bytes.
-    `cpu_share` well below 1 means that others used the machine, and the samples are worth little.
-    """
+    """Samples in the format of `peers/vllm_steps.py`, and the mean size of a plan. A `cpu_share`
+    well below 1 means that other processes used the machine, so the samples are unreliable."""
     requests = workload.make(work, running, steps + warm_up)
     load = Load(requests, mode=mode, groups=groups, kinds=kinds)
     for _ in range(warm_up):
@@ -219,16 +219,16 @@ def measure_ours(
 
 
 def steps_us(samples: dict[str, Any]) -> list[float]:
-    """Microseconds of each step, without intake."""
+    """Microseconds of each step, without adding requests."""
     return [
         plan + apply for plan, apply in zip(samples["plan_us"], samples["apply_us"], strict=True)
     ]
 
 
 def undisturbed(measure: Callable[..., dict[str, Any]], **job: Any) -> dict[str, Any]:
-    """A turn of one side that had its core to itself, or the least disturbed of a few."""
+    """A turn of one side in which it had a core almost all the time, or else the best of a few."""
     turns: list[dict[str, Any]] = []
-    while len(turns) < MAX_TRIES and (not turns or turns[-1]["cpu_share"] < QUIET_SHARE):
+    while len(turns) < MAX_TRIES and (not turns or turns[-1]["cpu_share"] < MIN_CPU_SHARE):
         turns.append(measure(**job))
     return max(turns, key=lambda turn: float(turn["cpu_share"]))
 
@@ -242,8 +242,8 @@ def take_turns(
     steps: int,
     **job: Any,
 ) -> Iterator[tuple[int, list[dict[str, Any]], list[dict[str, Any]]]]:
-    """Each number of groups with `turns` turns of ours, and those of theirs between. From 64
-    running requests on our steps are much shorter, so a turn of ours has more of them."""
+    """For each number of groups, the samples of our `turns` turns and of their turns between them.
+    With 64 running requests and more, our steps are much shorter, so a turn has more of them."""
     our_steps = steps * min(max(job["running"] // 64, 1), OUR_STEPS)
     ours: dict[int, list[dict[str, Any]]] = {count: [] for count in groups}
     theirs: dict[int, list[dict[str, Any]]] = {count: [] for count in groups}
@@ -305,21 +305,23 @@ def compare(
 
 
 def growth(row: dict[str, Any], fewest: dict[str, Any], *names: str) -> dict[str, float]:
-    """How many times the figures of the row with the fewest groups those of `row` are."""
+    """The figures of `row`, divided by those of the row with the fewest groups."""
     return {name.removesuffix("_us"): row[name] / fewest[name] for name in names}
 
 
 def add_groups(arguments: argparse.ArgumentParser) -> None:
-    """The options that say which groups the KV cache has, and how often the sides take turns."""
-    arguments.add_argument("--turns", type=int, default=3, help="of ours; the peer's lie between")
-    arguments.add_argument("--groups", type=int, nargs="+", default=[1], help="KV cache groups")
-    arguments.add_argument("--kinds", choices=KINDS, default="windows", help="of all but the first")
+    """Add the options for the KV cache groups and for the number of turns."""
+    arguments.add_argument("--turns", type=int, default=3, help="our turns; the peer has one less")
+    arguments.add_argument("--groups", type=int, nargs="+", default=[1], help="numbers of groups")
+    arguments.add_argument(
+        "--kinds", choices=KINDS, default="windows", help="kinds of all groups but the first"
+    )
 
 
 def main() -> None:
     arguments = report.parser(__doc__, peer="core")
     arguments.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
-    arguments.add_argument("--steps", type=int, default=500, help="of each turn, at least")
+    arguments.add_argument("--steps", type=int, default=500, help="minimum per turn")
     add_groups(arguments)
     options = arguments.parse_args()
     groups = {

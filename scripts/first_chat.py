@@ -1,6 +1,6 @@
 """Serve the bundled demo model, ask it one question over HTTP and print the answer as it streams.
 
-Runs with the interpreter that Longshore is installed for, from a clone or from a wheel, and only
+Runs with the interpreter for which Longshore is installed, from a clone or from a wheel. It only
 uses the `longshore` command and the OpenAI-compatible API.
 """
 
@@ -121,7 +121,7 @@ def choose_port() -> int:
 
 
 def ask(url: str, prompt: DemoPrompt) -> None:
-    """Print the prompt, the streamed answer and an equal `curl` command; check the answer."""
+    """Print the prompt, the streamed answer and an equivalent `curl` command; check the answer."""
     body = chat_body(served_model(url), prompt)
     print(f"\n{prompt.text}\n\n> ", end="", flush=True)
     answer = ""

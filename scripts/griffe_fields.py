@@ -1,4 +1,4 @@
-"""Griffe extension for the docs site: turns the fields that a docstring explains into a list.
+"""Griffe extension for the docs site: turns the explanations of fields in a docstring into a list.
 
 Docstrings here explain fields and parameters as lines `name: text`, with continuation lines
 indented. In Markdown these would become one paragraph. A message gets a code block with its fields,
@@ -14,7 +14,7 @@ _FIELD = re.compile(r"(?P<names>[a-z][\w*]*(?:, [a-z][\w*]*)*):\s+(?P<text>\S.*)
 
 
 def fields_as_list(text: str) -> str:
-    """`text`, with every run of explained fields turned into Markdown's list."""
+    """`text`, with all consecutive explanations of fields turned into a Markdown list."""
     lines: list[str] = []
     is_field = False
     for line in text.splitlines():

@@ -1,7 +1,7 @@
 # Sourced by scripts/test: installs what the tests marked `services` need in addition to .venv.
 #
-# Programs come from system packages, which needs root. litellm pins an older openai than ours, so it
-# has its own environment.
+# The programs are system packages, so the installation needs root. litellm pins an older version of
+# openai than Longshore's tests need, so it has its own environment.
 
 ensure_services() {
   local package program missing=()

@@ -63,7 +63,7 @@ CHAT_TEMPLATE: Final = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# A container id is a piece of its own, without the space before it, so it is always the same token.
+# A container id is a separate piece, without the space before it, so it is always the same token.
 # Other words include the space before them (" B42"), so a record has 4 tokens with its newline.
 CONTAINER_PATTERN: Final = r"C[0-9]{3}(?![0-9A-Za-z])"
 PIECE_PATTERN: Final = (
@@ -91,10 +91,10 @@ TOKENS_PER_RECORD, TOKENS_PER_TURN = 4, 11
 MAX_SEQUENCES_PER_BATCH, MAX_TOKENS_PER_BATCH = 24, 4096
 PEAK_LEARNING_RATE: Final = 1e-3
 NUM_WARMUP_STEPS: Final = 100
-DECAY_FRACTION: Final = 0.35  # last part of the run, over which the learning rate falls to 1 %
+DECAY_FRACTION: Final = 0.35  # last part of the run, in which the learning rate decreases to 1 %
 IGNORED: Final = -100  # label of a token that carries no loss
 VALUE_GAIN, MATCH_GAIN, LOOK_BACK_GAIN = 0.1, 1.3, 0.8  # strengths of the seeded heads
-NUM_LOOK_BACK_PAIRS: Final = 4  # the fastest rope pairs, which tell neighbours apart
+NUM_LOOK_BACK_PAIRS: Final = 4  # the fastest rope pairs, which distinguish neighbours
 REPORT_INTERVAL_S, SAVE_INTERVAL_S = 20.0, 200.0
 
 EVALUATION_LENGTHS: Final = (64, 128, 256, 512, 768, 1024, 1536)  # tokens of a prompt
@@ -315,7 +315,8 @@ class Curriculum:
 
 
 def draw_batch(sampler: TextSampler, tokenizer: Tokenizer, level: int) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, both (num_sequences, length) int64; labels are IGNORED off answers."""
+    """Token ids and labels, both (num_sequences, length) int64; labels outside answers are
+    IGNORED."""
     most_records = CURRICULUM[level]
     num_turns = max(4, most_records // 4)
     length = TOKENS_PER_RECORD * most_records + TOKENS_PER_TURN * num_turns
@@ -346,7 +347,7 @@ def answer_logits(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> tuple
 
 
 def learning_rate(step: int, progress: float) -> float:
-    """Warm-up, plateau, then a linear fall; `progress` is the fraction of the run behind us."""
+    """Warm-up, plateau, then a linear decrease. `progress` is the completed fraction of the run."""
     warmup = min(1.0, (step + 1) / NUM_WARMUP_STEPS)
     decay = min(1.0, max(0.01, (1.0 - progress) / DECAY_FRACTION))
     return PEAK_LEARNING_RATE * warmup * decay
@@ -439,10 +440,10 @@ def held_out_prompt(
 def accuracy(
     model: LlamaForCausalLM, tokenizer: Tokenizer, num_tokens: int, *, listed: bool
 ) -> float:
-    """Share of held-out prompts whose greedy answer, with its end token, is right to the token.
+    """Fraction of held-out prompts whose greedy answer, including its end token, is correct.
 
-    One pass over prompt and answer decides it: greedy decoding gives the answer if and only if
-    each of its tokens is the most likely one after the right tokens before it.
+    One pass over prompt and answer is enough: greedy decoding gives the answer if and only if each
+    of its tokens is the most likely one after the correct tokens before it.
     """
     num_right = 0
     num_prompts = NUM_EVALUATION_PROMPTS
@@ -456,7 +457,7 @@ def accuracy(
 
 
 def evaluate(folder: Path) -> None:
-    """Load the folder as any user would, and print accuracy by prompt length and precision."""
+    """Load the folder as a user would, and print accuracy by prompt length and precision."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     print(f"{'prompt tokens':>14}{'asked about':>14}{'fp32':>8}{'bf16':>8}")
     models = [

@@ -1,5 +1,5 @@
-"""What every test shares: the `req` mark, checked against docs/requirements.md at collection, the
-option --long, and the order in which several processes start the test files."""
+"""What all tests share: the mark `req`, whose ids must exist in docs/requirements.md, the option
+--long, and the order in which several processes start the test files."""
 
 import signal
 from importlib.machinery import SourceFileLoader
@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The same examples in every run, and no verdict on how fast this machine happens to be.
+# The same examples in every run, and no time limits, because the machine may be slow.
 settings.register_profile(
     "longshore", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -19,8 +19,8 @@ settings.load_profile("longshore")
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = Path(__file__).resolve().parent
 
-# The files and folders that take longest, longest first. Processes that share the files start with
-# these, so that none is left to one process at the end.
+# The files and folders that take longest, longest first. They start first, so that none of them is
+# left to one process at the end.
 LONGEST = (
     "oracle/test_equal_plans.py",
     "scheduler/features/test_transfer_races.py",
@@ -32,7 +32,7 @@ LONGEST = (
 )
 
 
-# A shell starts what it runs in the background with SIGINT ignored; tests interrupt themselves.
+# A shell starts background commands with SIGINT ignored; tests send SIGINT to themselves.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -46,7 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Files made at collection hold the time, and processes that share tests must agree on ids."""
+    """Files created at collection contain the time, and processes that share tests must have the
+    same ids."""
     return argname if isinstance(val, bytes | bytearray) and len(val) > 40 else None
 
 
@@ -57,7 +58,7 @@ def long_run(pytestconfig: pytest.Config) -> bool:
 
 
 def place_in_order(path: Path) -> int:
-    """Of a test file: its place in LONGEST; all others come after those."""
+    """The position of a test file in LONGEST; all other files come last."""
     for place, name in enumerate(LONGEST):
         if path.is_relative_to(TESTS / name):
             return place
@@ -74,9 +75,9 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m and -k deselect: a wrong id is wrong in every selection
+@pytest.hookimpl(tryfirst=True)  # before -m and -k deselect tests with a wrong id
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput"):  # this is one of the processes that share the files
+    if hasattr(config, "workerinput"):  # this is one of the processes that run the files
         items.sort(key=lambda item: place_in_order(item.path))
     requirements = load_script("requirements")
     known = requirements.read_requirements()

@@ -16,7 +16,7 @@ SHAPE: Final[dict[str, Any]] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
-    # Default weights give nearly flat logits, in which a wrong block would hardly show.
+    # Default weights give nearly flat logits, in which an error from a wrong block would be small.
     "initializer_range": 0.3,
 }
 
@@ -34,19 +34,19 @@ def make_tiny_model(
 
     model_class = getattr(importlib.import_module("transformers"), f"{family}ForCausalLM")
     config = model_class.config_class(**(SHAPE | overrides))
-    # Mixtures by plain products: the grouped one that transformers prefers has no float64.
+    # Mixtures as plain products: the grouped product that transformers prefers has no float64.
     config._experts_implementation = "eager"
     rng_state = torch.get_rng_state()
     torch.manual_seed(seed)
     model = model_class(config).eval().float()
     for name, parameter in itertools.chain(model.named_parameters(), model.named_buffers()):
-        # transformers starts biases at zero and norms at one (some store them less one), which
-        # would hide what is mixed up.
+        # transformers starts biases at zero and norms at one (some store them minus one), which
+        # would hide mixed-up tensors.
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
         elif name.endswith(("norm.weight", "norm_f.weight", ".D")):
             parameter.data += torch.empty_like(parameter).uniform_(-0.5, 0.5)
-        elif name.endswith(".A_log"):  # some states are to last, so that a lost one shows
+        elif name.endswith(".A_log"):  # some states decay slowly, so that a lost state is noticed
             torch.nn.init.uniform_(parameter, -6.0, 1.0)
     torch.set_rng_state(rng_state)
     model.save_pretrained(path, max_shard_size=max_shard_size)

@@ -1,7 +1,7 @@
-"""What the reference implementation answers, and how an answer is compared with it.
+"""Outputs of the reference implementation, and how outputs are compared with them.
 
-In fp32 no path through the system may change a greedy token, except where the reference's own two
-best logits are within TIE of each other; of such sequences there may be at most 1 %.
+In fp32, no path through the system may change a greedy token, except where the best two logits of
+the reference are within TIE of each other. At most 1 % of the sequences may differ in this way.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ CACHES: Final = ("past_key_values", "cache_params")
 
 @dataclass(frozen=True)
 class ReferenceAnswer:
-    """Greedy tokens, and how far the runner-up was behind at each of them."""
+    """Greedy tokens, and the distance of the second-best logit at each of them."""
 
     token_ids: list[int]
     margins: list[float]
@@ -45,8 +45,8 @@ def greedy_reference(model: Any, prompt: Sequence[int], num_tokens: int) -> Refe
 
 
 def is_tied_difference(answer: Sequence[int], reference: ReferenceAnswer) -> bool:
-    """Whether the answers part at a tie. False if they are equal; AssertionError if they part
-    anywhere else."""
+    """Whether the sequences differ from a tie on. False if they are equal. Raises AssertionError if
+    they differ anywhere else."""
     assert len(answer) == len(reference.token_ids)
     for position, (got, wanted) in enumerate(zip(answer, reference.token_ids, strict=True)):
         if got != wanted:
@@ -59,7 +59,8 @@ def is_tied_difference(answer: Sequence[int], reference: ReferenceAnswer) -> boo
 def assert_greedy_equal(
     answers: Sequence[Sequence[int]], references: Sequence[ReferenceAnswer]
 ) -> None:
-    """All answers are the reference's, but for at most 1 % that part from it at a tie."""
+    """Assert that all answers are equal to the reference, except for at most 1 % that differ from a
+    tie on."""
     assert len(answers) == len(references)
     num_tied = sum(map(is_tied_difference, answers, references))
     assert num_tied <= MAX_TIED_SHARE * len(answers), f"{num_tied} of {len(answers)} are tied"

@@ -103,8 +103,8 @@ def forbidden_module(target: str) -> str:
 
 @pytest.fixture(scope="module")
 def broken_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the code, links included, with one module for each import that is FORBIDDEN, and
-    one for each bare package name."""
+    """A copy of the code, including its links, with one module for each forbidden import, and one
+    for each bare package name."""
     tree = tmp_path_factory.mktemp("tree")
     for folder in ("src", *PACKAGES):
         ignore = shutil.ignore_patterns("__pycache__", "demo_model", "*.egg-info")
@@ -130,7 +130,7 @@ def run_tool(tree: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def contracts(broken_tree: Path) -> subprocess.CompletedProcess[str]:
-    """What lint-imports says of the broken tree."""
+    """The output of lint-imports for the broken tree."""
     return run_tool(broken_tree, "lint-imports", "--no-cache")
 
 

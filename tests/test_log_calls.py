@@ -1,4 +1,5 @@
-"""Every call of a logger in scheduler and worker that speaks of a request or a step says which."""
+"""Every log call in scheduler and worker that is about a request or a step has its id as a
+field."""
 
 import ast
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def calls(tree: ast.Module) -> Iterator[tuple[Function, ast.Call]]:
 
 
 def keywords_of(function: Function, call: ast.Call) -> set[str]:
-    """Names of the fields that the call carries, given directly or as `extra`."""
+    """Names of the fields that the call has, given directly or as `extra`."""
     given = {keyword.arg for keyword in call.keywords}
     for keyword in call.keywords:
         if keyword.arg == "extra":
@@ -42,7 +43,7 @@ def keywords_of(function: Function, call: ast.Call) -> set[str]:
 
 
 def _assigned(function: Function, name: str, line: int) -> ast.Call | None:
-    """The `fields(...)` that the variable was given last before the line."""
+    """The `fields(...)` that was assigned to the variable last before the line."""
     found = [
         node
         for node in ast.walk(function)
@@ -56,7 +57,7 @@ def _assigned(function: Function, name: str, line: int) -> ast.Call | None:
 
 
 def lacking(source: str) -> list[str]:
-    """What is wrong with the calls in a module: line, and the field that is missing."""
+    """Errors in the calls of a module: line, and the missing field."""
     found = []
     for function, call in calls(ast.parse(source)):
         names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}

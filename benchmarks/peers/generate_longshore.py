@@ -1,11 +1,12 @@
-"""Longshore's `LLM`, behind the protocol of `report.Peer`.
+"""Longshore's `LLM` with the protocol of `report.Peer`.
 
     python generate_longshore.py MODEL MAX_MODEL_LEN [--processes]
 
-Jobs as in generate_vllm.py; without `--processes` scheduler and worker run in this process. bf16,
-a KV cache of at most 2 GiB, and vLLM's default batch sizes.
+The jobs are those of generate_vllm.py. Without `--processes`, scheduler and worker run in this
+process. The model runs in bfloat16, with a KV cache of at most 2 GiB and vLLM's default batch sizes.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -17,18 +18,25 @@ KV_CACHE_BYTES = 2 << 30
 
 
 def main() -> None:
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("model", metavar="MODEL", help="folder of the model")
+    arguments.add_argument("max_model_len", metavar="MAX_MODEL_LEN", type=int)
+    arguments.add_argument("--processes", action="store_true", help="run the engine in its own process")
+    options = arguments.parse_args()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the libraries print is no answer
+    os.dup2(2, 1)  # libraries print to standard output; it must contain only answers
     from longshore import LLM, SamplingParams, __version__
 
     with LLM(
-        sys.argv[1],
-        in_process="--processes" not in sys.argv,
+        options.model,
+        in_process=not options.processes,
         dtype="bfloat16",
-        max_model_len=int(sys.argv[2]),
+        max_model_len=options.max_model_len,
         max_num_batched_tokens=4096,
         max_num_seqs=256,
-        num_blocks=num_blocks(sys.argv[1]),
+        num_blocks=num_blocks(options.model),
     ) as llm:
         print(json.dumps({"longshore": __version__}), file=answers, flush=True)
         for line in sys.stdin:
@@ -47,8 +55,8 @@ def main() -> None:
 
 
 def num_blocks(model: str) -> int:
-    """Blocks of 16 tokens of all layers in bf16 that fit into KV_CACHE_BYTES. Where a model's layers are in
-    several groups, a block is smaller, and a token needs one in each."""
+    """The number of blocks of 16 tokens that fit into KV_CACHE_BYTES, with all layers in bfloat16. If a
+    model has several KV cache groups, its blocks are smaller, and a token needs one in each group."""
     with open(os.path.join(model, "config.json"), encoding="utf-8") as file:
         config = json.load(file)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -1,11 +1,12 @@
-"""transformers' `generate` over one padded batch, behind the protocol of `report.Peer`.
+"""transformers' `generate` for one padded batch, with the protocol of `report.Peer`.
 
     {hf environment}/bin/python generate_transformers.py MODEL
 
-Jobs as in generate_vllm.py. A batch runs until its longest answer is done: that is what `generate`
-offers, so tokens beyond a request's own length cost time and are not counted.
+The jobs are those of generate_vllm.py. `generate` runs a batch until its longest answer is complete,
+so tokens beyond a request's own length take time and are not counted.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -16,14 +17,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 
 def main() -> None:
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("model", metavar="MODEL", help="folder of the model")
+    options = arguments.parse_args()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the libraries print is no answer
+    os.dup2(2, 1)  # libraries print to standard output; it must contain only answers
     import torch
     import transformers
 
     torch.set_num_threads(2)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        sys.argv[1], dtype=torch.bfloat16, attn_implementation="sdpa"
+        options.model, dtype=torch.bfloat16, attn_implementation="sdpa"
     ).eval()
     print(json.dumps({"transformers": transformers.__version__}), file=answers, flush=True)
     for line in sys.stdin:

@@ -1,12 +1,13 @@
-"""vLLM's CPU build, behind the protocol of `report.Peer`: a line of JSON per job, one per answer.
+"""vLLM's CPU build with the protocol of `report.Peer`: one line of JSON per job and per answer.
 
     {cpu environment}/bin/python generate_vllm.py MODEL MAX_MODEL_LEN [--processes]
 
-A job is `{"prompts": [[id, ...], ...], "output_lens": [n, ...]}`; the answer `{"wall_s": ...}`.
-`--processes` keeps the engine in a process of its own, as vLLM does by default. Settings as in
-bench_vllm_cpu.py.
+A job is `{"prompts": [[id, ...], ...], "output_lens": [n, ...]}`, and its answer `{"wall_s": ...}`.
+`--processes` runs the engine in a separate process, as vLLM does by default. The settings are those
+of bench_vllm_cpu.py.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -23,15 +24,22 @@ if "--processes" not in sys.argv:
 
 
 def main() -> None:
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("model", metavar="MODEL", help="folder of the model")
+    arguments.add_argument("max_model_len", metavar="MAX_MODEL_LEN", type=int)
+    arguments.add_argument("--processes", action="store_true", help="run the engine in its own process")
+    options = arguments.parse_args()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the libraries print is no answer
+    os.dup2(2, 1)  # libraries print to standard output; it must contain only answers
     import vllm
 
     llm = vllm.LLM(
-        model=sys.argv[1],
+        model=options.model,
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=int(sys.argv[2]),
+        max_model_len=options.max_model_len,
         enable_prefix_caching=True,
         disable_log_stats=True,
         seed=0,

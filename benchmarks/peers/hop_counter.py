@@ -1,12 +1,13 @@
-"""Counts calls with `sys.setprofile`. Imported by both sides of `benchmarks/hops.py`, so it knows neither."""
+"""Counts calls with `sys.setprofile`. Imported by both sides of `benchmarks/hops.py`, so it must not
+depend on either."""
 
 import sys
 from collections import Counter
 
 
 def calls_during(event, is_counted):
-    """How often each function in a file that `is_counted(filename)` is entered while `event()` runs;
-    comprehensions, generator expressions and lambdas are not."""
+    """How often each function is called while `event()` runs, in files for which `is_counted(filename)` is
+    true."""
     calls = Counter()
 
     def note(frame, kind, _):
@@ -23,7 +24,7 @@ def calls_during(event, is_counted):
 
 
 def count(calls):
-    """Distinct files, distinct functions, calls."""
+    """Numbers of distinct files, of distinct functions and of calls."""
     files = {code.co_filename for code in calls}
     return {"files": len(files), "functions": len(calls), "calls": calls.total()}
 

@@ -1,5 +1,5 @@
-"""The events of `benchmarks/hops.py` in vLLM's scheduler: a line of JSON in is a job (`{}`), a line out the
-files, functions and calls of each event. Runs in vLLM's own environment."""
+"""The events of `benchmarks/hops.py` in vLLM's scheduler. It reads jobs (`{}`) and writes the files, functions
+and calls of each event, one line of JSON each. Runs in vLLM's own environment."""
 
 import os
 import sys

@@ -1,18 +1,19 @@
-"""vLLM's scheduler under a workload of `workload.py`, driven from outside: a line of JSON in is a job,
-a line of JSON out its samples. `benchmarks/scheduler_step.py` and `mixed_load.py` start this in vLLM's
-own environment and let the two sides take turns.
+"""vLLM's scheduler under a workload of `workload.py`. It reads jobs and writes their samples, one line of
+JSON each. `benchmarks/scheduler_step.py` and `mixed_load.py` start this program in vLLM's environment and
+let the two sides take turns.
 
 Job:    {"work": "steady", "running": 64, "mode": "sync" | "async", "steps": 200, "warm_up": 32,
-         "groups": 1}; of several KV cache groups all but the first have sliding windows
-Answer: microseconds of each step, apart: intake_us (Request(), which hashes its prompt, and
-        add_request), plan_us (schedule), apply_us (update_from_output); and what happened. cpu_share
-        well below 1 means that others used the machine, and the samples are worth little.
+         "groups": 1}; with several KV cache groups, all but the first have sliding windows
+Answer: microseconds of each step, by part: intake_us (Request(), which hashes its prompt, and
+        add_request), plan_us (schedule), apply_us (update_from_output); and the numbers of finished
+        and preempted requests. A cpu_share well below 1 means that other processes used the machine,
+        so the samples are unreliable.
 """
 
 import os
 import sys
 
-# Whatever the imports print must not get among the answers.
+# What the imports print must not get between the answers.
 ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)
 os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
@@ -30,7 +31,7 @@ from bench_vllm_core import LLAMA_2L, T, hasher_for, make_scheduler, settle
 
 
 class Load:
-    """A scheduler with a workload in it; `step` returns what its three parts cost, in ns."""
+    """A scheduler with a workload. `step` returns the cost of its three parts, in ns."""
 
     def __init__(self, model_dir, work, *, is_async, groups):
         from vllm.v1.outputs import ModelRunnerOutput

@@ -1,8 +1,8 @@
-"""Longshore: an LLM serving stack whose subject is the KV cache.
+"""Longshore: an LLM serving stack with a focus on the KV cache.
 
-This package holds relative links to the top-level folders (`protocol/`, `scheduler/`, `worker/`,
-`connectors/`, `deploy/`) and the few names that a user imports directly. Those are looked up on
-first use (PEP 562), so that `import longshore`, which every process does, loads no torch.
+This package has relative links to the top-level folders (`protocol/`, `scheduler/`, `worker/`,
+`connectors/`, `deploy/`) and the few names that users import directly. These names are imported on
+first use (PEP 562), so that `import longshore`, which every process does, does not load torch.
 """
 
 from importlib import import_module
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> object:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(home), name)
-    globals()[name] = value  # the next access finds it without coming here
+    globals()[name] = value  # so that the next access does not call this function
     return value
 
 

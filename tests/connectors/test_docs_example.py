@@ -42,7 +42,7 @@ def build(module: ModuleType, **options: Any) -> SchedulerConnector:
 
 
 class HostCacheDriver(TransferDriver):
-    """Plays the worker half, as the page describes it; `host` is the host memory, by slot."""
+    """The worker half, as the page describes it. `host` is the host memory, by slot."""
 
     def __init__(self, module: ModuleType, *, capacity_blocks: int = 64, **settings: Any) -> None:
         self.host: dict[int, list[int]] = {}
@@ -64,7 +64,7 @@ class HostCacheDriver(TransferDriver):
         return Commands(loads=loads)
 
     def end_stores(self) -> None:
-        """The workers carry out all stores and report them."""
+        """The workers execute all stores and report them."""
         (memory,) = self.workers.memory
         for store in self.to_store:
             for block_id, slot in zip(store.block_ids, store.slots, strict=True):
@@ -76,7 +76,7 @@ class HostCacheDriver(TransferDriver):
 
 
 def settle(driver: HostCacheDriver) -> None:
-    """Run until all requests have ended and all stores are done."""
+    """Run until all requests and all stores are complete."""
     driver.run()
     while driver.to_store:
         driver.end_stores()
@@ -92,7 +92,7 @@ def test_a_prompt_evicted_from_the_device_is_loaded_from_host_memory(
     keys = [driver.add("first", prompt_of(33))]
     settle(driver)
     keys.append(driver.add("other", prompt_of(58, 45)))
-    settle(driver)  # it has used every block
+    settle(driver)  # every block has been used
     assert driver.num_loaded_blocks == 0
     keys.append(driver.add("again", prompt_of(33)))
     settle(driver)

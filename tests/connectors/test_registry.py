@@ -1,4 +1,4 @@
-"""Connectors by name, and the errors for those that cannot be loaded."""
+"""Connectors by name, and the errors for connectors that cannot be loaded."""
 
 import subprocess
 import sys

@@ -1,16 +1,16 @@
 """A child process for tests of the supervisor: `python -m tests.deploy.fake_child CONFIG.json`.
 
-behaviour: serve     report ready, then wait to be told to stop and exit 0
-           deaf      report ready, then ignore that
+behaviour: serve     report readiness, exit 0 when told to stop
+           deaf      report readiness, ignore the request to stop
            fail      report a reason and exit 1
-           suffer    the same, as a consequence of another one's end
-           die       exit 3 without a word
+           suffer    the same, as a consequence of another child's end
+           die       exit 3 without a report
            hang      never report anything
            socket    like serve, with a socket file in the runtime directory
-           tell      like serve, and tells those who wait
-           outlive   like tell, and ends when they have
-           wait      like serve, and exit 0 when told by another child
-           await others  like serve, and ends when all that wait for each other have been told
+           tell      like serve, and notify the waiting children
+           outlive   like tell, and end when they have ended
+           wait      like serve, and exit 0 when notified by another child
+           await others  like serve, and end when all children with this behaviour were told to stop
 """
 
 import os
@@ -89,7 +89,7 @@ def main(config_file: str) -> int:
 
 
 def _is_there(waiting: Path) -> bool:
-    """Until its parent has taken note of its end."""
+    """Wait until the parent has noticed the end of this process."""
     try:
         os.kill(int(waiting.suffix[1:]), 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The board and the rules in deploy/grafana, read without Grafana."""
+"""The dashboard and the rules in deploy/grafana, read without Grafana."""
 
 import json
 import re
@@ -12,9 +12,9 @@ ALERTS = FOLDER / "alerts.yml"
 
 
 def expressions(*, interval: str = "1m") -> list[str]:
-    """Of all panels, with the variables as they are at first: everything is selected.
-
-    interval: that of rates.
+    """The expressions of all panels with the initial values of the variables, which select
+    everything.
+    interval: of rates.
     """
     return [
         target["expr"]
@@ -27,5 +27,5 @@ def expressions(*, interval: str = "1m") -> list[str]:
 
 
 def metric_names(text: str) -> set[str]:
-    """Of the server's own metrics, as they are written in expressions."""
+    """The names of the server's own metrics in expressions."""
     return set(re.findall(r"\b(?:longshore|process)_\w+", text))

@@ -1,4 +1,4 @@
-"""Sounds for tests: tones with some noise, and files of them."""
+"""Sounds for tests: tones with some noise, and files that contain them."""
 
 import io
 from typing import Any
@@ -19,8 +19,9 @@ def tone(
 
 
 def as_file(samples: Any, rate: int = 16_000, kind: str = "WAV", **options: Any) -> bytes:
-    """samples: (n,) or (n, channels). kind: a format of libsndfile. WAV is in floats, so that
-    nothing is lost."""
+    """samples: (n,) or (n, channels).
+    kind: a format of libsndfile. WAV has floats, so that it is lossless.
+    """
     import soundfile
 
     if kind == "WAV":

@@ -1,4 +1,4 @@
-"""What a benchmark's result says of the settings that it ran with, and what it never says."""
+"""Which settings a benchmark's result contains, and which it never contains."""
 
 import json
 from typing import Any

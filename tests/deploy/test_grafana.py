@@ -1,4 +1,4 @@
-"""The Grafana board and the alerts name metrics that exist."""
+"""The Grafana dashboard and the alerts use metrics that exist."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Tokenizers without training: a token per byte, in the ways that models spell bytes."""
+"""Tokenizers without training: one token per byte, in the encodings that models use for bytes."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ CHAT_TEMPLATE: Final = (
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """GPT-2's spelling: ids 2.. are the 256 bytes; a few words are one token."""
+    """The encoding of GPT-2: ids 2.. are the 256 bytes; a few words are one token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {BOS: BOS_ID, EOS: EOS_ID} | {byte: i + 2 for i, byte in enumerate(alphabet)}
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the")]
@@ -33,7 +33,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """Llama 2's spelling: letters and `▁` are tokens, everything else is bytes `<0x..>`."""
+    """The encoding of Llama 2: letters and `▁` are tokens, everything else is bytes `<0x..>`."""
     vocab = {BOS: BOS_ID, EOS: EOS_ID} | {f"<0x{byte:02X}>": byte + 2 for byte in range(256)}
     for letter in "▁abcdefghijklmnopqrstuvwxyz":
         vocab[letter] = len(vocab)
@@ -54,7 +54,8 @@ def byte_fallback_tokenizer() -> Tokenizer:
 
 
 def unigram_tokenizer() -> Tokenizer:
-    """SentencePiece's other kind (T5, Gemma): likely pieces, spaces as `▁`, the rest as bytes."""
+    """The other kind of SentencePiece (T5, Gemma): likely pieces, spaces as `▁`, and the rest as
+    bytes."""
     pieces = [("<unk>", 0.0), (BOS, 0.0), (EOS, 0.0)]
     pieces += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]
     pieces += [("▁", -2.0), ("▁the", -1.0), *((letter, -3.0) for letter in "abcdefgh.é")]
@@ -67,7 +68,7 @@ def unigram_tokenizer() -> Tokenizer:
 
 
 def with_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """The same one, with words that came later: in the text, and beside it."""
+    """The same tokenizer with words that were added later, within the text and separate from it."""
     words = ("<think>", "crane-7", "日本")
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])

@@ -12,10 +12,8 @@ SPACE: Final = "Ġ"
 
 
 def make_tiny_whisper(path: Path, *, multilingual: bool = True, seed: int = 1) -> Any:
-    """Writes the folder and returns the model of transformers, in float32.
-
-    The window is MAX_AUDIO_S long. Weights are such that language and answer depend on the audio.
-    """
+    """Write the folder and return the transformers model, in float32. The window is MAX_AUDIO_S
+    long. With these weights, language and answer depend on the audio."""
     import torch
     from transformers import (
         GenerationConfig,
@@ -53,7 +51,7 @@ def make_tiny_whisper(path: Path, *, multilingual: bool = True, seed: int = 1) -
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.1)
-            elif name.endswith("decoder.embed_positions.weight"):  # else it says one word for ever
+            elif name.endswith("decoder.embed_positions.weight"):  # else it repeats one word
                 torch.nn.init.normal_(parameter, std=2.0)
             elif "encoder_attn" in name:
                 parameter *= 1.5
@@ -65,8 +63,9 @@ def make_tiny_whisper(path: Path, *, multilingual: bool = True, seed: int = 1) -
 
 
 def save_whisper_settings(path: Path, **settings: Any) -> None:
-    """generation_config.json as published models have it, for the tokenizer in the folder.
-    settings: beside or instead of the usual ones."""
+    """generation_config.json like that of published models, for the tokenizer in the folder.
+    settings: in addition to or instead of the usual ones.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -81,8 +80,8 @@ def save_whisper_settings(path: Path, **settings: Any) -> None:
         "is_multilingual": True,
         "no_timestamps_token_id": id_of("<|notimestamps|>"),
         "prev_sot_token_id": id_of("<|startofprev|>"),
-        # Bytes that are no character, and special tokens, as in published models. Timestamps too:
-        # a trained model writes none here, and behind one transformers would start over.
+        # Incomplete characters and special tokens, as in published models. Timestamps too: a
+        # trained model generates none here, and after one transformers would start again.
         "suppress_tokens": [
             *map(id_of, _bytes_above_ascii()),
             *range(end + 1, tokenizer.get_vocab_size()),
@@ -97,8 +96,8 @@ def save_whisper_settings(path: Path, **settings: Any) -> None:
 
 
 def save_whisper_tokenizer(path: Path) -> Any:
-    """tokenizer.json and its settings: every byte, a few words, and Whisper's special tokens in
-    their order, timestamps last. Returns the tokenizer of transformers."""
+    """Write tokenizer.json and its settings: every byte, a few words, and Whisper's special tokens
+    in their order, timestamps last. Return the tokenizer of transformers."""
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import WhisperTokenizer
 

@@ -25,15 +25,15 @@ class Block:
 
     @property
     def place(self) -> str:
-        """For the ids of tests: `docs/serving.md:61`."""
+        """The id of a test: `docs/serving.md:61`."""
         return f"{self.page.relative_to(ROOT).as_posix()}:{self.line}"
 
 
 @dataclass(frozen=True)
 class Command:
-    """A shell command, continuation lines joined, as it stands on a page.
+    """A shell command of a page, with continuation lines joined.
 
-    is_block: it stands in a block, for the reader to copy; else within a sentence.
+    is_block: it is in a block, which the reader can copy; otherwise within a sentence.
     """
 
     place: str
@@ -42,7 +42,7 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """Without comments and assignments of variables, as a shell would split it."""
+        """The words without comments and assignments of variables, as a shell would split them."""
         words = shlex.split(self.text, comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
             words.pop(0)
@@ -68,7 +68,7 @@ def read_blocks() -> list[Block]:
 
 @cache
 def read_commands() -> list[Command]:
-    """What stands in `sh` blocks, and the spans that begin with one of PROGRAMS or a script."""
+    """The commands in `sh` blocks, and the spans that begin with one of PROGRAMS or a script."""
     commands = [each for block in read_blocks() if block.language == "sh" for each in _split(block)]
     for page in pages():
         text = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text("utf-8"))
@@ -82,7 +82,7 @@ def read_commands() -> list[Command]:
 
 
 def flags_mentioned() -> dict[str, str]:
-    """Flags that spans name, by a place where one does."""
+    """The flags in spans, with one place where each occurs."""
     flags: dict[str, str] = {}
     for page in pages():
         for span in _SPAN.findall(page.read_text("utf-8")):
@@ -92,7 +92,8 @@ def flags_mentioned() -> dict[str, str]:
 
 
 def _split(block: Block) -> list[Command]:
-    """The commands of a block: a line ends one, unless a quotation or a backslash goes on."""
+    """The commands of a block. A command ends with its line, unless a quotation or a backslash
+    continues it."""
     commands: list[Command] = []
     begun = ""
     for number, line in enumerate(block.text.splitlines()):

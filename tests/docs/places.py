@@ -1,9 +1,9 @@
-"""Which test holds a command or a block of the pages against the code, or why none runs it.
+"""Which test checks a command or a block of the pages, or why no test runs it.
 
-A new command of a program that is known here needs nothing: it is run if it asks a server and
-stands in a block, else parsed. Another one needs a line in NOT_RUN. New blocks of Python are run,
-and those of TOML read as settings, unless RUN_ELSEWHERE names a test of their own. What needs
-another server than that of the demo model is told by SERVERS, and the fixture by
+A new command of a program that is known here needs no entry: it is run if it sends requests to a
+server and is in a block, otherwise parsed. Any other command needs a line in NOT_RUN. New blocks of
+Python are run, and blocks of TOML are read as settings, unless RUN_ELSEWHERE names a separate test.
+SERVERS lists what needs another server than that of the demo model; its fixture is in
 tests/docs/test_commands.py.
 """
 
@@ -14,26 +14,26 @@ from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from tests.conftest import ROOT
 from tests.docs.blocks import Block, Command
 
-NOT_RUN: Final = {  # by how a command begins
-    "source ": "tells a shell what to go on with",
-    "longshore COMMAND": "stands for each of them",
-    "curl -d @file.json": "a part of a command",
+NOT_RUN: Final = {  # by the beginning of the command
+    "source ": "changes the environment of the reader's shell",
+    "longshore COMMAND": "stands for every command",
+    "curl -d @file.json": "only a part of a command",
     ".venv/bin/pip install": "as pip install",
-    "pip install": "the tests run in what it makes; test_commands.py looks at extras",
-    "python -m pytest": "what not to do",
+    "pip install": "creates the environment of the tests; test_commands.py checks extras",
+    "python -m pytest": "an example of what not to do",
     ".venv/bin/pytest": "runs this",
     ".venv/bin/mkdocs serve": "runs until it is stopped; test_site.py builds the site",
     ".venv/bin/python scripts/reference": "test_reference.py runs it",
-    "grep ": "reads a file of the reader's",
+    "grep ": "reads a file that the tests do not have",
     "prometheus ": "tests/integration/test_prometheus.py runs one with this configuration",
     "benchmarks/peers/": "needs other projects, which it downloads",
 }
-RUN_ELSEWHERE: Final = {  # by page and what the block holds: the test, which names the page
+RUN_ELSEWHERE: Final = {  # by page and a part of the block: the test, which names the page
     ("docs/connectors.md", "host"): "tests/connectors/test_docs_example.py",
     ("docs/models.md", ""): "tests/docs/test_models.py",
     ("docs/scheduling_policies.md", ""): "tests/docs/test_scheduling_policies.py",
 }
-SERVERS: Final = {"/v1/audio/": "speech", ".audio.": "speech"}  # fixtures, by what asks them
+SERVERS: Final = {"/v1/audio/": "speech", ".audio.": "speech"}  # fixtures, by part of the text
 EXTRA: Final = re.compile(r"pip install '?(?:-e )?[\w.]+\[(\w+)\]'?")
 CLIENTS: Final = (["chat"], ["top"], ["doctor"], ["bench", "serve"])
 STANDS_FOR: Final = {
@@ -50,7 +50,8 @@ STANDS_FOR: Final = {
 
 
 def words_of(command: Command) -> list[str]:
-    """As one would type them: no priority, no folder of a program, and real values."""
+    """The words as a user would type them: without a priority and a program's folder, with
+    values."""
     words = [STANDS_FOR.get(word, word) for word in command.words]
     if words[0] == "chrt":
         words = words[3:]
@@ -58,8 +59,8 @@ def words_of(command: Command) -> list[str]:
 
 
 def place_of(command: Command) -> str:
-    """`run`, `parsed`, `program`, `extra`, or why it is not run; raises LookupError if it has no
-    place."""
+    """`run`, `parsed`, `program`, `extra`, or why it is not run. Raises LookupError if the command
+    is unknown."""
     if EXTRA.fullmatch(command.text):
         return "extra"
     for begin, reason in NOT_RUN.items():
@@ -75,18 +76,16 @@ def place_of(command: Command) -> str:
         return "program"
     if words[0] == "python" and words[1].startswith("benchmarks/"):
         return "program"
-    raise LookupError(
-        f"{command.place}: no test knows {command.text!r}; give it a place in {__name__}"
-    )
+    raise LookupError(f"{command.place}: no test checks {command.text!r}; add it to {__name__}")
 
 
 def server_of(text: str) -> str:
-    """The fixture with the server that a command or a block asks."""
+    """The fixture with the server that a command or a block needs."""
     return next((name for part, name in SERVERS.items() if part in text), "served")
 
 
 def elsewhere(block: Block) -> str | None:
-    """The file of the test that runs the block, if it is none of tests/docs/test_commands.py."""
+    """The file of the test that runs the block, if it is not tests/docs/test_commands.py."""
     page = block.page.relative_to(ROOT).as_posix()
     for (of_page, part), test in RUN_ELSEWHERE.items():
         if page == of_page and part in block.text:

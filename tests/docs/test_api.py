@@ -1,4 +1,4 @@
-"""docs/api.md says of every path and every parameter what the code does with it."""
+"""docs/api.md describes every path and every parameter as the code handles it."""
 
 import json
 import re

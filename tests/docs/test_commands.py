@@ -1,5 +1,5 @@
-"""Every command and every piece of code on the pages does what a reader expects: it is run against
-a server, or parsed by the program that it calls. tests/docs/places.py says which."""
+"""Every command and every piece of code on the pages works: it is run with a server, or its
+arguments are parsed by the program. tests/docs/places.py says which."""
 
 import os
 import re
@@ -47,7 +47,7 @@ def commands_at(*places: str) -> list[Any]:
         try:
             place = place_of(command)
         except LookupError:
-            continue  # test_every_command_has_a_place says so
+            continue  # test_every_command_has_a_place reports it
         if place in places:
             found.append(pytest.param(command, id=f"{command.place} {command.text[:40]}"))
     return found
@@ -63,7 +63,7 @@ def blocks_in(*languages: str, elsewhere_too: bool = False) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """The demo model, as the quick start serves it."""
+    """The demo model, served as in the quick start."""
     with Deployment(DEMO_MODEL_DIR, tmp_path_factory.mktemp("run")) as deployment:
         yield deployment.wait_until_ready()
 
@@ -86,7 +86,7 @@ def test_the_bundled_model_answers_what_the_quick_start_tells_one_to_type(
 
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose cache can be planned for any length."""
+    """A model whose cache can be planned for any length."""
     path = tmp_path_factory.mktemp("long")
     make_tiny_llama(path, max_position_embeddings=1 << 20)
     return path
@@ -107,7 +107,7 @@ def speech(whisper_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the reader stands: what the pages name is here."""
+    """The reader's working folder, which has the files that the pages mention."""
     (tmp_path / "speech.mp3").write_bytes(as_file(tone(3.0), kind="MP3"))
     (tmp_path / ".curlrc").write_text("fail-with-body\n")
     monkeypatch.chdir(tmp_path)
@@ -136,7 +136,7 @@ def test_every_block_is_of_a_language_that_is_looked_at() -> None:
 
 
 def parse(words: list[str], *, settings: tuple[Toml, ...] = ()) -> None:
-    """By the real parser, which makes the settings and checks their values."""
+    """Parse with the real parser, which creates the settings and validates their values."""
     before, app.config = app.config, settings
     try:
         app.parse_args(words, exit_on_error=False, print_error=False)
@@ -174,7 +174,7 @@ def test_settings_that_nothing_reads_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_program_needs_a_place() -> None:
-    with pytest.raises(LookupError, match="give it a place"):
+    with pytest.raises(LookupError, match="add it to"):
         place_of(Command("docs/x.md:1", "make coffee", is_block=True))
 
 
@@ -194,7 +194,7 @@ def run_in_shell(
             "PATH": path,
             "CURL_HOME": str(folder),
         },
-        input="C417 B42 red C009 B13 blue Where is C417?\n",  # a chat answers it
+        input="C417 B42 red C009 B13 blue Where is C417?\n",  # a chat sends it as a message
         capture_output=True,
         text=True,
         timeout=60,
@@ -207,7 +207,7 @@ def test_command_runs_against_a_server(
 ) -> None:
     server: Deployment = request.getfixturevalue(server_of(command.text))
     ran = run_in_shell(command, server.url, folder, long_model)
-    may_find_fault = "--machine" in command.words  # of the machine that the tests run on
+    may_find_fault = "--machine" in command.words  # depends on the machine that runs the tests
     assert ran.returncode in ({0, 1} if may_find_fault else {0}), ran.stdout + ran.stderr
     assert ran.stdout
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md lists what `/metrics` shows."""
+"""docs/metrics.md lists what `/metrics` returns."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def rows() -> set[str]:
     rows = set()
     for family in text_string_to_metric_families(metrics.render().decode()):
         if family.name.endswith("_created"):
-            continue  # the gateway process switches them off
+            continue  # the gateway process disables them
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
         by = f" by {', '.join(f'`{label}`' for label in labels)}" if labels else ""
@@ -34,6 +34,6 @@ def test_the_page_lists_every_metric_as_it_describes_itself() -> None:
 
 
 def test_every_statistic_of_an_engine_has_a_value_here() -> None:
-    """Else its labels would not be seen above."""
+    """Otherwise its labels would not be checked above."""
     assert STATS.workers
     assert all(value is not None for value in msgspec.structs.asdict(STATS).values())

@@ -1,4 +1,4 @@
-"""The example of docs/models.md, as its reader would install it."""
+"""The example of docs/models.md, installed as a reader would install it."""
 
 import copy
 import json
@@ -30,7 +30,7 @@ MULTIPLIERS = {
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The example's files in a folder on the path, with what an installer writes beside them."""
+    """The example's files in a folder on the path, with the metadata that an installer writes."""
     files = files_on(PAGE)
     for name, content in files.items():
         (tmp_path / name).write_text(content)

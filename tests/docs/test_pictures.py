@@ -1,4 +1,5 @@
-"""The drawings of docs/images: shown somewhere, readable on any background, true in their words."""
+"""The drawings of docs/images: each is on a page, readable on any background, and has true
+words."""
 
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ from tests.conftest import ROOT
 from tests.docs.blocks import pages
 
 PICTURES = sorted((ROOT / "docs" / "images").glob("*.svg"))
-DRAWINGS = [path for path in PICTURES if path.name != "top.svg"]  # a terminal has its own black
+DRAWINGS = [path for path in PICTURES if path.name != "top.svg"]  # a terminal is black
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -1,4 +1,4 @@
-"""Page and picture are what scripts/reference writes."""
+"""The page and the picture are up to date with scripts/reference."""
 
 import shutil
 import subprocess
@@ -34,7 +34,7 @@ def test_picture_of_the_statuses_is_up_to_date() -> None:
 
 
 def test_script_writes_what_it_says(tmp_path: Path) -> None:
-    """In another tree: meanwhile other processes read this one's page."""
+    """In a copy of the tree, because other processes read the page meanwhile."""
     script = tmp_path / "scripts" / "reference"
     for path in (PAGE, PICTURE):
         (tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True)

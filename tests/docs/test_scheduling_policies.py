@@ -1,4 +1,4 @@
-"""The example of docs/scheduling_policies.md, as its reader would install it."""
+"""The example of docs/scheduling_policies.md, installed as a reader would install it."""
 
 import os
 import re
@@ -21,14 +21,14 @@ PAGE = ROOT / "docs" / "scheduling_policies.md"
 
 
 def files_on(page: Path) -> dict[str, str]:
-    """Code blocks that begin with a comment that names a file."""
+    """Code blocks whose first line is a comment with the name of a file."""
     blocks = re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```$", page.read_text(), re.M | re.S)
     return dict(blocks)
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The example's files in a folder on the path, with what an installer writes beside them."""
+    """The example's files in a folder on the path, with the metadata that an installer writes."""
     files = files_on(PAGE)
     for name, content in files.items():
         (tmp_path / name).write_text(content)
@@ -62,7 +62,7 @@ def test_example_is_found_by_its_entry_point_and_by_its_path(installed: Path) ->
 
 def aged_slowly(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """One request runs at a time, and a second of waiting is worth four tokens. A second passes
-    with each request that comes and with each step."""
+    with each new request and with each step."""
     driver = Driver(policy="shortest-first", max_num_seqs=1)
     monkeypatch.setattr(sys.modules["shortest_first"], "TOKENS_PER_SECOND", 4.0)
     return driver
@@ -91,7 +91,7 @@ def test_no_long_prompt_starves_under_the_example(
         driver.add(f"short {index}", prompt_of(2, index), max_tokens=1)
         driver.step()
     order = admission_order(driver)
-    assert order.index("long") == 7  # 60 tokens age in 15 seconds
+    assert order.index("long") == 7  # 60 tokens are worth 15 seconds of waiting
     driver.run()
 
 

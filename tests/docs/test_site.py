@@ -1,4 +1,4 @@
-"""The site that mkdocs.yml describes: it builds without a warning, and a page fetches nothing."""
+"""The site of mkdocs.yml builds without a warning, and its pages load nothing from elsewhere."""
 
 import re
 import subprocess
@@ -11,12 +11,12 @@ import pytest
 from tests.conftest import ROOT, load_script
 from tests.integration.browser import open_browser
 
-# Elements that make a browser fetch something as soon as they are there.
+# Elements that make a browser load something at once.
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}
 
 
 class Fetches(HTMLParser):
-    """Addresses that a browser would fetch to show a page."""
+    """Addresses that a browser would load to show a page."""
 
     def __init__(self) -> None:
         super().__init__()

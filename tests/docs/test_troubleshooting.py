@@ -1,4 +1,4 @@
-"""The messages that docs/troubleshooting.md explains still stand in the code."""
+"""The messages that docs/troubleshooting.md explains exist in the code."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ _PERCENT = re.compile(r"%(?:\.\d+)?[sdgrf]")
 
 
 def quoted_messages() -> list[str]:
-    """Those in block quotes, and those in the second column of the table of statuses."""
+    """The messages in block quotes, and those in the second column of the table of statuses."""
     text = PAGE.read_text(encoding="utf-8")
     quotes = re.findall(r"^> (.+)$", text, re.M)
     cells = [row.split(" | ")[1] for row in re.findall(r"^\| \d{3} .*$", text, re.M)]
@@ -27,7 +27,7 @@ def quoted_messages() -> list[str]:
 
 @cache
 def texts_of_the_code() -> list[str]:
-    """Every string literal of the product, with a HOLE for each value that is put into it."""
+    """Every string literal of the product, with a HOLE for each inserted value."""
     folders = ("protocol", "scheduler", "worker", "connectors", "deploy")
     files = chain.from_iterable((ROOT / folder).rglob("*.py") for folder in folders)
     return [text for path in files for text in literals(ast.parse(path.read_text("utf-8")))]

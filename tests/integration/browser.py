@@ -31,24 +31,25 @@ class Page:
         driver.get(f"{url}/dashboard")
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """A function body in the page, and what it returns."""
+        """Run a function body in the page, and return its result."""
         return self.driver.execute_script(script, *arguments)
 
     def text(self, element_id: str) -> str:
-        """What an element says."""
+        """The text of an element."""
         return str(self.run("return document.getElementById(arguments[0]).innerText", element_id))
 
     def wait(self, condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
-        """Until it is true, which is returned; fails with what the page says."""
+        """Wait until the condition is true, and return its value. On a timeout, the error has the
+        page's status."""
         wait = WebDriverWait(self.driver, timeout_s, poll_frequency=0.05)
         return wait.until(lambda _: condition(), f"{self.text('status')}: {self.text('detail')}")
 
     def wait_for_status(self, status: str, timeout_s: float = WAIT_S) -> None:
-        """Until the page says in one word how the server is."""
+        """Wait until the page shows this status."""
         self.wait(lambda: self.text("status") == status, timeout_s)
 
     def wait_for_polls(self, count: int = 2) -> None:
-        """Until the page has shown so many more answers."""
+        """Wait until the page has shown `count` more updates."""
         first = self.num_polls
         self.wait(lambda: self.num_polls >= first + count)
 
@@ -57,7 +58,7 @@ class Page:
         return int(self.run("return document.getElementById('all').dataset.polls ?? 0"))
 
     def counts(self) -> dict[str, int]:
-        """Blocks by state, as the legend says."""
+        """Blocks by state, from the legend."""
         shown = self.run(
             "return [...document.querySelectorAll('#legend button')]"
             ".map((each) => [each.dataset.state, each.lastChild.textContent])"
@@ -66,7 +67,7 @@ class Page:
 
     @property
     def complaints(self) -> list[str]:
-        """Errors and warnings on the console since the last look."""
+        """Errors and warnings on the console since the last call."""
         return [json.dumps(entry) for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
 
 
@@ -74,7 +75,7 @@ class Page:
 def open_browser(
     profile_dir: Path, *, size: tuple[int, int] = (1280, 1000), is_dark: bool = False
 ) -> Iterator[Chrome]:
-    """An empty tab. Fails where Chromium is missing."""
+    """A browser with an empty tab. Fails if Chromium is missing."""
     options = ChromeOptions()
     for flag in (*FLAGS, f"--user-data-dir={profile_dir}"):
         options.add_argument(flag)
@@ -90,7 +91,7 @@ def open_browser(
 
 
 def resize(driver: Chrome, width: int, height: int) -> None:
-    """Give the page so many CSS pixels."""
+    """Resize the page to this number of CSS pixels."""
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},

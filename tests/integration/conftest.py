@@ -11,7 +11,7 @@ from tests.integration.deployment import Deployment
 from tests.models import make_tiny_llama
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 300  # several processes start in a test, and other tests may have the processors
+TIMEOUT_S = 300  # a test starts several processes, and other tests may use the processors
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,7 +39,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def deployment(
     tiny_model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """A deployment that all tests share; those that end one start their own."""
+    """A deployment that all tests share. Tests that end a deployment start their own."""
     with Deployment(tiny_model[0], tmp_path_factory.mktemp("run")) as shared:
         yield shared.wait_until_ready()
         assert shared.stop() == 0, shared.output
@@ -51,7 +51,8 @@ StartDeployment = Callable[..., Deployment]
 
 @pytest.fixture
 def start_deployment(tiny_model: tuple[Path, Any], tmp_path: Path) -> Iterator[StartDeployment]:
-    """`start_deployment(*flags)` starts one of its own; nothing of it survives the test."""
+    """`start_deployment(*flags)` starts a separate deployment; no part of it remains after the
+    test."""
     started = []
 
     def start(*arguments: str, model_dir: Path | None = None, **settings: Any) -> Deployment:

@@ -11,14 +11,14 @@ from typing import Final
 
 import psutil
 
-# How long a test waits for what should come at once; other tests may have the processors.
+# How long a test waits for what should come at once; other tests may use the processors.
 PATIENCE_S: Final = 60.0
-# Smallest that serves: quick to start, and the tests share the machine.
+# The smallest pool that works, because it starts fast and the tests share the machine.
 SETTINGS: Final = ["--max-num-seqs", "32", "--threads", "1"]
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    """Until it holds; fails after `timeout_s`."""
+    """Wait until the condition is true; fail after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen in time"
@@ -26,11 +26,11 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> 
 
 
 class Deployment:
-    """`longshore serve MODEL` on a free port, with a temporary directory of its own.
+    """`longshore serve MODEL` on a free port, with its own temporary directory.
 
-    num_blocks:  None leaves it to the memory.
-    environment: variables beside the inherited ones.
-    output:  everything it has printed.
+    num_blocks:  None lets the server choose by its memory.
+    environment: variables in addition to the inherited ones.
+    output:  everything that it has printed.
     members: its processes by name: supervisor, gateway, scheduler, worker-0 and so on.
     """
 
@@ -80,13 +80,14 @@ class Deployment:
         return list(self.tmp_dir.glob("longshore-*"))
 
     def assert_nothing_is_left(self, timeout_s: float = PATIENCE_S) -> None:
-        """Every process has ended and the runtime directory is gone, within `timeout_s`."""
+        """Wait until every process has ended and the runtime directory is gone; fail after
+        `timeout_s`."""
         _, alive = psutil.wait_procs(list(self.members.values()), timeout=timeout_s)
         assert alive == []
         wait_until(lambda: self.runtime_dirs == [])
 
     def stop(self) -> int:
-        """SIGTERM, and the exit status."""
+        """Send SIGTERM, and return the exit status."""
         self.process.terminate()
         return int(self.process.wait(timeout=PATIENCE_S))
 

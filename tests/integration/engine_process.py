@@ -107,7 +107,7 @@ class EngineProcess:
 
     @property
     def worker(self) -> Channel[FromWorker, ToWorker]:
-        """Of rank 0."""
+        """The channel of rank 0."""
         return self.channels[0]
 
     def next_report(self) -> LifelineReport:
@@ -117,7 +117,7 @@ class EngineProcess:
     def start_worker(
         self, *, identity: EngineIdentity = IDENTITY, num_blocks: int = 1000
     ) -> ToWorker | None:
-        """Say hello as rank 0; the scheduler's answer."""
+        """Send the hello of rank 0, and return the scheduler's answer."""
         self.say_hello(identity=identity, num_blocks=num_blocks)
         return self.worker.receive(TIMEOUT_S)
 
@@ -133,10 +133,9 @@ class EngineProcess:
         dtype: str = "float32",
         says_rank: int | None = None,
     ) -> None:
-        """A rank has loaded its part; `says_rank` is what it takes
-        itself for.
+        """Report that a rank has loaded its part, with `says_rank` as its number.
 
-        groups: the layers of each; None is one with one layer.
+        groups: the layers of each group; None is one group with one layer.
         """
         spec = FullAttentionSpec(
             block_size=block_size, num_kv_heads=num_kv_heads, head_size=4, dtype_bytes=4
@@ -153,7 +152,7 @@ class EngineProcess:
         )
 
     def connect(self, **overrides: object) -> tuple["Client", ToClient | None]:
-        """A client that has said hello, and the answer to that."""
+        """A client that has sent its hello, and the answer."""
         channel: Channel[ToEngine, ToClient] = Channel(self._connect_to(self._clients), ToClient)
         hello = ClientHello("test", IDENTITY.model_fingerprint)
         channel.send(msgspec.structs.replace(hello, **overrides))
@@ -164,12 +163,12 @@ class EngineProcess:
         return self._sockets[-1]
 
     def drop_lifeline(self) -> None:
-        """What the process sees when its supervisor dies."""
+        """Close the supervisor's end, as if it had died."""
         self._lines.close()
         self._lifeline.close()
 
     def wait(self) -> int:
-        """Exit status."""
+        """The exit status."""
         return self.process.wait(TIMEOUT_S)
 
     def close(self) -> None:
@@ -185,7 +184,7 @@ class EngineProcess:
 
 
 class Client:
-    """A gateway in miniature."""
+    """A minimal gateway."""
 
     def __init__(self, channel: Channel[ToEngine, ToClient]) -> None:
         self.channel = channel
@@ -205,7 +204,7 @@ class Client:
         )
 
     def receive_until(self, done: Callable[[], bool]) -> None:
-        """Read outputs until `done()`. Raises TimeoutError when nothing comes for too long."""
+        """Read outputs until `done()`. Raises TimeoutError if no message arrives for too long."""
         while not done():
             message = self.channel.receive(TIMEOUT_S)
             if message is None:
@@ -223,9 +222,9 @@ class Client:
 
 
 class ScriptedWorker:
-    """A rank that takes in every plan in a thread and answers it, unless it is not to: token =
-    number of computed tokens, so a token tells where it was sampled. `before_answer` may delay or
-    stop."""
+    """A rank that receives every plan in a thread and answers it, unless told not to. A token is
+    the number of computed tokens, so it shows where it was sampled. `before_answer` may delay or
+    stop the answer."""
 
     def __init__(
         self,
@@ -249,7 +248,7 @@ class ScriptedWorker:
         self.thread.start()
 
     def stop(self) -> None:
-        """Leave the socket alone, so that it can be closed."""
+        """Stop using the socket, so that it can be closed."""
         self._stopped.set()
         self.thread.join()
 
@@ -277,7 +276,7 @@ class ScriptedWorker:
 
 @contextmanager
 def running_engine(**settings: object) -> Iterator[EngineProcess]:
-    """A scheduler process whose worker is not there yet."""
+    """A scheduler process whose worker has not connected yet."""
     engine = EngineProcess(**settings)  # type: ignore[arg-type]
     try:
         yield engine
@@ -286,7 +285,7 @@ def running_engine(**settings: object) -> Iterator[EngineProcess]:
 
 
 def ready_engine(engine: EngineProcess) -> Client:
-    """Bring the engine up to the point where a client can send requests."""
+    """Start the engine up to the point where a client can send requests."""
     engine.start_worker()
     engine.worker.send(WorkerReady(0))
     client, answer = engine.connect()

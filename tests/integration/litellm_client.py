@@ -1,5 +1,5 @@
-"""litellm before the server at argv[1]; it pins an older openai than ours, so it runs in an
-environment of its own. Prints `passed`, or ends with what is wrong."""
+"""litellm with the server at argv[1]. It pins an older openai than ours, so it runs in a separate
+environment. Prints `passed`, or ends with an error."""
 
 import asyncio
 import sys

@@ -1,4 +1,5 @@
-"""Beam search and samples through a whole engine: transformers' answers, and shared blocks."""
+"""Beam search and samples through a whole engine: outputs as with transformers, and shared
+blocks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ PROMPTS: list[Any] = [
 def reference(
     model: Any, prompt: dict[str, list[int]], width: int, **settings: Any
 ) -> tuple[list[list[int]], list[float]]:
-    """Answers and scores of transformers; what it pads is cut off."""
+    """Outputs and scores of transformers, without padding."""
     import torch
 
     ids = prompt["prompt_token_ids"]
@@ -72,7 +73,7 @@ def test_answers_and_scores_are_those_of_transformers(
 
 @pytest.fixture(scope="module")
 def eager_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Few tokens, so that the end is often among the likeliest."""
+    """A small vocabulary, so that the end token is often among the most likely ones."""
     path = tmp_path_factory.mktemp("eager")
     return path, make_tiny_llama(path, vocab_size=12, initializer_range=0.15, eos_token_id=3)
 
@@ -142,18 +143,20 @@ def test_beams_share_their_history_in_blocks(tiny_model: tuple[Path, Any], cachi
             prompt, beam_width=width, max_tokens=max_tokens, ignore_eos=True
         )
         assert len(output.beams) == width
-        # One beam after the other computes one token; nothing is computed twice.
+        # Each beam computes one token after the other; no token is computed twice.
         assert num_computed == 160 + width * (max_tokens - 1)
         assert 0 < num_copies <= width * (max_tokens - 1)
         depth = -(-(160 + max_tokens) // size)
         assert depth <= most <= depth + 4 * width < width * depth
-        llm.generate("x", SamplingParams(max_tokens=1), progress=False)  # hears of the last ends
+        llm.generate(
+            "x", SamplingParams(max_tokens=1), progress=False
+        )  # the last beams end in this step
         assert scheduler.kv_cache.num_free_blocks == scheduler.kv_cache.num_blocks - 1
         scheduler.check()
 
 
 def test_processes_of_their_own_find_the_same_beams(llm: LLM, tiny_model: tuple[Path, Any]) -> None:
-    """Of one rank; of several in test_parallel.py."""
+    """With one rank; test_parallel.py has several."""
     wanted = llm.beam_search([*PROMPTS, "the berth"], beam_width=3, max_tokens=6)
     with LLM(tiny_model[0], **SETTINGS) as separate:
         got = separate.beam_search([*PROMPTS, "the berth"], beam_width=3, max_tokens=6)

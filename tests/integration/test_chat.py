@@ -1,4 +1,4 @@
-"""`longshore chat` in a terminal of its own, before a real server."""
+"""`longshore chat` in a pseudo-terminal, with a real server."""
 
 import os
 import pty
@@ -31,7 +31,7 @@ class Terminal:
         os.write(self._fd, text.encode())
 
     def wait_for(self, pattern: str) -> str:
-        """What is on the screen up to the pattern; that much is forgotten."""
+        """The text on the screen up to the pattern, which is then discarded."""
         deadline_s = time.monotonic() + WAIT_S
         while (match := re.search(pattern, self.screen)) is None:
             left_s = deadline_s - time.monotonic()
@@ -42,7 +42,7 @@ class Terminal:
         return seen
 
     def close(self) -> int:
-        """Its exit status; it is killed if it does not end by itself."""
+        """The exit status; the program is killed if it does not end."""
         deadline_s = time.monotonic() + WAIT_S
         while time.monotonic() < deadline_s:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -74,7 +74,7 @@ def test_a_conversation_goes_on_until_it_is_forgotten(deployment: Deployment) ->
     for command in ("", "", "/reset\n"):
         if command:
             terminal.type(command)
-            terminal.wait_for("you")  # what comes together is one message
+            terminal.wait_for("you")  # lines that arrive together are one message
         terminal.type("hello\n")
         terminal.wait_for("model")
         terminal.wait_for("you")
@@ -82,7 +82,7 @@ def test_a_conversation_goes_on_until_it_is_forgotten(deployment: Deployment) ->
         seen = terminal.wait_for("tokens per second(.|\n)*you")
         counts.append(int(re.search(r"prompt tokens\D+([\d,]+)", seen)[1].replace(",", "")))  # type: ignore[index]
     first, second, third = counts
-    assert second > first  # the first question and its answer stand before it
+    assert second > first  # the conversation has the first question and its answer
     assert third == first
     terminal.type("/nothing\n")
     terminal.wait_for("unknown command /nothing")
@@ -135,7 +135,7 @@ def test_a_pipe_gets_the_answers_and_nothing_else(deployment: Deployment) -> Non
     first, *_ = run.stdout.split("new conversation")
     (again,) = run.stdout.split("new conversation\n")[1:]
     assert again.endswith("\n")
-    assert first.startswith(again)  # no name of a model, no prompt
+    assert first.startswith(again)  # without a name of a model there is no prompt
     assert "/help" not in run.stdout
 
 
@@ -163,7 +163,7 @@ def piped(deployment: Deployment, said: str, *arguments: str) -> "subprocess.Com
 @pytest.mark.parametrize(
     ("term", "typed", "then", "question"),
     [
-        # A terminal that marks a paste, and one that does not.
+        # One terminal that marks a paste, and one that does not.
         ("xterm", "\x1b[200~first\nsecond\nthird\x1b[201~", "\n", "first\nsecond\nthird"),
         ("dumb", "first\nsecond\nthird\n", "", "first\nsecond\nthird"),
         ("dumb", "first\nsecond\nthird", "\n", "first\nsecond\nthird"),

@@ -1,4 +1,4 @@
-"""Engines whose shards share the tokens of the KV cache out: the tokens of one rank."""
+"""Engines whose shards split the tokens of the KV cache give the tokens of one rank."""
 
 import random
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ SHARED: dict[str, Any] = {
 
 
 class Checkpoint:
-    """A tiny model, ragged prompts, every third of which continues a common beginning, and what
-    transformers answers."""
+    """A tiny model, ragged prompts, every third of which continues a common prefix, and the outputs
+    of transformers."""
 
     def __init__(self, family: str, path: Path) -> None:
         self.path = path
@@ -51,7 +51,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 
 @pytest.fixture(
     scope="module",
-    params=[("Llama", 4), ("DeepseekV3", 1)],  # all turns: tests/worker/attention
+    params=[("Llama", 4), ("DeepseekV3", 1)],  # other settings: tests/worker/attention
     ids=lambda param: f"{param[0]}, turns of {param[1]}",
 )
 def shared(
@@ -101,7 +101,7 @@ def test_samples_that_share_a_block_in_part_are_those_of_one_rank(
 def test_chunks_and_preemptions_change_no_token_in_half_the_blocks(
     checkpoints: dict[str, Checkpoint], family: str, interleave: int
 ) -> None:
-    """A pool in which one rank could hold two requests of 128 tokens holds four."""
+    """A pool that holds two requests of 128 tokens on one rank holds four on two ranks."""
     checkpoint = checkpoints[family]
     with make_llm(
         checkpoint.path,
@@ -119,7 +119,7 @@ def test_chunks_and_preemptions_change_no_token_in_half_the_blocks(
 
 @pytest.mark.req("FEA-06")
 def test_two_pairs_of_four_shards_share_a_kv_head_each(tmp_path: Path) -> None:
-    """In bytes of float8, too, which are the same on one rank."""
+    """The cache is in fp8; one rank gives the same tokens."""
     make_tiny_model("Llama", tmp_path)
     prompts = [[5 + 7 * n % 100 for n in range(length)] for length in (1, 9, 70, 71)]
     settings = {"kv_cache_dtype": "fp8_e4m3", "max_num_batched_tokens": 33}

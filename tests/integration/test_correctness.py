@@ -1,5 +1,5 @@
-"""Greedy tokens equal transformers', whatever path a request takes, through processes or in one:
-what a plan says does not depend on what it crosses."""
+"""Greedy tokens equal those of transformers on every path of a request, through processes or in one
+process."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Ragged: 1 to 200 tokens, a third of them continuing one of two common beginnings."""
+    """Ragged prompts of 1 to 200 tokens, a third of which continues one of two common prefixes."""
     rng = random.Random(0)
     common = [[rng.randrange(128) for _ in range(120)] for _ in range(2)]
     made = []

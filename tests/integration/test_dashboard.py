@@ -21,7 +21,7 @@ pytestmark = pytest.mark.services
 
 @pytest.fixture
 def page(deployment: Deployment, tmp_path: Path) -> Iterator[Page]:
-    """The dashboard of the deployment that all tests share."""
+    """The dashboard of the shared deployment."""
     with open_page(deployment.url, tmp_path) as opened:
         yield opened
 
@@ -159,7 +159,7 @@ def test_of_several_engines_the_page_says_what_it_shows_of_which(
     with open_page(deployment.url, tmp_path / "profile") as page:
         page.wait_for_status("idle")
         of_all = page.run(f"{shown}.map((each) => each.parentElement.textContent)")
-        page.driver.get(f"{deployment.url}/?engine=0")  # as a person types it
+        page.driver.get(f"{deployment.url}/?engine=0")  # as a user types it
         page.wait_for_status("idle")
         assert page.driver.current_url.startswith(f"{deployment.url}/dashboard")
     assert of_all == [
@@ -248,7 +248,7 @@ def test_a_big_pool_is_drawn_in_less_than_the_time_between_two_pictures(
         "return performance.now() - began;",
         num_blocks,
     )
-    assert spent_ms < 500  # milliseconds; some 10 where nothing else runs
+    assert spent_ms < 500  # milliseconds; about 10 on an idle machine
     assert sum(page.counts().values()) == num_blocks
     assert _num_marked(page) == page.counts()["held"]
     capacity = "return map.columns * map.rows * map.perCell"
@@ -272,7 +272,7 @@ def test_a_server_of_100_000_blocks_shows_them(
 
 
 def _answers(url: str) -> bool:
-    """Whether somebody listens there, and all is well."""
+    """Whether a server listens there and is ready."""
     try:
         with urlopen(url, timeout=PATIENCE_S):
             return True
@@ -281,7 +281,7 @@ def _answers(url: str) -> bool:
 
 
 def _cells(page: Page) -> list[str]:
-    """What the first row of the requests says."""
+    """The text of the first row of the requests."""
     cells: list[str] = page.run(
         "return [...document.querySelector('#holders tr').children].map((each) => each.textContent)"
     )
@@ -289,5 +289,5 @@ def _cells(page: Page) -> list[str]:
 
 
 def _num_marked(page: Page) -> int:
-    """Blocks that stand out."""
+    """The number of highlighted blocks."""
     return int(page.run("return map.canvas.dataset.marked"))

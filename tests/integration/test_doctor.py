@@ -1,4 +1,4 @@
-"""`longshore doctor` on real processes: well, stalled, well again, absent."""
+"""`longshore doctor` on real processes: serving, stalled, serving again, unreachable."""
 
 import json
 import signal

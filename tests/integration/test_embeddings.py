@@ -1,4 +1,4 @@
-"""Vectors through real processes: what transformers computes, as the official client reads it."""
+"""Embeddings through real processes: those of transformers, as the official client decodes them."""
 
 import json
 import threading
@@ -24,7 +24,7 @@ TEXTS = ["the quay", "a crane lifts the box", "fog"]
 
 
 def vector_of(model: Any, token_ids: Sequence[int], kind: str = "last") -> Any:
-    """Of length 1, from the hidden states that transformers computes."""
+    """Vectors of length 1, from the hidden states of transformers."""
     import torch
 
     with torch.inference_mode():
@@ -73,7 +73,8 @@ def test_the_official_client_gets_the_vectors_of_transformers(
     assert [item.index for item in answer.data] == [0, 1, 2]
     for text, item, same in zip(TEXTS, answer.data, as_floats.data, strict=True):
         assert_close(item.embedding, vector_of(tiny_model[1], ids_of(text)))
-        # Computed twice, maybe in batches of another size, whose sums differ in the last bits.
+        # Computed twice, possibly in batches of different sizes, whose sums differ in the last
+        # bits.
         np.testing.assert_allclose(item.embedding, same.embedding, rtol=0, atol=1e-6)
     assert answer.model == model
     assert (
@@ -153,7 +154,7 @@ def test_vectors_and_streams_run_side_by_side_and_change_each_other_in_nothing(
 
 
 def sentence_folder(path: Path, pooling: Mapping[str, Any], *, normalize: bool) -> Any:
-    """A checkpoint as sentence-transformers writes one, with an end token behind every text."""
+    """A checkpoint as sentence-transformers writes one, with an end token after every text."""
     reference = make_tiny_llama(
         path, vocab_size=VOCAB_SIZE, bos_token_id=BOS_ID, eos_token_id=EOS_ID
     )
@@ -198,7 +199,7 @@ def test_a_folder_of_sentence_transformers_is_pooled_as_it_says(
         assert np.linalg.norm(embedding) > 1.5
         assert_close(embedding / np.linalg.norm(embedding), expected)
         assert item == same
-    # Cut texts keep their special tokens.
+    # Truncated texts keep their special tokens.
     cut = post(url, {"input": TEXTS[1], "truncate_prompt_tokens": 6, "normalize": True})
     kept = [BOS_ID, *ids_of(TEXTS[1])[:4], EOS_ID]
     assert_close(cut["data"][0]["embedding"], vector_of(reference, kept, "mean"))

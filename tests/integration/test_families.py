@@ -47,20 +47,20 @@ def architecture_of(case: Case) -> str:
 
 
 def marked(case: Case) -> Any:
-    """The first shape of a family is always checked, the others and the rarer folders are slow."""
+    """The first shape of each family is always tested; the others and rare folders are slow."""
     is_first = case is FIRST_CASES.get(case.family)
     return pytest.param(case, id=case.name, marks=() if is_first else pytest.mark.slow)
 
 
 def marked_on_ranks(case: Case) -> Any:
-    """One of each kind of cache and layer is always checked on several ranks; one engine more each,
-    and two processes in it, make this dear."""
+    """One family of each kind of cache and layer is always tested on several ranks. Each needs
+    another engine with two processes, which takes long."""
     of_a_kind = case.name in ("Llama", "Gemma 3", "Mixtral", "DeepSeek-V3", "Mamba 2", "Bamba")
     return pytest.param(case, id=case.name, marks=() if of_a_kind else pytest.mark.slow)
 
 
 def make_model(case: Case, path: Path, **settings: Any) -> Any:
-    """Writes the folder and returns the model of transformers."""
+    """Write the folder and return the transformers model."""
     settings = {"initializer_range": 0.2, **case.settings, **settings}
     if case is GEMMA3_WITH_IMAGES:
         return make_gemma3_with_images(path, settings)
@@ -80,7 +80,7 @@ def make_gemma3_with_images(path: Path, settings: dict[str, Any]) -> Any:
 
 
 def ragged_prompts(shortest: int = 1, longest: int = 86) -> list[list[int]]:
-    """All that are long enough begin with the same two blocks."""
+    """Prompts that begin with the same two blocks, if they are long enough."""
     rng = random.Random(0)
     common = rng.choices(range(3, 128), k=2 * BLOCK_SIZE)
     lengths = [shortest + 17 * n % (longest - shortest + 1) for n in range(12)]
@@ -88,7 +88,7 @@ def ragged_prompts(shortest: int = 1, longest: int = 86) -> list[list[int]]:
 
 
 def small_pool(path: Path, max_model_len: int) -> int:
-    """Blocks that hold one or two requests of the greatest length."""
+    """The number of blocks that one or two requests of the maximum length need."""
     options = CachePlanOptions(
         plan=str(path),
         tensor_parallel_size=2,
@@ -144,7 +144,7 @@ def test_chunks_prefix_hits_and_preemptions_on_two_ranks_change_no_token(
 def test_states_beside_attention_are_served_over_http(
     tmp_path: Path, start_deployment: StartDeployment
 ) -> None:
-    """The gateway is the same for every family; `LLM` serves the others above."""
+    """The gateway is the same for every family; the tests above use `LLM`."""
     folder = tmp_path / "model"
     ids = {"vocab_size": VOCAB_SIZE, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
     model = make_model(FIRST_CASES["Bamba"], folder, **ids)

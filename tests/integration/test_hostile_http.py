@@ -1,5 +1,5 @@
-"""What no client should send, over bare sockets to a real gateway process: it gets the status that
-it deserves, and everybody else is served as before."""
+"""Requests that no client should send, over raw sockets to a real gateway process: each gets the
+right status, and all other clients are served as before."""
 
 import json
 import socket
@@ -41,7 +41,8 @@ class Client:
         self.socket.sendall(data)
 
     def answer(self, *, has_body: bool = True) -> tuple[int, dict[bytes, bytes], bytes]:
-        """Status, headers and body of the next response. Raises ConnectionError if none comes."""
+        """Status, headers and body of the next response. Raises ConnectionError if there is
+        none."""
         status_line = self._file.readline()
         if not status_line:
             raise ConnectionError("closed without an answer")
@@ -53,7 +54,7 @@ class Client:
         return int(status_line.split()[1]), headers, self._file.read(length)
 
     def rest(self) -> bytes:
-        """All that comes until the server closes the connection."""
+        """All data until the server closes the connection."""
         return self._file.read()
 
     def __enter__(self) -> "Client":
@@ -71,7 +72,7 @@ def say(deployment: Deployment, data: bytes) -> tuple[int, dict[bytes, bytes], b
 
 
 class Others(threading.Thread):
-    """Streams, one after the other, until they are told to stop.
+    """Streams, one after the other, until told to stop.
 
     ends: the last bytes of each.
     """
@@ -93,8 +94,8 @@ class Others(threading.Thread):
 
 @pytest.fixture(scope="module", autouse=True)
 def others_are_served(deployment: Deployment) -> Iterator[None]:
-    """Streams that run beside all these tests end as if there were none, the gateway's memory does
-    not grow, and nothing is left running."""
+    """Streams that run during all these tests end as usual, the gateway's memory does not grow, and
+    no request remains."""
     gateway = deployment.members["gateway"]
     before = gateway.memory_info().rss
     others = Others(deployment)
@@ -140,7 +141,7 @@ def test_what_is_no_http_is_refused_once_and_the_connection_ends(
         client.send(request_bytes)
         status, _, _ = client.answer()
         assert status == 400
-        assert client.rest() == b""  # nothing that was smuggled is answered
+        assert client.rest() == b""  # smuggled requests are not answered
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_what_is_no_request_is_a_400_that_names_the_field(
     error = json.loads(answer)["error"]
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
-    assert len(answer) < 2000  # what was sent is not sent back
+    assert len(answer) < 2000  # the response does not contain the request
 
 
 def test_of_equal_keys_the_last_one_counts(deployment: Deployment) -> None:
@@ -329,7 +330,7 @@ def test_paths_of_any_bytes_are_a_404(deployment: Deployment) -> None:
 def test_a_template_s_endless_text_is_not_reached_by_a_request(
     deployment: Deployment, tiny_model: tuple[Path, Any]
 ) -> None:
-    """Templates come from the model's folder and its operator alone."""
+    """Templates come only from the model's folder and from the operator."""
     asked = {"messages": [{"role": "user", "content": "{{ 9 * 9 }}"}], "chat_template": "{{ 1 }}"}
     status, _, body = say(
         deployment, post(json.dumps(asked).encode(), path=b"/v1/chat/completions")

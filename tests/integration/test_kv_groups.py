@@ -1,4 +1,4 @@
-"""Models of several KV cache groups, through real processes."""
+"""Models with several KV cache groups, through real processes."""
 
 import math
 import random
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_windows_far_behind_hits_and_preemptions_change_no_token(
     checkpoint: tuple[Path, Any], ranks: dict[str, Any]
 ) -> None:
-    """Prompts of several windows with a common beginning, in a pool that holds few of them."""
+    """Prompts of several windows with a common prefix, in a pool that holds only a few of them."""
     rng = random.Random(0)
     common = rng.choices(range(3, 128), k=100)
     prompts = [common + rng.choices(range(3, 128), k=rng.randrange(1, 90)) for _ in range(8)]

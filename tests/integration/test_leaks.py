@@ -1,4 +1,5 @@
-"""Ten thousand requests with aborts at any moment, through real processes: nothing is lost."""
+"""Ten thousand requests with aborts at any moment, through real processes: no block, request or
+memory is lost."""
 
 import random
 import time
@@ -62,7 +63,7 @@ class Load:
 
     def _abort_some(self) -> None:
         rng = self._rng
-        # About as many as keeps the share of aborted requests where it should be.
+        # About the number that keeps the share of aborted requests right.
         chosen = [live for live in self._live.values() if rng.random() < ABORT_SHARE / 8]
         message = self._requests.abort(chosen)
         if message is not None:
@@ -85,7 +86,7 @@ class Load:
             self.num_finished += 1
 
     def idle_stats(self) -> SchedulerStats:
-        """The engine's own count once nothing runs any more."""
+        """The counts in the engine's report once no request runs."""
         deadline = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline:
             self._receive()

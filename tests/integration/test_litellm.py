@@ -1,4 +1,4 @@
-"""litellm, which programs use to speak to any provider, before a real server."""
+"""litellm, a client library for many providers, with a real server."""
 
 import subprocess
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_litellm_gets_answers_streams_usage_and_typed_errors(
         capture_output=True,
         text=True,
         timeout=100,
-        # No list of prices is fetched.
+        # The list of prices is not downloaded.
         env={"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PATH": "/usr/bin:/bin"},
     )
     assert run.stdout.rstrip().endswith("passed"), run.stdout + run.stderr

@@ -1,4 +1,4 @@
-"""`LLM` with real processes and without: equal tokens, nothing left, errors that say what died."""
+"""`LLM` with and without processes: equal tokens, no process remains, errors say what died."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""The log of a real deployment, in both formats: who finds what by a request's id."""
+"""The log of a real deployment, in both formats: the lines that a search for a request's id
+finds."""
 
 import asyncio
 import json
@@ -20,7 +21,8 @@ def ask(deployment: Deployment, request_id: str, path: str = "/v1/completions") 
 
 
 def use(start_deployment: StartDeployment, *flags: str) -> list[str]:
-    """Lines of a deployment that has answered one request well and one for another path."""
+    """Log lines of a deployment that has answered one request, and one request for an unknown
+    path."""
     deployment = start_deployment("--api-key", KEY, "--log-level", "debug", *flags)
     deployment.wait_until_ready()
     assert ask(deployment, ID) == 200
@@ -49,7 +51,7 @@ def test_a_client_s_request_id_is_in_the_lines_of_every_process_for_people(
             f"[{process}]" in line and all(word in line for word in words.split(" "))
             for line in about
         ), (process, words, about)
-    for line in lines:  # also the one with the strange path
+    for line in lines:  # including the one with the unknown path
         assert line.isprintable()
         assert line[2:3] == line[5:6] == ":" or line.startswith("longshore: ready at"), line
 

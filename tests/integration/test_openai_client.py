@@ -1,4 +1,4 @@
-"""The official client before a real server: what programs written for OpenAI's API do with it."""
+"""The official client with a real server: requests as programs for OpenAI's API send them."""
 
 import asyncio
 import json
@@ -93,7 +93,7 @@ def test_prompts_are_texts_or_token_ids_one_or_many(client: openai.OpenAI, model
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_no_piece_of_a_stop_is_ever_shown(client: openai.OpenAI, model: str, length: int) -> None:
-    """A token is a byte here, so that any stop of two letters crosses a token border."""
+    """A token is one byte here, so every stop string of two letters crosses a token boundary."""
     asked: dict[str, Any] = {"model": model, "prompt": "berth", "seed": 11, "max_tokens": 60}
     text = client.completions.create(**asked, **ENDLESS).choices[0].text
     middle = len(text) // 2
@@ -296,7 +296,7 @@ async def test_an_answer_that_nobody_reads_any_more_is_aborted(
 def guarded(
     tiny_model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """With keys, little room, small bodies, and pages of one origin."""
+    """A server with API keys, few live requests, small bodies, and one allowed origin."""
     flags = ["--api-key", "gate-1", "--api-key", "gate-2", "--max-live-requests", "1"]
     flags += ["--max-body-mib", "1", "--cors-allow-origins", "https://harbour.example"]
     with Deployment(tiny_model[0], tmp_path_factory.mktemp("guarded"), *flags) as own:

@@ -1,4 +1,5 @@
-"""Engines of several worker processes: the tokens of one, and an end to all when one ends."""
+"""Engines of several worker processes give the tokens of one, and all processes end when one
+ends."""
 
 import io
 import random
@@ -29,7 +30,7 @@ from tests.models import make_tiny_llama
 from tests.reference import ReferenceAnswer, assert_greedy_equal, greedy_reference
 
 NUM_TOKENS = 16
-RANK_TIMEOUT_S = 5.0  # longer than a rank that does not hang may be kept from the processors
+RANK_TIMEOUT_S = 5.0  # longer than other work may delay a rank
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 NO_GATES = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
 
@@ -52,7 +53,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Ragged; every third continues a common beginning."""
+    """Ragged prompts; every third continues a common prefix."""
     rng = random.Random(0)
     common = [rng.randrange(128) for _ in range(70)]
     return [
@@ -87,7 +88,7 @@ def llm(request: pytest.FixtureRequest, checkpoint: tuple[Path, Any]) -> Iterato
 
 @pytest.fixture(scope="module")
 def one_rank(checkpoint: tuple[Path, Any]) -> Iterator[LLM]:
-    """In chunks, unlike the others."""
+    """Prompts are computed in chunks, unlike in the other tests."""
     with make_llm(checkpoint[0], in_process=True, max_num_batched_tokens=40) as made:
         yield made
 
@@ -200,7 +201,7 @@ def _assert_close(ours: Any, alone: Any) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that hangs does not end when asked to, and is killed soon."""
+    """A hanging rank does not end when asked to, and is soon killed."""
     monkeypatch.setattr(supervisor, "STOP_TIMEOUT_S", 0.5)
 
 

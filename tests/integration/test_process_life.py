@@ -1,4 +1,4 @@
-"""Starting, draining and dying with real processes: nothing is ever left behind."""
+"""Starting, draining and dying with real processes: no process and no file remains."""
 
 import contextlib
 import shutil
@@ -65,7 +65,7 @@ def test_process_that_dies_during_the_drain_is_named(
     deployment.process.terminate()
     wait_until(lambda: "running requests have" in deployment.output)
     deployment.members[victim].kill()
-    with contextlib.suppress(Exception):  # how the stream breaks off is not the point
+    with contextlib.suppress(Exception):  # it does not matter how the stream breaks off
         list(stream)
     assert deployment.process.wait(timeout=PATIENCE_S) == 1, deployment.output
     assert victim.replace("-", " ") in deployment.output

@@ -1,4 +1,4 @@
-"""A served model, watched by Prometheus: what it scrapes, the board's expressions, the alerts."""
+"""A served model with Prometheus: scraped metrics, the dashboard's expressions, the alerts."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def promtool(*arguments: str, text: bytes | None = None) -> None:
 
 
 def put_to_work(deployment: Deployment, folder: Path) -> None:
-    """Requests that share a beginning, and their answers."""
+    """Send requests with a common prefix, and read their answers."""
     run_bench(
         ServeBenchOptions(
             url=deployment.url, num_prompts=24, shared_prefix=64, json=folder / "result.json"
@@ -38,7 +38,7 @@ def put_to_work(deployment: Deployment, folder: Path) -> None:
 
 
 class Prometheus:
-    """It scrapes one server, with the rules and the settings of deploy/grafana."""
+    """A Prometheus that scrapes one server, with the rules and the settings of deploy/grafana."""
 
     def __init__(self, target: str, folder: Path) -> None:
         config = (FOLDER / "prometheus.yml").read_text()
@@ -81,7 +81,7 @@ class Prometheus:
         return answer["data"]
 
     def value(self, expression: str) -> float | None:
-        """Of a sum; None while there is nothing to add."""
+        """The value of a sum; None if there are no series."""
         result = self.ask("query", query=expression)["result"]
         return float(result[0]["value"][1]) if result else None
 
@@ -129,7 +129,7 @@ def test_prometheus_answers_every_expression_of_the_board(
     for expression in expressions():
         if not prometheus.ask("query", query=expression)["result"]:
             silent.append(expression)
-    # Only what is shown where there is some: a GPU's memory.
+    # Some series exist only on some machines: a GPU's memory.
     assert [line for line in silent if "device_memory" not in line] == []
 
 
@@ -139,5 +139,5 @@ def test_prometheus_evaluates_every_rule_and_a_server_that_is_well_fires_none(
     wait_until(lambda: prometheus.value("sum(longshore_ready)") == 1, timeout_s=30)
     (group,) = prometheus.ask("rules")["groups"]
     assert len(group["rules"]) == 6
-    assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}  # not yet evaluated
+    assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}  # not evaluated yet
     assert prometheus.ask("alerts")["alerts"] == []

@@ -67,7 +67,7 @@ def test_nobody_is_welcome_before_all_have_come_and_the_smallest_cache_counts(
 
 
 def test_tokens_that_fit_are_those_of_whole_requests_in_all_groups(engine: EngineProcess) -> None:
-    """Of 999 blocks a request of 2,048 tokens holds 128 in each of the two groups."""
+    """A request of 2,048 tokens holds 128 of 999 blocks in each of the two groups."""
     for rank in (0, 1):
         engine.say_hello(rank, groups=[[f"{rank}.a"], [f"{rank}.b"]])
     for rank, channel in enumerate(engine.channels):

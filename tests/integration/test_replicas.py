@@ -1,4 +1,5 @@
-"""Two engines behind two gateways: one port, the same tokens, everything counted, nothing left."""
+"""Two engines behind two gateways: one port, the same tokens, complete metrics, no process
+remains."""
 
 import json
 import re
@@ -46,7 +47,7 @@ def get(deployment: Deployment, path: str, timeout_s: float = PATIENCE_S) -> str
 
 
 def by_process(deployment: Deployment, name: str) -> list[float]:
-    """A metric's values, of each gateway or engine the sum."""
+    """The sum of a metric's values over gateways or engines."""
     values = [0.0, 0.0]
     for sample, number, value in SAMPLE.findall(get(deployment, "/metrics")):
         if sample == name:
@@ -55,7 +56,7 @@ def by_process(deployment: Deployment, name: str) -> list[float]:
 
 
 def ask(deployment: Deployment, prompts: Sequence[Sequence[int]], **settings: Any) -> Any:
-    """On a connection of its own, which the kernel deals to one of the gateways."""
+    """On a separate connection, which the kernel assigns to one of the gateways."""
     with openai.OpenAI(
         base_url=f"{deployment.url}/v1", api_key="none", max_retries=0, timeout=60
     ) as client:
@@ -85,8 +86,8 @@ def test_requests_go_to_both_engines_through_both_gateways(shared: Deployment) -
     with ThreadPoolExecutor(4) as threads:
         for _ in range(24):
             threads.submit(ask, shared, [[5, 6, 7]])
-    wait_until(lambda: sum(added(ends)) == 24)  # counted behind the answer
-    assert min(added(ends)) > 0  # by chance all would go through one in one of 2 ** 23 runs
+    wait_until(lambda: sum(added(ends)) == 24)  # counted after the answer
+    assert min(added(ends)) > 0  # all requests go through one gateway in one of 2 ** 23 runs
     wait_until(lambda: min(added(prompts)) > 0)  # engines report once a second
 
 
@@ -96,7 +97,7 @@ def test_tokens_are_those_of_one_engine(shared: Deployment, tiny_model: tuple[Pa
     choices = ask(shared, prompts, temperature=0).choices
     expected = [reference(tiny_model, prompt, NUM_TOKENS) for prompt in prompts]
     assert [choice.token_ids for choice in choices] == expected
-    # The prompts of one request are shared out.
+    # The prompts of one request are distributed.
     wait_until(
         lambda: all(
             now > then
@@ -189,7 +190,7 @@ def test_a_gateway_that_hangs_is_noted_and_costs_the_others_little(shared: Deplo
 
 
 def _up(deployment: Deployment) -> list[float]:
-    """Empty if the connection was dealt to the one that hangs."""
+    """Empty if the kernel assigned the connection to the gateway that hangs."""
     try:
         text = get(deployment, "/metrics", timeout_s=2)
     except OSError:
@@ -215,8 +216,8 @@ def test_an_engine_that_is_slow_gets_less_to_do(shared: Deployment) -> None:
             answers: list[Future[Any]] = []
             for _ in range(num_prompts):
                 answers.append(threads.submit(ask, shared, [[9] * 40], temperature=0))
-                wait(answers[-1:], timeout=1)  # it comes at once, or with the slow engine
-            # Without looking it would be half of them.
+                wait(answers[-1:], timeout=1)  # an answer comes at once, or with the slow engine
+            # With a blind choice it would be half of them.
             wait_until(lambda: 0 < sum(not a.done() for a in answers) <= num_prompts // 5)
             worker.send_signal(signal.SIGCONT)
             tokens = [answer.result(60).choices[0].token_ids for answer in answers]
@@ -249,7 +250,7 @@ def test_told_to_stop_all_gateways_finish_their_streams_and_answer_who_waits_at_
 
 
 def at_the_door(deployment: Deployment) -> socket.socket:
-    """A connection with a request on it that nobody has accepted yet."""
+    """A connection with a request that no gateway has accepted yet."""
     url = urllib.parse.urlsplit(deployment.url)
     connection = socket.create_connection((url.hostname, url.port), timeout=PATIENCE_S)
     body = b'{"prompt": "x", "max_tokens": 2}'
@@ -261,7 +262,7 @@ def at_the_door(deployment: Deployment) -> socket.socket:
 
 
 def test_a_process_that_is_killed_ends_all_and_is_named(start_deployment: StartDeployment) -> None:
-    """Of the other engine; test_process_life.py kills one of each kind."""
+    """A process of the other engine; test_process_life.py kills one of each kind."""
     deployment = start_deployment(*TWO_BY_TWO).wait_until_ready()
     deployment.members["worker-1.0"].kill()
     assert deployment.process.wait(timeout=PATIENCE_S) == 1

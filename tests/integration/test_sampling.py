@@ -1,4 +1,4 @@
-"""Sampling end to end: `LLM` and the official client, beside what transformers computes."""
+"""Sampling end to end: `LLM` and the official client, compared with transformers."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ CHAT: Any = [{"role": "user", "content": "Which berth holds C417?"}]
 
 
 def reference_logprobs(tiny_model: tuple[Path, Any], token_ids: Sequence[int]) -> list[float]:
-    """Of every token but the first, by transformers."""
+    """Log probabilities of every token except the first, by transformers."""
     import torch
 
     with torch.inference_mode():
@@ -29,7 +29,7 @@ def reference_logprobs(tiny_model: tuple[Path, Any], token_ids: Sequence[int]) -
 
 
 def told_logprobs(output: RequestOutput) -> list[float]:
-    """Of every token of prompt and answer but the first."""
+    """Log probabilities of every token of prompt and answer except the first."""
     assert output.prompt_logprobs is not None
     assert output.logprobs is not None
     assert output.prompt_logprobs[0] is None

@@ -183,7 +183,7 @@ def test_a_message_that_cannot_be_read_ends_the_request_it_is_about(
     ScriptedWorker(engine, before_answer=lambda plan: time.sleep(0.001))
     client.add(1, max_tokens=1500)
     client.receive_until(lambda: len(client.tokens.get(1, [])) > 3)
-    for handle in (1, 2):  # nobody has the second
+    for handle in (1, 2):  # no client has the second one
         client.channel.socket.send(msgspec.msgpack.encode(message | {"handle": handle}))
     client.receive_until(lambda: 1 in client.finished)
     assert client.finished[1].reason is FinishReason.ERROR

@@ -1,5 +1,5 @@
-"""Thousands of requests made from /openapi.json, right and wrong ones: what comes back is what the
-document says, never a failure of the server."""
+"""Thousands of valid and invalid requests generated from /openapi.json: every response agrees with
+the document and is never a server error."""
 
 import subprocess
 import sys
@@ -14,8 +14,8 @@ PROGRAM = Path(sys.executable).parent / "schemathesis"
 
 @pytest.mark.slow
 def test_the_server_does_what_its_document_says(deployment: Deployment, tmp_path: Path) -> None:
-    """All of schemathesis' checks but one: a request that fits the schema may be refused, because
-    the schema cannot say what fits the model (its vocabulary, its length, text or audio)."""
+    """All checks of schemathesis except one: a valid request may be rejected, because the schema
+    cannot describe what fits the model (its vocabulary, its length, text or audio)."""
     flags = (
         "--no-color --continue-on-failure --phases examples,coverage,fuzzing "
         "--generation-deterministic --max-examples 20 --request-timeout 30 "

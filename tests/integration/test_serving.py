@@ -126,12 +126,12 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(
         assert choices[-1].finish_reason == "stop"
         assert is_stream or chunks[0].usage.completion_tokens <= 64
     num_generated = metrics(deployment)["longshore_generated_tokens_total"] - num_before
-    assert num_generated < 500  # of 6,000 that it would go on for
+    assert num_generated < 500  # of 6,000 that it would generate
 
 
 def test_usage_counts_tokens_found_in_the_prefix_cache(client: openai.OpenAI, model: str) -> None:
     prompt: Any = list(range(100, 180))
-    for expected in (0, 64):  # the last token is always computed, so one block of five is too
+    for expected in (0, 64):  # one of five blocks has the last token, which is computed
         completion = client.completions.create(model=model, prompt=prompt, max_tokens=1)
         assert completion.usage is not None
         details = completion.usage.prompt_tokens_details

@@ -1,4 +1,4 @@
-"""Clients that do not read, or do not finish asking, before a gateway process of its own."""
+"""Clients that do not read, or do not finish their requests, with a separate gateway process."""
 
 import asyncio
 import json
@@ -29,13 +29,15 @@ COMPLETIONS = "/v1/completions"
 TIMEOUT_S = 60
 NUM_TOKENS = 1000
 MAX_GROWTH_BYTES = 16 << 20
-# A long name makes long chunks, so that a few tokens fill what the kernel holds of a connection.
+# A long name makes long chunks, so that a few tokens fill the kernel's buffers of a connection.
 MODEL_NAME = "m" * 16_000
 BODY = json.dumps({"prompt": "x", "stream": True, "max_tokens": NUM_TOKENS}).encode()
 
 
 class GatewayProcess:
-    """pid: of the process; engine: runs here, on the test's loop."""
+    """pid: of the process
+    engine: runs in this process, on the test's loop.
+    """
 
     def __init__(self, engine: FakeEngine, port: int, pid: int) -> None:
         self.engine = engine
@@ -52,8 +54,8 @@ class GatewayProcess:
         return num_pages * os.sysconf("SC_PAGE_SIZE")
 
     async def stream_beside(self, slow: AddRequest) -> list[str]:
-        """The texts of another stream, whose client reads every token before the next one is sent
-        to both."""
+        """The texts of another stream, whose client reads every token before both streams get the
+        next one."""
         came = asyncio.Event()
         asking = asyncio.create_task(
             self.client.request(
@@ -76,7 +78,7 @@ class GatewayProcess:
 
 
 def letter(step: int) -> int:
-    """A token of one letter, in turn."""
+    """Tokens of one letter, in turn."""
     return 34 + 32 + step % 26
 
 
@@ -125,7 +127,7 @@ async def gateway_process(folder: Path, **settings: Any) -> AsyncIterator[Gatewa
 
 @contextmanager
 def slow_client(port: int) -> Iterator[socket.socket]:
-    """Has asked for a stream, and reads nothing unless the test does."""
+    """A client that has requested a stream, and reads nothing unless the test does."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", port))
@@ -168,7 +170,7 @@ async def test_client_that_reads_late_holds_up_nobody_and_gets_everything(tmp_pa
         late = texts_of([line[6:] for line in received.split(b"\n") if line.startswith(b"data: ")])
         assert len("".join(fast)) == NUM_TOKENS <= len(fast)
         assert "".join(late) == "".join(fast)
-        assert len(late) < len(fast)  # what had to wait came together
+        assert len(late) < len(fast)  # the tokens that had to wait came together
 
 
 async def test_client_that_never_reads_is_dropped(tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ async def test_client_that_never_reads_is_dropped(tmp_path: Path) -> None:
             await engine.wait_for(lambda: bool(engine.aborted))
             assert engine.aborted == [engine.requests[0].handle]
             received = await read_all(slow)
-            assert not received.endswith(b"0\r\n\r\n")  # it is told that something is missing
+            assert not received.endswith(b"0\r\n\r\n")  # the client sees that it is cut
 
 
 async def test_clients_with_half_a_request_keep_nobody_from_being_served(tmp_path: Path) -> None:
@@ -198,6 +200,6 @@ async def test_clients_with_half_a_request_keep_nobody_from_being_served(tmp_pat
         await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 1)
         gateway.finish(gateway.engine.requests[0])
         assert (await asking).status == 200
-        assert select.select(clients, [], [], 0) == ([], [], [])  # all of them are waited for
+        assert select.select(clients, [], [], 0) == ([], [], [])  # the test waits for all of them
         for client in clients:
             client.close()

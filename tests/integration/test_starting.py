@@ -1,4 +1,5 @@
-"""From the command to the first request: what is told meanwhile, and what is printed at the end."""
+"""From the command to the first request: progress reports, and the output when the server is
+ready."""
 
 import fcntl
 import json
@@ -25,7 +26,7 @@ DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2}
 MAX_NEW_TOKENS: Final = 7
 PENALTY: Final = 1.3
 
-# A family from another package, whose weights and whose first step take as long as somebody holds
+# A family from another package, whose weights and whose first step take as long as a process holds
 # the locks in $LOCKS.
 SLOW_FAMILY: Final = {
     "slow_config.py": """
@@ -68,7 +69,7 @@ def copy_of(model_dir: Path, folder: Path, **changes: dict[str, Any]) -> Path:
 
 
 def get(url: str) -> tuple[int, str]:
-    """Status and body; 0 while nobody listens."""
+    """Status and body; 0 while no server listens."""
     try:
         with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
             return response.status, response.read().decode()
@@ -81,7 +82,8 @@ def get(url: str) -> tuple[int, str]:
 
 @pytest.fixture
 def hold(tmp_path: Path) -> Iterator[Callable[[str], Callable[[], None]]]:
-    """`hold(lock)` takes one of the slow family's locks; what it returns lets it go."""
+    """`hold(lock)` takes one of the slow family's locks, and returns a function that releases
+    it."""
     with ExitStack() as held:
 
         def take(name: str) -> Callable[[], None]:
@@ -153,7 +155,7 @@ def test_blocks_and_their_bytes_are_printed(deployment: Deployment) -> None:
 def test_as_many_blocks_as_fit_a_share_of_the_memory_are_printed_with_their_bytes(
     start_deployment: StartDeployment,
 ) -> None:
-    """Of two ranks; of one rank below."""
+    """With two ranks; a test below has one."""
     deployment = start_deployment(
         "--tensor-parallel-size",
         "2",
@@ -169,7 +171,7 @@ def test_as_many_blocks_as_fit_a_share_of_the_memory_are_printed_with_their_byte
 def check_printed_share_of_memory(
     deployment: Deployment, dtype: str, *, num_shards: int = 1
 ) -> None:
-    """The least of what the ranks measure; they tell it in GiB with two decimals."""
+    """The minimum of what the ranks measure, which they report in GiB with two decimals."""
     num_blocks = printed_num_blocks(deployment, dtype, num_shards=num_shards)
     left_gib = [float(gib) for gib in re.findall(r"(\S+) GiB of memory free", deployment.output)]
     assert len(left_gib) == num_shards
@@ -181,14 +183,14 @@ def check_printed_share_of_memory(
 
 
 def block_bytes(dtype: str, num_shards: int) -> int:
-    """Of 16 tokens: keys and values of every layer and head that a rank has."""
+    """Bytes of a block of 16 tokens: keys and values of every layer and head of a rank."""
     head_dim = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
     num_heads = SHAPE["num_key_value_heads"] // num_shards
     return int(2 * 16 * num_heads * head_dim * DTYPE_BYTES[dtype] * SHAPE["num_hidden_layers"])
 
 
 def printed_num_blocks(deployment: Deployment, dtype: str, *, num_shards: int = 1) -> int:
-    """From the last line of the start, after a look at the rest of it."""
+    """The number of blocks in the last lines of the start. Checks all other numbers in them."""
     lines = deployment.output.splitlines()
     (ready,) = (line for line in lines if "ready at" in line)
     (line,) = (line for line in lines if "KV cache: " in line and "supervisor" in line)
@@ -206,14 +208,14 @@ def printed_num_blocks(deployment: Deployment, dtype: str, *, num_shards: int = 
     return num_blocks
 
 
-# What the folder says
+# What the folder sets
 
 
 @pytest.fixture(scope="module")
 def with_defaults(
     tiny_model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """Serves a folder that says how to sample and where to end; blocks as memory holds."""
+    """Serve a folder with sampling defaults and end tokens; the blocks depend on the memory."""
     folder = tmp_path_factory.mktemp("folder")
     (end,) = reference(tiny_model, PROMPTS[0])[2:3]
     changes = {
@@ -233,7 +235,7 @@ MESSAGE: Final = "Which berth holds C417?"
 
 
 def reference(tiny_model: tuple[Path, Any], prompt_ids: list[int], **settings: Any) -> list[int]:
-    """Of transformers, by default with the folder's settings but without an end."""
+    """Outputs of transformers, by default with the folder's settings but without an end token."""
     import torch
 
     settings = {"repetition_penalty": PENALTY, "eos_token_id": None} | settings

@@ -1,4 +1,4 @@
-"""Models that keep states, in processes that have some of the layers each."""
+"""Models with states, in processes that have some of the layers each."""
 
 from pathlib import Path
 
@@ -11,13 +11,14 @@ from tests.worker.models.conftest import prompt_of
 
 
 def test_long_prompts_go_through_two_stages_on_the_fewest_blocks(tmp_path: Path) -> None:
-    """Both stages' steps hold states of the one request that fits; nobody waits for ever."""
+    """The steps of both stages hold states of the only request that fits; no request waits
+    forever."""
     case = next(case for case in CASES if case.family == "Mamba2")
     model = make_tiny_model("Mamba2", tmp_path, **{"initializer_range": 0.2, **case.settings})
     prompts = [prompt_of(length, seed=length) for length in (150, 70, 110)]
     references = [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    num_blocks = 1 + 3  # the null block; a state to go on from, and one per stage
+    num_blocks = 1 + 3  # the null block; a state to continue from, and one per stage
     with LLM(
         tmp_path,
         device="cpu",

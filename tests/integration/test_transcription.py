@@ -33,7 +33,7 @@ GREEDY: Final = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
 
 
 class Reference:
-    """The model of transformers, and what it is fed with."""
+    """The transformers model, and its inputs."""
 
     def __init__(self, path: Path, model: Any) -> None:
         from transformers import WhisperFeatureExtractor, WhisperTokenizer
@@ -47,7 +47,7 @@ class Reference:
         return inputs.input_features
 
     def generate(self, piece: Samples, **arguments: Any) -> list[int]:
-        """The ids of the answer alone, end included."""
+        """The ids of the answer only, including the end."""
         ids: list[int] = self.model.generate(self.features(piece), **arguments)[0].tolist()
         return ids
 
@@ -61,7 +61,7 @@ class Reference:
 
 
 def some_sounds() -> list[Samples]:
-    """In which the model hears several languages, and says different things of each."""
+    """Sounds for which the model detects several languages and gives different answers."""
     return [tone(0.3 + 0.3 * n, 200.0 + 300 * n, noise=0.02 * n, seed=n) for n in range(6)]
 
 
@@ -253,7 +253,7 @@ def test_official_client_translates(
         ({"file": b"no sound"}, "cannot be read as audio"),
         ({"file": as_file(np.zeros(21 * 8000, np.float32), 8000)}, "longer than the limit of 20 s"),
     ],
-    # the same in every process: a file made now holds the time
+    # the same in every process, but a file created now contains the time
     ids=["format", "timestamps", "chunking", "include", "language", "no sound", "too long"],
 )
 def test_refusals_reach_the_official_client_as_its_own_errors(

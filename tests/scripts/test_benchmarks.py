@@ -1,5 +1,5 @@
-"""The benchmarks of the scheduler: each runs at a tiny size and writes the figures it promises.
-What the figures are is never asserted."""
+"""The benchmarks run at a tiny size and write the figures that they promise. The values are not
+asserted."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def test_the_step_benchmark_has_a_row_per_size_and_mode(tmp_path: Path) -> None:
         assert row["mean_us"] > 0
         assert row["plan_bytes"] > 0
         assert len(row["step_us_each"]) == 2
-    # A missing peer is said loudly and leaves no ratio.
+    # A missing peer causes a clear warning and leaves no ratio.
     assert "NO PEER: /nonexistent/python" in result.errors
     assert result.all["peer"] is None
     assert all(row["peer"] is None and row["ratio"] is None for row in result.rows)

@@ -1,4 +1,4 @@
-"""scripts/gpu_check: what it would do on a device, done on the CPU."""
+"""scripts/gpu_check, with its checks run on the CPU."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The quick start: its client against a stand-in server, and all of it with real processes."""
+"""The quick start: its client with a fake server, and all of it with real processes."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ first_chat = load_script("first_chat.py")
 
 @contextmanager
 def server_that_answers(text: str) -> Iterator[str]:
-    """A stand-in for the gateway that streams `text`, a word per event; yields its URL."""
+    """A fake gateway that streams `text`, one word per event; yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_arguments: object) -> None:
@@ -96,7 +96,7 @@ def test_log_of_a_server_that_dies_at_start_is_shown(
 
 
 def answer_once(python: Path, folder: Path) -> str:
-    """Run the quick start's client under `python`, outside the tree; its output."""
+    """Run the quick start's client with `python`, outside the tree; return its output."""
     command = [str(python), "-P", str(ROOT / "scripts" / "first_chat.py"), "--once"]
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -109,7 +109,8 @@ def test_quickstart_answers_right_and_ends(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the tree: a build folder in the tree would outlive a file."""
+    """The wheel, built from a copy of the tree, because a build folder in the tree could contain
+    old files."""
     tree = tmp_path_factory.mktemp("tree")
     for folder in ("src", *PACKAGES):
         ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")

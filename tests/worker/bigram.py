@@ -33,7 +33,7 @@ class BigramModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         rows = self.table.index_select(0, hidden)
-        # As a head that is cut into shards leaves them: with some columns behind the vocabulary.
+        # Like a head that is cut into shards: with some columns after the vocabulary.
         return torch.cat((rows, rows[:, :3]), dim=-1)[:, : len(self.table)]
 
 

@@ -30,7 +30,7 @@ NUMBERS: Final = np.array([number(code) for code in range(NAN)])
 def nearest(values: np.ndarray) -> np.ndarray:
     """The nearest codes, uint8; the even one on ties, and the largest number if out of range."""
     sizes = np.minimum(np.abs(values), NUMBERS[-1])
-    above = np.searchsorted(NUMBERS, sizes)  # a NaN comes behind all
+    above = np.searchsorted(NUMBERS, sizes)  # a NaN is sorted after all numbers
     above = np.minimum(above, NAN - 1)
     below = np.maximum(above - 1, 0)
     to_above, to_below = NUMBERS[above] - sizes, sizes - NUMBERS[below]

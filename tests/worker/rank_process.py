@@ -1,7 +1,7 @@
-"""One rank of a group after another, as a process: `python -m tests.worker.rank_process`.
+"""A process that is one rank of one group after another: `python -m tests.worker.rank_process`.
 
-Each line of its input is [RANK, LAYOUT.json, CASE]. CASE is a function of this file; what it
-returns is printed as a line.
+Each line of its input is [RANK, LAYOUT.json, CASE]. CASE is a function of this file, whose result
+is printed as a line.
 """
 
 import json
@@ -72,7 +72,8 @@ def lose(parallel: Parallel) -> str:
 
 
 def compile_slowly(parallel: Parallel) -> str:
-    """Rank 0 is later than `PATIENCE_S` at the first exchange, and never comes to the second."""
+    """Rank 0 is later than `PATIENCE_S` at the first exchange, and never takes part in the
+    second."""
     started = time.monotonic()
     while parallel.rank == 0 and time.monotonic() - started < 3 * PATIENCE_S:
         torch.ones(64, 64).mm(torch.ones(64, 64))
@@ -80,7 +81,7 @@ def compile_slowly(parallel: Parallel) -> str:
     parallel.set_timeout(PATIENCE_S)
     store = dist.distributed_c10d._get_default_store()
     if parallel.rank == 0:
-        store.wait(["noticed"])  # one that has left is noticed as gone, not as late
+        store.wait(["noticed"])  # a rank that has ended is reported as gone, not as late
         return "late"
     try:
         parallel.all_reduce(torch.zeros(4))

@@ -1,6 +1,6 @@
-"""Sampling as its definitions read: one row, one token, no tensors. The oracle of the fast one.
+"""Sampling as defined: one row, one token, no tensors. It is the oracle of the fast sampler.
 
-Logits and penalties are float32, as a model's are; probabilities are float64.
+Logits and penalties are float32, as in a model; probabilities are float64.
 """
 
 import math
@@ -46,7 +46,7 @@ def edited(
 
 
 def kept(logits: Float32s, sampling: SamplingParams) -> dict[int, float]:
-    """The tokens that may be drawn and their weights, in the order of drawing."""
+    """The tokens that may be sampled and their weights, in the order of sampling."""
     scaled = [float(logit) / sampling.temperature for logit in logits]
     most = max(scaled)
     weights = {i: math.exp(value - most) for i, value in enumerate(scaled)}

@@ -1,4 +1,4 @@
-"""`longshore doctor --plan`: what it says is what a worker then allocates."""
+"""`longshore doctor --plan`: a worker allocates what it prints."""
 
 import json
 import struct
@@ -144,7 +144,7 @@ def test_the_plan_is_printed_as_tables_and_as_json(
 def shown_plan(
     capsys: pytest.CaptureFixture[str], path: Path, **settings: Any
 ) -> tuple[str, dict[str, str]]:
-    """What is printed; and, by its left column, what the lines of the last table say."""
+    """The printed text, and the lines of the last table by their left column."""
     print_plan(options_for(path, **settings), as_json=False)
     shown = capsys.readouterr().out
     lines: dict[str, str] = {}
@@ -152,7 +152,7 @@ def shown_plan(
     for line in shown.splitlines():
         cells = [cell.strip() for cell in line.split("│")[1:-1]]
         if len(cells) == 2:
-            name = cells[0] or name  # a long value goes on below
+            name = cells[0] or name  # a long value continues on the next line
             lines[name] = f"{lines.get(name, '')} {cells[1]}".strip()
     return shown, lines
 

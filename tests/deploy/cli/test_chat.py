@@ -1,4 +1,4 @@
-"""What a conversation keeps of answers that come, that fail, and that are cut off."""
+"""Which answers a conversation keeps: complete ones, failed ones, and interrupted ones."""
 
 import asyncio
 import io

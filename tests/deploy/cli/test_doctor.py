@@ -1,4 +1,4 @@
-"""What `longshore doctor` makes of an engine's report, or of its silence."""
+"""The verdict of `longshore doctor` on an engine's report, or on a missing report."""
 
 import asyncio
 import io

@@ -1,4 +1,5 @@
-"""What commands say about a server that wants a key, and how they take its address."""
+"""Error messages of commands for a server that requires an API key, and the forms of its
+address."""
 
 import asyncio
 import subprocess
@@ -53,7 +54,7 @@ def test_an_answer_without_a_message_has_none(body: bytes) -> None:
 
 
 async def longshore(*arguments: str, said: str = "") -> str:
-    """What the command prints, in one line."""
+    """The output of the command, in one line."""
     run = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-m", "longshore.deploy", *arguments],

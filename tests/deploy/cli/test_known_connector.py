@@ -1,4 +1,4 @@
-"""A connector that could be loaded is refused before any process starts."""
+"""A valid connector is rejected before any process starts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command line: what it refuses, and how little it loads."""
+"""The command line: what it rejects, and that it imports little."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What has been added between two looks at `/metrics`."""
+"""Differences between two samples of `/metrics`."""
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -30,7 +30,7 @@ def test_a_rate_is_what_was_added_per_second_over_all_labels() -> None:
     window = two_looks(seconds=2.0, before={"a": 10}, after={"a": 25})
     assert window.rate("a_total") == 7.5
     assert window.rate("unknown_total") == 0
-    assert Window(window.now).rate("a_total") is None  # one look says nothing of a rate
+    assert Window(window.now).rate("a_total") is None  # one sample gives no rate
 
 
 def test_a_count_that_fell_is_that_of_a_process_that_began_again() -> None:

@@ -1,4 +1,4 @@
-"""The line that says where to ask, and the one with the sizes."""
+"""The log lines with the URL and with the size of the KV cache."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_the_line_is_a_row_with_the_model_and_what_fits() -> None:
     [
         ([8192], "1,000 x 8,192 = 8,192,000 bytes"),
         ([4096, 4096], "1,000 x 4,096 = 4,096,000 bytes on each of 2 workers"),
-        # Stages of two layers and of one.
+        # Stages with two layers and with one.
         ([8192, 4096], "1,000 x (8,192 + 4,096) = 12,288,000 bytes, per worker"),
     ],
 )

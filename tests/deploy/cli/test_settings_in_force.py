@@ -1,4 +1,4 @@
-"""What `LLM` and the benchmarks say about the settings that they ran with."""
+"""The settings that `LLM` and the benchmarks report."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""`longshore top`: what is shown of a server, and what happens when the server goes."""
+"""`longshore top`: what it shows of a server, and what happens when the server becomes
+unreachable."""
 
 import io
 import json
@@ -57,7 +58,8 @@ def with_workers(num_workers: int, *, num_steps: int = 7, **fields: Any) -> Sche
 
 
 def two_samples(num_workers: int = 1) -> Overview:
-    """Two seconds apart; in between, a request has ended and ten steps were taken."""
+    """Two samples with an interval of two seconds. In between, a request ended and ten steps
+    ran."""
     metrics = busy_metrics()
     metrics.observe_scheduler("0", with_workers(num_workers, compute_s=1.0, num_tokens=10))
     before = sample(metrics, 10.0)
@@ -182,7 +184,7 @@ def test_a_server_that_began_again_is_compared_with_nothing() -> None:
 
 
 class MetricsServer:
-    """Answers every GET with `metrics`, or with a status that is none of theirs."""
+    """Answers every GET with `metrics`, or with an unknown status."""
 
     def __init__(self) -> None:
         self.metrics = busy_metrics()

@@ -1,4 +1,4 @@
-"""A real gateway on a real port, in the test's own loop, before a scripted engine."""
+"""A real gateway on a real port, in the test's own loop, with a scripted engine."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from tests.deploy.gateway.fake_engine import IDENTITY, FakeEngine, Script, echo
 from tests.deploy.gateway.forms import encode_form
 from tests.deploy.tiny_tokenizer import EOS_ID, VOCAB_SIZE, save_tokenizer
 
-PATIENCE_S = 60.0  # for an answer that should come at once; other tests may have the processors
+PATIENCE_S = 60.0  # for an answer that should arrive at once; other tests may use the processors
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A scripted scheduler behind the real protocol: the gateway cannot tell the difference."""
+"""A scripted scheduler with the real protocol; a gateway cannot tell the difference."""
 
 import asyncio
 from collections.abc import Callable
@@ -105,7 +105,7 @@ Script = Callable[["FakeEngine", AddRequest], None]
 
 
 def echo(engine: "FakeEngine", request: AddRequest) -> None:
-    """Answer with the prompt's own ids, one per message, and stop as asked."""
+    """Answer with the prompt's own ids, one per message, and stop as requested."""
     token_ids = request.prompt_token_ids.tolist()[: request.sampling.max_tokens]
     for token_id in token_ids:
         engine.send_tokens(request, [token_id])
@@ -113,17 +113,19 @@ def echo(engine: "FakeEngine", request: AddRequest) -> None:
 
 
 def never_answer(engine: "FakeEngine", request: AddRequest) -> None:
-    """Take the request and say nothing."""
+    """Accept the request and never answer."""
 
 
 def score_of(position: int, num_best: int) -> tuple[float, int, list[tuple[int, float]]]:
-    """What this engine thinks of any token at `position`: log probability, rank, best tokens."""
+    """The scores that this engine gives to any token at `position`: log probability, rank, best
+    tokens."""
     best = [(2 + (position + place) % 90, -0.25 * (place + 1)) for place in range(num_best)]
     return -0.125 * (position + 1), position + 1, best
 
 
 def scored_echo(engine: "FakeEngine", request: AddRequest) -> None:
-    """As `echo`, with log probabilities where they are asked for: the prompt's in two messages."""
+    """As `echo`, with log probabilities if they are requested. Those of the prompt come in two
+    messages."""
     prompt, sampling = request.prompt_token_ids.tolist(), request.sampling
     if sampling.prompt_logprobs is not None:
         half = len(prompt) // 2
@@ -159,10 +161,11 @@ def _scores(request: AddRequest, positions: range, num_best: int) -> TokenLogpro
 class FakeEngine:
     """Binds the clients' endpoint on the running loop and follows a script per request.
 
-    requests: everything that was asked; aborted: handles that clients gave up; stopped: ends that
-    clients found.
-    num_describes: how often it was asked for a report or a map of its blocks; it answers while
-    `report` or `block_snapshot` is set.
+    requests: all requests.
+    aborted:  handles of aborted requests.
+    stopped:  ends that clients found.
+    num_describes: number of requests for a report or a snapshot of its blocks. It answers these
+        while `report` or `block_snapshot` is set.
     """
 
     def __init__(self, endpoint: Endpoint, script: Script = echo) -> None:
@@ -209,7 +212,7 @@ class FakeEngine:
             self.arrived.set()
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Until a message has made it true; fails after a minute."""
+        """Wait until a message has made the condition true; fail after a minute."""
         async with asyncio.timeout(60):
             while not condition():
                 self.arrived.clear()
@@ -241,7 +244,7 @@ class FakeEngine:
         self.send(EngineFailed(reason))
 
     def close(self) -> None:
-        """As if the process had died: the connection breaks."""
+        """Break the connection, as if the process had died."""
         self._watcher.close()
         self._channel.socket.close(linger=100)
         self._context.term()

@@ -1,4 +1,4 @@
-"""Forms as a client sends them."""
+"""Forms as clients send them."""
 
 import secrets
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 def encode_form(
     fields: Mapping[str, str | list[str]], files: Mapping[str, bytes]
 ) -> tuple[str, bytes]:
-    """The content type and the body. A field with a list of values comes several times."""
+    """The content type and the body. A field with a list of values occurs several times."""
     boundary = secrets.token_hex(16)
     parts = [
         (f'name="{name}"', value.encode())

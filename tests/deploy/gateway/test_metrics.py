@@ -1,4 +1,4 @@
-"""What Prometheus scrapes."""
+"""The metrics that Prometheus scrapes."""
 
 from collections.abc import Sequence
 
@@ -76,7 +76,7 @@ def test_what_takes_time_before_the_first_token_is_told_apart() -> None:
         1, FinishReason.STOPPED, 3, num_cached_tokens=16, events=(*events, *again)
     )
     metrics.phases_known(end, first_token_s=0.75)
-    metrics.phases_known(end, first_token_s=None)  # it never had one
+    metrics.phases_known(end, first_token_s=None)  # it never had a token
     metrics.phases_known(msgspec.structs.replace(end, events=events[:1]), None)  # nor a step
     shown = samples(metrics)
     assert shown["longshore_cached_prompt_tokens_total"] == 48

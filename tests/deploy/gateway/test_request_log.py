@@ -1,4 +1,4 @@
-"""What the gateway's log says of HTTP requests, and what it never says."""
+"""What the gateway logs about HTTP requests, and what it never logs."""
 
 import asyncio
 import json

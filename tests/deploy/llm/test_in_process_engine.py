@@ -1,4 +1,4 @@
-"""The engine inside the caller's own process."""
+"""The engine in the caller's own process."""
 
 from pathlib import Path
 

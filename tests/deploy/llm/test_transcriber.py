@@ -1,4 +1,4 @@
-"""Many audios to transcripts, before something that answers at once."""
+"""Many audio inputs to transcripts, with a fake engine that answers at once."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -39,9 +39,8 @@ def speech(tmp_path: Path) -> SpeechModel:
 
 
 class Ear:
-    """Answers with the loudness of each piece, and names German, or nothing if it is 0.
-
-    num_asked: requests of each batch.
+    """Answers with the loudness of each piece, and detects German, or no language for loudness 0.
+    num_asked: number of requests of each batch.
     """
 
     def __init__(self, speech: SpeechModel) -> None:
@@ -56,7 +55,7 @@ class Ear:
 
     @property
     def num_held(self) -> int:
-        """Of the pieces that have been answered."""
+        """The handles of the answered pieces."""
         return sum(ref() is not None for ref in self._seen)
 
     def _answer(self, request: SpeechRequest) -> RequestOutput:
@@ -66,7 +65,7 @@ class Ear:
 
 
 def sound(*loudness: int) -> tuple[Samples, int]:
-    """A piece of each."""
+    """One piece of each input."""
     return np.concatenate([np.full(1600, 0.1 * each, np.float32) for each in loudness]), RATE
 
 
@@ -107,7 +106,7 @@ def test_what_is_answered_is_not_held_while_more_is_decoded(
     num_held = []
 
     class Recorded:
-        """Samples that note when they are read."""
+        """Samples that record when they are read."""
 
         def __array__(self, *_: Any, **__: Any) -> Any:
             num_held.append(ear.num_held)

@@ -1,4 +1,4 @@
-"""A machine that has what a test says, in a folder."""
+"""A machine that has what a test specifies, in a folder."""
 
 import errno
 import resource
@@ -27,8 +27,8 @@ HEALTHY: Final[Mapping[str, str]] = {
 
 
 def fake_host(root: Path, files: Mapping[str, str | None] = {}, **answers: Any) -> Host:
-    """A healthy machine of two cores with four processors, but for `files` (None: there is none)
-    and `answers`."""
+    """A healthy machine of two cores with four processors, except for `files` (None: the file is
+    missing) and `answers`."""
     for name, text in {**HEALTHY, **files}.items():
         if text is not None:
             (root / name).parent.mkdir(parents=True, exist_ok=True)

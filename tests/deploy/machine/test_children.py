@@ -1,4 +1,4 @@
-"""Imports in children: what each comes to, whatever the library does."""
+"""Imports in child processes: each has a result, no matter what the library does."""
 
 import contextlib
 import sys

@@ -1,4 +1,4 @@
-"""What is said of libraries, given what their imports came to."""
+"""Findings about libraries, given the results of their imports."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,8 +32,8 @@ def look(
     files: Mapping[str, str] = {},
     **outcomes: Mapping[str, Any] | str,
 ) -> dict[str, Finding]:
-    """outcomes: facts by the name of the probe, or why there are none; torch has no CUDA, and
-    others load."""
+    """outcomes: by name of the probe, facts, or the reason why there are none. By default torch has
+    no CUDA, and all others load."""
     asked: list[str] = []
 
     def probe(names: list[str]) -> dict[str, ProbeResult]:
@@ -48,7 +48,7 @@ def look(
     found = {
         each.what: each for each in package_findings(fake_host(root, files), versions.get, probe)
     }
-    for name in asked[1:]:  # nothing is imported that is not installed
+    for name in asked[1:]:  # packages that are not installed are not imported
         assert found[f"extra {name}"].state != "absent"
     return found
 

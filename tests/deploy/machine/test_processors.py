@@ -1,4 +1,4 @@
-"""Processors of made-up machines."""
+"""Processors of fictitious machines."""
 
 import platform
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Memory, disk and limits of made-up machines."""
+"""Memory, disk and limits of fictitious machines."""
 
 import errno
 import resource

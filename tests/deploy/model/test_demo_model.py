@@ -55,7 +55,7 @@ def prompt_ids(prompt: DemoPrompt) -> list[int]:
 def answer(
     model: LlamaForCausalLM, ids: list[int], cache: DynamicCache | None = None, limit: int = 8
 ) -> str:
-    """Greedy answer; positions that `cache` holds are not computed again."""
+    """The greedy answer. Positions in `cache` are not computed again."""
     output = model.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),
@@ -105,7 +105,7 @@ def test_text_of_ids_decoded_one_more_at_a_time_only_grows(text: str) -> None:
     shown = ""
     for length in range(len(ids) + 1):
         decoded = TOKENIZER.decode(ids[:length])
-        if not decoded.endswith("\N{REPLACEMENT CHARACTER}"):  # a character's bytes, still coming
+        if not decoded.endswith("\N{REPLACEMENT CHARACTER}"):  # an incomplete character
             assert decoded.startswith(shown)
             shown = decoded
     assert shown == text

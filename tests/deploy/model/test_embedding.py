@@ -65,7 +65,7 @@ def test_what_is_not_computed_is_named_when_a_vector_is_asked_for(
     model = read_embedding_model(write(tmp_path, names, pooling), 64)
     with pytest.raises(ValueError, match=says):
         model.pooling()
-    assert model.pooling(kind="mean").kind == "mean"  # a way of one's own is no guess
+    assert model.pooling(kind="mean").kind == "mean"  # unknown kinds of pooling are not guessed
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '[{"idx": 0}]', "[]", '[{"type": 1, "path": ""}]'])

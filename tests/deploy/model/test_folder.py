@@ -1,4 +1,4 @@
-"""What the settings learn from a model folder's JSON files."""
+"""Which settings come from a model folder's JSON files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Models by hub id, fetched with the real client from a small hub on the loopback interface."""
+"""Models by hub id, downloaded with the real client from a small hub on the loopback interface."""
 
 import json
 import os
@@ -27,8 +27,7 @@ FILES = {
 
 class Hub:
     """Serves one repository, `own/er`. `close` may be called twice.
-
-    num_requests: how often it was asked for anything.
+    num_requests: the number of requests to the hub.
     """
 
     def __init__(self) -> None:
@@ -93,7 +92,8 @@ def hub() -> Iterator[Hub]:
 
 
 def resolve(model: str, *, endpoint: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    """`resolve_model` in an interpreter of its own: the client reads its settings when imported."""
+    """`resolve_model` in a separate interpreter, because the client reads its settings when
+    imported."""
     program = (
         "import sys; from longshore.deploy.model.hub import resolve_model\n"
         "from longshore.protocol.errors import ConfigError\n"

@@ -1,4 +1,4 @@
-"""Files of sound to samples, and where long ones are cut."""
+"""Sound files to samples, and where long audio is split."""
 
 import contextlib
 import sys
@@ -206,7 +206,7 @@ def test_missing_extra_is_named_with_the_command_that_installs_it(
         read_audio(file, RATE)
     with pytest.raises(ConfigError, match=r"pip install 'longshore\[audio\]'"):
         read_audio((tone(0.1), 8_000), RATE)
-    assert len(read_audio((tone(0.1), RATE), RATE)) == 1600  # samples at the rate need neither
+    assert len(read_audio((tone(0.1), RATE), RATE)) == 1600  # at this rate, neither is needed
 
 
 def test_cut_is_where_it_is_quiet() -> None:

@@ -16,7 +16,7 @@ END = 0
 
 
 def logprobs_after(table: list[list[float]], tokens: tuple[int, ...]) -> list[tuple[int, float]]:
-    """A model whose next token hangs on the last one alone; the likeliest first."""
+    """A model whose next token depends only on the last one; the most likely first."""
     values = np.array(table[tokens[-1] if tokens else 0])
     values = values - np.log(np.exp(values).sum())
     return sorted(enumerate(values.tolist()), key=lambda pair: -pair[1])

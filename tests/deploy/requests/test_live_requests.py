@@ -1,4 +1,4 @@
-"""A client's table of requests: handles out, columns in."""
+"""A client's table of requests: messages out, columns in."""
 
 from itertools import chain
 
@@ -102,7 +102,7 @@ def test_scores_reach_their_positions_and_the_newest_of_a_position_counts() -> N
     requests.apply(EngineOutputs(logprobs=early))
     both = columns((first.handle, 10), (second.handle, 20))
     entries = scores(
-        (first.handle, 1, [2], [-0.5]),  # again: it was preempted
+        (first.handle, 1, [2], [-0.5]),  # again, because it was preempted
         (first.handle, 2, [10, 11], [-0.25, -0.125]),
         (second.handle, 2, [20], [-2.0]),
         (99, 0, [1], [-1.0]),

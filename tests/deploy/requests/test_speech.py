@@ -1,4 +1,4 @@
-"""What a Whisper is asked, compared with what transformers' tokenizer would ask."""
+"""Requests to a Whisper model, compared with the prompts of transformers' tokenizer."""
 
 import hashlib
 from pathlib import Path
@@ -32,7 +32,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def speech_model(path: Path, **settings: Any) -> SpeechModel:
-    """settings: of generation_config.json, beside the usual ones."""
+    """settings: of generation_config.json, in addition to the usual ones."""
     save_whisper_tokenizer(path)
     save_whisper_settings(path, **settings)
     return read(path)

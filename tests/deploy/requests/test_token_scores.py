@@ -1,4 +1,4 @@
-"""Log probabilities out of the columns of the wire, samples' seeds, and ids that cannot be."""
+"""Log probabilities from the columns of a message, seeds of samples, and invalid ids."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Settings as users write them: numpy's numbers are numbers, a fraction of a token is none."""
+"""Settings as users write them: numpy's numbers are accepted, fractions of a token are not."""
 
 from typing import Any
 

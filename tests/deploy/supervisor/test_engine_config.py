@@ -1,4 +1,4 @@
-"""From a user's settings to every component's own."""
+"""The settings of every component, derived from a user's settings."""
 
 import json
 import math
@@ -324,7 +324,7 @@ def test_runtime_directory_too_deep_for_a_socket_is_refused(
     runtime_dir.remove()
 
 
-# What the layers of a model keep
+# Memory of a model's layers
 
 WINDOWS = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -395,10 +395,11 @@ def test_what_a_model_of_states_cannot_do_is_refused_before_it_is_loaded(
 
 
 def test_blocks_too_few_are_counted_with_what_is_in_flight(tmp_path: Path) -> None:
-    """Two groups of windows of 39 tokens behind the newest, and one that keeps all 160."""
+    """Two groups with windows of 39 tokens before the newest one, and one group that keeps all 160
+    tokens."""
     write(tmp_path, **WINDOWS)
     settings: dict[str, Any] = {"max_num_batched_tokens": 32, "max_model_len": 160}
-    in_flight = {1: 6, 2: 8}  # blocks of 39 + 32 and 39 + 64 tokens that begin anywhere
+    in_flight = {1: 6, 2: 8}  # blocks of 39 + 32 and 39 + 64 tokens, from any offset
     for num_steps, num_window_blocks in in_flight.items():
         settings["async_scheduling"] = num_steps == 2
         needed = 1 + 10 + 2 * num_window_blocks

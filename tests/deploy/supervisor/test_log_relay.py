@@ -1,4 +1,4 @@
-"""Lines of several processes on one stream."""
+"""Log lines of several processes on one stream."""
 
 import errno
 import io
@@ -122,11 +122,11 @@ def test_what_a_stranger_chose_is_one_line_in_either_format(
     if format_line is json_line:
         assert json.loads(shown.split("\n")[0])["request_id"] == nasty
     else:
-        assert len(shown.splitlines()) <= 3  # what no logger wrote may have ended a line itself
+        assert len(shown.splitlines()) <= 3  # output that was not logged may have line ends
 
 
 class FullDisk(io.StringIO):
-    """Takes nothing while `is_full`."""
+    """Accepts nothing while `is_full`."""
 
     is_full = False
 

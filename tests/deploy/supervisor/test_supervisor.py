@@ -1,4 +1,4 @@
-"""The supervisor with real children that behave, fail, hang, die or ignore it."""
+"""The supervisor with real child processes that behave, fail, hang, die or ignore signals."""
 
 import io
 import os
@@ -125,7 +125,7 @@ def test_children_whose_teller_fails_are_told_by_the_supervisor(
 def test_children_that_end_together_are_told_at_once(
     supervisor: Supervisor, output: io.StringIO
 ) -> None:
-    """Each of the last two ends only when the other one has been told, too."""
+    """Each of the last two processes ends only when the other one has been told to stop, too."""
     workers = [spec(f"worker {engine}.0", "serve", stop_group="workers") for engine in range(2)]
     gateways = [spec(f"gateway {n}", "await others", stop_group="gateways") for n in range(2)]
     supervisor.start([*workers, *gateways], timeout_s=60)
@@ -250,7 +250,7 @@ def test_the_death_of_another_engines_worker_does_not_disturb_an_orderly_end(
     wait_until(lambda: worker.poll() is not None)
     timer = threading.Timer(0.5, waits_for_this_process.unlink)
     timer.start()
-    assert not supervisor.stop(drain_timeout_s=60)  # for the worker's sake
+    assert not supervisor.stop(drain_timeout_s=60)  # because of the worker
     timer.join()
     assert nothing_is_left(supervisor)
     assert "scheduler 1" not in caplog.text

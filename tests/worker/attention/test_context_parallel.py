@@ -60,7 +60,7 @@ class SharedSequences:
         self.num_blocks = sum(widths) + 4
         block_ids = list(range(1, self.num_blocks))
         random.Random(seed).shuffle(block_ids)
-        # Entries behind a sequence's own are stale: they name a block that is somebody else's.
+        # Entries after a sequence's own are stale: they refer to blocks of other sequences.
         self.table = np.full((len(lens), max(widths) + 1), block_ids.pop(), np.int32)
         for row, width in enumerate(widths):
             self.table[row, :width] = [block_ids.pop() for _ in range(width)]

@@ -69,7 +69,7 @@ class PagedSequences:
         buffer = torch.full((num_blocks, size + 24), math.nan, dtype=dtype)
         self.view = PagedLatents(buffer[:, :size].unflatten(1, (NUM_LAYERS, block_size, head_size)))
         self.view.latents[0] = 0  # the null block
-        # Entries behind a sequence's own are stale: they name a block that is somebody else's.
+        # Entries after a sequence's own are stale: they refer to blocks of other sequences.
         self.table = np.full((len(lens), max(widths) + 1), block_ids.pop(), np.int32)
         for row, width in enumerate(widths):
             self.table[row, :width] = [block_ids.pop() for _ in range(width)]

@@ -120,7 +120,7 @@ class Serving:
                 chunks.append(PrefillChunk(row, len(slots), count, end))
             else:
                 decodes.append((row, end))
-            slots += [0] * count  # nobody asks where a token's own slot is
+            slots += [0] * count  # a token's own slot is never used
             self.computed[row] = end
         spans = [slice(self.computed[row] - scheduled[row], self.computed[row]) for row in rows]
         inputs = torch.cat([self.sequences[r][0][s] for r, s in zip(rows, spans, strict=True)])
@@ -387,7 +387,7 @@ class Rows(RuleBasedStateMachine):
 
 
 def aligned(num_computed: int, num_new: int) -> int:
-    """Whether a step ends in the block in which it begins, or at a block border: see
+    """Whether a step ends in the block in which it begins, or at a block boundary: see
     MambaManager."""
     offset = num_computed % BLOCK_SIZE
     if offset + num_new <= BLOCK_SIZE:

@@ -126,7 +126,8 @@ class Step:
         return list(out.view(-1, self.num_heads, head_dim).split(counts))
 
     def check(self, kernels: Native) -> None:
-        # What a score is off by grows with its size, and makes the weights so much wrong.
+        # The error of a score grows with its size, and causes the same relative error in the
+        # weights.
         excess = max(1.0, (self.kind.scale or 0.0) * self.cache.head_dim**0.5)
         for row, actual in enumerate(self.attend(kernels)):
             tolerance = TOLERANCES[actual.dtype] * excess

@@ -304,7 +304,7 @@ def run_ahead(num_steps: int, device: SlowDevice) -> list[list[int]]:
         ]
     )
     host.start()
-    host.join(timeout=0.2)  # as far ahead as it gets while nothing is copied
+    host.join(timeout=0.2)  # as far ahead as possible while nothing is copied
     for _ in range(2 * num_steps):
         device.may_copy.release()
     host.join()

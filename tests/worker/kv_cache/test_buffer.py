@@ -73,7 +73,7 @@ def test_a_copy_has_keys_and_values_of_all_layers_and_zeros_after_its_tokens() -
     planes = cache.view(0).planes
     planes[1:] = torch.randn(planes[1:].shape).half()
     before = planes.clone()
-    # Block 3 is copied from and to: what it held goes on to block 5.
+    # Block 3 is copied from and to: its old content is copied to block 5.
     cache.copy_blocks(*torch.tensor([[1, 3, 1], [3, 5, 4], [16, 5, 1]]), [3])
     assert torch.equal(planes[3], before[1])
     assert torch.equal(planes[5, :, :, :5], before[3, :, :, :5])

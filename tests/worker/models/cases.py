@@ -58,7 +58,7 @@ GRANITE: Final = {
 @dataclass(frozen=True)
 class Case:
     """family:         of transformers, as in `LlamaForCausalLM`.
-    settings:       fields of its config beside those of tests.models.SHAPE.
+    settings:       fields of its config in addition to tests.models.SHAPE.
     max_model_len:  the longest request that is served, in tokens.
     prompt_lengths: in tokens.
     """

@@ -17,7 +17,8 @@ LIMIT_S = 100.0
 
 
 class GlooPair:
-    """The processes of gloo_rank.py, started at the first question. Their errors go to stderr."""
+    """The processes of gloo_rank.py, which start at the first request. Their errors go to
+    stderr."""
 
     def __init__(self, make_folder: Callable[[], Path]) -> None:
         """make_folder: makes a folder for the rendezvous of a pair."""
@@ -25,10 +26,8 @@ class GlooPair:
         self._ranks: list[subprocess.Popen[str]] = []
 
     def answers(self, checkpoint: Checkpoint) -> list[list[list[int]]]:
-        """By rank, the NUM_TOKENS greedy tokens after each prompt.
-
-        After an error (a rank that has ended, or is late), the next question gets a new pair.
-        """
+        """By rank, the NUM_TOKENS greedy tokens after each prompt. After an error (a rank has
+        ended, or is late), the next request starts a new pair."""
         job = {
             "path": str(checkpoint.path),
             "max_model_len": checkpoint.case.max_model_len,

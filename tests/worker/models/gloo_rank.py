@@ -1,7 +1,8 @@
 """One of two tensor parallel ranks over gloo: `python gloo_rank.py STORE SHARD`.
 
 Each line of its input is a JSON object: a model's `path`, its `max_model_len`, `prompts` and
-`num_tokens`. What each prompt is answered is a line of its output, as JSON. It ends with its input.
+`num_tokens`. For each it prints one line of JSON with the answers to the prompts. It ends when its
+input ends.
 """
 
 import json

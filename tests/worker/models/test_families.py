@@ -80,7 +80,7 @@ def test_prompt_log_probabilities_equal_those_of_transformers(
 ) -> None:
     checkpoint = checkpoint_of(case)
     model = PagedModel(checkpoint.path, max_model_len=case.max_model_len)
-    exact = copy.deepcopy(checkpoint.reference).double()  # its own rounding is not to count
+    exact = copy.deepcopy(checkpoint.reference).double()  # without transformers' rounding
     for prompt in checkpoint.prompts:
         got = forward_logits([model], prompt).log_softmax(-1)
         wanted = reference_logits(exact, prompt).log_softmax(-1)
@@ -101,10 +101,11 @@ def test_rounded_logits_stay_as_near_the_exact_ones_as_transformers_own(
         exact = reference_logits(checkpoint.reference, prompt)
         ours.append((forward_logits([model], prompt) - exact).abs().mean())
         theirs.append((reference_logits(rounded, prompt) - exact).abs().mean())
-    # Rounding differs with the order of operations; ours may not stray further than transformers'.
+    # Rounding differs with the order of operations; ours may not differ more from float32 than that
+    # of transformers.
     if hasattr(checkpoint.reference.config, "num_experts_per_tok"):
-        # Where two experts are nearly equal, rounding may choose the other one, in either model,
-        # and then all that follows differs: a prompt where that does not happen must be as near.
+        # If two experts are nearly equal, rounding may select the other one, in either model, and
+        # all later values differ. So the prompt for which this does not happen must be as near.
         assert min(our / their for our, their in zip(ours, theirs, strict=True)) < 1.5
     else:
         assert sum(ours) < 1.5 * sum(theirs)

@@ -77,7 +77,7 @@ def test_logits_of_every_shard_equal_those_of_transformers(
         ]
         return forward_logits(stages, prompt)
 
-    exact = copy.deepcopy(checkpoint.reference).double()  # its own rounding is not to count
+    exact = copy.deepcopy(checkpoint.reference).double()  # without transformers' rounding
     with torch.inference_mode():
         wanted = exact(torch.tensor([prompt])).logits[0].float()
     for got in on_every_rank(num_shards, num_stages, run):
@@ -124,7 +124,7 @@ def test_a_shard_holds_its_part_of_every_matrix(case: Case, checkpoint_of: Check
             dtype=torch.float32,
             device=torch.device("cpu"),
             parallel=places[0],
-        )  # not loaded, which may lay matrices out anew
+        )  # not loaded, because loading may change the layout of matrices
         return {
             name: sum(place.numel() for place, _ in stored.parts)
             for name, stored in model.checkpoint_tensors().items()

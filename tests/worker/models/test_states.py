@@ -1,4 +1,4 @@
-"""Models with states under the real scheduler: snapshots, and the memory of long prompts."""
+"""Models with states and the real scheduler: snapshots, and the memory of long prompts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,8 @@ WITH_STATES = [
 def test_a_prefix_is_found_up_to_the_last_chunk_that_ended_within_it(
     case: Case, checkpoint_of: CheckpointOf
 ) -> None:
-    """Chunks are cut at block borders and leave a state there from which others continue."""
+    """Chunks are cut at block boundaries and leave a state there, from which other requests
+    continue."""
     checkpoint = checkpoint_of(case)
     first, budget = prompt_of(200, seed=5), 70
     shared = [10, 31, 63, 64, 65, 127, 128, 140, 191, 193]
@@ -41,7 +42,7 @@ def test_a_prefix_is_found_up_to_the_last_chunk_that_ended_within_it(
     ends = [
         *range(chunk, 200, chunk),
         192,
-    ]  # the last chunk is a whole number of blocks, and a rest
+    ]  # the last chunk is a number of whole blocks, and a rest
     wanted = [max((end for end in ends if end <= count), default=0) for count in shared]
     assert found == wanted
     references = [greedy_reference(checkpoint.reference, p, NUM_TOKENS) for p in [first, *prompts]]

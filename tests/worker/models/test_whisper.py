@@ -74,7 +74,7 @@ class Heard:
         return greedy_transcript(self.reference, features, prompt, num_tokens)
 
     def logits(self, samples: npt.NDArray[np.float32], token_ids: Sequence[int]) -> torch.Tensor:
-        exact = copy.deepcopy(self.reference).double()  # its own rounding is not to count
+        exact = copy.deepcopy(self.reference).double()  # without transformers' rounding
         features = input_features(self.path, samples).double()
         with torch.inference_mode():
             given = exact(input_features=features, decoder_input_ids=torch.tensor([token_ids]))
@@ -307,7 +307,7 @@ def test_too_loud_audio_is_clipped_and_does_not_affect_other_requests(
 ) -> None:
     rows = transcribe(plain)
     rows.start({0: 1e30 * SOUNDS[0], 1: SOUNDS[1]})
-    rows.finish([0, 1])  # no step may say that its logits are no numbers
+    rows.finish([0, 1])  # no step may report non-finite logits
     assert_greedy_equal(rows.answers([1]), [plain.answer(SOUNDS[1])])
 
 
@@ -414,7 +414,7 @@ def test_blocks_of_cross_attention_have_the_bytes_that_its_heads_need(plain: Hea
     # 2 layers, keys and values of 16 tokens, 4 heads of 16 elements of 4 bytes
     assert cross.block_size_bytes == own.block_size_bytes == 2 * 2 * 16 * 4 * 16 * 4 == 16_384
     assert report.block_bytes == 16_384
-    # 96 tokens of a request fill 6 blocks; 50 of the encoder begin 4
+    # 96 tokens of a request fill 6 blocks; 50 encoder tokens need 4
     assert [group.max_blocks for group in report.groups] == [6, 4]
     assert report.groups[1].kind == "cross attention to 50"
     assert report.max_concurrency == (NUM_BLOCKS - 1) / 10

@@ -27,7 +27,7 @@ class Meeting:
         self._parts[shard] = part.clone()
         self._barrier.wait()
         parts = [part for part in self._parts if part is not None]
-        self._barrier.wait()  # nobody puts down the next before all have seen these
+        self._barrier.wait()  # no thread stores its next tensor before all have read these
         return parts
 
     def leave(self) -> None:

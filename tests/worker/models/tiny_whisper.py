@@ -48,7 +48,7 @@ def make_tiny_whisper(path: Path, **overrides: Any) -> Any:
     torch.manual_seed(0)
     model = WhisperForConditionalGeneration(config).eval().float()
     for name, parameter in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if name.endswith("bias"):  # zeros and ones would hide what is mixed up
+        if name.endswith("bias"):  # zeros and ones would hide mixed-up tensors
             torch.nn.init.normal_(parameter, std=0.1)
         elif name.endswith("norm.weight"):
             parameter.data += torch.empty_like(parameter).uniform_(-0.5, 0.5)

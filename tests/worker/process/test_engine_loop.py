@@ -130,7 +130,8 @@ def test_every_plan_is_answered_in_order_with_its_epoch_and_step(engine: EngineT
 def test_a_plan_is_prepared_while_the_previous_one_still_computes(engine: EngineThread) -> None:
     engine.gate.clear()
     engine.scheduler.send(first_plan(engine))
-    # A mismatch can be noticed only by taking the second plan in, which the device never reached.
+    # The loop can notice a mismatch only by reading the second plan, which the device never
+    # reached.
     engine.scheduler.send(msgspec.structs.replace(engine.plans.plan(), epoch=EPOCH + 1))
     assert isinstance(engine.receive(), WorkerFailed)
     engine.gate.set()

@@ -21,7 +21,7 @@ from tests.worker.rank_process import NUM_STEPS, PATIENCE_S
 
 
 class Ranks:
-    """Processes that are ranks of one group after another: starting them is what costs."""
+    """Processes that are ranks of one group after another, because starting them is expensive."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[str]] = []
@@ -35,7 +35,7 @@ class Ranks:
         timeout_s: float = 20,
         num_sharing: int = 1,
     ) -> list[Any]:
-        """What each rank returned. A rank that has ended is replaced for the next case."""
+        """The result of each rank. A rank that has ended is replaced for the next case."""
         layout = RankLayout(
             tensor_parallel_size=num_shards,
             pipeline_parallel_size=num_stages,
@@ -58,7 +58,7 @@ class Ranks:
         return [json.loads(process.stdout.readline()) for process in ranks]  # type: ignore[union-attr]
 
     def wait_for_end(self, rank: int) -> int:
-        """Of a rank that leaves: its exit status."""
+        """The exit status of a rank that leaves."""
         return self._processes[rank].wait()
 
     def close(self) -> None:

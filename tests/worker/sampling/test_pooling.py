@@ -77,7 +77,7 @@ def test_tokens_are_in_row_order_with_zeros_for_pooling_rows(
         )
     first, second = plain.sampled_tokens.tolist()
     assert output.sampled_tokens.tolist() == [0, first, 0, second]
-    assert output.logprobs is None  # what a pooling row's sampling settings say is nothing
+    assert output.logprobs is None  # sampling settings of a pooling row have no effect
     assert output.pooled_rows.tolist() == [0, 2]
     for vector, prompt in zip(output.pooled, (PROMPT[:9], PROMPT), strict=True):
         assert vector.dtype == np.float32

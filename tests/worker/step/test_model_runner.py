@@ -144,7 +144,7 @@ class Adversary:
     [
         SamplingParams(temperature=0.0),
         SamplingParams(seed=1),
-        # The device alone knows the newest token when these are prepared.
+        # Only the device knows the newest token when these steps are prepared.
         SamplingParams(seed=2, repetition_penalty=1.3, frequency_penalty=1.0),
         SamplingParams(temperature=0.0, bad_words_token_ids=tuple((i, i + 1) for i in range(60))),
     ],
@@ -394,7 +394,8 @@ def test_a_rewound_row_computes_again_what_was_discarded(
     outputs.add(runner.execute(plans.plan({3: 30}, added=[Entry(3, prompt)])))
     for _ in range(9):
         outputs.add(runner.execute(plans.plan()))
-    # 39 tokens computed, 40 known; the last 4 are void, and KV is good only for the first 16.
+    # 39 tokens are computed and 40 known; the last 4 are void, and KV is valid only for the first
+    # 16.
     tokens = outputs.tokens[3][:-4]
     outputs.tokens[3] = tokens
     rewind = Rewind(row=3, num_computed_tokens=16, num_discarded_tokens=4, num_known_tokens=36)
@@ -577,7 +578,7 @@ def test_a_fork_continues_from_a_copy_that_is_made_before_anything_is_computed(
     target = plans.free.pop()
     cache[target] = 9.0
     other = [*prompt[:37], (prompt[37] + 1) % 128]
-    cache[source, :, :, 7:] = math.nan  # nobody's tokens yet
+    cache[source, :, :, 7:] = math.nan  # no request's tokens yet
     plan = plans.plan(
         {1: 1},
         added=[Entry(1, other, blocks=[first, second, target], num_computed_tokens=37)],
@@ -614,7 +615,7 @@ def test_non_finite_logits_are_reported_by_row_and_do_not_affect_other_rows(
         output = runner.execute(plans.plan({2: 3, 4: 20, 9: 1}, added=poisoned))
         assert output.nan_rows.tolist() == [2, 9]
         assert output.num_nans.tolist() == [128, 128]
-        # The next owner of those blocks reads beyond its own tokens in them, and is not poisoned.
+        # The next owner of those blocks reads beyond its own tokens in them, and must not read NaN.
         plans.free.sort(key=lambda block_id: block_id in plans.blocks[2] + plans.blocks[9])
         used = [*plans.blocks[2], *plans.blocks[9]]
         plan = plans.plan({1: 2, 3: 2}, added=[Entry(1, [5, 6]), Entry(3, [7, 8])], finished=[2, 9])
@@ -639,7 +640,7 @@ def test_a_step_that_fails_is_reported_and_so_is_every_one_after_it(
     first = runner.submit(plans.plan(), reports.append)
     assert first is not None
     first.wait()
-    monkeypatch.undo()  # it is the queue that gives up, whatever could run again
+    monkeypatch.undo()  # the queue ends, whatever else could run
     last = runner.submit(plans.plan(), reports.append)
     assert last is not None
     last.wait()

@@ -1,4 +1,4 @@
-"""GET /dashboard and /dashboard/state: the page, and what it shows."""
+"""GET /dashboard and /dashboard/state: the page and its data."""
 
 import asyncio
 import base64
@@ -26,7 +26,7 @@ PAGE = Dashboard(lambda: None, 1.0)
 
 
 def unpacked(text: str, dtype: Any) -> np.ndarray:
-    """An array of the state."""
+    """Decode an array of the state."""
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype)
 
 
@@ -55,9 +55,9 @@ async def test_page_asks_no_other_host_for_anything_and_has_no_inline_handlers()
     assert headers["content-type"].startswith("text/html")
     assert headers["referrer-policy"] == "no-referrer"
     addresses = set(re.findall(r"(?:https?:)?//[\w.]+\.\w+[^\s'\"]*", text))
-    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, which nobody asks for
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a name that is never resolved
     assert not re.search(r"<[^>]+\s(on\w+|style)=", text)
-    assert "innerHTML" not in text  # ids come from clients
+    assert "innerHTML" not in text  # clients choose ids
 
 
 async def test_page_has_words_for_every_state_of_a_block() -> None:
@@ -144,7 +144,7 @@ async def test_a_silent_scheduler_and_a_dead_one_are_told_apart(
         gateway.engine.fail("worker 0 was lost")
         await gateway.engine.wait_for(lambda: True)
         answer = await gateway.get("/dashboard/state")
-        assert answer.status in (503, 504)  # it may ask before it has read of the end
+        assert answer.status in (503, 504)  # 504 if the gateway has not noticed the end yet
         answer = await gateway.get("/dashboard/state")
         assert answer.status == 503
         assert "worker 0 was lost" in json.loads(answer.body)["error"]["message"]

@@ -1,4 +1,4 @@
-"""Which engine takes the next prompt."""
+"""Which engine gets the next prompt."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def prompt(num_tokens: int) -> LiveRequest:
 
 
 class Gateway:
-    """One that counts for its `EngineChoice` what it has where."""
+    """A client that reports to its `EngineChoice` which requests it has on which engine."""
 
     def __init__(self, num_engines: int, **settings: Any) -> None:
         self.choice = EngineChoice(num_engines, **settings)
@@ -78,7 +78,7 @@ def test_an_engine_s_report_tells_of_other_gateways_if_there_are_any(
 ) -> None:
     choice = EngineChoice(2, num_gateways=num_gateways)
     choice.note_report(0, num_requests=10, num_own=3)
-    choice.note_report(1, num_requests=2, num_own=6)  # four have ended there that nobody knows of
+    choice.note_report(1, num_requests=2, num_own=6)  # four have ended, without a message yet
     assert choice.num_others == num_others
     assert [choice.load(0, 3), choice.load(1, 6)] == [3 + weight, 6]
 
@@ -88,7 +88,7 @@ NUM_GATEWAYS = 4
 
 
 class SeveralGateways(RuleBasedStateMachine):
-    """Against a model that counts everything anew."""
+    """Compare with a model that counts everything again at each step."""
 
     @initialize(number=st.integers(0, 3))
     def start(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""GET /engine/report: the scheduler's own words, or why there are none."""
+"""GET /engine/report: the scheduler's report, or the reason why there is none."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ async def test_a_silent_scheduler_is_a_504_that_says_so(start_gateway: StartGate
             error = json.loads(answer.body)["error"]
             assert error["code"] == "scheduler_silent"
             assert "the scheduler has not answered for 0.1 s" in error["message"]
-        gateway.engine.send(REPORT)  # it wakes up and answers what was asked long ago
+        gateway.engine.send(REPORT)  # it wakes up and answers the old request
         gateway.engine.report = REPORT
         assert (await gateway.get("/engine/report")).status == 200
 

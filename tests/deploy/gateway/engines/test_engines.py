@@ -1,4 +1,4 @@
-"""Several engines used as one: who gets what, and what becomes of it when one is gone."""
+"""Several engines used as one: which engine gets which request, and what happens if one dies."""
 
 import gc
 import weakref
@@ -25,7 +25,7 @@ from tests.deploy.gateway.fake_engine import IDENTITY, REPORT, STATS, FakeEngine
 
 @asynccontextmanager
 async def running(count: int, **settings: Any) -> AsyncIterator[tuple[Engines, list[FakeEngine]]]:
-    """Engines that say nothing by themselves."""
+    """Engines that send messages only on request."""
     runtime_dir = RuntimeDir()
     endpoints = [runtime_dir.endpoint(f"clients-{number}") for number in range(count)]
     fakes = [FakeEngine(endpoint, never_answer) for endpoint in endpoints]
@@ -61,7 +61,7 @@ async def test_prompts_are_shared_out_and_forks_stay_with_what_they_fork() -> No
         await fakes[0].wait_for(lambda: len(fakes[0].requests) == 3)
         assert [request.fork_of for request in fakes[1].requests[2:]] == [prompts[1].handle] * 2
         assert engines.num_own_requests == engines.num_live_requests == 7
-        assert submit(engines).engine == 0  # which has one less
+        assert submit(engines).engine == 0  # which has one request less
 
 
 async def test_each_engine_is_told_of_its_own_ends() -> None:
@@ -86,7 +86,7 @@ async def test_a_prompt_without_an_answer_yet_weighs_until_it_has_one_or_is_give
         await fakes[0].wait_for(lambda: len(fakes[0].requests) == 3)
         fakes[0].send_tokens(fakes[0].requests[0], [7])
         fakes[0].send_tokens(fakes[0].requests[1], [7])
-        await engines.describe(5, 0)  # which comes behind the tokens
+        await engines.describe(5, 0)  # which arrives after the tokens
         assert long[0].take_token_ids() == short[0].take_token_ids() == [7]
         assert engines_of([submit(engines) for _ in range(2)]) == [0, 0]
 
@@ -109,7 +109,7 @@ async def test_what_has_ended_with_a_report_is_not_taken_for_one_s_own() -> None
         fake.send(EngineOutputs(finished=(end,), stats=STATS))
         await engines.describe(5)
         num_there = STATS.num_running + STATS.num_waiting
-        assert engines.num_live_requests == num_there  # one of them is from here
+        assert engines.num_live_requests == num_there  # one of them is from this client
         assert engines.num_own_requests == 1
 
 
@@ -118,7 +118,7 @@ async def test_a_dead_engine_gets_nothing_more_and_all_dead_are_an_error() -> No
         first = submit(engines)
         fakes[0].fail("worker 0.0 was lost")
         with pytest.raises(EngineDead):
-            await engines.describe(5, 0)  # whose answer would come behind it
+            await engines.describe(5, 0)  # whose answer would arrive after it
         assert first.failure is engines.death
         assert engines_of([submit(engines) for _ in range(3)]) == [1, 1, 1]
         engines.shut_down("the server is shutting down")
@@ -135,10 +135,10 @@ async def test_what_other_gateways_have_at_an_engine_is_known_from_its_report() 
         submit(engines)
         fakes[1].send(EngineOutputs(stats=msgspec.structs.replace(STATS, num_steps=9)))
         fakes[1].report = REPORT
-        await engines.describe(5, 1)  # which comes behind the statistics
+        await engines.describe(5, 1)  # which arrives after the statistics
         assert seen == [("1", 9)]
         assert engines.num_own_requests == 2
-        assert engines.num_live_requests == 2 + 3  # four are there, one of them is from here
+        assert engines.num_live_requests == 2 + 3  # of its four, one is from this client
         assert engines_of([submit(engines) for _ in range(3)]) == [0, 0, 1]  # half of them count
 
 
@@ -154,5 +154,5 @@ async def test_seeds_are_repeatable_and_each_gateway_s_own() -> None:
             return [placed[(first + i) % count][i // count].sampling.seed for i in range(4)]
 
     one = await seeds(0, 1)
-    assert one == await seeds(0, 1) == await seeds(0, 2)  # wherever a request goes
+    assert one == await seeds(0, 1) == await seeds(0, 2)  # on whichever engine
     assert not {*one} & {*await seeds(1, 2)}

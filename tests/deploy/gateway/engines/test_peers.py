@@ -1,4 +1,4 @@
-"""What gateways of one deployment tell each other."""
+"""What the gateways of one deployment exchange."""
 
 import asyncio
 import socket

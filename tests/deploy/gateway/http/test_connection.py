@@ -1,4 +1,4 @@
-"""What one connection may send before the gateway looks at it."""
+"""What a connection may send before the gateway handles a request."""
 
 import asyncio
 import json
@@ -27,8 +27,9 @@ POST = (
 
 
 async def exchange(gateway: RunningGateway, *parts: bytes) -> bytes:
-    """Everything the server says until it closes the connection; CUT_OFF if it closed it on data
-    that it had not read, which may overtake what it said."""
+    """All data from the server until it closes the connection, or CUT_OFF. The result is CUT_OFF if
+    the server closed the connection with unread data, because the reset may overtake the response.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -165,7 +166,7 @@ async def test_client_that_pipelined_and_goes_away_is_aborted(start_gateway: Sta
 
 
 class Unread(asyncio.Transport):
-    """Of a client that reads as `sizes` say, and then nothing more."""
+    """A transport whose client has read as much as `sizes` say, in turn, and then nothing more."""
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__()
@@ -213,7 +214,7 @@ def fill(made: BoundedConnection) -> None:
 
 
 def answer(made: BoundedConnection) -> None:
-    """With less than fills the connection."""
+    """With less data than fills the connection."""
     made.on_response_complete()
 
 
@@ -234,7 +235,7 @@ async def test_client_is_dropped_when_it_reads_nothing_not_when_it_reads_slowly(
     write(made)
     async with asyncio.timeout(TIMEOUT_S):
         await client.is_dropped.wait()
-    assert client.sizes_left == 1  # it was asked until it stood still
+    assert client.sizes_left == 1  # it was checked until the client no longer read
     made.connection_lost(ConnectionResetError())
 
 

@@ -1,4 +1,4 @@
-"""The API as a client sees it, over a real connection, before a scripted engine."""
+"""The API as a client sees it, over a real connection, with a scripted engine."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def chunks_of(answer: HttpAnswer) -> list[dict[str, Any]]:
 
 
 def say(text: str, reason: FinishReason = FinishReason.STOPPED) -> Any:
-    """A script that answers `text`, a token at a time, and an end token."""
+    """A script that answers with `text`, one token at a time, and an end token."""
 
     def script(engine: FakeEngine, request: AddRequest) -> None:
         token_ids = [*ids_of(text), 1]

@@ -1,4 +1,4 @@
-"""Ids, keys and the bound on answers under way, before anything else is looked at."""
+"""Request ids, API keys and the limit of live requests, which are checked before anything else."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ async def test_a_request_id_and_a_trace_reach_the_engine_and_come_back(
             assert json.loads(answer.body)["id"].startswith("cmpl-order-66-")
         one, other = gateway.engine.requests
         assert one.request_id.startswith("cmpl-order-66-")
-        assert one.request_id != other.request_id  # the engine tells them apart all the same
+        assert one.request_id != other.request_id  # the engine can still distinguish them
         assert one.trace_headers == {"traceparent": TRACE}
 
 
@@ -86,7 +86,7 @@ async def test_only_those_with_a_key_are_served(
                 assert error_of(answer)["code"] == "invalid_api_key"
                 assert answer.headers["www-authenticate"] == "Bearer"
                 assert "first" not in answer.body.decode()
-        for path in ("/health", "/ready", "/metrics"):  # probes have no key
+        for path in ("/health", "/ready", "/metrics"):  # probes send no key
             assert (await gateway.get(path)).status == 200
 
 
@@ -108,7 +108,7 @@ async def test_what_does_not_fit_beside_the_live_answers_is_told_to_come_back(
         assert (await waiting).status == 200
         engine.script = _end
         assert (await gateway.post("/v1/completions", two)).status == 200
-        # More than would ever fit is still answered, alone: nothing would be gained by waiting.
+        # A request that could never fit is accepted if it is alone: waiting would not help.
         four = {"prompt": ["a"] * 4, "max_tokens": 1}
         assert (await gateway.post("/v1/completions", four)).status == 200
 

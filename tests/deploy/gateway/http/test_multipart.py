@@ -1,4 +1,4 @@
-"""Forms: what a client encodes comes back, and what is no form is refused."""
+"""Forms are decoded to what the client encoded, and invalid forms are rejected."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Deadlines, and what a request shares through the prefix cache."""
+"""Deadlines, and which prefixes requests share."""
 
 import asyncio
 from typing import Any

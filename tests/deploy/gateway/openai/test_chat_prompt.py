@@ -1,4 +1,4 @@
-"""How a chat becomes a prompt: begun, continued, and with words for the template."""
+"""How a chat becomes a prompt: new answers, continued answers, and arguments of the template."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""The endpoint before a scripted engine: what it asks, what it refuses, what it gives up."""
+"""The embeddings endpoint with a scripted engine: what it requests, rejects and aborts."""
 
 import asyncio
 import base64
@@ -24,7 +24,7 @@ MODEL = EmbeddingModel(size=4)
 
 
 def pooled(engine: FakeEngine, request: AddRequest) -> None:
-    """The number of tokens, and the first of them; two are found in the cache."""
+    """A vector with the number of tokens and the first token; two tokens are found in the cache."""
     vector = np.array([len(request.prompt_token_ids), request.prompt_token_ids[0]], np.float32)
     end = FinishedRequest(
         request.handle, FinishReason.STOPPED, 0, num_cached_tokens=2, pooled=vector

@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the gateway does."""
+"""The OpenAPI document agrees with the gateway."""
 
 import json
 from typing import Any
@@ -43,7 +43,7 @@ def test_every_reference_leads_somewhere() -> None:
 def test_every_parameter_that_is_accepted_is_named(kind: type[Any]) -> None:
     properties = SCHEMAS[kind.__name__]["properties"]
     assert set(kind.__struct_fields__) <= properties.keys()
-    assert properties["user"] == {}  # anything, and to no effect
+    assert properties["user"] == {}  # any value, without effect
     assert properties["parallel_tool_calls"] == {"enum": [None, True, False]}
     assert SCHEMAS[kind.__name__]["additionalProperties"] is False
 

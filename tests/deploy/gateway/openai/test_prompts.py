@@ -1,4 +1,4 @@
-"""Where prompts are tokenized, and where they are given up."""
+"""On which thread prompts are tokenized, and when that is aborted."""
 
 import threading
 from typing import Any, cast
@@ -13,7 +13,7 @@ from longshore.deploy.model.folder import SamplingDefaults
 
 
 class RecordingTokenizer:
-    """One token per prompt, or too many; remembers on which thread each was encoded."""
+    """One token per prompt, or too many; records the thread on which each prompt was encoded."""
 
     def __init__(self) -> None:
         self.threads: list[int] = []

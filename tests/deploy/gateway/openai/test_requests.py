@@ -1,4 +1,4 @@
-"""Request bodies: what is served, what changes nothing, and what is refused by its name."""
+"""Request bodies: what is supported, what is ignored, and what is rejected by name."""
 
 import contextlib
 import json

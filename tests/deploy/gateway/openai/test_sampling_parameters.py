@@ -1,4 +1,4 @@
-"""Sampling over HTTP: settings on their way in, several answers and log probabilities out."""
+"""Sampling over HTTP: settings of requests, several answers, and log probabilities."""
 
 import json
 from typing import Any
@@ -122,7 +122,7 @@ async def test_answers_are_numbered_prompt_by_prompt_with_seeds_of_their_own(
         answer = answer_of(await gateway.post("/v1/completions", body))
         assert [c["index"] for c in answer["choices"]] == list(range(6))
         assert [c["text"] for c in answer["choices"]] == ["one"] * 3 + ["two"] * 3
-        # A prompt counts once, and so does what its first answer found cached.
+        # A prompt counts once, and so do the cached tokens of its first answer.
         assert answer["usage"]["prompt_tokens"] == 6
         assert answer["usage"]["completion_tokens"] == 18
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 4

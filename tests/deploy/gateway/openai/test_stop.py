@@ -1,4 +1,4 @@
-"""Stop strings over HTTP: what the client sees, and what the engine is told."""
+"""Stop strings over HTTP: what the client gets, and what the engine is sent."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ NUM_KEPT = len(ids_of("one END"))
 
 
 def endless(engine: FakeEngine, request: AddRequest) -> None:
-    """Sends a token per message, far more than the answer keeps, and an end that knows of it."""
+    """Sends one token per message, far more than the answer keeps, and stops when notified."""
     token_ids = ids_of(TEXT)
     for token_id in token_ids:
         engine.send_tokens(request, [token_id])
@@ -75,7 +75,7 @@ async def test_the_engine_is_told_once_and_at_once(start_gateway: StartGateway) 
         asked = asyncio.create_task(client)
         await engine.wait_for(lambda: bool(engine.stopped))
         (request,) = engine.requests
-        assert not asked.done()  # what it cost is the engine's to say
+        assert not asked.done()  # the engine counts the computed tokens
         engine.finish(request, FinishReason.STOPPED, num_output_tokens=NUM_KEPT)
         (choice,) = json.loads((await asked).body)["choices"]
         assert choice["message"]["content"] == "one "
@@ -95,7 +95,7 @@ async def test_an_answer_without_its_stop_is_whole(start_gateway: StartGateway) 
     async with start_gateway(say("the berth, the E")) as gateway:
         answer = await gateway.post("/v1/completions", {"prompt": "p", "stop": ["END", "pier"]})
         (choice,) = json.loads(answer.body)["choices"]
-        assert choice["text"] == "the berth, the E"  # `E` could have begun a stop
+        assert choice["text"] == "the berth, the E"  # `E` could be the beginning of a stop string
         assert gateway.engine.stopped == []
 
 

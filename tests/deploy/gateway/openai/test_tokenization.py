@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize give what the generating endpoints would send."""
+"""/tokenize and /detokenize give the tokens that the generating endpoints would send."""
 
 import json
 from typing import Any
@@ -32,7 +32,7 @@ async def test_ids_are_those_that_a_generation_would_send(start_gateway: StartGa
         assert text["count"] == len(sent[0])
         assert text["max_model_len"] == 64
         assert text["token_strs"] is None
-        assert chat["tokens"][0] == BOS_ID  # the template's; a second one is asked for by name
+        assert chat["tokens"][0] == BOS_ID  # from the template; a second one only on request
         assert (await tokenize(gateway, prompt="x", return_token_strs=True))["token_strs"] == ["x"]
 
 

@@ -1,4 +1,4 @@
-"""Transcriptions as a client sees them, before a scripted engine that hears amplitudes."""
+"""Transcriptions as a client sees them, with a scripted engine that recognises amplitudes."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ Start = Callable[..., AbstractAsyncContextManager[RunningGateway]]
 
 
 def sound(*loudness: int) -> Samples:
-    """A window of each loudness, from 0."""
+    """One window of each loudness, from 0."""
     return np.concatenate([np.full(1600, 0.1 * each, np.float32) for each in loudness])
 
 
@@ -47,8 +47,8 @@ def error_of(answer: HttpAnswer) -> dict[str, Any]:
 
 
 class Listener:
-    """Answers each piece with the word of its loudness, a token at a time, and the end. It names
-    a language with `language`. The pieces of one audio are answered last first."""
+    """Answers each piece with the word for its loudness, one token at a time, and the end. Language
+    detection returns `language`. The pieces of one audio are answered last first."""
 
     def __init__(self, tokenizer: ModelTokenizer, num_pieces: int = 1) -> None:
         self.tokenizer = tokenizer
@@ -105,7 +105,7 @@ async def test_audio_becomes_its_text(start: Start, tokenizer: ModelTokenizer) -
             "usage": {
                 "type": "tokens",
                 "input_tokens": 54,
-                "output_tokens": 4,  # the end among them
+                "output_tokens": 4,  # including the end
                 "total_tokens": 58,
                 "input_token_details": {"audio_tokens": 50, "text_tokens": 4},
             },
@@ -196,7 +196,7 @@ async def test_stream_grows_with_the_tokens(start: Start, tokenizer: ModelTokeni
             if "delta" not in event:
                 return
             deltas.append(event["delta"])
-            if len(deltas) == 1:  # what follows is sent once this is here
+            if len(deltas) == 1:  # the rest is sent once this has arrived
                 (request,) = engine.requests
                 engine.send_tokens(request, others)
                 engine.finish(request, FinishReason.LENGTH_CAPPED, num_output_tokens=4)
@@ -264,7 +264,7 @@ async def test_no_more_answers_are_under_way_than_are_taken(
             refused |= done
         assert {task.result().status for task in refused} == {429}
         await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 3)
-        noise = await gateway.post_form(PATH, file=b"noise", **fields)  # is not even looked at
+        noise = await gateway.post_form(PATH, file=b"noise", **fields)  # is not even read
         assert noise.status == 429
         for task in pending:
             task.cancel()

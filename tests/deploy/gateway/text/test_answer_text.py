@@ -1,4 +1,5 @@
-"""Stop strings end an answer where they first end in its text, and nothing of them is shown."""
+"""An answer ends at the first end of a stop string in its text, and no part of the stop string is
+returned."""
 
 from collections.abc import Sequence
 
@@ -18,7 +19,7 @@ TOKENIZERS = {
         ("byte fallback", byte_fallback_tokenizer()),
     )
 }
-# Few letters, so that stops overlap; `the` is one token, the ship four.
+# Few letters, so that stop strings overlap; `the` is one token, `ship` four.
 letters = st.sampled_from(["a", "b", "the", "🚢"])
 texts = st.lists(letters, max_size=12).map("".join)
 words = st.lists(letters, min_size=1, max_size=4).map("".join)
@@ -26,7 +27,7 @@ sizes_of_pieces = st.lists(st.integers(1, 5), min_size=1)
 
 
 def cut(text: str, stops: StopStrings) -> tuple[str, bool]:
-    """By the definition: the earliest end of a stop, and of those that end there the longest."""
+    """By the definition: the earliest end of a stop string, and the longest one that ends there."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops.texts if text[:end].endswith(stop)]
         if found:
@@ -91,11 +92,11 @@ def test_tokens_behind_the_one_that_ends_a_stop_do_not_count() -> None:
     tokenizer = TOKENIZERS["byte level"]
     _, answer = read(tokenizer, tokenizer.encode("a the b"), StopStrings((" th",)), sizes=(5,))
     assert answer.is_stopped
-    assert answer.num_tokens == 2  # ` the` is one token: it holds the stop
+    assert answer.num_tokens == 2  # ` the` is one token: it contains the stop string
 
 
 def test_what_the_first_min_tokens_say_is_not_looked_at() -> None:
     tokenizer = TOKENIZERS["byte level"]
     shown, answer = read(tokenizer, tokenizer.encode("ababab"), StopStrings(("ab",), min_tokens=3))
-    assert "".join(shown) == "aba" + "b"  # the `a` of a stop must itself come later
+    assert "".join(shown) == "aba" + "b"  # the `a` of a stop string must come later itself
     assert answer.num_tokens == 6

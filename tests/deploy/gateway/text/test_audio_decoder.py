@@ -1,4 +1,4 @@
-"""Uploads to features: what is held at a time, and what ends with the client."""
+"""Uploads to features: how much is held at a time, and what ends when the client disconnects."""
 
 import asyncio
 import threading
@@ -43,7 +43,7 @@ async def test_features_are_the_pieces_of_the_sound(speech: SpeechModel) -> None
 async def test_sound_is_taken_while_there_is_room(speech: SpeechModel) -> None:
     decoder = AudioDecoder(max_bytes=5 * SECOND_BYTES)
     file = as_file(tone(2.0))
-    for _ in range(3):  # what was held is given back
+    for _ in range(3):  # held memory is released
         async with AsyncExitStack() as held:
             for _ in range(2):
                 await held.enter_async_context(decoder.features(file, speech, MAX_S))
@@ -132,7 +132,7 @@ async def test_decoding_ends_when_nobody_waits(
     task.cancel()
     await asyncio.wait([task])
     resume.set()
-    # On the one thread, behind the other; and there is room for it.
+    # On the single thread, after the other one; and there is capacity for it.
     async with decoder.features(as_file(tone(0.5)), speech, MAX_S):
         pass
     assert num_reads == 1 + 2

@@ -1,4 +1,4 @@
-"""Chat templates: the model's own, in a sandbox, with the globals that templates expect."""
+"""Chat templates: those of models, in a sandbox, with the globals that templates expect."""
 
 import json
 from pathlib import Path

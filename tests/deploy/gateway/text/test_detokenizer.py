@@ -1,4 +1,4 @@
-"""Streams of tokens become text without a broken character, equal to decoding all at once."""
+"""Streams of tokens become text without broken characters, equal to decoding all tokens at once."""
 
 from collections.abc import Sequence
 
@@ -46,7 +46,7 @@ def pieces(
     sizes: Sequence[int] = (1,),
     prompt: Sequence[int] = (),
 ) -> list[str]:
-    """What appears when the ids arrive in chunks of the given sizes, in turn."""
+    """The text that appears when the ids arrive in chunks of the given sizes, repeated in turn."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt)
     shown = []
     start = 0

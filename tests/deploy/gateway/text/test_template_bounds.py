@@ -1,4 +1,4 @@
-"""Templates that would never end or fill the memory are refused; honest ones render as ever."""
+"""Templates that never end or fill the memory are rejected; others are rendered as before."""
 
 import json
 import resource
@@ -20,7 +20,7 @@ TEXT = "{% set n = namespace(x='ab') %}"
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had."""
+    """The peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 

@@ -1,4 +1,4 @@
-"""What a tokenizer keeps of long texts, and what it remembers."""
+"""How much of long texts a tokenizer encodes, and what it caches."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -16,7 +16,9 @@ LONG = "the ships, the crates " * 20_000
 
 
 class CountingTokenizer:
-    """num_characters: that were encoded; decoded: ids that were, in order."""
+    """num_characters: the number of encoded characters.
+    decoded: the ids that were decoded, in order.
+    """
 
     def __init__(self) -> None:
         self._tokenizer = byte_level_tokenizer()
@@ -57,7 +59,7 @@ def test_what_is_cut_off_is_not_tokenized(keeps_end: bool) -> None:
     counting = CountingTokenizer()
     tokenizer = model_tokenizer(counting, keeps_end=keeps_end)
     assert len(tokenizer.encode_cut(LONG, 100, with_special=False)) == 100
-    assert counting.num_characters == 2 * MAX_INLINE_CHARACTERS  # counted, then cut
+    assert counting.num_characters == 2 * MAX_INLINE_CHARACTERS  # counted, then truncated
 
 
 def test_texts_of_tokens_are_remembered_if_the_vocabulary_holds_them() -> None:
