@@ -200,7 +200,7 @@ class Recovery:
         if self.encoder is not None and request.multimodal:
             self.encoder.rewound(request)
         self.num_rewinds += 1
-        self.plan.add_rewind(self.running.rewind_row(row, num_tokens, newest_step))
+        self.plan.rewound[row] = self.running.rewind_row(row, num_tokens, newest_step)
         self.lifecycle.log.rewound(request, step=newest_step, num_tokens=num_tokens)
 
     def _holders(self, sources: dict[int, int]) -> Iterator[_Holder]:

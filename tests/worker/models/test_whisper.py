@@ -240,7 +240,7 @@ def test_a_rewind_does_not_affect_the_encoder_tokens(
     rows.start({0: SOUNDS[0]})
     for _ in range(5):
         rows.step()
-    back = Rewind(row=0, num_computed_tokens=0, num_discarded_tokens=2, num_known_tokens=8)
+    back = Rewind(row=0, num_computed_tokens=0, num_known_tokens=8)
     del rows.tokens[0][-2:]
     plan = rows.step({0: 8}, rewound=[back])
     assert not plan.encoder_inputs
