@@ -6,6 +6,7 @@ import msgspec
 
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
+from longshore.protocol.kv_cache_spec import LongestRequest
 from longshore.protocol.transport.channel import Endpoint
 
 
@@ -116,10 +117,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Slots after the settled tokens that all steps in flight may use for one request."""
         return self.max_steps_in_flight * self.token_budget + self.num_lookahead_tokens
 
-    @property
-    def longest_request(self) -> tuple[int, int, int]:
-        """Arguments of `KVCacheSpec.max_blocks` for the longest request."""
-        return self.max_model_len, self.max_tokens_in_flight, self.max_steps_in_flight
+    def longest_request(self, context_parallel_size: int) -> LongestRequest:
+        """The longest request that may run, on a cache whose blocks this many ranks share."""
+        return LongestRequest(
+            self.max_model_len,
+            self.max_tokens_in_flight,
+            self.max_steps_in_flight,
+            context_parallel_size,
+        )
 
     @property
     def encoder_capacity(self) -> int:

@@ -514,11 +514,7 @@ def _check(
     config: SchedulerConfig, cache: CacheConfig, kv_cache: KVCacheConfig, *, has_connector: bool
 ) -> None:
     """Raise ConfigError for settings that these KV cache groups do not support."""
-    check_holds_one_request(
-        kv_cache.groups,
-        kv_cache.num_blocks,
-        *config.longest_request,
-        context_parallel_size=cache.context_parallel_size,
-    )
+    longest = config.longest_request(cache.context_parallel_size)
+    check_holds_one_request(kv_cache.groups, kv_cache.num_blocks, longest)
     check_states(config, [group.spec for group in kv_cache.groups], has_connector=has_connector)
     check_encoder(config, kv_cache, has_connector=has_connector)

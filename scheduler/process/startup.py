@@ -71,12 +71,8 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             open_socket(context, zmq.ROUTER, config.clients, bind=True), ToEngine
         )
         num_sharing = config.cache.context_parallel_size
-        tokens = tokens_that_fit(
-            kv_cache.groups,
-            kv_cache.num_blocks,
-            *config.scheduler.longest_request,
-            context_parallel_size=num_sharing,
-        )
+        longest = config.scheduler.longest_request(num_sharing)
+        tokens = tokens_that_fit(kv_cache.groups, kv_cache.num_blocks, longest)
         block_sizes = sorted({group.spec.block_size * num_sharing for group in kv_cache.groups})
         lifeline.report(
             Ready(
