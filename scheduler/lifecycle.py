@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from longshore.protocol.outputs import FinishReason, RequestEvent
-from longshore.protocol.requests import AddRequest, Malformed, MalformedAdd
+from longshore.protocol.requests import AddRequest, Malformed
 from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.features.encoder import EncoderCache
 from longshore.scheduler.features.forks import Forks, fork_problem
@@ -132,7 +132,7 @@ class Lifecycle:
         handle = malformed.handle
         if (request := self.get(client, handle)) is not None:
             self.end(request, Outcome(FinishReason.ERROR, text), now)
-        elif isinstance(malformed, MalformedAdd):
+        elif malformed.message == "add":
             self.outputs.add_rejection(client, handle, FinishReason.ERROR, text, 0)
             self.log.unreadable(text, client=client, handle=handle)
 
