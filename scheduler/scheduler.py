@@ -216,7 +216,6 @@ class Scheduler:
         self._recovery = Recovery(
             config=config,
             running=self.running,
-            waiting=self.waiting,
             holds=self._holds,
             kv_cache=self.kv_cache,
             in_flight=self._in_flight,

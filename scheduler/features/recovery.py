@@ -23,7 +23,6 @@ from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Outcome, Request
 from longshore.scheduler.step.in_flight import PastOccupant, PlannedStep, StepsInFlight
 from longshore.scheduler.step.plan_builder import PlanBuilder
@@ -45,16 +44,6 @@ class _Holder:
     num_good: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Invalidated:
-    """All bad blocks, and the requests that hold one of them; running requests with the number of
-    leading tokens whose KV is valid."""
-
-    block_ids: Int32Array
-    running: list[tuple[Request, int]]
-    waiting: list[Request]
-
-
 @dataclass(slots=True, kw_only=True)
 class Recovery:
     """Finds the requests that bad blocks have made invalid, and rewinds their rows.
@@ -64,7 +53,6 @@ class Recovery:
 
     config: SchedulerConfig
     running: RunningTable
-    waiting: WaitingRequests
     holds: Holds
     kv_cache: KVCacheManager
     in_flight: StepsInFlight
@@ -135,21 +123,28 @@ class Recovery:
         """Recompute everything that depends on bad KV; if there is a `reason`, the requests that
         hold some of it fail with it. step: the one whose output reported the bad KV. sources: see
         `_find_invalid`."""
-        found = self._find_invalid(sources)
-        self.plan.uncached += found.block_ids.tolist()
+        bad, running = self._find_invalid(sources)
+        block_ids = int32_array(np.flatnonzero(bad))
+        self.kv_cache.uncache_blocks(block_ids)
+        self.plan.uncached += block_ids.tolist()
+        # The tokens that past occupants still expect may depend on bad blocks.
+        self.in_flight.void_past_occupants()
         if self.transfers is not None:
-            self.transfers.note_invalid(found.block_ids)
-        for request in found.waiting:
-            self.holds.release(request)
-            request.asks_connector = True
-        for request, num_good in found.running:
+            self.transfers.note_invalid(block_ids)
+        for request in list(self.holds):
+            hold = request.hold
+            if hold is not None and any(bad[ids].any() for ids in hold.blocks.block_ids):
+                self.holds.release(request)
+                request.asks_connector = True
+        for request, num_good in running.items():
             if reason is not None:
                 self.lifecycle.end(request, Outcome(FinishReason.ERROR, reason, step=step), now)
             else:
                 self._rewind(request, num_good)
 
-    def _find_invalid(self, sources: dict[int, int]) -> _Invalidated:
-        """Uncache everything computed from a bad position on, and find the affected requests.
+    def _find_invalid(self, sources: dict[int, int]) -> tuple[BoolArray, dict[Request, int]]:
+        """All blocks computed from a bad position on, (num_blocks,) bool, and the running requests
+        that hold one of them, with the number of leading tokens whose KV is valid.
 
         sources: generation of a request that ran while the plan was unanswered -> its leading
         tokens whose KV is valid.
@@ -157,8 +152,7 @@ class Recovery:
         Other holders are invalid from the first invalid block that they found in the prefix cache.
         Blocks that they computed after it may have been found in turn, so this repeats until
         nothing is added. A block that has been allocated again is no hit of its new owner, which is
-        not affected. Tokens that past occupants still expect may depend on bad blocks, and are
-        void.
+        not affected.
         """
         bad = np.zeros(self.kv_cache.num_blocks, np.bool_)
         holders = list(self._holders(sources))
@@ -175,17 +169,7 @@ class Recovery:
                     self._mark(holder, bad)
                     invalid.append(holder)
                     has_grown = True
-        waiting = [
-            request
-            for request in (self.waiting if len(self.holds) else ())
-            if request.hold is not None
-            and any(bad[ids].any() for ids in request.hold.blocks.block_ids)
-        ]
-        block_ids = int32_array(np.flatnonzero(bad))
-        self.kv_cache.uncache_blocks(block_ids)
-        self.in_flight.void_past_occupants()
-        running = {holder.request: holder.num_good for holder in invalid if holder.is_running}
-        return _Invalidated(block_ids, list(running.items()), waiting)
+        return bad, {holder.request: holder.num_good for holder in invalid if holder.is_running}
 
     def _rewind(self, request: Request, num_good: int) -> None:
         """Rewind a running request to the last common block boundary of all groups within its first
