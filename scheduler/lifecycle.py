@@ -276,10 +276,10 @@ class Lifecycle:
         self.running.release(requests)
         if self.loras is not None:
             for request in requests:
-                self.loras.leave(request.lora_name)
+                self.loras.release(request.lora_name)
         if self.encoder is not None:
             for request in requests:
-                self.encoder.withdraw(request)
+                self.encoder.release(request)
         return blocks
 
     def _note_vacated(
@@ -316,7 +316,7 @@ class Lifecycle:
         self.running.release(running)
         for request in reversed(running):
             if self.loras is not None:
-                self.loras.leave(request.lora_name)
+                self.loras.release(request.lora_name)
             request.change(RequestChange.PREEMPTED)
             self._requeue(request, now)
         self.forks.begin_epoch()

@@ -8,25 +8,12 @@ import msgspec
 import zmq
 
 from longshore.connectors.base import ConnectorConfig, SchedulerConnector
-from longshore.connectors.registry import (
-    load_scheduler_connector,
-    no_worker_half,
-    parse_options,
-)
+from longshore.connectors.registry import load_scheduler_connector, no_worker_half, parse_options
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature, FromWorker, ToClient, ToEngine
 from longshore.protocol.kv_cache_spec import KVCacheConfig, tokens_that_fit
-from longshore.protocol.transport.channel import (
-    Channel,
-    ServerChannel,
-    close_context,
-    open_socket,
-)
-from longshore.protocol.transport.lifeline import (
-    Lifeline,
-    Progress,
-    Ready,
-)
+from longshore.protocol.transport.channel import Channel, ServerChannel, close_context, open_socket
+from longshore.protocol.transport.lifeline import Lifeline, Progress, Ready
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.process.engine_loop import Engine
 from longshore.scheduler.process.worker_handshake import WorkerChannel, accept_workers
