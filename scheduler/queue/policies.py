@@ -48,30 +48,6 @@ class PolicyRequest(Protocol):
 RequestT = TypeVar("RequestT", bound=PolicyRequest)
 
 
-class RequestQueue(Protocol[RequestT]):
-    """A queue of waiting requests. `pop` raises LookupError if it is empty."""
-
-    def add(self, request: RequestT) -> None:
-        """Add a request: at the end (FCFSQueue), or by its order (PriorityQueue)."""
-
-    def peek(self) -> RequestT | None:
-        """The head, which stays in the queue; None if the queue is empty."""
-
-    def pop(self) -> RequestT:
-        """Remove and return the head."""
-
-    def prepend(self, request: RequestT) -> None:
-        """Add a request at the front. A PriorityQueue keeps its order, so this is `add`."""
-
-    def remove(self, request: RequestT) -> None:
-        """Remove one request, at any position. Raises LookupError if it is not in the queue."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[RequestT]:
-        """In the order in which `pop` would return them."""
-
-
 class FCFSQueue(Generic[RequestT]):
     """First come, first served. Every operation is O(1)."""
 
@@ -79,34 +55,41 @@ class FCFSQueue(Generic[RequestT]):
         self._requests: OrderedDict[str, RequestT] = OrderedDict()
 
     def add(self, request: RequestT) -> None:
+        """Add a request at the end."""
         self._requests[request.request_id] = request
 
     def peek(self) -> RequestT | None:
+        """The head, which stays in the queue; None if the queue is empty."""
         for request in self._requests.values():
             return request
         return None
 
     def pop(self) -> RequestT:
+        """Remove and return the head. Raises LookupError if the queue is empty."""
         return self._requests.popitem(last=False)[1]
 
     def prepend(self, request: RequestT) -> None:
+        """Add a request at the front."""
         self._requests[request.request_id] = request
         self._requests.move_to_end(request.request_id, last=False)
 
     def remove(self, request: RequestT) -> None:
+        """Remove one request, at any position. Raises LookupError if it is not in the queue."""
         del self._requests[request.request_id]
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[RequestT]:
+        """In the order in which `pop` would return them."""
         return iter(self._requests.values())
 
 
 class PriorityQueue(Generic[RequestT]):
-    """A heap. `order` is called once per request, when it is added. Requests of equal order are
-    sorted by their ids, which are unique, so the order is total and the same in every run.
-    Operations are O(log n); removing a request that is not the head is O(n)."""
+    """A heap, with the methods of FCFSQueue; `prepend` keeps the order, so it is `add`. `order` is
+    called once per request, when it is added. Requests of equal order are sorted by their ids,
+    which are unique, so the order is total and the same in every run. Operations are O(log n);
+    removing a request that is not the head is O(n)."""
 
     def __init__(self, order: Callable[[RequestT], Order]) -> None:
         self.order = order
@@ -141,6 +124,9 @@ class PriorityQueue(Generic[RequestT]):
         heap = self._heap.copy()
         while heap:  # most callers read only a few, so the rest is not sorted
             yield heapq.heappop(heap)[2]
+
+
+RequestQueue: TypeAlias = FCFSQueue[RequestT] | PriorityQueue[RequestT]
 
 
 class SchedulingPolicy(ABC):
