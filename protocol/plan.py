@@ -193,7 +193,9 @@ def digest_changes(
     for rows in (finished_rows, preempted_rows, scheduled_rows, scheduled_tokens):
         crc = zlib.crc32(rows, crc)
     if rewound or added:
-        crc = zlib.crc32(_encoder.encode((rewound, added)), crc)
+        # Tuples, because a struct omits fields that are the very object of their default.
+        starts = [msgspec.structs.astuple(start) for start in added]
+        crc = zlib.crc32(_encoder.encode((rewound, starts)), crc)
     for blocks in appended:
         crc = zlib.crc32(_encoder.encode((blocks.group, len(blocks.rows))), crc)
         crc = zlib.crc32(blocks.rows, zlib.crc32(blocks.block_ids, crc))

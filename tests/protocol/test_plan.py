@@ -1,5 +1,6 @@
 """The digest that chains each plan to all previous plans."""
 
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -109,6 +110,11 @@ def test_a_plan_has_the_same_digest_on_both_sides_of_the_wire(plan: SchedulerOut
     received = Decoder[ToWorker](ToWorker).decode(frames)
     assert isinstance(received, SchedulerOutput)
     assert plan_digest(7, received) == plan_digest(7, plan)
+
+
+def test_a_default_array_and_its_copy_have_the_same_digest() -> None:
+    start = replace(START, output_token_ids=EMPTY_INT32)
+    assert digest_changes(0, added=(start,)) == digest_changes(0, added=(deepcopy(start),))
 
 
 def test_known_tokens_are_the_prompt_and_the_emitted_output() -> None:
