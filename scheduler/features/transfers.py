@@ -31,9 +31,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Transfer:
-    """`request` is None if no request waits for it: a load in quarantine, or a send. All fields
-    below it are those of a load; failed, invalid: its blocks that were not filled, or are filled
-    with KV that depends on bad KV."""
+    """A load or a send, until all ranks have reported its end.
+
+    request: waits for it; None for a send, or a load in quarantine.
+    num_tokens, deadline, order: of a load, see `begin_load`.
+    failed:  blocks that the load failed to fill.
+    invalid: blocks before the loaded ones whose KV turned out to be wrong.
+    """
 
     blocks: HeldBlocks
     request: Request | None = None
