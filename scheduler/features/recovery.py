@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Holder:
-    """A request with the blocks of its row, or of the row that it lost. num_hits: leading blocks
-    that other requests computed, per group; num_good: leading tokens whose KV is valid."""
+    """A request with the blocks of its row, or of the row that it lost. num_hit_tokens: leading
+    tokens that other requests computed; num_good: leading tokens whose KV is valid."""
 
     request: Request
     generation: int
     is_running: bool
     tables: tuple[Int32Array, ...]
-    num_hits: tuple[int, ...]
+    num_hit_tokens: int
     num_good: int
 
 
@@ -66,12 +66,11 @@ class Recovery:
         """Loads within the answered step failed to fill these blocks."""
         sources = {}
         for row, generation in planned.loads:
+            tables = zip(self._tables(row, generation), self.kv_cache.block_sizes, strict=True)
             firsts = [
-                int(np.argmax(np.isin(table, failed))) * block_size
-                for table, block_size in zip(
-                    self._tables(row, generation), self.kv_cache.block_sizes, strict=True
-                )
-                if np.isin(table, failed).any()
+                int(has_failed.argmax()) * size
+                for table, size in tables
+                if (has_failed := np.isin(table, failed)).any()
             ]
             if firsts:
                 sources[generation] = min(firsts)
@@ -188,26 +187,16 @@ class Recovery:
         self.lifecycle.log.rewound(request, step=newest_step, num_tokens=num_tokens)
 
     def _holders(self, sources: dict[int, int]) -> Iterator[_Holder]:
-        sizes = self.kv_cache.block_sizes
-        for request in self.running.requests_in_order():
-            generation = int(self.running.generation[request.row])
-            num_tokens = int(self.running.num_computed[request.row])
-            yield _Holder(
-                request,
-                generation,
-                True,
-                self.kv_cache.block_ids(request.row),
-                tuple(request.num_hit_tokens // size for size in sizes),
-                sources.get(generation, num_tokens),
-            )
+        running, longest_block = self.running, max(self.kv_cache.block_sizes)
+        for request in running.requests_in_order():
+            generation = int(running.generation[request.row])
+            num_good = sources.get(generation, int(running.num_computed[request.row]))
+            tables = self.kv_cache.block_ids(request.row)
+            yield _Holder(request, generation, True, tables, request.num_hit_tokens, num_good)
         for generation, past in self.in_flight.past_occupants():
+            num_good = sources.get(generation, max(map(len, past.tables)) * longest_block)
             yield _Holder(
-                past.request,
-                generation,
-                False,
-                past.tables,
-                tuple(past.num_hit_tokens // size for size in sizes),
-                sources.get(generation, max(map(len, past.tables)) * max(sizes)),
+                past.request, generation, False, past.tables, past.num_hit_tokens, num_good
             )
 
     def _mark(self, holder: _Holder, bad: BoolArray) -> None:
@@ -218,9 +207,8 @@ class Recovery:
     def _num_good_hits(self, holder: _Holder, bad: BoolArray) -> int:
         """Leading tokens of the holder before the first bad block that it found."""
         num_good = holder.num_good
-        sizes = self.kv_cache.block_sizes
-        for table, num_hits, size in zip(holder.tables, holder.num_hits, sizes, strict=True):
-            found = bad[table[:num_hits]]
-            if found.any():
-                num_good = min(num_good, int(np.argmax(found)) * size)
+        for table, size in zip(holder.tables, self.kv_cache.block_sizes, strict=True):
+            is_bad = bad[table[: holder.num_hit_tokens // size]]
+            if is_bad.any():
+                num_good = min(num_good, int(is_bad.argmax()) * size)
         return num_good
