@@ -6,7 +6,7 @@ any tensor. Specs are immutable, and layers with equal specs can share a group.
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -27,6 +27,22 @@ CROSS_LAYER_LAYOUT: Final = "num_blocks,num_layers,2,block_size,num_kv_heads,hea
 """A block's bytes are contiguous over all layers of its group, so one copy moves one block."""
 
 
+class LongestRequest(NamedTuple):
+    """What bounds the blocks of one request.
+
+    num_tokens:    tokens of prompt and output together.
+    num_in_flight: how many of them unanswered steps may compute; None: all.
+    num_steps:     unanswered steps.
+    context_parallel_size: ranks that share the tokens of a block, which holds this many times the
+                   tokens of its spec.
+    """
+
+    num_tokens: int
+    num_in_flight: int | None = None
+    num_steps: int = DEFAULT_STEPS_IN_FLIGHT
+    context_parallel_size: int = 1
+
+
 class BadSpec(ConfigError, ValueError):
     """A spec is invalid. As a ValueError it makes a received message malformed."""
 
@@ -42,18 +58,9 @@ class _Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if isinstance(value, int) and value < 1:
                 raise BadSpec(f"{type(self).__name__}.{name}={value} must be at least 1")
 
-    def max_blocks(
-        self,
-        max_model_len: int,
-        max_num_batched_tokens: int | None = None,
-        num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
-    ) -> int:
-        """Maximum number of blocks that one request of `max_model_len` tokens holds while
-        `num_steps` steps in flight compute at most `max_num_batched_tokens` of them (None: all)."""
-        return self._max_blocks(max_model_len, max_num_batched_tokens, num_steps)
-
-    def _max_blocks(self, max_model_len: int, num_batched: int | None, num_steps: int) -> int:
-        return -(-max_model_len // self.block_size)
+    def max_blocks(self, longest: LongestRequest) -> int:
+        """Maximum number of blocks of `block_size` tokens that the request holds at a time."""
+        return -(-longest.num_tokens // self.block_size)
 
 
 class _AttentionSpec(_Spec, frozen=True):
@@ -73,10 +80,11 @@ class _AttentionSpec(_Spec, frozen=True):
         width = self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
         return self.block_size * self.num_kv_heads * width * self.dtype_bytes
 
-    def _max_window_blocks(self, num_kept: int, max_model_len: int, num_batched: int | None) -> int:
+    def _max_window_blocks(self, num_kept: int, longest: LongestRequest) -> int:
         """Blocks of a request that keeps `num_kept` tokens in addition to those in flight."""
-        in_flight = max_model_len if num_batched is None else num_batched
-        num_tokens = min(num_kept + in_flight, max_model_len)
+        num_tokens = longest.num_tokens
+        if longest.num_in_flight is not None:
+            num_tokens = min(num_kept + longest.num_in_flight, num_tokens)
         return -(-num_tokens // self.block_size) + 1  # the first token may lie within a block
 
 
@@ -116,8 +124,8 @@ class SlidingWindowSpec(_AttentionSpec, frozen=True, tag="sliding_window", kw_on
 
     sliding_window: int
 
-    def _max_blocks(self, max_model_len: int, num_batched: int | None, num_steps: int) -> int:
-        return self._max_window_blocks(self.sliding_window - 1, max_model_len, num_batched)
+    def max_blocks(self, longest: LongestRequest) -> int:
+        return self._max_window_blocks(self.sliding_window - 1, longest)
 
 
 class ChunkedLocalAttentionSpec(_AttentionSpec, frozen=True, tag="chunked_local", kw_only=True):
@@ -126,8 +134,8 @@ class ChunkedLocalAttentionSpec(_AttentionSpec, frozen=True, tag="chunked_local"
 
     attention_chunk_size: int
 
-    def _max_blocks(self, max_model_len: int, num_batched: int | None, num_steps: int) -> int:
-        return self._max_window_blocks(self.attention_chunk_size, max_model_len, num_batched)
+    def max_blocks(self, longest: LongestRequest) -> int:
+        return self._max_window_blocks(self.attention_chunk_size, longest)
 
 
 class MLAAttentionSpec(_Spec, frozen=True, tag="mla"):
@@ -182,10 +190,12 @@ class MambaSpec(_Spec, frozen=True, tag="mamba"):
         """Bytes of one block of one layer."""
         return self.state_size_bytes if self.padded_size_bytes is None else self.padded_size_bytes
 
-    def _max_blocks(self, max_model_len: int, num_batched: int | None, num_steps: int) -> int:
+    def max_blocks(self, longest: LongestRequest) -> int:
         # The state to continue from, and one per step in flight.
-        num_new = 1 if num_batched is None else min(-(-num_batched // self.block_size), num_steps)
-        return min(super()._max_blocks(max_model_len, num_batched, num_steps), 1 + num_new)
+        num_new = 1
+        if longest.num_in_flight is not None:
+            num_new = min(-(-longest.num_in_flight // self.block_size), longest.num_steps)
+        return min(super().max_blocks(longest), 1 + num_new)
 
 
 class CrossAttentionSpec(_AttentionSpec, frozen=True, tag="cross", kw_only=True):
@@ -194,7 +204,7 @@ class CrossAttentionSpec(_AttentionSpec, frozen=True, tag="cross", kw_only=True)
 
     max_encoder_tokens: int
 
-    def _max_blocks(self, max_model_len: int, num_batched: int | None, num_steps: int) -> int:
+    def max_blocks(self, longest: LongestRequest) -> int:
         return -(-self.max_encoder_tokens // self.block_size)
 
 
@@ -258,95 +268,55 @@ def max_encoder_tokens(groups: tuple[KVCacheGroup, ...]) -> int | None:
     return min(limits, default=None)
 
 
-def max_blocks(
-    groups: Sequence[KVCacheGroup],
-    max_model_len: int,
-    max_num_batched_tokens: int | None = None,
-    num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
-    *,
-    context_parallel_size: int = 1,
-) -> int:
-    """Maximum number of blocks that one request holds, over all groups; see KVCacheSpec.max_blocks.
+def max_blocks(groups: Sequence[KVCacheGroup], longest: LongestRequest) -> int:
+    """Maximum number of blocks that one request holds at a time, over all groups."""
+    size = longest.context_parallel_size
+    return sum(of_all_ranks(group.spec, size).max_blocks(longest) for group in groups)
 
-    context_parallel_size: number of ranks that share the tokens of a block; the block holds this
-                           many times the tokens of its spec.
-    """
-    longest = (max_model_len, max_num_batched_tokens, num_steps)
-    return sum(of_all_ranks(g.spec, context_parallel_size).max_blocks(*longest) for g in groups)
+
+def num_blocks_needed(groups: Sequence[KVCacheGroup], longest: LongestRequest) -> int:
+    """Size of a pool that can hold one such request."""
+    return max_blocks(groups, longest) + num_reserved_blocks(groups)
 
 
 def tokens_that_fit(
-    groups: Sequence[KVCacheGroup],
-    num_blocks: int,
-    max_model_len: int,
-    max_num_batched_tokens: int | None = None,
-    num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
-    *,
-    context_parallel_size: int = 1,
+    groups: Sequence[KVCacheGroup], num_blocks: int, longest: LongestRequest
 ) -> int:
-    """Number of tokens that a pool of `num_blocks` blocks holds if all its requests have
-    `max_model_len` tokens; see `max_blocks`."""
+    """Number of tokens that a pool of `num_blocks` blocks holds if all its requests are such."""
     usable = max(0, num_blocks - num_reserved_blocks(groups))
-    longest = (max_model_len, max_num_batched_tokens, num_steps)
-    needed = max_blocks(groups, *longest, context_parallel_size=context_parallel_size)
-    return usable * max_model_len // needed
-
-
-def num_blocks_needed(
-    groups: Sequence[KVCacheGroup],
-    max_model_len: int,
-    max_num_batched_tokens: int | None = None,
-    num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
-    *,
-    context_parallel_size: int = 1,
-) -> int:
-    """Size of a pool that can hold one request of `max_model_len` tokens; see `max_blocks`."""
-    longest = (max_model_len, max_num_batched_tokens, num_steps)
-    held = max_blocks(groups, *longest, context_parallel_size=context_parallel_size)
-    return held + num_reserved_blocks(groups)
+    return usable * longest.num_tokens // max_blocks(groups, longest)
 
 
 def check_holds_one_request(
-    groups: Sequence[KVCacheGroup],
-    num_blocks: int,
-    max_model_len: int,
-    max_num_batched_tokens: int,
-    num_steps: int,
-    *,
-    context_parallel_size: int = 1,
+    groups: Sequence[KVCacheGroup], num_blocks: int, longest: LongestRequest
 ) -> None:
-    """Raise KVCacheTooSmall unless an empty pool can hold one request of `max_model_len` tokens.
+    """Raise KVCacheTooSmall unless an empty pool can hold one such request.
 
-    Otherwise such a request would be admitted and could never finish, even alone.
+    Otherwise it would be admitted and could never finish, even alone.
     """
-    needed, with_little_in_flight = (
-        num_blocks_needed(
-            groups, max_model_len, *in_flight, context_parallel_size=context_parallel_size
-        )
-        for in_flight in ((max_num_batched_tokens, num_steps), (1, 1))
-    )
+    needed = num_blocks_needed(groups, longest)
     if num_blocks >= needed:
         return
     cause, remedy = "", ""
-    if with_little_in_flight < needed:
+    if num_blocks_needed(groups, longest._replace(num_in_flight=1, num_steps=1)) < needed:
         cause = (
             f", because windows and states also hold what is in flight (here "
-            f"{max_num_batched_tokens} tokens in {num_steps} steps)"
+            f"{longest.num_in_flight} tokens in {longest.num_steps} steps)"
         )
         remedy = " or max_num_batched_tokens"
     raise KVCacheTooSmall(
-        f"num_blocks={num_blocks} are too few: a request of max_model_len={max_model_len} tokens "
-        f"needs {needed}, including {num_reserved_blocks(groups)} reserved{cause}. Give the "
+        f"num_blocks={num_blocks} are too few: a request of max_model_len={longest.num_tokens} "
+        f"tokens needs {needed}, including {num_reserved_blocks(groups)} reserved{cause}. Give the "
         f"cache more memory, or lower max_model_len{remedy}."
     )
 
 
 def num_reserved_blocks(groups: Sequence[KVCacheGroup]) -> int:
     """The null block and the blocks of all sinks."""
-    return 1 + sum(map(len, sink_block_ids(tuple(groups))))
+    return 1 + sum(map(len, sink_block_ids(groups)))
 
 
-def sink_block_ids(groups: tuple[KVCacheGroup, ...]) -> tuple[range, ...]:
+def sink_block_ids(groups: Sequence[KVCacheGroup]) -> tuple[range, ...]:
     """The blocks of each group's sink: they follow the null block, in order of group. Scheduler and
     workers both use this."""
     first, ranges = NULL_BLOCK + 1, []

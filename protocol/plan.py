@@ -9,17 +9,11 @@ import zlib
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, UInt8Array
-from longshore.protocol.requests import (
-    LoRARequest,
-    MultimodalFeature,
-    PoolingParams,
-    PromptEmbeds,
-)
+from longshore.protocol.requests import LoRARequest, MultimodalFeature, PoolingParams, PromptEmbeds
 from longshore.protocol.sampling import SamplingParams
-
-_encoder = msgspec.msgpack.Encoder()
 
 
 class RowStart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -70,13 +64,12 @@ class AppendedBlocks(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rewind(msgspec.Struct, frozen=True, array_like=True):
-    """Resets row `row` to `num_computed_tokens`. Its last `num_discarded_tokens` sampled ids are
-    void, `num_known_tokens` stay known, and its block table is cut to what the computed tokens
+    """Resets row `row` to `num_computed_tokens`. Its first `num_known_tokens` token ids stay known,
+    the ids sampled after them are void, and its block table is cut to what the computed tokens
     need. Tokens and draft rejections of earlier plans no longer apply to the row."""
 
     row: int
     num_computed_tokens: int
-    num_discarded_tokens: int
     num_known_tokens: int
 
 
@@ -199,10 +192,10 @@ def digest_changes(
     crc = zlib.crc32(_encoder.encode((*lengths, len(scheduled_rows))), previous_digest)
     for rows in (finished_rows, preempted_rows, scheduled_rows, scheduled_tokens):
         crc = zlib.crc32(rows, crc)
-    for rewind in rewound:
-        crc = zlib.crc32(repr(rewind).encode(), crc)
-    if added:
-        crc = zlib.crc32(_encoder.encode([_fields(start) for start in added]), crc)
+    if rewound or added:
+        # Tuples, because a struct omits fields that are the very object of their default.
+        starts = [msgspec.structs.astuple(start) for start in added]
+        crc = zlib.crc32(_encoder.encode((rewound, starts)), crc)
     for blocks in appended:
         crc = zlib.crc32(_encoder.encode((blocks.group, len(blocks.rows))), crc)
         crc = zlib.crc32(blocks.rows, zlib.crc32(blocks.block_ids, crc))
@@ -213,40 +206,17 @@ def digest_changes(
     return crc
 
 
-def _fields(start: RowStart) -> tuple[object, ...]:
-    return (
-        start.row,
-        start.generation,
-        start.request_id,
-        start.num_computed_tokens,
-        start.last_computed,
-        start.resumed,
-        start.lora,
-        start.pooling,
-        start.has_structured_output,
-        [(item.hash, item.offset, item.num_tokens) for item in start.multimodal],
-        start.sampling,
-        start.prompt_token_ids.tobytes(),
-        start.output_token_ids.tobytes(),
-        [block_ids.tobytes() for block_ids in start.block_ids],
-    )
-
-
 def plan_digest(previous_digest: int, plan: SchedulerOutput) -> int:
     """`digest_changes` of a received plan."""
     return digest_changes(previous_digest, **{name: getattr(plan, name) for name in _CHANGES})
 
 
-# The keyword arguments of `digest_changes`, which are fields of a plan.
-_CHANGES: Final = (
-    "finished_rows",
-    "preempted_rows",
-    "rewound",
-    "added",
-    "appended",
-    "scheduled_rows",
-    "scheduled_tokens",
-    "copy_source_ids",
-    "copy_target_ids",
-    "copy_num_tokens",
-)
+_CHANGES: Final = tuple(digest_changes.__kwdefaults__ or ())  # all are fields of a plan
+
+
+def _digested(array: np.ndarray) -> bytes | int:
+    """Token and block ids; of bytes such as images only the number, because they are many."""
+    return array.tobytes() if array.dtype == np.int32 else len(array)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_digested)

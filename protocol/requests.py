@@ -19,8 +19,6 @@ MAX_DIMENSIONS: Final = 2**31 - 1
 
 PoolingKind: TypeAlias = Literal["last", "mean", "cls"]
 
-Handle: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-
 
 class LoRARequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A LoRA adapter. `name` identifies it; workers load it from `path`."""
@@ -184,27 +182,17 @@ class StopFound(msgspec.Struct, tag="stop_found", frozen=True, forbid_unknown_fi
 ClientRequest: TypeAlias = AddRequest | ContinueSession | AbortRequests | StopFound | DescribeEngine
 
 
-class MalformedAdd(msgspec.Struct, tag="add", frozen=True):
-    """The readable part of an invalid `AddRequest`, so that its client gets an error."""
+class Malformed(msgspec.Struct, frozen=True):
+    """The readable part of an invalid message about one request, so that its client gets an error.
 
-    handle: Handle
+    message: tag of `AddRequest`, `ContinueSession` or `StopFound`.
+    """
 
-
-class MalformedContinue(msgspec.Struct, tag="continue", frozen=True):
-    """The readable part of an invalid `ContinueSession`."""
-
-    handle: Handle
+    message: Literal["add", "continue", "stop_found"] = msgspec.field(name="type")
+    handle: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class MalformedStop(msgspec.Struct, tag="stop_found", frozen=True):
-    """The readable part of an invalid `StopFound`."""
-
-    handle: Handle
-
-
-Malformed: TypeAlias = MalformedAdd | MalformedContinue | MalformedStop
-
-_malformed: Final[msgspec.msgpack.Decoder[Malformed]] = msgspec.msgpack.Decoder(Malformed)
+_malformed_decoder: Final = msgspec.msgpack.Decoder(Malformed)
 
 
 def read_malformed(header: bytes) -> Malformed | None:
@@ -213,6 +201,6 @@ def read_malformed(header: bytes) -> Malformed | None:
     header: the first frame of the message.
     """
     try:
-        return _malformed.decode(header)
+        return _malformed_decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -29,11 +29,19 @@ class RepetitionDetection(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 MAX_STOP_TOKEN_IDS: Final = 128
-MAX_REPETITION_PENALTY: Final = 100.0
 MAX_LOGIT_BIASES: Final = 1024
 MAX_BAD_WORDS: Final = 256
 MAX_BAD_WORD_TOKENS: Final = 32
 MAX_LOGPROBS: Final = 20
+
+_RANGES: Final = (
+    ("min_p", 0, 1),
+    ("repetition_penalty", 0.01, 100),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+)
 
 
 class SamplingParams(
@@ -92,13 +100,10 @@ class SamplingParams(
             raise ValueError(f"top_k={self.top_k} must be 0 (keep every token) to {2**31 - 1}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} must lie within 0..1")
-        self._check_penalties()
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, low, high in _RANGES:
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= MAX_LOGPROBS:
-                raise ValueError(f"{name}={value} must lie within 0..{MAX_LOGPROBS}")
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name}={value} must lie within {low:g}..{high:g}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed={self.seed} does not fit in 64 bits")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -109,6 +114,9 @@ class SamplingParams(
             raise ValueError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
             )
+        self._check_ids()
+
+    def _check_ids(self) -> None:
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(
                 f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} "
@@ -116,15 +124,6 @@ class SamplingParams(
             )
         if any(token_id < 0 for token_id in self.stop_token_ids):
             raise ValueError(f"stop_token_ids={self.stop_token_ids} contains a negative id")
-
-    def _check_penalties(self) -> None:
-        penalty = self.repetition_penalty
-        low, high = 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        if not low <= penalty <= high:
-            raise ValueError(f"repetition_penalty={penalty} must lie within {low:g}..{high:g}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise ValueError(f"{name}={getattr(self, name)} must lie within -2..2")
         biases = self.logit_bias or {}
         if len(biases) > MAX_LOGIT_BIASES:
             raise ValueError(

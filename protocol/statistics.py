@@ -5,7 +5,6 @@ Counters only grow, so that a lost report costs nothing but its `longest_step_s`
 """
 
 import enum
-from collections.abc import Sequence
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -61,12 +60,6 @@ class WorkerStats(msgspec.Struct, tag="stats", frozen=True, forbid_unknown_field
     @property
     def num_steps(self) -> int:
         return sum(self.steps_by_seconds)
-
-
-def cumulative(counts: Sequence[int]) -> list[int]:
-    """Running totals of a histogram's buckets, as Prometheus expects them."""
-    total = 0
-    return [total := total + count for count in counts]
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

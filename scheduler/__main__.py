@@ -6,11 +6,7 @@ from pathlib import Path
 
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.logs.records import send_records
-from longshore.protocol.transport.lifeline import (
-    Failed,
-    Lifeline,
-    stop_signals,
-)
+from longshore.protocol.transport.lifeline import Failed, Lifeline, stop_signals
 from longshore.scheduler.process.startup import load_config, serve
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity
-from longshore.protocol.kv_cache_spec import KVCacheSpec, MambaSpec
+from longshore.protocol.kv_cache_spec import KVCacheSpec, LongestRequest, MambaSpec
 from longshore.protocol.transport.channel import Endpoint
 
 
@@ -57,20 +57,25 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     feed_back_tokens: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        _check_at_least(
+            self,
+            max_model_len=1,
+            max_num_seqs=1,
+            max_num_batched_tokens=1,
+            max_loading_blocks=1,
+            max_loras=0,
+            max_num_encoder_input_tokens=0,
+            encoder_cache_size=0,
+            num_speculative_tokens=0,
+            num_lookahead_tokens=0,
+            long_prefill_token_threshold=0,
+        )
         if self.max_num_scheduled_tokens is not None and not (
             1 <= self.max_num_scheduled_tokens <= self.max_num_batched_tokens
         ):
             raise ConfigError(
                 f"max_num_scheduled_tokens={self.max_num_scheduled_tokens} must be between 1 and "
                 f"max_num_batched_tokens={self.max_num_batched_tokens}, the size of the buffers"
-            )
-        if self.long_prefill_token_threshold < 0:
-            raise ConfigError(
-                f"long_prefill_token_threshold={self.long_prefill_token_threshold} must be at "
-                "least 0; 0 sets no limit per prompt"
             )
         if not self.enable_chunked_prefill and self.token_budget < self.max_model_len:
             raise ConfigError(
@@ -80,16 +85,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
             raise ConfigError("long_prefill_token_threshold needs chunked prefill, which is off")
-        for name in (
-            "max_loras",
-            "max_num_encoder_input_tokens",
-            "num_speculative_tokens",
-            "num_lookahead_tokens",
-        ):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
-        if self.encoder_cache_size is not None and self.encoder_cache_size < 0:
-            raise ConfigError(f"encoder_cache_size={self.encoder_cache_size} must be at least 0")
         if self.load_failure_policy not in ("recompute", "fail"):
             raise ConfigError(
                 f"load_failure_policy={self.load_failure_policy!r} is unknown; use 'recompute' or "
@@ -97,12 +92,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         if not self.load_timeout_s > 0:
             raise ConfigError(f"load_timeout_s={self.load_timeout_s} must be above 0")
-        if self.max_loading_blocks is not None and self.max_loading_blocks < 1:
-            raise ConfigError(f"max_loading_blocks={self.max_loading_blocks} must be at least 1")
-        if (
-            self.max_steps_in_flight < 1
-            or self.max_steps_in_flight > 2 + 62 * self.feed_back_tokens
-        ):
+        if not 1 <= self.max_steps_in_flight <= (64 if self.feed_back_tokens else 2):
             raise ConfigError(
                 f"max_steps_in_flight={self.max_steps_in_flight} must be 1 (synchronous) or 2, or "
                 "the number of pipeline stages (at most 64) with feed_back_tokens"
@@ -118,10 +108,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Slots after the settled tokens that all steps in flight may use for one request."""
         return self.max_steps_in_flight * self.token_budget + self.num_lookahead_tokens
 
-    @property
-    def longest_request(self) -> tuple[int, int, int]:
-        """Arguments of `KVCacheSpec.max_blocks` for the longest request."""
-        return self.max_model_len, self.max_tokens_in_flight, self.max_steps_in_flight
+    def longest_request(self, context_parallel_size: int) -> LongestRequest:
+        """The longest request that may run, on a cache whose blocks this many ranks share."""
+        return LongestRequest(
+            self.max_model_len,
+            self.max_tokens_in_flight,
+            self.max_steps_in_flight,
+            context_parallel_size,
+        )
 
     @property
     def encoder_capacity(self) -> int:
@@ -186,9 +180,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"admit_threshold={self.admit_threshold} and preempt_threshold="
                 f"{self.preempt_threshold} must satisfy 0 < admit <= preempt <= 1"
             )
-        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        _check_at_least(self, decode_context_parallel_size=1, prefill_context_parallel_size=1)
         if self.hash_algorithm not in ("sha256", "xxh3-128"):
             raise ConfigError(
                 f"hash_algorithm={self.hash_algorithm!r} is unknown; use 'sha256' or 'xxh3-128'"
@@ -276,3 +268,11 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             bytes.fromhex(self.hash_seed)
         except ValueError:
             raise ConfigError("hash_seed is not hexadecimal; use 32 random bytes as hex") from None
+
+
+def _check_at_least(config: msgspec.Struct, **limits: int) -> None:
+    """Check the settings named by `limits`, each of which may also be None."""
+    for name, least in limits.items():
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name}={value} must be at least {least}")

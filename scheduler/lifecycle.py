@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from longshore.protocol.outputs import FinishReason, RequestEvent
-from longshore.protocol.requests import AddRequest, Malformed, MalformedAdd
+from longshore.protocol.requests import AddRequest, Malformed
 from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.features.encoder import EncoderCache
 from longshore.scheduler.features.forks import Forks, fork_problem
@@ -132,7 +132,7 @@ class Lifecycle:
         handle = malformed.handle
         if (request := self.get(client, handle)) is not None:
             self.end(request, Outcome(FinishReason.ERROR, text), now)
-        elif isinstance(malformed, MalformedAdd):
+        elif malformed.message == "add":
             self.outputs.add_rejection(client, handle, FinishReason.ERROR, text, 0)
             self.log.unreadable(text, client=client, handle=handle)
 
@@ -276,10 +276,10 @@ class Lifecycle:
         self.running.release(requests)
         if self.loras is not None:
             for request in requests:
-                self.loras.leave(request.lora_name)
+                self.loras.release(request.lora_name)
         if self.encoder is not None:
             for request in requests:
-                self.encoder.withdraw(request)
+                self.encoder.release(request)
         return blocks
 
     def _note_vacated(
@@ -316,7 +316,7 @@ class Lifecycle:
         self.running.release(running)
         for request in reversed(running):
             if self.loras is not None:
-                self.loras.leave(request.lora_name)
+                self.loras.release(request.lora_name)
             request.change(RequestChange.PREEMPTED)
             self._requeue(request, now)
         self.forks.begin_epoch()

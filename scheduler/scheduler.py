@@ -216,7 +216,6 @@ class Scheduler:
         self._recovery = Recovery(
             config=config,
             running=self.running,
-            waiting=self.waiting,
             holds=self._holds,
             kv_cache=self.kv_cache,
             in_flight=self._in_flight,
@@ -514,11 +513,7 @@ def _check(
     config: SchedulerConfig, cache: CacheConfig, kv_cache: KVCacheConfig, *, has_connector: bool
 ) -> None:
     """Raise ConfigError for settings that these KV cache groups do not support."""
-    check_holds_one_request(
-        kv_cache.groups,
-        kv_cache.num_blocks,
-        *config.longest_request,
-        context_parallel_size=cache.context_parallel_size,
-    )
+    longest = config.longest_request(cache.context_parallel_size)
+    check_holds_one_request(kv_cache.groups, kv_cache.num_blocks, longest)
     check_states(config, [group.spec for group in kv_cache.groups], has_connector=has_connector)
     check_encoder(config, kv_cache, has_connector=has_connector)

@@ -1,7 +1,6 @@
 """Validates requests: one that the engine cannot serve is rejected with a reason."""
 
 import math
-from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -13,21 +12,29 @@ from longshore.protocol.requests import (
     MAX_NAME_CHARACTERS,
     AddRequest,
     ContinueSession,
-    MultimodalFeature,
+    PromptEmbeds,
 )
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import SchedulerConfig
 
 MAX_HANDLE: Final = 2**31 - 1
 
-SAMPLE_SIZE_BYTES: Final = 4
-"""Size of an audio sample, a little-endian float32."""
+_SAMPLE_SIZE_BYTES: Final = 4  # of audio: little-endian float32
 
 MAX_ADDED_BYTES: Final = 64 << 20
 """Limit for the token ids, embeddings and multimodal data of all requests that a plan adds."""
 
 Rejection: TypeAlias = tuple[FinishReason, str]
 """(finish reason, text for the client)"""
+
+_OPTIONAL_INPUTS: Final = (
+    Feature.PROMPT_EMBEDS,
+    Feature.LORA,
+    Feature.MULTIMODAL,
+    Feature.POOLING,
+    Feature.STRUCTURED_OUTPUT,
+)
+"""Features that are named like the field of a request that asks for them."""
 
 
 class RequestValidator:
@@ -52,8 +59,10 @@ class RequestValidator:
     ) -> None:
         self._config = config
         self._vocab_size = vocab_size
-        self._features = features if has_grammars else features - {Feature.STRUCTURED_OUTPUT}
         self._is_pooling_only = Feature.POOLING_ONLY in features
+        if not has_grammars:
+            features -= {Feature.STRUCTURED_OUTPUT}
+        self._unsupported_inputs = [one.value for one in _OPTIONAL_INPUTS if one not in features]
         self._has_connector = has_connector
         self._max_encoder_tokens = max_encoder_tokens
 
@@ -64,14 +73,8 @@ class RequestValidator:
                 f"request {message.request_id!r} (handle {message.handle}) is still running, or "
                 "its blocks are being transferred; give each request a unique id and handle"
             )
-        if message.pooling is None and self._is_pooling_only:
-            return FinishReason.ERROR, (
-                "this engine's model has no output head: it gives vectors; send a pooling request"
-            )
         num_tokens = len(message.prompt_token_ids) + len(message.output_token_ids)
-        text = self._malformed(message, num_tokens)
-        if text is None and not (self._max_encoder_tokens is None and _is_plain(message)):
-            text = self._bad_inputs(message, num_tokens) or self._unsupported(message)
+        text = self._unsupported(message) or self._malformed(message, num_tokens)
         return self._bad_length(num_tokens) if text is None else (FinishReason.ERROR, text)
 
     def chunk_rejection(self, chunk: ContinueSession, *, num_tokens: int) -> Rejection | None:
@@ -90,52 +93,57 @@ class RequestValidator:
             f"{limit} and at least one token must remain for the output; shorten the prompt"
         )
 
+    def _unsupported(self, message: AddRequest) -> str | None:
+        """What the request asks for that this engine cannot do."""
+        if message.pooling is None and self._is_pooling_only:
+            return (
+                "this engine's model has no output head: it gives vectors; send a pooling request"
+            )
+        for name in self._unsupported_inputs:
+            if getattr(message, name):
+                return f"{name} was requested, but this engine's model does not support it"
+        if message.lora is not None and self._config.max_loras == 0:
+            return "an adapter was requested, but max_loras=0 allows none"
+        if message.kv_transfer_params is not None and not self._has_connector:
+            return "kv_transfer_params were given, but this engine has no KV connector"
+        if message.keeps_blocks and not message.resumable:
+            return "keeps_blocks needs a session: set resumable as well, or omit keeps_blocks"
+        if message.resumable:
+            for name in ("structured_output", "multimodal", "pooling", "prompt_embeds"):
+                if getattr(message, name):
+                    return f"resumable sessions cannot be combined with {name}"
+        if self._max_encoder_tokens is not None:
+            return _bad_audio(message, self._max_encoder_tokens)
+        return self._bad_items(message) if message.multimodal else None
+
     def _malformed(self, message: AddRequest, num_tokens: int) -> str | None:
+        """What is wrong with the request itself."""
         if not 0 <= message.handle <= MAX_HANDLE:
             return f"handle {message.handle} is not in 0..{MAX_HANDLE}"
         if not 0 <= message.age_s < math.inf:
             return f"age_s={message.age_s} must be a finite number of seconds, at least 0"
         if len(message.request_id) > MAX_NAME_CHARACTERS:
             return f"request_id is longer than {MAX_NAME_CHARACTERS} characters"
+        if message.cache_salt is not None and len(message.cache_salt) > MAX_NAME_CHARACTERS:
+            return f"cache_salt is longer than {MAX_NAME_CHARACTERS} characters"
+        if message.job_id is not None and len(message.job_id) > MAX_NAME_CHARACTERS:
+            return f"job_id is longer than {MAX_NAME_CHARACTERS} characters"
         if not len(message.prompt_token_ids):
             return "the prompt has no tokens; there is nothing to continue"
-        if 4 * num_tokens > MAX_ADDED_BYTES:
-            return f"its inputs have {4 * num_tokens} bytes; the limit is {MAX_ADDED_BYTES}"
-        return self._bad_ids(message.sampling, message.prompt_token_ids, message.output_token_ids)
-
-    def _bad_inputs(self, message: AddRequest, num_tokens: int) -> str | None:
-        """What is wrong with the inputs of a request other than token ids."""
-        for name in ("cache_salt", "job_id"):
-            value = getattr(message, name)
-            if value is not None and len(value) > MAX_NAME_CHARACTERS:
-                return f"{name} is longer than {MAX_NAME_CHARACTERS} characters"
-        num_prompt = len(message.prompt_token_ids)
-        if self._max_encoder_tokens is None:
-            text = _bad_items(message.multimodal, num_prompt)
-        else:
-            text = _bad_sound(message, self._max_encoder_tokens)
-        if text is not None:
-            return text
-        embeds = message.prompt_embeds
-        num_bytes = 4 * num_tokens + sum(len(item.data) for item in message.multimodal)
-        num_bytes += 0 if embeds is None else len(embeds.data)
+        num_bytes = 4 * num_tokens
+        if message.multimodal:
+            num_bytes += sum(len(item.data) for item in message.multimodal)
+        if message.prompt_embeds is not None:
+            num_bytes += len(message.prompt_embeds.data)
         if num_bytes > MAX_ADDED_BYTES:
             return f"its inputs have {num_bytes} bytes; the limit is {MAX_ADDED_BYTES}"
         if message.pooling is not None and len(message.output_token_ids):
             return "a pooling request cannot have output tokens"
-        if embeds is None:
-            return None
-        if embeds.hidden_size < 1:
-            return f"prompt_embeds has hidden_size={embeds.hidden_size}; it must be at least 1"
-        if len(embeds.data) != num_prompt * embeds.row_size_bytes:
-            return (
-                f"prompt_embeds has {len(embeds.data)} bytes, but {num_prompt} tokens with "
-                f"hidden_size={embeds.hidden_size} in {embeds.dtype} need "
-                f"{num_prompt * embeds.row_size_bytes}"
-            )
-        if message.sampling.prompt_logprobs is not None:
-            return "prompt_logprobs are not possible with prompt_embeds, which have no token ids"
-        return None
+        if message.prompt_embeds is not None:
+            text = _bad_embeds(message.prompt_embeds, message)
+            if text is not None:
+                return text
+        return self._bad_ids(message.sampling, message.prompt_token_ids, message.output_token_ids)
 
     def _bad_ids(
         self, sampling: SamplingParams, ids: Int32Array, more_ids: Int32Array = EMPTY_INT32
@@ -154,55 +162,45 @@ class RequestValidator:
                     return f"a token id is outside 0..{end - 1}"
         return None
 
-    def _unsupported(self, message: AddRequest) -> str | None:
-        config = self._config
-        wanted = {
-            Feature.PROMPT_EMBEDS: message.prompt_embeds is not None,
-            Feature.LORA: message.lora is not None,
-            Feature.MULTIMODAL: bool(message.multimodal),
-            Feature.POOLING: message.pooling is not None,
-            Feature.STRUCTURED_OUTPUT: message.structured_output is not None,
-        }
-        for feature, is_wanted in wanted.items():
-            if is_wanted and feature not in self._features:
-                return f"{feature.value} was requested, but this engine's model does not support it"
-        if message.lora is not None and config.max_loras == 0:
-            return "an adapter was requested, but max_loras=0 allows none"
-        largest = max((item.num_tokens for item in message.multimodal), default=0)
-        capacity = min(config.max_num_encoder_input_tokens, config.encoder_capacity)
-        if largest > capacity and self._max_encoder_tokens is None:
+    def _bad_items(self, message: AddRequest) -> str | None:
+        """What is wrong with items that take positions of the prompt."""
+        num_prompt, end = len(message.prompt_token_ids), 0
+        for item in message.multimodal:
+            if item.num_tokens < 1 or not end <= item.offset <= num_prompt - item.num_tokens:
+                return (
+                    f"multimodal item at {item.offset} with {item.num_tokens} tokens overlaps the "
+                    f"item before it, or exceeds the prompt of {num_prompt} tokens"
+                )
+            end = item.offset + item.num_tokens
+        sizes = {item.hash: item.num_tokens for item in message.multimodal}
+        if any(sizes[item.hash] != item.num_tokens for item in message.multimodal):
+            return "two multimodal items have the same hash but different numbers of tokens"
+        largest = max(sizes.values())
+        limit = min(self._config.max_num_encoder_input_tokens, self._config.encoder_capacity)
+        if largest > limit:
             return (
-                f"a multimodal item has {largest} tokens; this engine's limit is {capacity} "
+                f"a multimodal item has {largest} tokens; this engine's limit is {limit} "
                 "(max_num_encoder_input_tokens, encoder_cache_size)"
             )
-        if message.kv_transfer_params is not None and not self._has_connector:
-            return "kv_transfer_params were given, but this engine has no KV connector"
-        if message.keeps_blocks and not message.resumable:
-            return "keeps_blocks needs a session: set resumable as well, or omit keeps_blocks"
-        if message.resumable:
-            for name in ("structured_output", "multimodal", "pooling", "prompt_embeds"):
-                if getattr(message, name):
-                    return f"resumable sessions cannot be combined with {name}"
         return None
 
 
-def _bad_items(items: Sequence[MultimodalFeature], num_prompt: int) -> str | None:
-    """What is wrong with items that take positions of a prompt of `num_prompt` tokens."""
-    end = 0
-    for item in items:
-        if item.num_tokens < 1 or not end <= item.offset <= num_prompt - item.num_tokens:
-            return (
-                f"multimodal item at {item.offset} with {item.num_tokens} tokens overlaps the item "
-                f"before it, or exceeds the prompt of {num_prompt} tokens"
-            )
-        end = item.offset + item.num_tokens
-    sizes = {item.hash: item.num_tokens for item in items}
-    if any(sizes[item.hash] != item.num_tokens for item in items):
-        return "two multimodal items have the same hash but different numbers of tokens"
+def _bad_embeds(embeds: PromptEmbeds, message: AddRequest) -> str | None:
+    if embeds.hidden_size < 1:
+        return f"prompt_embeds has hidden_size={embeds.hidden_size}; it must be at least 1"
+    num_prompt = len(message.prompt_token_ids)
+    if len(embeds.data) != num_prompt * embeds.row_size_bytes:
+        return (
+            f"prompt_embeds has {len(embeds.data)} bytes, but {num_prompt} tokens with "
+            f"hidden_size={embeds.hidden_size} in {embeds.dtype} need "
+            f"{num_prompt * embeds.row_size_bytes}"
+        )
+    if message.sampling.prompt_logprobs is not None:
+        return "prompt_logprobs are not possible with prompt_embeds, which have no token ids"
     return None
 
 
-def _bad_sound(message: AddRequest, max_encoder_tokens: int) -> str | None:
+def _bad_audio(message: AddRequest, max_encoder_tokens: int) -> str | None:
     """What is wrong with the inputs of a request to a model with cross attention."""
     if len(message.multimodal) != 1:
         return (
@@ -220,27 +218,11 @@ def _bad_sound(message: AddRequest, max_encoder_tokens: int) -> str | None:
             f"its audio has {item.num_tokens} tokens; this model's cross attention takes 1 to "
             f"{max_encoder_tokens} (max_encoder_tokens)"
         )
-    if not len(item.data) or len(item.data) % SAMPLE_SIZE_BYTES:
+    if not len(item.data) or len(item.data) % _SAMPLE_SIZE_BYTES:
         return (
             f"its audio has {len(item.data)} bytes; it must be one or more samples of "
-            f"{SAMPLE_SIZE_BYTES} bytes (little-endian float32)"
+            f"{_SAMPLE_SIZE_BYTES} bytes (little-endian float32)"
         )
     if message.prompt_embeds is not None:
         return "prompt_embeds cannot be combined with cross attention; send token ids"
     return None
-
-
-def _is_plain(message: AddRequest) -> bool:
-    """Whether it has token ids and sampling settings only."""
-    return not (
-        message.lora
-        or message.multimodal
-        or message.prompt_embeds
-        or message.pooling
-        or message.structured_output
-        or message.kv_transfer_params is not None
-        or message.resumable
-        or message.keeps_blocks
-        or message.cache_salt
-        or message.job_id
-    )

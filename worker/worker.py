@@ -17,6 +17,7 @@ from longshore.protocol.kv_cache_spec import (
     FP8_E4M3,
     KVCacheConfig,
     KVCacheGroup,
+    LongestRequest,
     check_holds_one_request,
     max_blocks,
     num_reserved_blocks,
@@ -195,14 +196,18 @@ class Worker:
         self.close()
 
     @property
-    def _longest_request(self) -> tuple[int, int, int]:
-        """Its tokens, the tokens in flight and the steps in flight: they bound its blocks."""
+    def _longest_request(self) -> LongestRequest:
         config = self._config
         num_steps = config.max_steps_in_flight
         if num_steps is None:
             num_steps = max(self._parallel.num_stages, DEFAULT_STEPS_IN_FLIGHT)
         step_tokens = config.max_num_scheduled_tokens or config.max_num_batched_tokens
-        return self.max_model_len, num_steps * step_tokens, num_steps
+        return LongestRequest(
+            self.max_model_len,
+            num_steps * step_tokens,
+            num_steps,
+            self._parallel.context_share.size,
+        )
 
     def _plan_cache(self) -> KVCacheConfig:
         config = self._config
@@ -215,11 +220,7 @@ class Worker:
             ),
             {layer.name for layer in self.model.cached_layers()},
         )
-        longest = max_blocks(
-            groups,
-            *self._longest_request,
-            context_parallel_size=self._parallel.context_share.size,
-        )
+        longest = max_blocks(groups, self._longest_request)
         num_blocks = config.num_blocks or kv_cache.measure_num_blocks(
             groups,
             device=self._device,
@@ -232,26 +233,13 @@ class Worker:
 
     def _cache_of(self, groups: tuple[KVCacheGroup, ...], num_blocks: int) -> KVCacheConfig:
         """Raises KVCacheTooSmall."""
-        check_holds_one_request(
-            groups,
-            num_blocks,
-            *self._longest_request,
-            context_parallel_size=self._parallel.context_share.size,
-        )
+        check_holds_one_request(groups, num_blocks, self._longest_request)
         kept = self._config.kv_cache_dtype
         dtype = dtype_name(self._dtype) if kept == "auto" else kept
         return KVCacheConfig(num_blocks=num_blocks, groups=groups, dtype=dtype)
 
     def _log_plan(self, config: KVCacheConfig) -> None:
-        max_model_len, num_tokens, num_steps = self._longest_request
-        report = report_on(
-            config.groups,
-            config.num_blocks,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=num_tokens,
-            num_steps=num_steps,
-            context_parallel_size=self._parallel.context_share.size,
-        )
+        report = report_on(config.groups, config.num_blocks, self._longest_request)
         for index, group in enumerate(report.groups):
             logger.info(
                 "group %d: %s, %d layers of %d bytes, %d tokens per block, %.1f %% padding",

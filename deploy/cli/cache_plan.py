@@ -18,7 +18,7 @@ from rich.table import Table
 from longshore.deploy.cli.options import CachePlanOptions, resolve_device
 from longshore.deploy.model.folder import AudioInput, read_model_folder
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.kv_cache_spec import KVCacheDtype
+from longshore.protocol.kv_cache_spec import KVCacheDtype, LongestRequest
 from longshore.scheduler.config import CacheConfig
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.plan import (
@@ -128,14 +128,13 @@ def _cache(
     groups = plan_groups(
         specs, max_model_len=max_model_len, max_num_batched_tokens=options.max_num_batched_tokens
     )
-    return report_on(
-        groups,
-        options.kv_cache_bytes // block_bytes(groups),
-        max_model_len=max_model_len,
-        max_num_batched_tokens=options.max_steps_in_flight * options.max_num_batched_tokens,
-        num_steps=options.max_steps_in_flight,
-        context_parallel_size=num_sharing,
+    longest = LongestRequest(
+        max_model_len,
+        options.max_steps_in_flight * options.max_num_batched_tokens,
+        options.max_steps_in_flight,
+        num_sharing,
     )
+    return report_on(groups, options.kv_cache_bytes // block_bytes(groups), longest)
 
 
 def num_stored_elements(path: Path) -> int:

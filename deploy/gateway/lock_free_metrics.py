@@ -3,11 +3,10 @@ costs several times the update itself. These may only be used, and rendered, on 
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
-
-from longshore.protocol.statistics import cumulative
 
 
 class LockFreeCounter:
@@ -51,4 +50,4 @@ class LockFreeHistogram:
 def bucket_samples(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
     """(upper bound in Prometheus' format, cumulative count) per bucket; the last is +Inf."""
     names = [*(str(float(bound)) for bound in bounds), "+Inf"]
-    return list(zip(names, map(float, cumulative(counts)), strict=True))
+    return list(zip(names, map(float, accumulate(counts)), strict=True))

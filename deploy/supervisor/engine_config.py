@@ -16,6 +16,7 @@ from longshore.protocol.handshake import EngineIdentity, hash_seed_digest, model
 from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
     KVCacheSpec,
+    LongestRequest,
     check_holds_one_request,
     num_blocks_needed,
 )
@@ -109,12 +110,8 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     check_states(scheduler, specs.values(), has_connector=options.kv_connector is not None)
     if options.num_blocks is not None:
         groups = _groups(options, specs, scheduler.max_model_len)
-        check_holds_one_request(
-            groups,
-            options.num_blocks,
-            *scheduler.longest_request,
-            context_parallel_size=num_sharing,
-        )
+        longest = scheduler.longest_request(num_sharing)
+        check_holds_one_request(groups, options.num_blocks, longest)
     identity = EngineIdentity(
         model_fingerprint=model_fingerprint(model.path),
         dtype=dtype,
@@ -290,14 +287,13 @@ def _max_model_len(
         while too_long - longest > 1:
             length = (longest + too_long) // 2
             groups = _groups(options, specs, length)
-            needed = num_blocks_needed(
-                groups,
+            request = LongestRequest(
                 length,
                 num_steps * step_tokens,
                 num_steps,
-                context_parallel_size=options.decode_context_parallel_size,
+                options.decode_context_parallel_size,
             )
-            if needed <= options.num_blocks:
+            if num_blocks_needed(groups, request) <= options.num_blocks:
                 longest = length
             else:
                 too_long = length

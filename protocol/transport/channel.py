@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -105,23 +106,14 @@ def _secure(
         raise ConfigError(
             f"endpoint {endpoint.address!r} allows no client keys; no client could connect"
         )
+    allowed = {key.encode() for key in keys.allowed_clients}
     # The address is the ZAP domain, so that each endpoint has its own allow list.
-    allowed = _AllowList({key.encode() for key in keys.allowed_clients})
     _authenticator(context).configure_curve_callback(
-        domain=endpoint.address, credentials_provider=allowed
+        domain=endpoint.address,
+        credentials_provider=SimpleNamespace(callback=lambda domain, key: key in allowed),
     )
     socket.setsockopt(zmq.ZAP_DOMAIN, endpoint.address.encode())
     socket.curve_server = True
-
-
-class _AllowList:
-    """ZAP credentials provider: accepts only the configured (Z85) keys."""
-
-    def __init__(self, keys: set[bytes]) -> None:
-        self._keys = keys
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._keys
 
 
 # ZMQ has one authenticator per context. It owns a socket, so it must stop before the context ends.

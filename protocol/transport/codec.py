@@ -83,7 +83,7 @@ class Decoder(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
             union, dec_hook=self._decode_array
         )
-        self._tags = {_tag(member) for member in get_args(union) or (union,)}
+        self._tags = {one.__struct_config__.tag for one in get_args(union) or (union,)}
         self._tag_decoder = msgspec.msgpack.Decoder(_Tagged)
 
     def decode(self, frames: Sequence[Frame]) -> T:
@@ -147,7 +147,3 @@ def _element_type(array_type: Any) -> np.dtype[Any]:
 
 class _Tagged(msgspec.Struct):
     type: str
-
-
-def _tag(member: Any) -> str:
-    return str(member.__struct_config__.tag)

@@ -16,7 +16,7 @@ from longshore.scheduler.request import Request
 
 class EncoderCache:
     """Outputs by the hash of their item. Outputs without a reference are kept until their capacity
-    is needed, and are dropped oldest first.
+    is needed, and are evicted oldest first.
 
     capacity: tokens of output that fit.
     budget:   tokens encoded per step.
@@ -51,14 +51,14 @@ class EncoderCache:
     def limit(self, request: Request, num_computed: int, num_tokens: int) -> int:
         """How many of the next `num_tokens` tokens can be computed with the items that are encoded
         or can be in this step. Takes budget, capacity and references for these items. Items with
-        the same hash but different sizes differ: one waits until the other's output is dropped."""
+        the same hash but different sizes differ: one waits until the other's output is evicted."""
         num_allowed, wanted = self._look_ahead(request, num_computed, num_tokens)
         for index, victims in wanted.items():
             item = request.multimodal[index]
             if victims is None:
                 self._unheld.pop(item.hash, None)
             else:
-                self._free(victims)
+                self._evict(victims)
                 self._sizes[item.hash] = item.num_tokens
                 self._budget_left -= item.num_tokens
                 self._encoded_now[item.hash] = None
@@ -83,7 +83,7 @@ class EncoderCache:
         self, request: Request, num_computed: int, num_tokens: int
     ) -> tuple[int, dict[int, list[str] | None]]:
         """How many tokens can be computed, and the items needed by index: None for an encoded item,
-        otherwise the outputs to drop for it."""
+        otherwise the outputs to evict for it."""
         wanted: dict[int, list[str] | None] = {}
         if not num_tokens:
             return 0, wanted
@@ -97,7 +97,7 @@ class EncoderCache:
             size = sizes.get(item.hash)
             if item.hash in unheld:
                 unheld.remove(item.hash)
-                if size != item.num_tokens:  # different content: drop it first
+                if size != item.num_tokens:  # different content: evict it first
                     unheld.insert(0, item.hash)
             if size == item.num_tokens:
                 wanted[index] = None
@@ -114,20 +114,20 @@ class EncoderCache:
             num_free -= item.num_tokens
         return num_tokens, wanted
 
-    def withdraw(self, request: Request) -> None:
-        """The request computes nothing in this step, or has lost its row: drop its references, and
-        do not encode items that only it needs."""
+    def release(self, request: Request) -> None:
+        """The request has lost its row: release its references, and do not encode items that only
+        it needs."""
         self.pending.pop(request.request_id, None)
         for index in range(len(request.multimodal)):
-            self._drop_reference(request, index)
+            self._release_one(request, index)
 
     def advanced(self, request: Request, num_computed: int) -> None:
-        """Its first `num_computed` tokens are planned: drop its references to items before them."""
+        """Its first `num_computed` tokens are planned: release its references to their items."""
         self.pending[request.request_id] = request
         for index, item in enumerate(request.multimodal):
             if item.offset + item.num_tokens > num_computed:
                 return
-            self._drop_reference(request, index)
+            self._release_one(request, index)
         del self.pending[request.request_id]
 
     def take_encoder_inputs(self) -> tuple[tuple[int, int], ...]:
@@ -140,7 +140,7 @@ class EncoderCache:
         return tuple(inputs)
 
     def take_freed(self) -> tuple[str, ...]:
-        """Hashes of outputs that the workers may drop."""
+        """Hashes of outputs evicted since the last call, for the workers."""
         freed, self._freed = tuple(self._freed), []
         return freed
 
@@ -165,17 +165,17 @@ class EncoderCache:
         self.pending = dict(other.pending)
 
     def reset(self) -> bool:
-        """Drop all outputs; False while a request refers to one."""
+        """Evict all outputs; False while a request refers to one."""
         if self._holders:
             return False
-        self._free(list(self._unheld))
+        self._evict(list(self._unheld))
         return True
 
     def clear(self) -> None:
         """The workers are new and have no outputs."""
         self.restore(EncoderCache(capacity=self.capacity, budget=self._budget))
 
-    def _drop_reference(self, request: Request, index: int) -> None:
+    def _release_one(self, request: Request, index: int) -> None:
         item_hash = request.multimodal[index].hash
         holders = self._holders.get(item_hash)
         if holders is None or holders.pop((request.request_id, index), None) is None or holders:
@@ -187,7 +187,7 @@ class EncoderCache:
         else:
             self._unheld[item_hash] = None
 
-    def _free(self, item_hashes: Iterable[str]) -> None:
+    def _evict(self, item_hashes: Iterable[str]) -> None:
         for item_hash in item_hashes:
             del self._unheld[item_hash], self._sizes[item_hash]
             self._freed.append(item_hash)

@@ -36,6 +36,11 @@ class _Fork:
     generation: int = 0
     is_parked: bool = False
 
+    @property
+    def parent_has_paused(self) -> bool:
+        """The parent is a session between two inputs."""
+        return self.parent.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+
 
 @dataclass(slots=True)
 class Forks:
@@ -181,14 +186,11 @@ class Forks:
             return self._is_valid(fork) and fork.step is not None and fork.step <= answered_step
         if parent.hold is None or parent.hold.kind is HoldKind.LOADED:
             return False
-        is_between = parent.status is RequestStatus.WAITING_FOR_STREAMING_REQ
-        return is_between or parent.hold.num_computed_tokens >= fork.num_common
+        return fork.parent_has_paused or parent.hold.num_computed_tokens >= fork.num_common
 
     def _is_hopeless(self, fork: _Fork) -> bool:
         """The parent waits for input and holds no blocks; when it continues is unknown."""
-        parent = fork.parent
-        is_between = parent.status is RequestStatus.WAITING_FOR_STREAMING_REQ
-        return is_between and parent.num_computed_tokens == 0
+        return fork.parent_has_paused and fork.parent.num_computed_tokens == 0
 
 
 def num_common_tokens(one: Int32Array, other: Int32Array) -> int:

@@ -14,12 +14,12 @@ class LoRASlots:
         """Whether a request with this adapter can run without exceeding the limit."""
         return name is None or name in self._running or len(self._running) < self._max_loras
 
-    def enter(self, name: str | None) -> None:
+    def acquire(self, name: str | None) -> None:
         """A request with this adapter was admitted."""
         if name is not None:
             self._running[name] += 1
 
-    def leave(self, name: str | None) -> None:
+    def release(self, name: str | None) -> None:
         """A request with this adapter has lost its row."""
         if name is not None:
             self._running[name] -= 1

@@ -1,12 +1,13 @@
 """Metrics of blocks: allocation, access and eviction, for a sample of blocks to limit the cost.
 
-The block pool reports to a `BlockMetrics`, whether prefix caching is on or not. Without one, each
-call of the pool only checks for it.
+The block pool reports to a `BlockMetrics`, whether prefix caching is on or not; without one it only
+checks for it. The scheduler process has none; other users of `Scheduler` can pass one.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 from longshore.protocol.arrays import Int32Array
@@ -38,13 +39,6 @@ class BlockLife:
     reuse_gaps_s: tuple[float, ...]
 
 
-@dataclass(slots=True)
-class _Residency:
-    born: float
-    last_use: float
-    gaps: list[float] = field(default_factory=list)
-
-
 class SampledBlockMetrics:
     """Records the lives of one block in `sample_every`; counts are exact.
 
@@ -60,33 +54,29 @@ class SampledBlockMetrics:
         self.num_evicted = 0
         self._clock = clock
         self._sample_every = sample_every
-        self._residencies: dict[int, _Residency] = {}
+        # By sampled block, the times of its allocation and of each access since.
+        self._used_at: dict[int, list[float]] = {}
         self._lives: deque[BlockLife] = deque(maxlen=max_lives)
 
     def allocated(self, block_ids: Int32Array) -> None:
         self.num_allocated += len(block_ids)
         for block_id in self._sampled(block_ids):
-            now = self._clock()
-            self._residencies[block_id] = _Residency(now, now)
+            self._used_at[block_id] = [self._clock()]
 
     def accessed(self, block_ids: Int32Array) -> None:
         self.num_accessed += len(block_ids)
         for block_id in self._sampled(block_ids):
-            residency = self._residencies.get(block_id)
-            if residency is not None:  # otherwise it was allocated before recording began
-                now = self._clock()
-                residency.gaps.append(now - residency.last_use)
-                residency.last_use = now
+            if block_id in self._used_at:  # otherwise it was allocated before recording began
+                self._used_at[block_id].append(self._clock())
 
     def evicted(self, block_ids: Int32Array) -> None:
         self.num_evicted += len(block_ids)
         for block_id in self._sampled(block_ids):
-            residency = self._residencies.pop(block_id, None)
-            if residency is not None:
+            used_at = self._used_at.pop(block_id, None)
+            if used_at is not None:
                 now = self._clock()
-                self._lives.append(
-                    BlockLife(now - residency.born, now - residency.last_use, tuple(residency.gaps))
-                )
+                gaps = tuple(later - earlier for earlier, later in pairwise(used_at))
+                self._lives.append(BlockLife(now - used_at[0], now - used_at[-1], gaps))
 
     def take_lives(self) -> list[BlockLife]:
         """Lives that ended since the last call, oldest first."""

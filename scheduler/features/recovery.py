@@ -23,7 +23,6 @@ from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Outcome, Request
 from longshore.scheduler.step.in_flight import PastOccupant, PlannedStep, StepsInFlight
 from longshore.scheduler.step.plan_builder import PlanBuilder
@@ -34,25 +33,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Holder:
-    """A request with the blocks of its row, or of the row that it lost. num_hits: leading blocks
-    that other requests computed, per group; num_good: leading tokens whose KV is valid."""
+    """A request with the blocks of its row, or of the row that it lost. num_hit_tokens: leading
+    tokens that other requests computed; num_good: leading tokens whose KV is valid."""
 
     request: Request
     generation: int
     is_running: bool
     tables: tuple[Int32Array, ...]
-    num_hits: tuple[int, ...]
+    num_hit_tokens: int
     num_good: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Invalidated:
-    """All bad blocks, and the requests that hold one of them; running requests with the number of
-    leading tokens whose KV is valid."""
-
-    block_ids: Int32Array
-    running: list[tuple[Request, int]]
-    waiting: list[Request]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +53,6 @@ class Recovery:
 
     config: SchedulerConfig
     running: RunningTable
-    waiting: WaitingRequests
     holds: Holds
     kv_cache: KVCacheManager
     in_flight: StepsInFlight
@@ -78,12 +66,11 @@ class Recovery:
         """Loads within the answered step failed to fill these blocks."""
         sources = {}
         for row, generation in planned.loads:
+            tables = zip(self._tables(row, generation), self.kv_cache.block_sizes, strict=True)
             firsts = [
-                int(np.argmax(np.isin(table, failed))) * block_size
-                for table, block_size in zip(
-                    self._tables(row, generation), self.kv_cache.block_sizes, strict=True
-                )
-                if np.isin(table, failed).any()
+                int(has_failed.argmax()) * size
+                for table, size in tables
+                if (has_failed := np.isin(table, failed)).any()
             ]
             if firsts:
                 sources[generation] = min(firsts)
@@ -135,21 +122,28 @@ class Recovery:
         """Recompute everything that depends on bad KV; if there is a `reason`, the requests that
         hold some of it fail with it. step: the one whose output reported the bad KV. sources: see
         `_find_invalid`."""
-        found = self._find_invalid(sources)
-        self.plan.uncached += found.block_ids.tolist()
+        bad, running = self._find_invalid(sources)
+        block_ids = int32_array(np.flatnonzero(bad))
+        self.kv_cache.uncache_blocks(block_ids)
+        self.plan.uncached += block_ids.tolist()
+        # The tokens that past occupants still expect may depend on bad blocks.
+        self.in_flight.void_past_occupants()
         if self.transfers is not None:
-            self.transfers.note_invalid(found.block_ids)
-        for request in found.waiting:
-            self.holds.release(request)
-            request.asks_connector = True
-        for request, num_good in found.running:
+            self.transfers.note_invalid(block_ids)
+        for request in list(self.holds):
+            hold = request.hold
+            if hold is not None and any(bad[ids].any() for ids in hold.blocks.block_ids):
+                self.holds.release(request)
+                request.asks_connector = True
+        for request, num_good in running.items():
             if reason is not None:
                 self.lifecycle.end(request, Outcome(FinishReason.ERROR, reason, step=step), now)
             else:
                 self._rewind(request, num_good)
 
-    def _find_invalid(self, sources: dict[int, int]) -> _Invalidated:
-        """Uncache everything computed from a bad position on, and find the affected requests.
+    def _find_invalid(self, sources: dict[int, int]) -> tuple[BoolArray, dict[Request, int]]:
+        """All blocks computed from a bad position on, (num_blocks,) bool, and the running requests
+        that hold one of them, with the number of leading tokens whose KV is valid.
 
         sources: generation of a request that ran while the plan was unanswered -> its leading
         tokens whose KV is valid.
@@ -157,8 +151,7 @@ class Recovery:
         Other holders are invalid from the first invalid block that they found in the prefix cache.
         Blocks that they computed after it may have been found in turn, so this repeats until
         nothing is added. A block that has been allocated again is no hit of its new owner, which is
-        not affected. Tokens that past occupants still expect may depend on bad blocks, and are
-        void.
+        not affected.
         """
         bad = np.zeros(self.kv_cache.num_blocks, np.bool_)
         holders = list(self._holders(sources))
@@ -175,17 +168,7 @@ class Recovery:
                     self._mark(holder, bad)
                     invalid.append(holder)
                     has_grown = True
-        waiting = [
-            request
-            for request in (self.waiting if len(self.holds) else ())
-            if request.hold is not None
-            and any(bad[ids].any() for ids in request.hold.blocks.block_ids)
-        ]
-        block_ids = int32_array(np.flatnonzero(bad))
-        self.kv_cache.uncache_blocks(block_ids)
-        self.in_flight.void_past_occupants()
-        running = {holder.request: holder.num_good for holder in invalid if holder.is_running}
-        return _Invalidated(block_ids, list(running.items()), waiting)
+        return bad, {holder.request: holder.num_good for holder in invalid if holder.is_running}
 
     def _rewind(self, request: Request, num_good: int) -> None:
         """Rewind a running request to the last common block boundary of all groups within its first
@@ -200,30 +183,20 @@ class Recovery:
         if self.encoder is not None and request.multimodal:
             self.encoder.rewound(request)
         self.num_rewinds += 1
-        self.plan.add_rewind(self.running.rewind_row(row, num_tokens, newest_step))
+        self.plan.rewound[row] = self.running.rewind_row(row, num_tokens, newest_step)
         self.lifecycle.log.rewound(request, step=newest_step, num_tokens=num_tokens)
 
     def _holders(self, sources: dict[int, int]) -> Iterator[_Holder]:
-        sizes = self.kv_cache.block_sizes
-        for request in self.running.requests_in_order():
-            generation = int(self.running.generation[request.row])
-            num_tokens = int(self.running.num_computed[request.row])
-            yield _Holder(
-                request,
-                generation,
-                True,
-                self.kv_cache.block_ids(request.row),
-                tuple(request.num_hit_tokens // size for size in sizes),
-                sources.get(generation, num_tokens),
-            )
+        running, longest_block = self.running, max(self.kv_cache.block_sizes)
+        for request in running.requests_in_order():
+            generation = int(running.generation[request.row])
+            num_good = sources.get(generation, int(running.num_computed[request.row]))
+            tables = self.kv_cache.block_ids(request.row)
+            yield _Holder(request, generation, True, tables, request.num_hit_tokens, num_good)
         for generation, past in self.in_flight.past_occupants():
+            num_good = sources.get(generation, max(map(len, past.tables)) * longest_block)
             yield _Holder(
-                past.request,
-                generation,
-                False,
-                past.tables,
-                tuple(past.num_hit_tokens // size for size in sizes),
-                sources.get(generation, max(map(len, past.tables)) * max(sizes)),
+                past.request, generation, False, past.tables, past.num_hit_tokens, num_good
             )
 
     def _mark(self, holder: _Holder, bad: BoolArray) -> None:
@@ -234,9 +207,8 @@ class Recovery:
     def _num_good_hits(self, holder: _Holder, bad: BoolArray) -> int:
         """Leading tokens of the holder before the first bad block that it found."""
         num_good = holder.num_good
-        sizes = self.kv_cache.block_sizes
-        for table, num_hits, size in zip(holder.tables, holder.num_hits, sizes, strict=True):
-            found = bad[table[:num_hits]]
-            if found.any():
-                num_good = min(num_good, int(np.argmax(found)) * size)
+        for table, size in zip(holder.tables, self.kv_cache.block_sizes, strict=True):
+            is_bad = bad[table[: holder.num_hit_tokens // size]]
+            if is_bad.any():
+                num_good = min(num_good, int(is_bad.argmax()) * size)
         return num_good

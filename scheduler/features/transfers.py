@@ -9,7 +9,6 @@ not the ownership: the blocks stay in quarantine until every rank has reported t
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from longshore.connectors.base import (
     AskLater,
@@ -29,17 +28,21 @@ from longshore.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 
-_NO_DEADLINE: Final = float("inf")
-
 
 @dataclass(slots=True)
 class _Transfer:
-    """`request` is None if no request waits for it: a load in quarantine, or a send."""
+    """A load or a send, until all ranks have reported its end.
+
+    request: waits for it; None for a send, or a load in quarantine.
+    num_tokens, deadline, order: of a load, see `begin_load`.
+    failed:  blocks that the load failed to fill.
+    invalid: blocks before the loaded ones whose KV turned out to be wrong.
+    """
 
     blocks: HeldBlocks
     request: Request | None = None
     num_tokens: int = 0
-    deadline: float = _NO_DEADLINE
+    deadline: float = 0.0
     order: int = 0
     ranks_done: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
@@ -142,7 +145,6 @@ class Transfers:
         """The request no longer waits; the blocks of its load are put into quarantine."""
         load = self._loads[request.request_id]
         load.request = None
-        load.deadline = _NO_DEADLINE
         self.num_loading_blocks -= load.blocks.num_blocks
         self.connector.load_abandoned(request.request_id)
 

@@ -17,7 +17,7 @@ class RequestLog:
     clients can cause, and one for failures, so that rejections cannot hide them."""
 
     def __init__(self) -> None:
-        self._refusals = LogLimit(logger)
+        self._rejections = LogLimit(logger)
         self._failures = LogLimit(logger)
 
     def arrived(self, message: AddRequest, *, client: int) -> None:
@@ -35,13 +35,13 @@ class RequestLog:
 
     def rejected(self, request_id: str, reason: FinishReason, text: str) -> None:
         """A request was not queued."""
-        self._refusals.warning(
+        self._rejections.warning(
             "request rejected: %s", text, request_id=request_id, finish_reason=reason.name
         )
 
     def unreadable(self, text: str, *, client: int, handle: int) -> None:
         """Only the handle of a request could be decoded."""
-        self._refusals.warning(
+        self._rejections.warning(
             "request with handle %d of client %d rejected: %s", handle, client, text
         )
 
@@ -85,7 +85,7 @@ class RequestLog:
         """The request has neither a row nor a position in a queue. step: the newest answered one.
         text: the message to its client."""
         if reason in (FinishReason.ERROR, FinishReason.IGNORED):
-            limit = self._failures if reason is FinishReason.ERROR else self._refusals
+            limit = self._failures if reason is FinishReason.ERROR else self._rejections
             limit.warning(
                 "request failed: %s",
                 text,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
-from longshore.protocol.kv_cache_spec import DEFAULT_STEPS_IN_FLIGHT, of_all_ranks
+from longshore.protocol.kv_cache_spec import DEFAULT_STEPS_IN_FLIGHT, LongestRequest, of_all_ranks
 from longshore.scheduler.kv_cache.block_pool import BlockPool
 from longshore.scheduler.kv_cache.blocks import BlockIds
 
@@ -59,7 +59,7 @@ class SingleTypeManager:
         self.hashes_per_block = self.block_size // (tokens_per_hash or self.block_size)
         self._max_model_len = max_model_len
         self._max_blocks: int = shared.max_blocks(
-            max_model_len, max_num_batched_tokens, max_steps_in_flight
+            LongestRequest(max_model_len, max_num_batched_tokens, max_steps_in_flight)
         )
         self._pool = pool
         self.table: np.ndarray[tuple[int, int], np.dtype[np.int32]] = np.zeros(

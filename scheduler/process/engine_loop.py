@@ -43,11 +43,7 @@ from longshore.protocol.requests import (
     read_malformed,
 )
 from longshore.protocol.statistics import DescribeBlocks, DescribeEngine, WorkerStats
-from longshore.protocol.transport.channel import (
-    Channel,
-    ServerChannel,
-    SocketWatcher,
-)
+from longshore.protocol.transport.channel import Channel, ServerChannel, SocketWatcher
 from longshore.protocol.transport.lifeline import stop_signals
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.inspect.worker_statistics import WorkerStatistics
@@ -220,18 +216,18 @@ class Engine:
 
     def _accept_client(self, peer: bytes, hello: ClientHello) -> None:
         ours, theirs = self._config.identity.model_fingerprint, hello.model_fingerprint
+        reason = None
         if hello.protocol_version != PROTOCOL_VERSION:
             reason = (
                 f"client {hello.name!r} uses protocol_version={hello.protocol_version}, but this "
                 f"engine uses {PROTOCOL_VERSION}; run the same version of both"
             )
-            self._clients.send(peer, Rejected(reason))
-            return
-        if theirs != ours:
+        elif theirs != ours:
             reason = (
                 f"client {hello.name!r} has model_fingerprint={theirs!r}, but this engine has "
                 f"{ours!r}; use the same model, because token ids depend on it"
             )
+        if reason is not None:
             self._clients.send(peer, Rejected(reason))
             return
         if peer not in self._index_of_peer:

@@ -8,25 +8,12 @@ import msgspec
 import zmq
 
 from longshore.connectors.base import ConnectorConfig, SchedulerConnector
-from longshore.connectors.registry import (
-    load_scheduler_connector,
-    no_worker_half,
-    parse_options,
-)
+from longshore.connectors.registry import load_scheduler_connector, no_worker_half, parse_options
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature, FromWorker, ToClient, ToEngine
 from longshore.protocol.kv_cache_spec import KVCacheConfig, tokens_that_fit
-from longshore.protocol.transport.channel import (
-    Channel,
-    ServerChannel,
-    close_context,
-    open_socket,
-)
-from longshore.protocol.transport.lifeline import (
-    Lifeline,
-    Progress,
-    Ready,
-)
+from longshore.protocol.transport.channel import Channel, ServerChannel, close_context, open_socket
+from longshore.protocol.transport.lifeline import Lifeline, Progress, Ready
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.process.engine_loop import Engine
 from longshore.scheduler.process.worker_handshake import WorkerChannel, accept_workers
@@ -71,12 +58,8 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             open_socket(context, zmq.ROUTER, config.clients, bind=True), ToEngine
         )
         num_sharing = config.cache.context_parallel_size
-        tokens = tokens_that_fit(
-            kv_cache.groups,
-            kv_cache.num_blocks,
-            *config.scheduler.longest_request,
-            context_parallel_size=num_sharing,
-        )
+        longest = config.scheduler.longest_request(num_sharing)
+        tokens = tokens_that_fit(kv_cache.groups, kv_cache.num_blocks, longest)
         block_sizes = sorted({group.spec.block_size * num_sharing for group in kv_cache.groups})
         lifeline.report(
             Ready(

@@ -117,14 +117,9 @@ def _agree_on_blocks(
     num_blocks = min(one.num_blocks for one in offered)
     if config.cache.num_blocks is not None:
         num_blocks = min(num_blocks, config.cache.num_blocks)
-    agreed = msgspec.structs.replace(first, num_blocks=num_blocks)
-    check_holds_one_request(
-        agreed.groups,
-        agreed.num_blocks,
-        *config.scheduler.longest_request,
-        context_parallel_size=config.cache.context_parallel_size,
-    )
-    return agreed
+    longest = config.scheduler.longest_request(config.cache.context_parallel_size)
+    check_holds_one_request(first.groups, num_blocks, longest)
+    return msgspec.structs.replace(first, num_blocks=num_blocks)
 
 
 def _check_layers(offered: Sequence[KVCacheConfig], *, num_shards: int) -> None:

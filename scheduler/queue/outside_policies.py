@@ -10,8 +10,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, TypeVar
 
 from longshore.protocol.errors import ConfigError, LongshoreError
-from longshore.scheduler.queue.policies import POLICIES
-from longshore.scheduler.queue.queues import (
+from longshore.scheduler.queue.policies import (
+    POLICIES,
     FCFSQueue,
     Order,
     PolicyRequest,

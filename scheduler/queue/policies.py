@@ -1,36 +1,167 @@
-"""Built-in scheduling policies: which request is served first, and which is preempted.
+"""Scheduling policies: which request is served first, and which is preempted.
 
 A policy sees requests, never blocks or rows, and decides three things: the order of waiting
 requests, which of the two waiting queues is tried first, and the victim of a preemption. It reads
-no clock and does no I/O. For policies of other packages see `outside_policies` and
-docs/scheduling_policies.md.
+no clock and does no I/O. First what a policy reads, uses and implements, then the built-in ones;
+for those of other packages see `outside_policies` and docs/scheduling_policies.md.
 """
 
-from abc import abstractmethod
-from collections.abc import Collection, Sequence
-from typing import Any, Final
+import heapq
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeAlias, TypeVar
 
-from longshore.scheduler.queue.queues import (
-    FCFSQueue,
-    Order,
-    PolicyRequest,
-    PriorityQueue,
-    RequestQueue,
-    SchedulingPolicy,
-)
+Order: TypeAlias = float | str | tuple[float | str, ...]
+"""Sort key of a request; the smallest is served first. All keys of a queue have one shape."""
 
-__all__ = [
-    "POLICIES",
-    "ContinuumPolicy",
-    "FCFSPolicy",
-    "FCFSQueue",
-    "Order",
-    "OrderedPolicy",
-    "PolicyRequest",
-    "PriorityPolicy",
-    "PriorityQueue",
-    "SchedulingPolicy",
-]
+
+class PolicyRequest(Protocol):
+    """The fields of a request that a policy may read. A policy must not write them.
+
+    arrival_time: seconds on the scheduler's clock; when the request first arrived at any process.
+    client_index: the connection that the request came from.
+    job_id:       the agent's job of which the request is a turn; None outside jobs.
+    max_total_tokens: the request ends when prompt and output together have this many tokens.
+    """
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def arrival_time(self) -> float: ...
+    @property
+    def client_index(self) -> int: ...
+    @property
+    def job_id(self) -> str | None: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def max_total_tokens(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def is_finished(self) -> bool: ...
+
+
+RequestT = TypeVar("RequestT", bound=PolicyRequest)
+
+
+class FCFSQueue(Generic[RequestT]):
+    """First come, first served. Every operation is O(1)."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[str, RequestT] = OrderedDict()
+
+    def add(self, request: RequestT) -> None:
+        """Add a request at the end."""
+        self._requests[request.request_id] = request
+
+    def peek(self) -> RequestT | None:
+        """The head, which stays in the queue; None if the queue is empty."""
+        for request in self._requests.values():
+            return request
+        return None
+
+    def pop(self) -> RequestT:
+        """Remove and return the head. Raises LookupError if the queue is empty."""
+        return self._requests.popitem(last=False)[1]
+
+    def prepend(self, request: RequestT) -> None:
+        """Add a request at the front."""
+        self._requests[request.request_id] = request
+        self._requests.move_to_end(request.request_id, last=False)
+
+    def remove(self, request: RequestT) -> None:
+        """Remove one request, at any position. Raises LookupError if it is not in the queue."""
+        del self._requests[request.request_id]
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[RequestT]:
+        """In the order in which `pop` would return them."""
+        return iter(self._requests.values())
+
+
+class PriorityQueue(Generic[RequestT]):
+    """A heap, with the methods of FCFSQueue; `prepend` keeps the order, so it is `add`. `order` is
+    called once per request, when it is added. Requests of equal order are sorted by their ids,
+    which are unique, so the order is total and the same in every run. Operations are O(log n);
+    removing a request that is not the head is O(n)."""
+
+    def __init__(self, order: Callable[[RequestT], Order]) -> None:
+        self.order = order
+        self._heap: list[tuple[Order, str, RequestT]] = []
+
+    def add(self, request: RequestT) -> None:
+        heapq.heappush(self._heap, (self.order(request), request.request_id, request))
+
+    def peek(self) -> RequestT | None:
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> RequestT:
+        if not self._heap:
+            raise LookupError("the queue is empty")
+        return heapq.heappop(self._heap)[2]
+
+    def prepend(self, request: RequestT) -> None:
+        self.add(request)
+
+    def remove(self, request: RequestT) -> None:
+        for index, (_, _, other) in enumerate(self._heap):
+            if other is request:
+                del self._heap[index]
+                heapq.heapify(self._heap)
+                return
+        raise LookupError(f"{request.request_id} is not in the queue")
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[RequestT]:
+        heap = self._heap.copy()
+        while heap:  # most callers read only a few, so the rest is not sorted
+            yield heapq.heappop(heap)[2]
+
+
+RequestQueue: TypeAlias = FCFSQueue[RequestT] | PriorityQueue[RequestT]
+
+
+class SchedulingPolicy(ABC):
+    """A scheduling policy: one object per scheduler, called only on its thread.
+
+    ignores_priority: the first request with a priority is logged as a warning.
+    """
+
+    ignores_priority: ClassVar[bool] = False
+
+    @abstractmethod
+    def make_queue(self) -> RequestQueue[Any]:
+        """An empty FCFSQueue() or PriorityQueue(order), for requests that may be admitted. Called
+        a second time for requests set aside, unless the first queue is an FCFSQueue (they keep
+        their positions then), and again after `update_pinned_state` returned True."""
+
+    @abstractmethod
+    def prefers_skipped(self, waiting: PolicyRequest, skipped: PolicyRequest) -> bool:
+        """Whether the head of the requests set aside is tried before the head of the others."""
+
+    @abstractmethod
+    def pick_victim(self, running: Sequence[PolicyRequest]) -> int:
+        """Index in `running` (in admission order, not empty) of the request to preempt. While
+        others run, it must not be the request that this policy would serve first (the oldest, with
+        an FCFSQueue); otherwise all requests could preempt one another forever."""
+
+    # The hooks below do nothing by default.
+
+    def arrived(self, request: PolicyRequest) -> None:  # noqa: B027  # optional
+        """A new request is about to be queued. Not called for a preempted request."""
+
+    def update_pinned_state(self, job_ids: Collection[str]) -> bool:
+        """Receive the jobs whose KV is kept for their next turn. True if this changes the order of
+        waiting requests. No step of this version calls it, because nothing is pinned yet."""
+        return False
 
 
 class OrderedPolicy(SchedulingPolicy):

@@ -301,7 +301,7 @@ class Admission:
         request.events.append((RequestEvent.SCHEDULED, self._now))
         self.plan.add(request, start)
         if self.loras is not None:
-            self.loras.enter(request.lora_name)
+            self.loras.acquire(request.lora_name)
         if self.encoder is not None and request.multimodal:
             self.encoder.admit(request, num_computed, need)
         self.kv_cache.full_blocks.cache_row(

@@ -63,7 +63,7 @@ class PlanBuilder:
         # Rows that were emptied, with the ids of their requests.
         self.finished: dict[int, str] = {}
         self.preempted: dict[int, str] = {}
-        self._rewound: dict[int, Rewind] = {}
+        self.rewound: dict[int, Rewind] = {}  # by row: a later rewind replaces an earlier one
         self._added: list[RowStart] = []
         self._num_added_bytes = self._num_added_arrays = 0
         self.appended: list[AppendedBlocks] = []
@@ -94,18 +94,6 @@ class PlanBuilder:
         self._num_added_bytes += 4 * len(request.token_ids) + request.num_input_bytes
         self._num_added_arrays += 3 + len(start.multimodal)
 
-    def add_rewind(self, rewind: Rewind) -> None:
-        """A row is rewound; several rewinds before a plan are merged into one."""
-        first = self._rewound.get(rewind.row)
-        if first is not None:
-            rewind = Rewind(
-                rewind.row,
-                min(first.num_computed_tokens, rewind.num_computed_tokens),
-                first.num_discarded_tokens + rewind.num_discarded_tokens,
-                rewind.num_known_tokens,
-            )
-        self._rewound[rewind.row] = rewind
-
     @property
     def has_drops(self) -> bool:
         """Whether rows were emptied that the workers still hold."""
@@ -116,7 +104,7 @@ class PlanBuilder:
         """Whether the workers need a plan even if no row computes a token."""
         return (
             self.has_drops
-            or bool(self._rewound)
+            or bool(self.rewound)
             or self.has_new_loads
             or (self._connector is not None and self._connector.has_pending_work)
         )
@@ -131,12 +119,12 @@ class PlanBuilder:
         the counts afterwards."""
         running = self._running
         for row in (*self.finished, *self.preempted):  # the rewound request has lost its row
-            self._rewound.pop(row, None)
+            self.rewound.pop(row, None)
         changed = (num_scheduled != running.expected()).nonzero()[0]
         changes: dict[str, Any] = {
             "finished_rows": int32_array(list(self.finished)),
             "preempted_rows": int32_array(list(self.preempted)),
-            "rewound": tuple(self._rewound.values()),
+            "rewound": tuple(self.rewound.values()),
             "added": tuple(self._added),
             "appended": tuple(self.appended),
             "scheduled_rows": int32_array(changed),
@@ -211,7 +199,7 @@ class PlanBuilder:
         running = self._running
         positions = running.num_computed.copy()
         is_fed = (num_scheduled > 0) & (positions >= running.num_known)
-        rewound = list(self._rewound)
+        rewound = list(self.rewound)
         is_fed[rewound] = True
         positions[rewound] = running.num_known[rewound] - 1
         rows = is_fed.nonzero()[0]
@@ -226,7 +214,7 @@ class PlanBuilder:
         """The number of leading blocks that all running rows share, if it has changed; it changes
         only with membership. For cascade attention (FlashInfer's term for attending to a shared
         prefix once); no backend here uses it yet."""
-        if not (self._added or self.has_drops or self._rewound):
+        if not (self._added or self.has_drops or self.rewound):
             return ()
         common = self._kv_cache.num_common_prefix_blocks(self._running.order)
         if common == self._common_prefix_blocks:

@@ -269,12 +269,7 @@ class RunningTable(RowTable):
     def rewind_row(self, row: int, num_computed_tokens: int, newest_step: int) -> Rewind:
         """Rewind the row to `num_computed_tokens`; what it samples in the unanswered plans up to
         `newest_step` is void."""
-        rewind = Rewind(
-            row,
-            num_computed_tokens,
-            int(self.num_placeholders[row]),
-            int(self.num_tokens[row]),
-        )
+        rewind = Rewind(row, num_computed_tokens, int(self.num_tokens[row]))
         self.rewind(rewind)
         self.num_placeholders[row] = 0
         self.num_drafts[row] = 0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from longshore.connectors.base import RequestView, SchedulerConnector
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.kv_cache_spec import CrossAttentionSpec
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec, LongestRequest
 from longshore.protocol.outputs import FinishReason, TransferReport
 from longshore.protocol.requests import AddRequest, ContinueSession
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
@@ -77,7 +77,7 @@ class TextbookScheduler:
         self._masked_steps: list[int] = []
         self._newest_mask = 0
         self._reset()
-        num_heard = 0 if cross is None else cross.max_blocks(config.max_model_len)
+        num_heard = 0 if cross is None else cross.max_blocks(LongestRequest(config.max_model_len))
         num_needed = self.tables.num_blocks_for(config.max_model_len) + num_heard
         if num_needed > self.tables.pool.num_free:
             raise ConfigError(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final, TypeAlias
 
-from longshore.protocol.kv_cache_spec import CrossAttentionSpec
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec, LongestRequest
 from longshore.protocol.requests import AddRequest, ContinueSession
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.step.planner import PauseState
@@ -151,7 +151,7 @@ class Workload:
             cross = CrossAttentionSpec(
                 rng.choice((1, 2, 4, 8)), 1, 4, 4, max_encoder_tokens=longest
             )
-            blocks_per_request += cross.max_blocks(scheduler.max_model_len)
+            blocks_per_request += cross.max_blocks(LongestRequest(scheduler.max_model_len))
         num_blocks = 1 + blocks_per_request + spare
         vocab_size = rng.choice((5, 20, 100))
         if "repetition" in features:

@@ -159,7 +159,7 @@ plans = st.builds(
     answered_step=counts,
     finished_rows=int32s,
     preempted_rows=int32s,
-    rewound=st.lists(st.builds(Rewind, counts, counts, counts, counts), max_size=2).map(tuple),
+    rewound=st.lists(st.builds(Rewind, counts, counts, counts), max_size=2).map(tuple),
     added=st.lists(starts, max_size=2).map(tuple),
     appended=st.lists(st.builds(AppendedBlocks, counts, int32s, int32s), max_size=2).map(tuple),
     scheduled_rows=int32s,

@@ -12,6 +12,7 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
     KVCacheGroup,
     KVCacheSpec,
+    LongestRequest,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
@@ -53,7 +54,7 @@ def test_keys_and_values_may_differ_in_width_and_a_full_spec_may_have_a_window_o
     assert FullAttentionSpec(16, 4, 192, 2).page_size_bytes == 16 * 4 * 384 * 2
     for field in ("sliding_window", "attention_chunk_size"):
         spec = FullAttentionSpec(16, 4, 192, 2, **{field: 64})
-        assert spec.max_blocks(1000, 16) == 63  # it keeps all blocks nevertheless
+        assert spec.max_blocks(LongestRequest(1000, 16)) == 63  # it keeps all blocks nevertheless
     with pytest.raises(ConfigError, match="both set"):
         FullAttentionSpec(16, 4, 192, 2, sliding_window=64, attention_chunk_size=64)
 
@@ -67,7 +68,7 @@ def test_a_window_of_1024_takes_blocks_for_itself_and_for_what_a_step_computes(
     max_model_len: int, batched: int | None, blocks: int
 ) -> None:
     spec = SlidingWindowSpec(16, 8, 128, 2, sliding_window=1024)
-    assert spec.max_blocks(max_model_len, batched) == blocks
+    assert spec.max_blocks(LongestRequest(max_model_len, batched)) == blocks
     assert spec.page_size_bytes == FullAttentionSpec(16, 8, 128, 2).page_size_bytes
 
 
@@ -79,7 +80,7 @@ def test_a_state_takes_one_block_and_may_be_padded_to_the_block_size_of_other_gr
     spec = MambaSpec(16, ((3, 256), (8, 32, 16)), (2, 4))
     assert spec.page_size_bytes == 3 * 256 * 2 + 8 * 32 * 16 * 4
     assert MambaSpec(64, ((4,),), (4,), padded_size_bytes=100).page_size_bytes == 100
-    assert [spec.max_blocks(length) for length in (10, 16, 17, 10_000)] == [1, 1, 2, 2]
+    assert [spec.max_blocks(LongestRequest(n)) for n in (10, 16, 17, 10_000)] == [1, 1, 2, 2]
     with pytest.raises(ConfigError, match="padded_size_bytes=15 is less than the 16"):
         MambaSpec(64, ((4,),), (4,), padded_size_bytes=15)
     with pytest.raises(ConfigError, match="2 shapes but 1 element sizes"):
@@ -123,7 +124,7 @@ def test_bytes_of_a_block_of_all_layers(num_kv_heads: int, num_layers: int, size
 
 @pytest.mark.parametrize(("max_model_len", "blocks"), [(1, 1), (16, 1), (17, 2), (100, 7)])
 def test_a_request_needs_a_block_for_its_last_tokens_too(max_model_len: int, blocks: int) -> None:
-    assert FullAttentionSpec(16, 8, 128, 2).max_blocks(max_model_len) == blocks
+    assert FullAttentionSpec(16, 8, 128, 2).max_blocks(LongestRequest(max_model_len)) == blocks
 
 
 def llama_70b() -> KVCacheGroup:
@@ -151,7 +152,7 @@ def test_blocks_that_fit_in_43_gigabytes_and_their_watermark() -> None:
 @pytest.mark.req("NUM-20", "ERR-04")
 def test_blocks_and_longest_requests_that_fit_in_seven_tenths_of_80_gib() -> None:
     num_blocks = int(0.7 * 80 * 2**30) // llama_70b().block_size_bytes
-    longest = llama_70b().spec.max_blocks(131_072)
+    longest = llama_70b().spec.max_blocks(LongestRequest(131_072))
     assert (num_blocks, longest, round(num_blocks / longest, 2)) == (11_468, 8192, 1.40)
 
 
@@ -176,17 +177,17 @@ def test_a_pool_that_cannot_hold_a_request_is_rejected_with_advice() -> None:
     full = FullAttentionSpec(16, 1, 2, 4)
     window = SlidingWindowSpec(16, 1, 2, 4, sliding_window=33)
     for spec, longest, needed, advice in (
-        (full, (256, 64, 2), 17, "lower max_model_len."),
-        (window, (256, 64, 2), 8, "lower max_model_len or max_num_batched_tokens."),
-        (window, (256, 32, 1), 6, "lower max_model_len or max_num_batched_tokens."),
+        (full, LongestRequest(256, 64, 2), 17, "lower max_model_len."),
+        (window, LongestRequest(256, 64, 2), 8, "lower max_model_len or max_num_batched_tokens."),
+        (window, LongestRequest(256, 32, 1), 6, "lower max_model_len or max_num_batched_tokens."),
     ):
         groups = [KVCacheGroup(("layer",), spec)]
-        assert num_blocks_needed(groups, *longest) == needed
-        check_holds_one_request(groups, needed, *longest)
+        assert num_blocks_needed(groups, longest) == needed
+        check_holds_one_request(groups, needed, longest)
         with pytest.raises(
             KVCacheTooSmall, match=rf"needs {needed}, including 1 reserved"
         ) as caught:
-            check_holds_one_request(groups, needed - 1, *longest)
+            check_holds_one_request(groups, needed - 1, longest)
         assert str(caught.value).endswith(advice)
 
 
@@ -194,5 +195,6 @@ def test_a_pool_that_cannot_hold_a_request_is_rejected_with_advice() -> None:
 @pytest.mark.parametrize(("length", "blocks"), [(1, 1), (64, 1), (65, 2), (1000, 16)])
 def test_ranks_that_share_the_tokens_of_a_block_need_fewer_blocks(length: int, blocks: int) -> None:
     groups = [KVCacheGroup(("a",), FullAttentionSpec(16, 8, 128, 2))]
-    assert max_blocks(groups, length, context_parallel_size=4) == blocks
-    assert tokens_that_fit(groups, 1 + 2 * blocks, length, context_parallel_size=4) == 2 * length
+    longest = LongestRequest(length, context_parallel_size=4)
+    assert max_blocks(groups, longest) == blocks
+    assert tokens_that_fit(groups, 1 + 2 * blocks, longest) == 2 * length

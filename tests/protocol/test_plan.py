@@ -1,5 +1,6 @@
 """The digest that chains each plan to all previous plans."""
 
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -36,7 +37,7 @@ START = RowStart(
 CHANGES: dict[str, Any] = {
     "finished_rows": int32_array([1, 2]),
     "preempted_rows": int32_array([3]),
-    "rewound": (Rewind(4, 5, 1, 9),),
+    "rewound": (Rewind(4, 5, 9),),
     "added": (START,),
     "appended": (AppendedBlocks(0, int32_array([6]), int32_array([7])),),
     "scheduled_rows": int32_array([8, 9]),
@@ -54,9 +55,9 @@ CHANGES: dict[str, Any] = {
         {"finished_rows": int32_array([1, 2, 3]), "preempted_rows": EMPTY_INT32},
         {"preempted_rows": int32_array([4])},
         {"rewound": ()},
-        {"rewound": (Rewind(4, 5, 2, 9),)},
-        {"rewound": (Rewind(4, 6, 1, 9),)},
-        {"rewound": (Rewind(4, 5, 1, 8),)},
+        {"rewound": (Rewind(3, 5, 9),)},
+        {"rewound": (Rewind(4, 6, 9),)},
+        {"rewound": (Rewind(4, 5, 8),)},
         {"added": ()},
         {"added": (START, START)},
         {"added": (replace(START, row=2),)},
@@ -109,6 +110,11 @@ def test_a_plan_has_the_same_digest_on_both_sides_of_the_wire(plan: SchedulerOut
     received = Decoder[ToWorker](ToWorker).decode(frames)
     assert isinstance(received, SchedulerOutput)
     assert plan_digest(7, received) == plan_digest(7, plan)
+
+
+def test_a_default_array_and_its_copy_have_the_same_digest() -> None:
+    start = replace(START, output_token_ids=EMPTY_INT32)
+    assert digest_changes(0, added=(start,)) == digest_changes(0, added=(deepcopy(start),))
 
 
 def test_known_tokens_are_the_prompt_and_the_emitted_output() -> None:

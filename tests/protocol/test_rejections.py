@@ -88,7 +88,7 @@ def test_rejections_in_flight_are_void_once_their_row_is_rewound() -> None:
     follower.apply(send(planner.plan({0: 4})))
     follower.apply(send(planner.plan({0: 4}, answered_step=1)))
     note(follower, 3, np.array([0]), np.array([3]))
-    rewind = Rewind(0, 4, num_discarded_tokens=8, num_known_tokens=5)
+    rewind = Rewind(0, 4, num_known_tokens=5)
     follower.apply(send(planner.plan({0: 1}, rewound=(rewind,), answered_step=2)))
     follower.apply(send(planner.plan({0: 1}, answered_step=3)))
     np.testing.assert_array_equal(follower.rows.num_computed, planner.rows.num_computed)

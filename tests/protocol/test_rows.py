@@ -154,11 +154,8 @@ class RowsMachine(RuleBasedStateMachine):
             return
         computed, known = int(rows.num_computed[row]), int(rows.num_known[row])
         target = data.draw(st.integers(0, computed))
-        most = max(computed + 1 - known, 0)
-        discarded = data.draw(st.integers(0, most))
-        self.changes["rewound"].append(
-            Rewind(row, target, discarded, max(known, computed + 1 - discarded))
-        )
+        known = data.draw(st.integers(known, max(known, computed + 1)))
+        self.changes["rewound"].append(Rewind(row, target, known))
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
@@ -224,7 +221,7 @@ def test_a_rewound_row_computes_only_what_is_planned_until_it_has_caught_up() ->
     rows.advance(np.array([4]))
     for _ in range(3):
         rows.advance(rows.expected())
-    rows.rewind(Rewind(0, 2, num_discarded_tokens=2, num_known_tokens=6))
+    rows.rewind(Rewind(0, 2, num_known_tokens=6))
     assert (int(rows.num_computed[0]), int(rows.num_known[0])) == (2, 6)
     assert rows.expected().tolist() == [0]
     rows.advance(np.array([4]))
@@ -275,8 +272,8 @@ def test_the_second_plan_of_these_tests_is_valid(follower: PlanFollower) -> None
             {"finished_rows": int32_array([0]), "preempted_rows": int32_array([0])},
             "row 0 is dropped, but it is not in use",
         ),
-        ({"rewound": (Rewind(1, 0, 0, 0),)}, "row 1 is rewound, but it is not in use"),
-        ({"rewound": (Rewind(99, 0, 0, 0),)}, "row 99 is rewound, but it is not in use"),
+        ({"rewound": (Rewind(1, 0, 0),)}, "row 1 is rewound, but it is not in use"),
+        ({"rewound": (Rewind(99, 0, 0),)}, "row 99 is rewound, but it is not in use"),
         ({"added": (start_of(0, 3),)}, "adds row 0, which is in use or out of range"),
         ({"added": (start_of(4, 3),)}, "adds row 4, which is in use or out of range"),
         ({"added": (start_of(-1, 3),)}, "adds row -1, which is in use or out of range"),

@@ -11,7 +11,6 @@ from longshore.protocol.statistics import (
     STEP_SECONDS_BOUNDS,
     STEP_TOKENS_BOUNDS,
     WorkerStats,
-    cumulative,
 )
 from longshore.protocol.transport.codec import Decoder
 
@@ -54,7 +53,3 @@ def test_a_report_counts_its_steps() -> None:
 def test_an_impossible_report_is_malformed(changes: dict[str, Any]) -> None:
     with pytest.raises(MalformedMessage):
         decode(**changes)
-
-
-def test_cumulative_counts_are_running_totals() -> None:
-    assert cumulative([2, 0, 3]) == [2, 2, 5]

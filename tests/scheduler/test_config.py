@@ -29,7 +29,7 @@ from longshore.scheduler.queue.outside_policies import load_policy
         ),
         (
             {"long_prefill_token_threshold": -1},
-            r"long_prefill_token_threshold=-1 must be at least 0; 0 sets no limit",
+            r"long_prefill_token_threshold=-1 must be at least 0",
         ),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 63},

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from longshore.protocol.requests import MultimodalFeature
-from longshore.scheduler.queue.policies import OrderedPolicy
-from longshore.scheduler.queue.queues import Order, PolicyRequest
+from longshore.scheduler.queue.policies import Order, OrderedPolicy, PolicyRequest
 from longshore.scheduler.request import IllegalTransition, RequestStatus
 from tests.scheduler.driver import Driver, expected_output, prompt_of
 

@@ -7,7 +7,7 @@ equal, that blocks are conserved, and that no row reads KV that is not its own.
 import pytest
 
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.requests import MalformedAdd
+from longshore.protocol.requests import Malformed
 from longshore.scheduler.request import RequestStatus
 from tests.scheduler.driver import EOS, Driver, expected_output, pressed, prompt_of
 
@@ -436,7 +436,8 @@ def test_a_malformed_add_ends_the_live_request_of_its_handle() -> None:
     driver = Driver()
     client, handle = driver.add("r", prompt_of(5), max_tokens=30)
     driver.plan()
-    driver.scheduler.reject_message(MalformedAdd(handle), "no such field", client=client, now=0.0)
+    malformed = Malformed("add", handle)
+    driver.scheduler.reject_message(malformed, "no such field", client=client, now=0.0)
     driver.answer()
     driver.run()
     assert driver.finished[client, handle].reason is FinishReason.ERROR

@@ -149,8 +149,7 @@ class Workers:
         for row in (*plan.finished_rows.tolist(), *plan.preempted_rows.tolist()):
             del self._tokens[row], self._occupant[row]
         for rewind in plan.rewound:
-            tokens = self._tokens[rewind.row]
-            del tokens[len(tokens) - rewind.num_discarded_tokens :]
+            del self._tokens[rewind.row][rewind.num_known_tokens :]
         for start in plan.added:
             prompt, outputs = start.prompt_token_ids.tolist(), start.output_token_ids.tolist()
             self._tokens[start.row] = prompt + outputs

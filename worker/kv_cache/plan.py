@@ -21,6 +21,7 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheDtype,
     KVCacheGroup,
     KVCacheSpec,
+    LongestRequest,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -185,7 +186,7 @@ def _fit(
     too many groups."""
 
     def cost(part: _Part) -> int:
-        num_blocks = part.spec.max_blocks(max_model_len, max_num_batched_tokens)
+        num_blocks = part.spec.max_blocks(LongestRequest(max_model_len, max_num_batched_tokens))
         return num_blocks * part.num_groups * size_bytes
 
     def times(kind: _Kind, room: int) -> int:

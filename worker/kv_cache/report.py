@@ -7,13 +7,13 @@ from typing import assert_never
 import msgspec
 
 from longshore.protocol.kv_cache_spec import (
-    DEFAULT_STEPS_IN_FLIGHT,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     CustomSpec,
     FullAttentionSpec,
     KVCacheGroup,
     KVCacheSpec,
+    LongestRequest,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
@@ -77,19 +77,10 @@ class CacheReport(msgspec.Struct, frozen=True):
 def report_on(
     groups: Sequence[KVCacheGroup],
     num_blocks: int,
-    *,
-    max_model_len: int,
-    max_num_batched_tokens: int,
-    num_steps: int = DEFAULT_STEPS_IN_FLIGHT,
-    context_parallel_size: int = 1,
+    longest: LongestRequest,
 ) -> CacheReport:
-    """Make the report of a plan.
-
-    max_num_batched_tokens: tokens of all `num_steps` steps in flight; one request may have them
-                            all.
-    context_parallel_size:  ranks that split the tokens of a block.
-    """
-    longest = (max_model_len, max_num_batched_tokens, num_steps)
+    """Make the report of a plan. `longest` has a number of tokens in flight."""
+    context_parallel_size = longest.context_parallel_size
     size_bytes = block_bytes(groups)
     reports = tuple(
         GroupReport(
@@ -98,7 +89,7 @@ def report_on(
             block_tokens=group.spec.block_size * context_parallel_size,
             layer_bytes=group.spec.page_size_bytes,
             padding_bytes=size_bytes - group.block_size_bytes,
-            max_blocks=max_blocks([group], *longest, context_parallel_size=context_parallel_size),
+            max_blocks=max_blocks([group], longest),
         )
         for group in groups
     )
@@ -111,16 +102,14 @@ def report_on(
         block_bytes=size_bytes,
         num_blocks=num_blocks,
         num_reserved_blocks=num_reserved,
-        max_model_len=max_model_len,
+        max_model_len=longest.num_tokens,
         max_concurrency=usable / needed,
-        num_tokens=tokens_that_fit(
-            groups, num_blocks, *longest, context_parallel_size=context_parallel_size
-        ),
+        num_tokens=tokens_that_fit(groups, num_blocks, longest),
         padding_share=padding_bytes / (needed * size_bytes),
-        num_steps=num_steps,
-        max_tokens_in_flight=max_num_batched_tokens,
+        num_steps=longest.num_steps,
+        max_tokens_in_flight=longest.num_in_flight or 0,
         num_blocks_in_flight=needed
-        - max_blocks(groups, max_model_len, 1, 1, context_parallel_size=context_parallel_size),
+        - max_blocks(groups, longest._replace(num_in_flight=1, num_steps=1)),
         expanded_bytes=expanded_bytes(groups) if context_parallel_size == 1 else 0,
     )
 

@@ -14,7 +14,7 @@ from longshore.deploy.cli.cache_plan import (
 )
 from longshore.deploy.cli.options import CachePlanOptions
 from longshore.protocol.errors import ConfigError, KVCacheTooSmall
-from longshore.protocol.kv_cache_spec import num_blocks_needed
+from longshore.protocol.kv_cache_spec import LongestRequest, num_blocks_needed
 from longshore.worker.config import WorkerConfig
 from longshore.worker.worker import Worker
 from tests.models import make_tiny_model
@@ -72,7 +72,7 @@ def test_a_worker_takes_the_fewest_blocks_with_which_the_scheduler_starts(
     windowed: tuple[Path, Any], num_steps: int, num_scheduled: int
 ) -> None:
     path, _ = windowed
-    longest = (256, num_steps * num_scheduled, num_steps)
+    longest = LongestRequest(256, num_steps * num_scheduled, num_steps)
     settings: dict[str, Any] = {
         "model": str(path),
         "max_num_batched_tokens": 64,
@@ -81,7 +81,7 @@ def test_a_worker_takes_the_fewest_blocks_with_which_the_scheduler_starts(
         "show_progress": False,
     }
     with Worker(WorkerConfig(**settings, num_blocks=100)) as worker:
-        needed = num_blocks_needed(worker.kv_cache.groups, *longest)
+        needed = num_blocks_needed(worker.kv_cache.groups, longest)
     with Worker(WorkerConfig(**settings, num_blocks=needed)) as worker:
         worker.start()
     with pytest.raises(KVCacheTooSmall, match=f"needs {needed},.*max_num_batched_tokens"):

@@ -153,7 +153,7 @@ def test_an_item_that_is_withdrawn_before_its_plan_is_not_encoded_and_costs_noth
     cache.begin_step()
     assert cache.limit(one, 0, 8) == 8
     assert cache.limit(two, 0, 8) == 0
-    cache.withdraw(one)
+    cache.release(one)
     assert cache.limit(two, 0, 8) == 8
     assert cache.take_encoder_inputs() == ((3, 0),)
 
@@ -164,7 +164,7 @@ def test_another_request_keeps_an_item_that_the_first_one_withdraws() -> None:
     cache.begin_step()
     cache.limit(one, 0, 8)
     cache.limit(two, 8, 8)
-    cache.withdraw(one)
+    cache.release(one)
     assert cache.take_encoder_inputs() == ((4, 1),)
 
 
@@ -258,7 +258,7 @@ class EncoderMachine(RuleBasedStateMachine):
     @rule(data=st.data(), leaves=st.booleans())
     def withdraw(self, data: st.DataObject, leaves: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.requests)))
-        self.cache.withdraw(self.requests[name])
+        self.cache.release(self.requests[name])
         for index in range(len(self.requests[name].multimodal)):
             self.release(name, index)
         self.planned.pop(name, None)

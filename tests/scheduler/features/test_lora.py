@@ -18,14 +18,14 @@ def add(driver: Driver, name: str, adapter: str | None, **fields: int) -> tuple[
 
 def test_an_adapter_has_its_place_until_the_last_of_its_requests_leaves() -> None:
     positions = LoRASlots(1)
-    positions.enter("a")
-    positions.enter("a")
-    positions.enter(None)
+    positions.acquire("a")
+    positions.acquire("a")
+    positions.acquire(None)
     assert [positions.has_slot(name) for name in ("a", "b", None)] == [True, False, True]
-    positions.leave("a")
+    positions.release("a")
     assert not positions.has_slot("b")
-    positions.leave("a")
-    positions.leave(None)
+    positions.release("a")
+    positions.release(None)
     assert positions.has_slot("b")
 
 

@@ -11,7 +11,7 @@ from longshore.protocol.handshake import ToEngine
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
 from longshore.protocol.requests import (
     AddRequest,
-    MalformedAdd,
+    Malformed,
     PoolingParams,
     read_malformed,
 )
@@ -171,4 +171,4 @@ def test_dimensions_that_no_vector_has_make_the_request_malformed_and_answered(
     decoder: Decoder[ToEngine] = Decoder(ToEngine)
     with pytest.raises(MalformedMessage, match="must lie within"):
         decoder.decode([header, *arrays])
-    assert read_malformed(header) == MalformedAdd(7)
+    assert read_malformed(header) == Malformed("add", 7)

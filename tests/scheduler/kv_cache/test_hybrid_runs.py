@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from longshore.connectors.base import Match, Matched, RequestView, SchedulerConnector
 from longshore.protocol.arrays import Int32Array, int32_array
-from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheSpec
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheSpec, LongestRequest
 from longshore.protocol.outputs import FinishReason, TransferReport
 from tests.scheduler.driver import expected_output, prompt_of
 from tests.scheduler.hybrid_driver import (
@@ -206,7 +206,7 @@ def test_what_a_request_holds_stays_within_its_spec_for_any_prompt(
 ) -> None:
     """With two steps in flight the window's tokens and those of both steps are held. A pool of so
     many blocks is enough."""
-    at_most = spec.max_blocks(200, steps_in_flight * budget)
+    at_most = spec.max_blocks(LongestRequest(200, steps_in_flight * budget))
     driver = HybridDriver(
         spec,
         max_model_len=200,
@@ -243,7 +243,7 @@ def test_a_long_prompt_holds_no_more_of_a_window_than_a_short_one() -> None:
                 most = [max(pair) for pair in zip(most, driver.num_held("r"), strict=True)]
             driver.answer()
         held[num_prompt] = most
-    assert held[1000][1] == held[500][1] <= window(64, 16).max_blocks(1100, 128)
+    assert held[1000][1] == held[500][1] <= window(64, 16).max_blocks(LongestRequest(1100, 128))
     assert held[1000][0] == 65
 
 
@@ -366,7 +366,7 @@ def test_what_a_connector_brings_within_a_step_takes_blocks_only_where_they_are_
     keys = {name: driver.add(name, prompt_of(30), max_tokens=9) for name in ("one", "two")}
     driver.plan()
     held = driver.num_held("one")[0]
-    assert held <= window(6).max_blocks(64, 30 - min(stored, 29))
+    assert held <= window(6).max_blocks(LongestRequest(64, 30 - min(stored, 29)))
     assert (connector.num_null_blocks > 0) == (stored > 8)  # a block and the window
     driver.run()
     for name, key in keys.items():

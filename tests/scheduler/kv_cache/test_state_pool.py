@@ -2,7 +2,7 @@
 
 import pytest
 
-from longshore.protocol.kv_cache_spec import KVCacheSpec
+from longshore.protocol.kv_cache_spec import KVCacheSpec, LongestRequest
 from tests.scheduler.driver import expected_output, prompt_of
 from tests.scheduler.hybrid_driver import HybridDriver, full, state
 
@@ -14,11 +14,11 @@ def test_a_prompt_of_many_blocks_is_computed_on_the_fewest_blocks(
     specs: tuple[KVCacheSpec, ...], steps_in_flight: int, budget: int
 ) -> None:
     """Each step in flight writes a state, and the one they went on from is still held."""
+    longest = LongestRequest(100, steps_in_flight * budget, steps_in_flight)
     driver = HybridDriver(
         *specs,
         max_model_len=100,
-        num_blocks=1
-        + sum(spec.max_blocks(100, steps_in_flight * budget, steps_in_flight) for spec in specs),
+        num_blocks=1 + sum(spec.max_blocks(longest) for spec in specs),
         max_num_batched_tokens=budget,
         max_steps_in_flight=steps_in_flight,
         feed_back_tokens=steps_in_flight > 2,  # as many pipeline stages

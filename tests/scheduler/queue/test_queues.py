@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.scheduler.queue.queues import (
+from longshore.scheduler.queue.policies import (
     FCFSQueue,
     Order,
     PolicyRequest,

@@ -7,9 +7,10 @@ import pytest
 from longshore.scheduler.queue.policies import (
     POLICIES,
     FCFSPolicy,
+    PolicyRequest,
     PriorityPolicy,
 )
-from longshore.scheduler.queue.queues import PolicyRequest, WaitingRequests
+from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Request
 from tests.scheduler.test_request import make_request
 

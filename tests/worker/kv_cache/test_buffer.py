@@ -12,6 +12,7 @@ from longshore.protocol.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
+    LongestRequest,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -108,7 +109,7 @@ def test_blocks_that_seven_tenths_of_80_gibibytes_hold(monkeypatch: pytest.Monke
         [LLAMA_70B], device=CPU, kv_cache_bytes=None, memory_fraction=0.7, max_useful_blocks=1
     )
     assert num_blocks == 11_468
-    per_request = LLAMA_70B.spec.max_blocks(131_072)
+    per_request = LLAMA_70B.spec.max_blocks(LongestRequest(131_072))
     assert per_request == 8_192
     assert round(num_blocks / per_request, 2) == 1.40
 

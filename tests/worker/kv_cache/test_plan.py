@@ -15,6 +15,7 @@ from longshore.protocol.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheGroup,
     KVCacheSpec,
+    LongestRequest,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
@@ -94,7 +95,7 @@ def test_attention_in_a_hybrid_has_blocks_as_large_as_a_state_and_the_same_borde
     assert block_size % 16 == 0
     (attention,) = [group for group in groups if group.layer_names[0] == "layer 9"]
     assert attention.block_size_bytes > 0.9 * size_bytes
-    report = report_on(groups, 1000, max_model_len=131_072, max_num_batched_tokens=4096)
+    report = report_on(groups, 1000, LongestRequest(131_072, 4096))
     assert report.padding_share < 0.05
 
 
@@ -169,20 +170,20 @@ def test_what_a_request_may_hold_counts_every_group_and_sinks_are_set_aside() ->
         KVCacheGroup(("b",), window(33)),
         KVCacheGroup(("c",), sink),
     )
-    assert max_blocks(groups, 160, 16) == 10 + (math.ceil((32 + 16) / 16) + 1) + 10
+    assert max_blocks(groups, LongestRequest(160, 16)) == 10 + (math.ceil((32 + 16) / 16) + 1) + 10
     assert num_reserved_blocks(groups) == 1 + 2
 
 
 @pytest.mark.req("NUM-18", "NUM-20")
 def test_the_report_has_the_tokens_and_requests_that_fit() -> None:
     group = KVCacheGroup(tuple(f"layer {i}" for i in range(80)), full())
-    report = report_on([group], 11_469, max_model_len=131_072, max_num_batched_tokens=4096)
+    report = report_on([group], 11_469, LongestRequest(131_072, 4096))
     assert report.block_bytes == 5_242_880
     assert round(report.max_concurrency, 2) == 1.40
     assert report.num_tokens == 11_468 * 16
     assert report.padding_share == 0
     both = [group, KVCacheGroup(tuple(f"layer {i}" for i in range(60)), window(1024))]
-    report = report_on(both, 8193 + 258, max_model_len=131_072, max_num_batched_tokens=4096)
+    report = report_on(both, 8193 + 258, LongestRequest(131_072, 4096))
     assert report.groups[1].padding_bytes == 20 * 65_536
     assert report.groups[1].max_blocks == math.ceil((1023 + 4096) / 16) + 1
     assert report.max_concurrency == (8192 + 258) / (8192 + report.groups[1].max_blocks)

@@ -71,7 +71,7 @@ class ServedModel:
         self.worker = Worker(config)
         kv_cache = self.worker.kv_cache
         if num_blocks is None:
-            num_blocks = num_blocks_needed(kv_cache.groups, *scheduling.longest_request)
+            num_blocks = num_blocks_needed(kv_cache.groups, scheduling.longest_request(1))
         self._runner = self.worker.start(num_blocks=num_blocks)
         self.scheduler = Scheduler(
             scheduling,

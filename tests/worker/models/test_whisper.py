@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from longshore.protocol.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec, LongestRequest
 from longshore.protocol.plan import Rewind, SchedulerOutput
 from longshore.worker.config import WorkerConfig
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
@@ -240,7 +240,7 @@ def test_a_rewind_does_not_affect_the_encoder_tokens(
     rows.start({0: SOUNDS[0]})
     for _ in range(5):
         rows.step()
-    back = Rewind(row=0, num_computed_tokens=0, num_discarded_tokens=2, num_known_tokens=8)
+    back = Rewind(row=0, num_computed_tokens=0, num_known_tokens=8)
     del rows.tokens[0][-2:]
     plan = rows.step({0: 8}, rewound=[back])
     assert not plan.encoder_inputs
@@ -406,9 +406,7 @@ def test_blocks_of_cross_attention_have_the_bytes_that_its_heads_need(plain: Hea
     config = WorkerConfig(model=str(plain.path), num_blocks=NUM_BLOCKS, show_progress=False)
     with Worker(config) as worker:
         own, cross = worker.kv_cache.groups
-        report = report_on(
-            worker.kv_cache.groups, NUM_BLOCKS, max_model_len=MAX_LEN, max_num_batched_tokens=64
-        )
+        report = report_on(worker.kv_cache.groups, NUM_BLOCKS, LongestRequest(MAX_LEN, 64))
     assert isinstance(own.spec, FullAttentionSpec)
     assert isinstance(cross.spec, CrossAttentionSpec)
     # 2 layers, keys and values of 16 tokens, 4 heads of 16 elements of 4 bytes

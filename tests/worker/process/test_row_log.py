@@ -32,7 +32,7 @@ def test_begin_and_end_of_each_row_carry_request_and_step(caplog: pytest.LogCapt
     caplog.set_level(logging.DEBUG, "longshore.worker.process.row_log")
     log = RowLog()
     log.log_plan(plan(1, added=(start(0, "a"), start(1, "b"))))
-    log.log_plan(plan(2, rewound=(Rewind(1, 4, 0, 2),)))
+    log.log_plan(plan(2, rewound=(Rewind(1, 4, 2),)))
     log.log_plan(plan(3, finished_rows=int32_array([0]), added=(start(0, "c"),)))
     log.log_plan(plan(4, preempted_rows=int32_array([0])))
     told = [(vars(record)["fields"], record.getMessage()) for record in caplog.records]

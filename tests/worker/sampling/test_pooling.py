@@ -136,12 +136,12 @@ def test_a_rewound_row_begins_its_sum_again_or_is_refused(
     runner, plans = worker.start(), planner()
     pooling = PoolingParams("mean")
     runner.execute(plans.plan({0: 30}, added=[Entry(0, PROMPT, pooling=pooling)]))
-    runner.execute(plans.plan({0: 10}, rewound=[Rewind(0, 0, 0, 40)]))
+    runner.execute(plans.plan({0: 10}, rewound=[Rewind(0, 0, 40)]))
     output = runner.execute(plans.plan({0: 30}))
     assert_close(output.pooled[0], expected_vector(checkpoint[1], PROMPT, pooling))
     runner.execute(plans.plan({1: 30}, added=[Entry(1, PROMPT, pooling=pooling)]))
     with pytest.raises(PlanMismatch, match="continues at 16, but 30 of them are already summed"):
-        runner.submit(plans.plan({1: 24}, rewound=[Rewind(1, 16, 0, 40)]), print)
+        runner.submit(plans.plan({1: 24}, rewound=[Rewind(1, 16, 40)]), print)
 
 
 def test_a_vector_that_is_not_finite_is_reported_with_how_much_of_it(tmp_path: Path) -> None:

@@ -331,7 +331,7 @@ def test_a_rewound_row_counts_only_the_tokens_it_has_kept() -> None:
     for _ in range(8):
         bench.step()
     whole = list(run.outputs)
-    rewind = Rewind(row=0, num_computed_tokens=4, num_discarded_tokens=5, num_known_tokens=8)
+    rewind = Rewind(row=0, num_computed_tokens=4, num_known_tokens=8)
     output = bench.runner.execute(bench.plans.plan({0: 4}, rewound=[rewind]))
     again = output.sampled_tokens.tolist()
     for _ in range(4):

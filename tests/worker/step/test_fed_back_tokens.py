@@ -65,7 +65,7 @@ def test_rows_that_wait_for_their_token_need_none() -> None:
 def test_a_rewound_row_gets_its_last_known_token() -> None:
     stage = Stage()
     stage.take(stage.plans.plan(), sampled_rows=[2, 5], sampled_tokens=[20, 50])
-    rewind = Rewind(2, num_computed_tokens=4, num_discarded_tokens=0, num_known_tokens=7)
+    rewind = Rewind(2, num_computed_tokens=4, num_known_tokens=7)
     fed = stage.take(
         stage.plans.plan({2: 3}, rewound=[rewind]), sampled_rows=[2, 5], sampled_tokens=[21, 51]
     )

@@ -398,7 +398,7 @@ def test_a_rewound_row_computes_again_what_was_discarded(
     # 16.
     tokens = outputs.tokens[3][:-4]
     outputs.tokens[3] = tokens
-    rewind = Rewind(row=3, num_computed_tokens=16, num_discarded_tokens=4, num_known_tokens=36)
+    rewind = Rewind(row=3, num_computed_tokens=16, num_known_tokens=36)
     plan = plans.plan({3: 20}, rewound=[rewind])
     state = RowState(3, 1, 16, 20, (int32_array(plans.blocks[3]),))
     outputs.add(runner.execute(msgspec.structs.replace(plan, full_state=(state,))))
