@@ -119,7 +119,7 @@ class SingleTypeManager:
         """Fill an empty row: cached blocks first, then new ones, with null blocks at positions
         that need no block. Returns a copy of the row's table."""
         if isinstance(hits, list) and isinstance(new_block_ids, list):
-            block_ids = int32_array(hits + new_block_ids)
+            block_ids = np.array(hits + new_block_ids, np.int32)
         else:
             block_ids = np.concatenate((int32_array(hits), int32_array(new_block_ids)))
         self.table[row, : len(block_ids)] = block_ids

@@ -2,6 +2,8 @@
 
 from typing import Any, Final
 
+import numpy as np
+
 from longshore.connectors.base import SchedulerConnector, StepView
 from longshore.protocol.arrays import Int32Array, Int64Array, int32_array
 from longshore.protocol.plan import (
@@ -121,15 +123,19 @@ class PlanBuilder:
         for row in (*self.finished, *self.preempted):  # the rewound request has lost its row
             self.rewound.pop(row, None)
         changed = (num_scheduled != running.expected()).nonzero()[0]
+        # Empty arrays keep their defaults, which are not sent.
         changes: dict[str, Any] = {
-            "finished_rows": int32_array(list(self.finished)),
-            "preempted_rows": int32_array(list(self.preempted)),
             "rewound": tuple(self.rewound.values()),
             "added": tuple(self._added),
             "appended": tuple(self.appended),
-            "scheduled_rows": int32_array(changed),
-            "scheduled_tokens": int32_array(num_scheduled[changed]),
         }
+        if self.finished:
+            changes["finished_rows"] = np.array(list(self.finished), np.int32)
+        if self.preempted:
+            changes["preempted_rows"] = np.array(list(self.preempted), np.int32)
+        if len(changed):
+            changes["scheduled_rows"] = changed.astype(np.int32)
+            changes["scheduled_tokens"] = num_scheduled[changed].astype(np.int32)
         if self.copies:
             columns = map(int32_array, zip(*self.copies, strict=True))
             names = ("copy_source_ids", "copy_target_ids", "copy_num_tokens")
@@ -146,7 +152,6 @@ class PlanBuilder:
             answered_step=answered_step,
             **changes,
             common_prefix_blocks=self._common_prefix(),
-            zero_block_ids=int32_array(self.zero_block_ids),
             **self._of_features(num_scheduled, answered_step),
         )
         loads = tuple(self.loads)
@@ -156,6 +161,8 @@ class PlanBuilder:
     def _of_features(self, num_scheduled: Int64Array, answered_step: int) -> dict[str, Any]:
         """Fields of the plan that only configured features use."""
         fields: dict[str, Any] = {}
+        if self.zero_block_ids:
+            fields["zero_block_ids"] = int32_array(self.zero_block_ids)
         if self._feed_back_tokens:
             rows, token_ids = self._tokens_to_feed_back(num_scheduled)
             fields |= {"sampled_rows": rows, "sampled_tokens": token_ids}
