@@ -10,11 +10,11 @@ Candidates, scores and the end condition equal those of transformers' `generate(
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Unpack
 
 import numpy as np
 
-from longshore.deploy.requests.live_requests import LiveRequest
+from longshore.deploy.requests.live_requests import LiveRequest, RequestFields
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.sampling import MAX_LOGPROBS, SamplingParams
 
@@ -149,12 +149,7 @@ class RequestClient(Protocol):
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        *,
-        on_change: Callable[[], None],
-        priority: int = 0,
-        cache_salt: str | None = None,
-        fork_of: LiveRequest | None = None,
-        keeps_blocks: bool = False,
+        **fields: Unpack[RequestFields],
     ) -> LiveRequest: ...
 
     def abort(self, requests: Sequence[LiveRequest]) -> None: ...
