@@ -15,7 +15,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from longshore.deploy.cli.options import CachePlanOptions, resolve_device
+from longshore.deploy.cli.options import CachePlanOptions
+from longshore.deploy.machine.device import resolve_device
 from longshore.deploy.model.folder import AudioInput, read_model_folder
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype
