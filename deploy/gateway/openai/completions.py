@@ -11,11 +11,7 @@ from longshore.deploy.gateway.openai.endpoint import (
     Service,
 )
 from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.generation import (
-    AnsweredPrompt,
-    GenerationSpec,
-    Piece,
-)
+from longshore.deploy.gateway.openai.generation_spec import AnsweredPrompt, GenerationSpec, Piece
 from longshore.deploy.gateway.openai.logprobs import CompletionLogprobs, LogprobsWriter
 from longshore.deploy.gateway.openai.prompts import completion_max_tokens
 from longshore.deploy.gateway.openai.requests import MAX_PROMPTS, CompletionRequest

@@ -23,11 +23,8 @@ from longshore.deploy.gateway.openai.errors import (
     unavailable,
     unknown_model,
 )
-from longshore.deploy.gateway.openai.generation import (
-    Generation,
-    GenerationSpec,
-    Piece,
-)
+from longshore.deploy.gateway.openai.generation import Generation
+from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
 from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.requests import RequestT, parse_request
 from longshore.deploy.gateway.openai.responses import Usage
