@@ -126,7 +126,8 @@ class EngineOptions:
         cpu_kernels: auto uses the kernels compiled at installation, if there are any; torch uses
             plain PyTorch, which is slower.
         threads: CPU threads per worker. Default: the physical cores, divided among the workers.
-        seed: Makes the seeds reproducible that requests without a seed get.
+        seed: Derive the seeds of requests without a seed from this one, so that they are
+            reproducible. Default: random seeds.
         verify_plan: Send the full state with every plan and compare it (slow; for debugging).
         startup_timeout_s: Seconds that startup may take, including loading the model.
         log_level: Lowest level of log lines to show.
@@ -252,8 +253,8 @@ class ServeOptions(EngineOptions):
         cors_allow_origins: Origins (https://app.example.org) whose pages may use the API from a
             browser; * allows all. Default: none.
         log_format: Format of the lines on standard error: text, or one JSON object per line.
-        unread_timeout_s: Seconds after which a client is disconnected that reads nothing of the
-            response data waiting for it.
+        unread_timeout_s: Seconds after which a client that reads none of the response data waiting
+            for it is disconnected.
         drain_timeout_s: Seconds that running requests have to finish after SIGTERM.
     """
 

@@ -2,7 +2,7 @@
 
 Each beam is a request for one token and the log probabilities of the next candidates. It keeps its
 blocks after that token, so that the beams of the next step, which are its forks, compute one token
-each and copy at most one block. The scheduler knows nothing of the search.
+each and copy at most one block. The scheduler does not know about the search.
 
 Candidates, scores and the end condition equal those of transformers' `generate(num_beams=...)`.
 """
@@ -156,7 +156,7 @@ class RequestClient(Protocol):
 
 
 class BeamSearchFailed(Exception):
-    """The engine rejected a beam's request or failed on it; `reason` tells which."""
+    """The engine rejected a beam's request or failed on it; see `reason`."""
 
     def __init__(self, text: str, reason: FinishReason) -> None:
         super().__init__(text)

@@ -49,7 +49,7 @@ LOOPBACK_ONLY: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 class EnginePlan:
     """One engine with its workers: all settings derived, nothing started.
 
-    hash_seed: seed of this deployment's block hashes; it never leaves its processes.
+    hash_seed: seed of this deployment's block hashes; only its processes know it.
     """
 
     options: EngineOptions

@@ -38,7 +38,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Service(msgspec.Struct, frozen=True):
-    """What endpoints need to serve requests; created once the engine is ready.
+    """The objects and limits with which endpoints serve requests; created once the engine is ready.
 
     embedding: how the model pools embeddings; None: it takes no text.
     speech: a speech model's features and prompts; None: the model takes text.

@@ -1,4 +1,4 @@
-"""One answer of a request in progress: takes the engine's tokens, gives pieces of text."""
+"""One answer of a request in progress: takes the engine's tokens and returns pieces of text."""
 
 import time
 from collections.abc import Callable
@@ -6,16 +6,10 @@ from dataclasses import dataclass, field
 
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.metrics import GatewayMetrics
-from longshore.deploy.gateway.openai.errors import (
-    ApiError,
-    invalid,
-    unavailable,
-)
+from longshore.deploy.gateway.openai.errors import ApiError, invalid, unavailable
 from longshore.deploy.gateway.openai.generation_spec import AnsweredPrompt, GenerationSpec, Piece
 from longshore.deploy.gateway.request_log import answer_ended
-from longshore.deploy.gateway.text.answer_text import (
-    AnswerText,
-)
+from longshore.deploy.gateway.text.answer_text import AnswerText
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.requests.live_requests import LiveRequest
 from longshore.deploy.requests.token_scores import TokenScore

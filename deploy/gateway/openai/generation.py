@@ -5,16 +5,9 @@ from collections.abc import AsyncIterator, Sequence
 
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.metrics import GatewayMetrics
-from longshore.deploy.gateway.openai.errors import (
-    ApiError,
-    unavailable,
-)
+from longshore.deploy.gateway.openai.errors import ApiError, unavailable
 from longshore.deploy.gateway.openai.generated_answer import GeneratedAnswer
-from longshore.deploy.gateway.openai.generation_spec import (
-    GenerationSpec,
-    Piece,
-    ShowAtOnce,
-)
+from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece, ShowAtOnce
 from longshore.deploy.gateway.openai.responses import Usage, usage
 from longshore.deploy.gateway.request_log import answers_begin
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder

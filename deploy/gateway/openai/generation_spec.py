@@ -5,10 +5,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from longshore.deploy.gateway.text.answer_text import (
-    NO_STOP_STRINGS,
-    StopStrings,
-)
+from longshore.deploy.gateway.text.answer_text import NO_STOP_STRINGS, StopStrings
 from longshore.deploy.requests.beam_search import BeamSearchParams
 from longshore.deploy.requests.token_scores import TokenScore
 from longshore.protocol.requests import MultimodalFeature

@@ -37,7 +37,7 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 
 
 class ResponseOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """The same in all chunks of a stream."""
+    """The fields that identify a response; equal in all chunks of a stream."""
 
     id: str
     created: int
