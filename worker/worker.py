@@ -196,7 +196,8 @@ class Worker:
 
     @property
     def _longest_request(self) -> tuple[int, int, int]:
-        """Its tokens, the tokens in flight and the steps in flight: they bound its blocks."""
+        """Tokens of the longest request, and tokens and steps in flight, which together limit its
+        number of blocks."""
         config = self._config
         num_steps = config.max_steps_in_flight
         if num_steps is None:

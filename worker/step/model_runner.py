@@ -1,9 +1,9 @@
 """Executes plans: updates rows, launches steps, and reports sampled tokens.
 
-`submit` does not wait for the device, which may still compute the previous step. It does the host's part of a step
-(rows, slots, random numbers); the rest is one operation on the compute queue, and outputs come
-from the queue's thread, in order. So two steps overlap: while one computes, the next is prepared,
-and its input tokens are read on the device without a round trip to the host.
+`submit` does not wait for the device, which may still compute the previous step. It does the host's
+part of a step (rows, slots, random numbers); the rest is one operation on the compute queue, and
+outputs come from the queue's thread, in order. So two steps overlap: while one computes, the next
+is prepared, and its input tokens are read on the device without a round trip to the host.
 """
 
 import logging
@@ -51,7 +51,7 @@ class ModelRunner:
         parallel: Parallel = ALONE,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """parallel: this rank's place; only the outputs of the sampling rank have tokens.
+        """parallel: this rank's position; only the outputs of the sampling rank have tokens.
         eos_token_ids: not sampled until a request has min_tokens."""
         self._epoch = epoch
         self._parallel = parallel
@@ -174,7 +174,7 @@ class ModelRunner:
         if completion.error is not None:
             error = completion.error
             reason = f"step {step} failed on the device: {type(error).__name__}: {error}"
-            if is_lost := isinstance(error, RankLost):  # its message says all
+            if is_lost := isinstance(error, RankLost):  # its message is complete
                 reason = f"step {step}: {error}"
             return WorkerFailed(self._epoch, self._parallel.rank, reason, is_consequence=is_lost)
         if not self._parallel.samples:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec, KVCacheSpec, MambaSpec
 from longshore.worker.attention.grouped import GroupedAttention
+from longshore.worker.attention.metadata import DecodeSegment
 from longshore.worker.attention.segments import decode_segments
 from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.kv_cache.buffer import KVCache
@@ -142,21 +143,10 @@ class StepLauncher:
             sampling=sampling,
         )
         uploads = tables.commit()
-        segments = {
-            size: decode_segments(batch.decode_blocks(size), size)
-            for size in set(tables.block_sizes)
-        }
-        # Segments of cross attention follow the order of the step's tokens. If the lengths differ,
-        # there are more segments than necessary; in practice all are equal.
         step = DeviceStep(
             state=self.state,
             inputs=inputs,
-            segments=[
-                decode_segments(-(-cross_lens // table.block_size), table.block_size)
-                if isinstance(table, CrossBlockTable)
-                else segments[table.block_size]
-                for table in tables.tables
-            ],
+            segments=self._segments(batch, cross_lens),
             chunks=batch.prefill_chunks(),
             copied_of_group=copies.num_of_group,
             uploads=uploads,
@@ -172,6 +162,23 @@ class StepLauncher:
         for upload in uploads:
             upload.guard(completion)
         return completion
+
+    def _segments(self, batch: StepBatch, cross_lens: Int64s) -> list[Sequence[DecodeSegment]]:
+        """The segments of the decodes, per group.
+
+        Segments of cross attention follow the order of the step's tokens. If the lengths differ,
+        there are more segments than necessary; in practice all are equal.
+        """
+        by_size = {
+            size: decode_segments(batch.decode_blocks(size), size)
+            for size in set(self.tables.block_sizes)
+        }
+        return [
+            decode_segments(-(-cross_lens // table.block_size), table.block_size)
+            if isinstance(table, CrossBlockTable)
+            else by_size[table.block_size]
+            for table in self.tables.tables
+        ]
 
     def clear_null_block(self) -> None:
         """Wait until the null block is zero."""
