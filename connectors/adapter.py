@@ -56,13 +56,13 @@ class OneClassConnector:
         self, request: RequestView, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """(number of tokens after `num_computed_tokens`, whether they load in the background). None
-        instead of a number: ask again later."""
+        as the number: ask again later."""
         return 0, False
 
     def update_state_after_alloc(
         self, request: RequestView, blocks: AllocatedBlocks, num_external_tokens: int
     ) -> None:
-        """The request got blocks."""
+        """Blocks of the request were allocated."""
 
     def build_connector_meta(self, step: StepView) -> bytes | msgspec.Struct:
         """Instructions for the worker half; a Struct is sent as msgpack."""

@@ -68,8 +68,8 @@ class Matched:
 
 @dataclass(frozen=True, slots=True)
 class AskLater:
-    """Not known yet: the request is skipped in this step, and the connector asked again in the next
-    one."""
+    """The number is not known yet. The request is skipped in this step, and the connector is asked
+    again in the next one."""
 
 
 Match: TypeAlias = Matched | AskLater
@@ -179,14 +179,15 @@ class SchedulerConnector:
     def update_state_after_alloc(
         self, request: RequestView, block_ids: tuple[Int32Array, ...], num_external_tokens: int
     ) -> None:
-        """The request got blocks: `block_ids[group]` is its whole block table. Load the
-        `num_external_tokens` tokens after the `num_computed_tokens` of the match. Not called if
+        """Blocks were allocated for the request: `block_ids[group]` is its whole block table. Load
+        the `num_external_tokens` tokens after the `num_computed_tokens` of the match. Not called if
         there is nothing to load.
 
         The load owns a share of its target blocks until it is reported in `finished_receiving`
         (asynchronous), or until the step is answered (synchronous). It can start at once, because
         no unanswered plan uses these blocks. Groups that free skipped blocks (windows, chunks,
-        states) have the null block (id 0) in the freed places: never load into it."""
+        states) have the null block (id 0) in the freed entries of the block table: never load into
+        it."""
 
     def build_connector_meta(self, step: StepView) -> bytes:
         """Instructions for the worker half, sent with this plan in the connector's own encoding."""
@@ -199,7 +200,7 @@ class SchedulerConnector:
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
     ) -> FinishAction:
         """The request ends, for any reason; called exactly once. `block_ids` is empty if it held no
-        blocks. Freed places of a block table have the null block (id 0)."""
+        blocks. Freed entries of a block table are the null block (id 0)."""
         return FinishAction()
 
     def load_abandoned(self, request_id: str) -> None:

@@ -1,5 +1,5 @@
-"""Why a worker refuses to start or must stop. A refusal happens before the first request and says
-what to change."""
+"""Why a worker cannot start or must stop. Errors at startup are raised before the first request and
+say what to change."""
 
 from longshore.protocol.errors import ConfigError, EngineDead
 
@@ -13,4 +13,5 @@ class BrokenCheckpoint(ConfigError):
 
 
 class RankLost(EngineDead):
-    """Another rank of this engine has died or hangs. The cause is there, not in this process."""
+    """Another rank of this engine has died or hangs. The cause is in that rank, not in this
+    process."""

@@ -5,11 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from longshore.deploy.cli.options import (
-    SHOWN_AS_DEMO_MODEL,
-    EngineOptions,
-    check_at_least,
-)
+from longshore.deploy.cli.options import SHOWN_AS_DEMO_MODEL, EngineOptions
+from longshore.deploy.cli.setting_checks import check_at_least
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.protocol.errors import ConfigError
 

@@ -15,7 +15,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from longshore.deploy.cli.options import CachePlanOptions, resolve_device
+from longshore.deploy.cli.options import CachePlanOptions
+from longshore.deploy.machine.device import resolve_device
 from longshore.deploy.model.folder import AudioInput, read_model_folder
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype, LongestRequest
@@ -195,7 +196,7 @@ def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield (
         f"a request of {cache.max_model_len:,} tokens",
         f"{byte_size(request_blocks * cache.block_bytes)}: {_blocks(request_blocks)}, "
-        f"{cache.padding_share:.1%} of it padding",
+        f"{cache.padding_share:.1%} of which padding",
     )
     if cache.num_blocks_in_flight:
         yield (

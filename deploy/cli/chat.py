@@ -45,8 +45,12 @@ class Stats:
     total_s: float = 0.0
 
     def add(self, other: "Stats") -> None:
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.num_answers += other.num_answers
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.output_tokens += other.output_tokens
+        self.first_token_s += other.first_token_s
+        self.total_s += other.total_s
 
     def rows(self) -> list[tuple[str, str]]:
         """The rows of `/stats`; times are means per answer."""

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from longshore.deploy.cli.options import check_at_least, check_duration
+from longshore.deploy.cli.setting_checks import check_at_least, check_duration
 
 
 @dataclass(frozen=True, kw_only=True)

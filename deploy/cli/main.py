@@ -146,8 +146,8 @@ def launch(
 
 
 def _check_variables(variables: Mapping[str, str]) -> None:
-    """Raise ConfigError for an empty variable, because an API key that a deployment failed to fill
-    in must not open the server, and for `LONGSHORE_NO_...`, which would be ignored. Warn about
+    """Raise ConfigError for an empty variable, because a deployment that failed to fill in its API
+    key must not serve without keys, and for `LONGSHORE_NO_...`, which would be ignored. Warn about
     variables that no command reads."""
     for name, value in variables.items():
         if name.startswith(PREFIX + "NO_"):

@@ -1,6 +1,5 @@
 """The settings that a user gives on the command line or to `LLM`, before defaults are derived."""
 
-import importlib.metadata
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -8,11 +7,20 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 from cyclopts import Group, Parameter
 
+from longshore.deploy.cli.setting_checks import (
+    MAX_TIMEOUT_S,
+    check_at_least,
+    check_context_parallel_size,
+    check_device,
+    check_duration,
+    check_range,
+)
 from longshore.deploy.supervisor.log_lines import LogFormat
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 # Sections of `--help`, in this order.
@@ -32,7 +40,6 @@ def _demo_model(folder: Path) -> str:
 SHOWN_AS_DEMO_MODEL: Final = Parameter(show_default=_demo_model)
 """Default of a model argument in `--help`: the bundled model's path depends on the machine."""
 
-MAX_TIMEOUT_S: Final = 7 * 24 * 3600
 MAX_AUDIO_S: Final = 24 * 3600
 # Far above any useful value: a larger number is a typing error and would end in a traceback.
 _MAXIMA: Final = {
@@ -119,7 +126,8 @@ class EngineOptions:
         cpu_kernels: auto uses the kernels compiled at installation, if there are any; torch uses
             plain PyTorch, which is slower.
         threads: CPU threads per worker. Default: the physical cores, divided among the workers.
-        seed: Makes the seeds reproducible that requests without a seed get.
+        seed: Derive the seeds of requests without a seed from this one, so that they are
+            reproducible. Default: random seeds.
         verify_plan: Send the full state with every plan and compare it (slow; for debugging).
         startup_timeout_s: Seconds that startup may take, including loading the model.
         log_level: Lowest level of log lines to show.
@@ -131,7 +139,7 @@ class EngineOptions:
     decode_context_parallel_size: Annotated[int, _RANKS, Parameter(alias="-dcp")] = 1
     cp_kv_cache_interleave_size: Annotated[int, _RANKS] = 1
     rank_timeout_s: Annotated[float, _RANKS] = 120.0
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], _MODEL] = "auto"
+    dtype: Annotated[Dtype, _MODEL] = "auto"
     kv_cache_dtype: Annotated[KVCacheDtype, _CACHE] = "auto"
     num_blocks: Annotated[int | None, _CACHE] = None
     kv_memory_fraction: Annotated[float | None, _CACHE] = None
@@ -166,7 +174,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         check_device(self.device)
         for name, allowed in (
-            ("dtype", ("auto", "float32", "bfloat16", "float16")),
+            ("dtype", get_args(Dtype)),
             ("kv_cache_dtype", get_args(KVCacheDtype)),
             ("load_failure_policy", ("recompute", "fail")),
             ("log_level", get_args(LogLevel)),
@@ -245,8 +253,8 @@ class ServeOptions(EngineOptions):
         cors_allow_origins: Origins (https://app.example.org) whose pages may use the API from a
             browser; * allows all. Default: none.
         log_format: Format of the lines on standard error: text, or one JSON object per line.
-        unread_timeout_s: Seconds after which a client is disconnected that reads nothing of the
-            response data waiting for it.
+        unread_timeout_s: Seconds after which a client that reads none of the response data waiting
+            for it is disconnected.
         drain_timeout_s: Seconds that running requests have to finish after SIGTERM.
     """
 
@@ -338,7 +346,7 @@ class CachePlanOptions:
     kv_cache_bytes: int = 4 << 30
     tensor_parallel_size: int = 1
     decode_context_parallel_size: Annotated[int, Parameter(alias="-dcp")] = 1
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
     device: str = "cpu"
 
@@ -359,51 +367,6 @@ class CachePlanOptions:
         check_context_parallel_size(self.decode_context_parallel_size, self.tensor_parallel_size)
 
 
-def check_device(device: str) -> None:
-    """Raise ConfigError unless `device` is auto, cpu, cuda or cuda:N."""
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        raise ConfigError(f"device={device!r} is unknown; use auto, cpu, cuda or cuda:N")
-
-
-def resolve_device(device: str) -> str:
-    """Resolve `auto`: `cuda` if the driver is loaded and the installed torch is not a CPU build.
-
-    Does not import torch; only the worker does.
-    """
-    if device != "auto":
-        return device
-    has_driver = Path("/dev/nvidiactl").exists()
-    return "cuda" if has_driver and not _torch_version().endswith("+cpu") else "cpu"
-
-
-def check_context_parallel_size(size: int, tensor_parallel_size: int) -> None:
-    """Raise ConfigError unless the shards can be divided into groups of `size`."""
-    if tensor_parallel_size % size:
-        raise ConfigError(
-            f"decode_context_parallel_size={size} does not divide tensor_parallel_size="
-            f"{tensor_parallel_size}, whose workers form the groups that share tokens. Use a "
-            "divisor of tensor_parallel_size."
-        )
-
-
-def check_range(name: str, value: int | None, minimum: int, maximum: int) -> None:
-    """Raise ConfigError naming the setting if it is set and outside minimum..maximum."""
-    if value is not None and not minimum <= value <= maximum:
-        raise ConfigError(f"{name}={value} must be between {minimum} and {maximum}")
-
-
-def check_duration(name: str, seconds: float) -> None:
-    """Raise ConfigError naming the setting unless it is above 0 and at most MAX_TIMEOUT_S."""
-    if not 0 < seconds <= MAX_TIMEOUT_S:
-        raise ConfigError(f"{name}={seconds} must be above 0 and at most {MAX_TIMEOUT_S}")
-
-
-def check_at_least(name: str, value: int | None, minimum: int) -> None:
-    """Raise ConfigError naming the setting if it is set and below `minimum`."""
-    if value is not None and value < minimum:
-        raise ConfigError(f"{name}={value} must be at least {minimum}")
-
-
 def engine_options(settings: dict[str, Any]) -> EngineOptions:
     """EngineOptions from keyword arguments. Raises ConfigError, with the known names, for an
     unknown one."""
@@ -412,10 +375,3 @@ def engine_options(settings: dict[str, Any]) -> EngineOptions:
         if name not in known:
             raise ConfigError(f"{name} is not an engine setting; known are {', '.join(known)}")
     return EngineOptions(**settings)
-
-
-def _torch_version() -> str:
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return ""

@@ -62,11 +62,11 @@ class TopScreen:
         head.add_column(no_wrap=True)
         head.add_column(justify="right", no_wrap=True)
         window = _window(self._view)
-        room = width - len(window) - len(state[0]) - 4
+        available = width - len(window) - len(state[0]) - 4
         where = Text.assemble((f"longshore {self._view.version}", "bold"), f" at {self._url}")
-        if len(where) > room:
+        if len(where) > available:
             where = Text(self._url)
-            where.truncate(max(room, 1), overflow="ellipsis")
+            where.truncate(max(available, 1), overflow="ellipsis")
         head.add_row(Text.assemble(where, "  ", state), Text(window, style="dim"))
         return head
 

@@ -143,8 +143,9 @@ class Gateway:
         return Response(f"{reason}\n", status_code=503, media_type="text/plain")
 
     async def _engine_report(self, request: Request) -> Response:
-        """The state of an engine and what each waiting request waits for. Of the engine given by
-        the query `engine`; without it, of the only engine or a list of all."""
+        """The state of an engine and what each waiting request waits for. The query `engine`
+        selects an engine; without it, the response is the report of the only engine, or a list of
+        all reports."""
         service = self._endpoints[0].service
         if service is None:
             raise unavailable("the engine is still starting; /ready shows the progress")

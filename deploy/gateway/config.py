@@ -27,10 +27,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     api_keys:          keys that clients may use; empty: no key is required.
     cors_allow_origins: origins whose pages may use the API from a browser; empty: none.
     drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
-    unread_timeout_s:  seconds after which a client is disconnected that reads nothing of a
-                       response.
+    unread_timeout_s:  seconds after which a client that reads nothing of a response is
+                       disconnected.
     report_timeout_s:  seconds that the scheduler has to answer /engine/report.
-    seed:              makes the seeds reproducible that requests without a seed get.
+    seed:              derives the seeds of requests without a seed, so that they are reproducible.
     """
 
     model: str

@@ -126,6 +126,14 @@ class GatewayMetrics:
         """Set the function that `longshore_ready` calls at every scrape."""
         self._ready.set_function(lambda: not_ready_reason() is None)
 
+    def prompts_received(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Count the prompts of an HTTP request; returns the number of their tokens."""
+        num_tokens = sum(map(len, prompts))
+        self.prompt_tokens.inc(num_tokens)
+        for prompt in prompts:
+            self.prompt_lengths.observe(len(prompt))
+        return num_tokens
+
     def request_ended(self, reason: FinishReason, duration_s: float) -> None:
         """Count a request to the engine that ended `duration_s` after its arrival here."""
         self._finished[reason.api_name].inc()

@@ -1,14 +1,24 @@
-"""One request of an `LLM`, from prompt to output."""
+"""The answers of an `LLM`: each from prompt to output, and many at a time on one engine."""
 
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from tqdm import tqdm
 
 from longshore.deploy.gateway.text.answer_text import AnswerText
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
+from longshore.deploy.llm.blocking_client import BlockingClient
 from longshore.deploy.llm.outputs import RequestOutput, answer_text
 from longshore.deploy.requests.live_requests import LiveRequest
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import MultimodalFeature, PoolingParams
 from longshore.protocol.sampling import SamplingParams
+
+# Far more than run at a time; other requests wait here and not in the engine's queue.
+MAX_LIVE_REQUESTS: Final = 16_384
 
 
 @dataclass
@@ -85,3 +95,53 @@ class Answer:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
+
+
+def run_answers(
+    answers: Sequence[Answer],
+    client: BlockingClient,
+    request_ids: Iterator[str],
+    bar: "tqdm[Any]",
+) -> None:
+    """Submit all answers, at most MAX_LIVE_REQUESTS at a time, and wait until they are complete."""
+    requests = client.requests
+    waiting = deque(answers)
+    num_tokens = 0
+    while True:
+        while waiting and len(requests) < MAX_LIVE_REQUESTS:
+            _submit(waiting.popleft(), client, next(request_ids))
+        if not (num_live := len(requests)):
+            return
+        outputs = client.engine.receive()
+        if outputs is None:
+            continue
+        requests.apply(outputs)
+        num_tokens += len(outputs.tokens)
+        if (num_ended := num_live - len(requests)) > 0:
+            elapsed_s = bar.format_dict["elapsed"] or 1.0
+            bar.set_postfix_str(f"{num_tokens / elapsed_s:,.0f} tokens/s", refresh=False)
+            bar.update(num_ended)
+
+
+def _submit(answer: Answer, client: BlockingClient, request_id: str) -> None:
+    answer.live = client.submit(
+        request_id,
+        answer.prompt_token_ids,
+        answer.sampling,
+        on_change=_ignore if answer.text is None else partial(_stop_if_found, answer, client),
+        fork_of=None if answer.first is None else answer.first.live,
+        multimodal=answer.multimodal,
+        num_primed=answer.num_primed,
+        pooling=answer.pooling,
+    )
+
+
+def _stop_if_found(answer: Answer, client: BlockingClient) -> None:
+    """Stop the request if its answer has grown to a stop string."""
+    num_kept = answer.grow()
+    if num_kept is not None and answer.live is not None:
+        client.stop(answer.live, num_kept)
+
+
+def _ignore() -> None:
+    return None

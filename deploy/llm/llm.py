@@ -1,13 +1,12 @@
 """`LLM`: offline generation in Python, with the same engine that serves HTTP."""
 
 import contextlib
+import itertools
 import logging
 import os
 import sys
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,7 +17,7 @@ from longshore.deploy.cli.options import engine_options
 from longshore.deploy.gateway.text.answer_text import AnswerText, StopStrings
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
 from longshore.deploy.gateway.text.tokenizer import load_tokenizer
-from longshore.deploy.llm.answer import Answer
+from longshore.deploy.llm.answer import MAX_LIVE_REQUESTS, Answer, run_answers
 from longshore.deploy.llm.beams import beam_output, run_searches
 from longshore.deploy.llm.blocking_client import BlockingClient, EngineConnection
 from longshore.deploy.llm.embeddings import (
@@ -52,8 +51,6 @@ from longshore.protocol.requests import PoolingKind
 from longshore.protocol.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS: Final = 16
-# Far more than run at a time; other requests wait here and not in the engine's queue.
-MAX_LIVE_REQUESTS: Final = 16_384
 
 
 class LLM:
@@ -90,7 +87,7 @@ class LLM:
             )
             self._decoder = self._speech.tokenizer
         self._requests = LiveRequests(seed_source(options.seed))
-        self._num_requests = 0
+        self._request_ids = (f"llm-{number}" for number in itertools.count(1))
         self._engine: EngineConnection = InProcessEngine(plan) if in_process else RemoteEngine(plan)
         self._client = BlockingClient(self._requests, self._engine)
         self._finalizer = weakref.finalize(self, _close_in_owner, self._engine, os.getpid())
@@ -220,7 +217,7 @@ class LLM:
         )
         answers = pooled_answers(self._token_ids(prompts), pooling)
         with _progress_bar("embed", len(answers), is_shown=progress) as bar, self._cleaned_up():
-            self._run(answers, bar)
+            run_answers(answers, self._client, self._request_ids, bar)
         return [embedding_output(answer) for answer in answers]
 
     def _check_takes(self, *, text: bool, vectors: bool = False) -> None:
@@ -255,7 +252,6 @@ class LLM:
         self._check_takes(text=True)
         searches = []
         for ids in self._token_ids(prompts):
-            self._num_requests += 1
             params = BeamSearchParams(
                 beam_width,
                 min(max_tokens, self._max_model_len - len(ids)),
@@ -263,8 +259,10 @@ class LLM:
                 early_stopping,
                 frozenset() if ignore_eos else frozenset(self._model.eos_token_ids),
             )
-            name = f"llm-{self._num_requests}"
-            searches.append(BeamSearch(self._client, name, ids, params, on_change=_ignore))
+            request_id = next(self._request_ids)
+            searches.append(
+                BeamSearch(self._client, request_id, ids, params, on_change=lambda: None)
+            )
         with self._cleaned_up():
             max_live = max(1, MAX_LIVE_REQUESTS // beam_width)
             errors = run_searches(searches, self._client, max_live=max_live)
@@ -318,39 +316,8 @@ class LLM:
 
     def _answer_all(self, answers: Sequence[Answer], bar: "tqdm[Any]") -> list[RequestOutput]:
         with self._cleaned_up():
-            self._run(answers, bar)
+            run_answers(answers, self._client, self._request_ids, bar)
         return [answer.output(self._decoder) for answer in answers]
-
-    def _run(self, answers: Sequence[Answer], bar: "tqdm[Any]") -> None:
-        waiting = deque(answers)
-        num_tokens = 0
-        while True:
-            while waiting and len(self._requests) < MAX_LIVE_REQUESTS:
-                self._send(waiting.popleft())
-            if not (num_live := len(self._requests)):
-                return
-            outputs = self._engine.receive()
-            if outputs is None:
-                continue
-            self._requests.apply(outputs)
-            num_tokens += len(outputs.tokens)
-            if (num_ended := num_live - len(self._requests)) > 0:
-                elapsed_s = bar.format_dict["elapsed"] or 1.0
-                bar.set_postfix_str(f"{num_tokens / elapsed_s:,.0f} tokens/s", refresh=False)
-                bar.update(num_ended)
-
-    def _send(self, answer: Answer) -> None:
-        self._num_requests += 1
-        answer.live = self._client.submit(
-            f"llm-{self._num_requests}",
-            answer.prompt_token_ids,
-            answer.sampling,
-            on_change=_ignore if answer.text is None else partial(self._grown, answer),
-            fork_of=None if answer.first is None else answer.first.live,
-            multimodal=answer.multimodal,
-            num_primed=answer.num_primed,
-            pooling=answer.pooling,
-        )
 
     def _watched(self, prompt_token_ids: list[int], stops: StopStrings) -> AnswerText | None:
         if not stops.texts:
@@ -360,11 +327,6 @@ class LLM:
         if not all(stops.texts):
             raise ValueError("stop has an empty string")
         return AnswerText(self._tokenizer, prompt_token_ids, stops)
-
-    def _grown(self, answer: Answer) -> None:
-        num_kept = answer.grow()
-        if num_kept is not None and answer.live is not None:
-            self._client.stop(answer.live, num_kept)
 
     def _abort_all(self) -> None:
         with contextlib.suppress(EngineDead):  # nothing is left to abort
@@ -402,7 +364,3 @@ def _close_in_owner(engine: EngineConnection, owner_pid: int) -> None:
     """Do nothing in a forked child: the engine belongs to its parent."""
     if os.getpid() == owner_pid:
         engine.close()
-
-
-def _ignore() -> None:
-    return None

@@ -77,7 +77,7 @@ class RemoteEngine:
                 return None
             case EngineFailed(reason):
                 raise self._dead(self._supervisor.wait_for_death(DEATH_TIMEOUT_S) or reason)
-            case Rejected(reason):  # the engine has dropped this client
+            case Rejected(reason):  # the engine has disconnected this client
                 raise self._dead(reason)
             case EngineReady() | EngineReport() | BlockSnapshot():
                 return None  # a second answer to the handshake; reports are never requested

@@ -145,10 +145,10 @@ def _gpus(host: Host, version: str | None, outcome: ProbeResult) -> Finding:
             f"torch {version} is a CPU build and cannot use them",
             "pip install --force-reinstall torch, from an index with CUDA builds",
         )
-    speaks, needs = outcome.facts["driver_cuda"], outcome.facts["cuda"]
+    supported, needs = outcome.facts["driver_cuda"], outcome.facts["cuda"]
     needs_major, needs_minor = (int(part) for part in f"{needs}.0".split(".")[:2])
-    if 0 < speaks < needs_major * 1000 + needs_minor * 10:
-        newest = f"{speaks // 1000}.{speaks % 1000 // 10}"
+    if 0 < supported < needs_major * 1000 + needs_minor * 10:
+        newest = f"{supported // 1000}.{supported % 1000 // 10}"
         return Finding(
             "GPUs",
             found,

@@ -1,7 +1,8 @@
 """Decodes audio to a speech model's input: mono float32 samples at its sampling rate.
 
 Audio is decoded and resampled block by block, so that a small file cannot decompress to more than
-the limit. Audio longer than the model's window is split into pieces at quiet places.
+the limit. Audio longer than the model's window is split into pieces, at positions with little
+energy.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ SEARCH_STEP_S: Final = 0.01
 
 
 class BadAudio(ValueError):
-    """Audio that cannot be transcribed; the message has the reason."""
+    """Audio that cannot be transcribed; the message gives the reason."""
 
 
 def require_extra(*names: str) -> list[ModuleType]:

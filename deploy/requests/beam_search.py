@@ -2,7 +2,7 @@
 
 Each beam is a request for one token and the log probabilities of the next candidates. It keeps its
 blocks after that token, so that the beams of the next step, which are its forks, compute one token
-each and copy at most one block. The scheduler knows nothing of the search.
+each and copy at most one block. The scheduler does not know about the search.
 
 Candidates, scores and the end condition equal those of transformers' `generate(num_beams=...)`.
 """
@@ -10,11 +10,11 @@ Candidates, scores and the end condition equal those of transformers' `generate(
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Unpack
 
 import numpy as np
 
-from longshore.deploy.requests.live_requests import LiveRequest
+from longshore.deploy.requests.live_requests import LiveRequest, RequestFields
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.sampling import MAX_LOGPROBS, SamplingParams
 
@@ -149,19 +149,14 @@ class RequestClient(Protocol):
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
-        *,
-        on_change: Callable[[], None],
-        priority: int = 0,
-        cache_salt: str | None = None,
-        fork_of: LiveRequest | None = None,
-        keeps_blocks: bool = False,
+        **fields: Unpack[RequestFields],
     ) -> LiveRequest: ...
 
     def abort(self, requests: Sequence[LiveRequest]) -> None: ...
 
 
 class BeamSearchFailed(Exception):
-    """The engine rejected a beam's request or failed on it; `reason` tells which."""
+    """The engine rejected a beam's request or failed on it; see `reason`."""
 
     def __init__(self, text: str, reason: FinishReason) -> None:
         super().__init__(text)

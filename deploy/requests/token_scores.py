@@ -32,8 +32,8 @@ class TokenScore(msgspec.Struct, frozen=True):
         """The token itself, then the most likely ones."""
         ranked = {self.token_id: Logprob(self.logprob, self.rank)}
         rank, before = 1, None
-        for place, (token_id, logprob) in enumerate(self.best, start=1):
-            rank = rank if logprob == before else place
+        for position, (token_id, logprob) in enumerate(self.best, start=1):
+            rank = rank if logprob == before else position
             before = logprob
             ranked.setdefault(token_id, Logprob(logprob, rank))
         return ranked

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from longshore.connectors.registry import check_connector, no_worker_half, parse_options
-from longshore.deploy.cli.options import EngineOptions, resolve_device
+from longshore.deploy.cli.options import EngineOptions
+from longshore.deploy.machine.device import resolve_device
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.supervisor.process import ProcessSpec
 from longshore.deploy.supervisor.replica import Replica
@@ -53,7 +54,7 @@ LOOPBACK_ONLY: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 class EnginePlan:
     """One engine with its workers: all settings derived, nothing started.
 
-    hash_seed: seed of this deployment's block hashes; it never leaves its processes.
+    hash_seed: seed of this deployment's block hashes; only its processes know it.
     """
 
     options: EngineOptions
@@ -78,16 +79,7 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         check_connector(options.kv_connector)
     device = resolve_device(options.device)
     hash_seed = secrets.token_bytes(HASH_SEED_BYTES)
-    cache = CacheConfig(
-        block_size=options.block_size or config.default_block_size,
-        num_blocks=options.num_blocks,
-        enable_prefix_caching=options.enable_prefix_caching,
-        hash_block_size=options.hash_block_size,
-        watermark=options.watermark,
-        preempt_threshold=options.preempt_threshold,
-        admit_threshold=options.admit_threshold,
-        decode_context_parallel_size=num_sharing,
-    )
+    cache = _cache_config(options, config)
     dtype = model.resolve_dtype(options.dtype, device)
     sizes = CacheSizes(
         block_size=cache.block_size,
@@ -125,6 +117,19 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         hash_seed_digest=hash_seed_digest(hash_seed),
     )
     return EnginePlan(options, model, device, identity, scheduler, cache, hash_seed)
+
+
+def _cache_config(options: EngineOptions, config: DecoderConfig) -> CacheConfig:
+    return CacheConfig(
+        block_size=options.block_size or config.default_block_size,
+        num_blocks=options.num_blocks,
+        enable_prefix_caching=options.enable_prefix_caching,
+        hash_block_size=options.hash_block_size,
+        watermark=options.watermark,
+        preempt_threshold=options.preempt_threshold,
+        admit_threshold=options.admit_threshold,
+        decode_context_parallel_size=options.decode_context_parallel_size,
+    )
 
 
 def _scheduler_config(

@@ -65,7 +65,7 @@ class ManagedProcess:
     """A started child. It has its own process group, so that Ctrl-C in a terminal only reaches the
     supervisor, which then stops all processes in order.
 
-    `ready` and `failed` hold its reports once `read_lifeline` has seen them.
+    `ready` and `failed` hold its reports once `read_lifeline` has read them.
     """
 
     def __init__(self, spec: ProcessSpec, runtime_dir: Path, relay: LogRelay) -> None:

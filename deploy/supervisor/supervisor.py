@@ -32,7 +32,7 @@ EXIT_TIMEOUT_S: Final = 1.0
 
 
 class StartFailed(LongshoreError):
-    """A process could not start; the message has its reason."""
+    """A process could not start; the message gives the reason."""
 
 
 class StopRequested(Exception):
@@ -127,7 +127,7 @@ class Supervisor:
         return death
 
     def find_death(self) -> str | None:
-        """Which process has died, and how; None if all are alive. Then it does not block."""
+        """Which process has died, and how. Returns None, without blocking, if all are alive."""
         for process in self.processes:
             process.read_lifeline()
         if any(process.lifeline_closed for process in self.processes):
@@ -171,8 +171,8 @@ class Supervisor:
         return f"{dead[0].name} has died ({how}). See its log lines above."
 
     def stop(self, drain_timeout_s: float, stop_signal: StopSignal | None = None) -> bool:
-        """Stop in reverse start order, so that each process can finish what later ones need;
-        processes of one `stop_group` together.
+        """Stop in reverse start order, so that each process can finish what later ones need.
+        Processes of one `stop_group` are stopped together.
 
         The first to be stopped (the gateways) have `drain_timeout_s` to finish their streams. True
         if all processes ended by themselves with status 0. The wait ends early if `stop_signal` is

@@ -84,7 +84,7 @@ def test_a_stop_string_ends_each_answer_where_it_first_appears(
 def test_more_prompts_than_are_sent_at_once_are_all_answered(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longshore.deploy.llm.llm.MAX_LIVE_REQUESTS", 3)
+    monkeypatch.setattr("longshore.deploy.llm.answer.MAX_LIVE_REQUESTS", 3)
     params = [SamplingParams(max_tokens=1 + n % 5, ignore_eos=True, seed=n) for n in range(20)]
     prompts = [{"prompt_token_ids": [20 + n]} for n in range(20)]
     outputs = llm.generate(prompts, params, progress=False)
@@ -168,7 +168,7 @@ def test_closing_ends_what_another_thread_generates(tiny_model: tuple[Path, Any]
 
     thread = threading.Thread(target=generate, daemon=True)
     thread.start()
-    wait_until(lambda: llm._num_requests > 0)
+    wait_until(lambda: len(llm._requests) > 0)
     llm.close()
     thread.join(timeout=60)
     assert len(ended) == 1

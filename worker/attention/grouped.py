@@ -24,10 +24,10 @@ class GroupedAttention:
         self, cache: KVCache, layers: Sequence[CachedLayer], parallel: Parallel = ALONE
     ) -> None:
         """layers: the cached layers in the model's order; each must be in a group of the cache.
-        parallel: this rank's place. Raises UnsupportedModel for a kind of layer that does not
+        parallel: this rank's position. Raises UnsupportedModel for a kind of layer that does not
         support its context parallelism."""
         is_shared = parallel.context_share.size > 1
-        places = {
+        entries = {
             name: (group, index)
             for group, planned in enumerate(cache.groups)
             for index, name in enumerate(planned.layer_names)
@@ -36,7 +36,7 @@ class GroupedAttention:
         self._backends: list[tuple[int, AttentionBackend]] = []  # with their groups
         self._layers: list[tuple[int, int]] = []  # number of the backend, index in the group
         for layer in layers:
-            group, index = places[layer.name]
+            group, index = entries[layer.name]
             number = numbers.setdefault((group, layer.kind), len(numbers))
             if number == len(self._backends):
                 view, kind = cache.view(group), layer.kind

@@ -71,21 +71,8 @@ class PackedExperts:
         weights: (n, top_k) float32; chosen: (n, top_k) int64, below the number of experts; both
         contiguous. Raises ValueError for arguments of a wrong shape or dtype.
         """
+        self._check(x, weights, chosen, shared)
         num_tokens, top_k = chosen.shape
-        shape = (num_tokens, self._size)
-        for name, given in (("x", x), ("shared", shared)):
-            if given is not None and (given.shape != shape or given.dtype != self._dtype):
-                raise ValueError(
-                    f"{name} is {given.dtype} {tuple(given.shape)}, the experts need {self._dtype} "
-                    f"{shape}"
-                )
-        if weights.shape != chosen.shape or weights.dtype != torch.float32:
-            raise ValueError(
-                f"weights are {weights.dtype} {tuple(weights.shape)}, the experts need "
-                f"torch.float32 {tuple(chosen.shape)}"
-            )
-        if chosen.dtype != torch.int64 or not (weights.is_contiguous() and chosen.is_contiguous()):
-            raise ValueError("chosen must be torch.int64; chosen and weights must be contiguous")
         if x.stride(1) != 1:
             x = x.contiguous()
         if shared is not None:
@@ -96,7 +83,7 @@ class PackedExperts:
         rows = empty((num_rows, self._size), x.dtype)
         hidden = empty((num_rows, self._width), x.dtype)
         is_sorted = empty((1 + 2 * self._num_experts + num_rows,), torch.int64)
-        out = empty(shape, x.dtype)
+        out = empty((num_tokens, self._size), x.dtype)
         expert_bytes = (self._gate_up.nbytes + self._down.nbytes) // self._num_experts
         kernels.run(
             "experts",
@@ -126,6 +113,22 @@ class PackedExperts:
             ),
         )
         return out
+
+    def _check(self, x: Tensor, weights: Tensor, chosen: Tensor, shared: Tensor | None) -> None:
+        shape = (len(chosen), self._size)
+        for name, given in (("x", x), ("shared", shared)):
+            if given is not None and (given.shape != shape or given.dtype != self._dtype):
+                raise ValueError(
+                    f"{name} is {given.dtype} {tuple(given.shape)}, but the experts need "
+                    f"{self._dtype} {shape}"
+                )
+        if weights.shape != chosen.shape or weights.dtype != torch.float32:
+            raise ValueError(
+                f"weights are {weights.dtype} {tuple(weights.shape)}, but the experts need "
+                f"torch.float32 {tuple(chosen.shape)}"
+            )
+        if chosen.dtype != torch.int64 or not (weights.is_contiguous() and chosen.is_contiguous()):
+            raise ValueError("chosen must be torch.int64; chosen and weights must be contiguous")
 
 
 def _gate_order(width: int, is_interleaved: bool) -> Tensor:

@@ -108,8 +108,8 @@ class Recording:
                     f"the rows of kernel {kernel} are not a multiple of the step's tokens"
                 )
         else:
-            places = (i for i, one in enumerate(self._steps) if one is arguments[0])
-            step = next(places, -1)
+            indices = (i for i, one in enumerate(self._steps) if one is arguments[0])
+            step = next(indices, -1)
             if step < 0:
                 raise NotCapturable("an attention call does not belong to the step")
         call = (_KERNELS.index(kernel), dtype == torch.bfloat16, arguments[-1], step)

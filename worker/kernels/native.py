@@ -84,7 +84,7 @@ class Native:
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """Whether the instruction set has bfloat16 products, and hence a `linear`."""
+        """Whether the instruction set has bfloat16 products, and therefore a `linear`."""
         return bool(self.linear[DTYPES[torch.bfloat16]])
 
     def run(self, kernel: str, dtype: torch.dtype, *arguments: bytes) -> None:

@@ -284,8 +284,8 @@ def measure_num_blocks(
     """The number of blocks that fit into `kv_cache_bytes` or, if None, into a share of free memory.
 
     num_ranks_on_device: ranks that measure the same memory; each takes an equal part.
-    max_useful_blocks: blocks that running requests can fill at most. By default a CPU rank takes no
-                       more; a GPU uses the rest as prefix cache.
+    max_useful_blocks: maximum number of blocks that running requests can fill. By default a CPU
+                       rank takes no more; a GPU uses the rest as prefix cache.
     Call it after loading the weights, so that their memory is not counted as free.
     """
     block_size_bytes = block_bytes(groups)

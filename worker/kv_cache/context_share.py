@@ -27,7 +27,7 @@ Numbers = TypeVar("Numbers", npt.NDArray[np.int64], "Tensor")
 class ContextShare:
     """The tokens that one rank stores: all of them if `size` is 1.
 
-    rank, size: the place among the ranks that split the tokens, and their number.
+    rank, size: the position among the ranks that split the tokens, and their number.
     interleave: consecutive tokens that one rank stores; a divisor of the block size.
     """
 

@@ -189,23 +189,23 @@ def _fit(
         num_blocks = part.spec.max_blocks(LongestRequest(max_model_len, max_num_batched_tokens))
         return num_blocks * part.num_groups * size_bytes
 
-    def times(kind: _Kind, room: int) -> int:
-        """Factor for the block size if `room` of the smallest blocks fit. A power of two, so that
-        the block borders of groups coincide; any number in models with states, which have no block
-        borders of their own."""
+    def times(kind: _Kind, num_fitting: int) -> int:
+        """Factor for the block size if `num_fitting` of the smallest blocks fit. It is a power of
+        two, so that the block borders of groups coincide. In models with states, which have no
+        block borders of their own, it can be any number."""
         if not kind.is_scalable:
             return 1
         if has_states:
-            return min(room, -(-max_model_len // kind.spec.block_size))
-        return 1 << (min(room, _max_times(kind, kinds)).bit_length() - 1)
+            return min(num_fitting, -(-max_model_len // kind.spec.block_size))
+        return 1 << (min(num_fitting, _max_times(kind, kinds)).bit_length() - 1)
 
     has_states = any(isinstance(kind.spec, MambaSpec) for kind in kinds)
     parts = []
     for kind in kinds:
         fitting = [
-            _Part(_sized(kind.spec, kind.spec.block_size * times(kind, room)), num_groups)
+            _Part(_sized(kind.spec, kind.spec.block_size * times(kind, num_fitting)), num_groups)
             for num_groups in range(1, min(kind.num_layers, MAX_GROUPS) + 1)
-            if (room := size_bytes // kind.group_bytes(num_groups))
+            if (num_fitting := size_bytes // kind.group_bytes(num_groups))
         ]
         if not fitting:
             return None

@@ -105,11 +105,11 @@ class LatentAttention:
         key_dim, value_dim = config.qk_nope_head_dim, config.v_head_dim
         size = key_dim + value_dim
         parts: list[tuple[Tensor, tuple[slice, ...]]] = []
-        for place, head in enumerate(range(self._heads.start, self._heads.stop)):
+        for index, head in enumerate(range(self._heads.start, self._heads.stop)):
             keys = slice(head * size, head * size + key_dim)
             values = slice(keys.stop, keys.stop + value_dim)
-            parts.append((self.projections.keys[place], (keys, slice(None))))
-            parts.append((self.projections.values[place].t(), (values, slice(None))))
+            parts.append((self.projections.keys[index], (keys, slice(None))))
+            parts.append((self.projections.values[index].t(), (values, slice(None))))
         return StoredTensor((config.num_heads * size, config.kv_lora_rank), parts)
 
     def _reorder(self) -> None:

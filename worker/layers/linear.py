@@ -74,16 +74,16 @@ class ColumnParallelLinear:
 
     def _stored(self, local: Tensor, names: Sequence[str]) -> StoredTensors:
         columns, rest = self._columns, local.shape[1:]
-        places = local.split([column.num_local for column in columns])
+        targets = local.split([column.num_local for column in columns])
         if len(names) == len(columns):
             return {
-                name: StoredTensor((column.size, *rest), ((place, (column.local,)),))
-                for name, place, column in zip(names, places, columns, strict=True)
+                name: StoredTensor((column.size, *rest), ((target, (column.local,)),))
+                for name, target, column in zip(names, targets, columns, strict=True)
             }
         (name,) = names
         parts, start = [], 0
-        for place, column in zip(places, columns, strict=True):
-            parts.append((place, (slice(start + column.local.start, start + column.local.stop),)))
+        for target, column in zip(targets, columns, strict=True):
+            parts.append((target, (slice(start + column.local.start, start + column.local.stop),)))
             start += column.size
         return {name: StoredTensor((start, *rest), parts)}
 

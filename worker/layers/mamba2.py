@@ -100,17 +100,17 @@ class Mamba2Mixer:
         }
         if self.conv_bias is not None:
             tensors[f"{name}.conv1d.bias"] = self._stored_channels(self.conv_bias)
-        for key, place in (("A_log", self.decay), ("D", self.skip), ("dt_bias", self.dt_bias)):
-            part = (place, (self._heads.local,))
+        for key, target in (("A_log", self.decay), ("D", self.skip), ("dt_bias", self.dt_bias)):
+            part = (target, (self._heads.local,))
             tensors[f"{name}.{key}"] = StoredTensor((self._heads.size,), (part,))
         return tensors
 
     def _stored_channels(self, local: Tensor) -> StoredTensor:
         """local: (local channels, ...), a view of the memory to fill."""
         parts, first = [], 0
-        places = local.split([column.num_local for column in self._convolved])
-        for column, place in zip(self._convolved, places, strict=True):
-            parts.append((place, (slice(first + column.local.start, first + column.local.stop),)))
+        targets = local.split([column.num_local for column in self._convolved])
+        for column, target in zip(self._convolved, targets, strict=True):
+            parts.append((target, (slice(first + column.local.start, first + column.local.stop),)))
             first += column.size
         return StoredTensor((first, *local.shape[1:]), parts)
 

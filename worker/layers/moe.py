@@ -159,16 +159,16 @@ class Experts:
         into, back = [], []
         for expert in range(num_experts):
             this = slice(expert, expert + 1)
-            places = self.gate_up.stored(expert).t().unsqueeze(0).chunk(len(columns), dim=2)
-            into += [(p, (this, slice(None), c)) for p, c in zip(places, columns, strict=True)]
+            targets = self.gate_up.stored(expert).t().unsqueeze(0).chunk(len(columns), dim=2)
+            into += [(p, (this, slice(None), c)) for p, c in zip(targets, columns, strict=True)]
             back.append((self.down.stored(expert).t().unsqueeze(0), (this, self._share)))
         tensors = {
             f"{name}.gate_up_proj": StoredTensor((num_experts, size, 2 * width), into),
             f"{name}.down_proj": StoredTensor((num_experts, width, size), back),
         }
         if self.gate_up_bias is not None:
-            places = self.gate_up_bias.chunk(len(columns), dim=1)
-            parts = [(p, (slice(None), c)) for p, c in zip(places, columns, strict=True)]
+            targets = self.gate_up_bias.chunk(len(columns), dim=1)
+            parts = [(p, (slice(None), c)) for p, c in zip(targets, columns, strict=True)]
             tensors[f"{name}.gate_up_proj_bias"] = StoredTensor((num_experts, 2 * width), parts)
             rest = () if self.down_bias is None else ((self.down_bias, (slice(None),)),)
             tensors[f"{name}.down_proj_bias"] = StoredTensor((num_experts, size), rest)

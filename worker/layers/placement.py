@@ -1,4 +1,4 @@
-"""The placement of a model's weights: dtype, device, and this rank's place among the ranks."""
+"""The placement of a model's weights: dtype, device, and this rank's position among all ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

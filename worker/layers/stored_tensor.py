@@ -12,7 +12,7 @@ class StoredTensor:
     """One tensor of a checkpoint, and the memory for it or for parts of it.
 
     shape: its shape in the checkpoint.
-    parts: (place, index): `stored[index]` is copied to `place`, which has the same shape or one
+    parts: (target, index): `stored[index]` is copied to `target`, which has the same shape or one
            that it broadcasts to. Empty if this rank does not need the tensor.
     """
 
@@ -24,6 +24,6 @@ StoredTensors: TypeAlias = dict[str, StoredTensor]
 """By name in the checkpoint."""
 
 
-def whole(place: Tensor) -> StoredTensor:
-    """`place` holds the whole stored tensor."""
-    return StoredTensor(tuple(place.shape), ((place, (slice(None),) * place.dim()),))
+def whole(target: Tensor) -> StoredTensor:
+    """`target` holds the whole stored tensor."""
+    return StoredTensor(tuple(target.shape), ((target, (slice(None),) * target.dim()),))

@@ -17,7 +17,7 @@ class BareNames:
 
     def checkpoint_tensors(self) -> StoredTensors:
         stored = self._model.checkpoint_tensors()
-        return {name.removeprefix(self._prefix): place for name, place in stored.items()}
+        return {name.removeprefix(self._prefix): tensor for name, tensor in stored.items()}
 
     def is_redundant(self, name: str) -> bool:
         return self._model.is_redundant(self._own(name))

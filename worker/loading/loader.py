@@ -59,10 +59,10 @@ def _fill(model: LoadableModel, model_dir: Path, show_progress: bool | None) -> 
     files = find_tensors(model_dir)
     found = {name for names in files.values() for name in names}
     model = as_stored(model, found)
-    places = model.checkpoint_tensors()
-    _check_names(model_dir, model, wanted=places.keys(), found=found)
+    tensors = model.checkpoint_tensors()
+    _check_names(model_dir, model, wanted=tensors.keys(), found=found)
     bar = tqdm(
-        total=len(places),
+        total=len(tensors),
         desc=f"Loading {model_dir.name}",
         unit="tensor",
         disable=None if show_progress is None else not show_progress,
@@ -71,11 +71,11 @@ def _fill(model: LoadableModel, model_dir: Path, show_progress: bool | None) -> 
     with bar:
         for path, names in files.items():
             with open_safetensors(path) as file:
-                for name in sorted(names & places.keys()):
-                    num_bytes += _copy_tensor(path, file, name, places[name])
+                for name in sorted(names & tensors.keys()):
+                    num_bytes += _copy_tensor(path, file, name, tensors[name])
                     bar.update()
-    _check_copies(model, files, places)
-    return len(places), num_bytes
+    _check_copies(model, files, tensors)
+    return len(tensors), num_bytes
 
 
 def find_tensors(model_dir: Path) -> dict[Path, set[str]]:
@@ -164,21 +164,21 @@ def _copy_tensor(path: Path, file: safe_open, name: str, stored: StoredTensor) -
             f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(_FLOATS)} are "
             "supported. Use a checkpoint that is not quantised."
         )
-    for place, index in stored.parts:
-        place.copy_(view[index])
-    return sum(place.nbytes for place, _ in stored.parts)
+    for target, index in stored.parts:
+        target.copy_(view[index])
+    return sum(target.nbytes for target, _ in stored.parts)
 
 
 def _check_copies(
-    model: LoadableModel, files: Mapping[Path, AbstractSet[str]], places: StoredTensors
+    model: LoadableModel, files: Mapping[Path, AbstractSet[str]], tensors: StoredTensors
 ) -> None:
     for path, names in files.items():
-        for name in sorted(names - places.keys()):
+        for name in sorted(names - tensors.keys()):
             original = model.copy_of(name)
-            if original not in places:
+            if original not in tensors:
                 continue
             with open_safetensors(path) as file:
-                if not _is_copy(file, name, places[original]):
+                if not _is_copy(file, name, tensors[original]):
                     raise UnsupportedModel(
                         f"{path}: {name} differs from {original}, but config.json ties the two, so "
                         "one of them would be ignored. Set tie_word_embeddings to false in "
@@ -189,8 +189,8 @@ def _check_copies(
 def _is_copy(file: safe_open, name: str, original: StoredTensor) -> bool:
     view = file.get_slice(name)
     return tuple(view.get_shape()) == original.shape and all(
-        torch.equal(view[index].to(place.device, place.dtype), place)
-        for place, index in original.parts
+        torch.equal(view[index].to(target.device, target.dtype), target)
+        for target, index in original.parts
     )
 
 

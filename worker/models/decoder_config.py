@@ -233,7 +233,7 @@ def read_dense_fields(
     rope_aliases:       other names of rope types in this family.
     computed:           keys of settings, rejected for other families, that this family supports.
     """
-    refuse_uncomputed(fields, computed)
+    reject_uncomputed(fields, computed)
     max_len = fields.integer("max_position_embeddings", max_position_embeddings)
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -273,11 +273,11 @@ def read_dense_fields(
     }
 
 
-def refuse_uncomputed(fields: JsonFields, computed: Collection[str] = ()) -> None:
+def reject_uncomputed(fields: JsonFields, computed: Collection[str] = ()) -> None:
     """Raise UnsupportedModel for settings that would change the computation but are not supported.
     computed: keys of settings that the family supports."""
     for key in _NOT_COMPUTED.keys() - set(computed):
-        fields.refuse_unless_neutral(key, *_NOT_COMPUTED[key])
+        fields.reject_unless_neutral(key, *_NOT_COMPUTED[key])
 
 
 def sliding_window(fields: JsonFields, default: int | None = None) -> int | None:
@@ -341,15 +341,15 @@ def _head_dim(fields: JsonFields, num_heads: int, default: int | None) -> int:
 def read_rotary_dim(fields: JsonFields, head_dim: int, has_partial_rotary: bool = False) -> int:
     key = "partial_rotary_factor"
     ropes = (fields.table("rope_scaling"), fields.table("rope_parameters"))
-    places = [place for place in (*ropes, fields) if place is not None]
+    holders = [holder for holder in (*ropes, fields) if holder is not None]
     if not has_partial_rotary:
-        for place in places:
-            place.refuse_unless_neutral(key, 1.0, "this family rotates whole heads")
+        for holder in holders:
+            holder.reject_unless_neutral(key, 1.0, "this family rotates whole heads")
         return head_dim
-    place = next((place for place in places if place.values.get(key) is not None), fields)
-    rotary_dim = int(head_dim * place.real(key, 1.0))
+    holder = next((holder for holder in holders if holder.values.get(key) is not None), fields)
+    rotary_dim = int(head_dim * holder.real(key, 1.0))
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise place.wrong(key, f"a factor that gives an even part of head_dim={head_dim}")
+        raise holder.wrong(key, f"a factor that gives an even part of head_dim={head_dim}")
     return rotary_dim
 
 

@@ -104,11 +104,11 @@ class DeepseekV2Config(DeepseekConfig):
             },
             nullable=_NULLABLE,
         )
-        fields.refuse_unless_neutral("scoring_func", "softmax", "this family has no other router")
-        fields.refuse_unless_neutral(
+        fields.reject_unless_neutral("scoring_func", "softmax", "this family has no other router")
+        fields.reject_unless_neutral(
             "norm_topk_prob", False, "renormalised experts are not part of this family"
         )
-        fields.refuse_unless_neutral("mlp_bias", False, "experts with biases are not supported")
+        fields.reject_unless_neutral("mlp_bias", False, "experts with biases are not supported")
         method = fields.text("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
             raise UnsupportedModel(
@@ -148,7 +148,7 @@ class DeepseekV3Config(DeepseekConfig):
             nullable=_NULLABLE,
         )
         for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-            fields.refuse_unless_neutral(key, value, "this family has no other router")
+            fields.reject_unless_neutral(key, value, "this family has no other router")
         return cls(
             **_read(fields, has_groups=True),
             rope_interleave=fields.boolean("rope_interleave", True),

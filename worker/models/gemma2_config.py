@@ -44,7 +44,7 @@ class Gemma2Config(DecoderConfig):
     @classmethod
     def read(cls, fields: JsonFields) -> "Gemma2Config":
         fields = fields.with_defaults(DEFAULTS, nullable=NULLABLE)
-        refuse_bidirectional(fields)
+        reject_bidirectional(fields)
         bias = fields.boolean("attention_bias", False)
         shape = read_dense_fields(
             fields,
@@ -64,8 +64,8 @@ class Gemma2Config(DecoderConfig):
         )
 
 
-def refuse_bidirectional(fields: JsonFields) -> None:
-    fields.refuse_unless_neutral(
+def reject_bidirectional(fields: JsonFields) -> None:
+    fields.reject_unless_neutral(
         "use_bidirectional_attention", False, "attention to later tokens is not supported"
     )
 

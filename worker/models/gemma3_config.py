@@ -16,7 +16,7 @@ from longshore.worker.models.decoder_config import (
 from longshore.worker.models.gemma2_config import (
     ACTIVATIONS,
     NULLABLE,
-    refuse_bidirectional,
+    reject_bidirectional,
     score_scale,
     softcap,
 )
@@ -59,7 +59,7 @@ class Gemma3Config(DecoderConfig):
     @classmethod
     def read(cls, fields: JsonFields) -> "Gemma3Config":
         fields = fields.with_defaults(DEFAULTS, nullable=NULLABLE)
-        refuse_bidirectional(fields)
+        reject_bidirectional(fields)
         bias = fields.boolean("attention_bias", False)
         period = fields.integer("sliding_window_pattern")
 

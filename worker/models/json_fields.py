@@ -81,7 +81,7 @@ class JsonFields:
         given = {k: v for k, v in self.values.items() if v is not None or k in nullable}
         return JsonFields({**defaults, **given}, self.source)
 
-    def refuse_unless_neutral(self, key: str, neutral: object, why: str) -> None:
+    def reject_unless_neutral(self, key: str, neutral: object, why: str) -> None:
         """Raise UnsupportedModel if `key` is set to anything but `neutral`."""
         value = self.values.get(key)
         if value is not None and value != neutral:

@@ -15,7 +15,7 @@ class LlamaConfig(DecoderConfig):
 
     @classmethod
     def read(cls, fields: JsonFields) -> "LlamaConfig":
-        fields.refuse_unless_neutral(
+        fields.reject_unless_neutral(
             "sliding_window", None, "sliding windows are not part of this family"
         )
         attention_bias = fields.boolean("attention_bias", False)

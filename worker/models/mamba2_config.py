@@ -10,7 +10,7 @@ from longshore.worker.kv_cache.plan import CacheSizes
 from longshore.worker.models.decoder_config import (
     DecoderConfig,
     checkpoint_dtype,
-    refuse_uncomputed,
+    reject_uncomputed,
 )
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.rope_config import DEFAULT_THETA, DefaultRope
@@ -111,7 +111,7 @@ class Mamba2Config(DecoderConfig):
 
     @classmethod
     def read(cls, fields: JsonFields) -> "Mamba2Config":
-        refuse_uncomputed(fields)
+        reject_uncomputed(fields)
         hidden_size = fields.integer("hidden_size")
         mamba = MambaShape(
             num_heads=fields.integer("num_heads", 128),

@@ -36,7 +36,7 @@ class MistralConfig(DecoderConfig):
 def same_window(fields: JsonFields, window: int | None) -> dict[str, Any]:
     """Arguments of `read_dense_fields`: all layers have this window, in tokens; None: no window."""
     layer_type = FULL if window is None else SLIDING
-    fields.refuse_unless_neutral(
+    fields.reject_unless_neutral(
         "layer_types",
         [layer_type] * fields.integer("num_hidden_layers"),
         "layers of this family are all alike",

@@ -13,7 +13,7 @@ class RenamedDecoder(DecoderModel):
     names: ClassVar[Mapping[str, str]]
 
     def checkpoint_tensors(self) -> StoredTensors:
-        return {self._stored(name): place for name, place in super().checkpoint_tensors().items()}
+        return {self._stored(name): tensor for name, tensor in super().checkpoint_tensors().items()}
 
     def is_redundant(self, name: str) -> bool:
         return super().is_redundant(self._own(name))

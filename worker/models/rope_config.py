@@ -156,13 +156,13 @@ def read_rope_config(
             f"{rope.source}: rope type {kind!r} is not supported; positions would be wrong. "
             f"Supported: {', '.join(_KEYS_OF_TYPE)}."
         )
-    _refuse_unknown_keys(rope, kind, _KEYS_OF_TYPE[kind])
+    _reject_unknown_keys(rope, kind, _KEYS_OF_TYPE[kind])
     if kind == "default":
         return DefaultRope(theta)
     key = "original_max_position_embeddings"
-    place = rope if config.values.get(key) is None else config
+    holder = rope if config.values.get(key) is None else config
     # longrope chooses its factors by this length, so it has no default.
-    original = place.integer(key, None if kind == "longrope" else max_position_embeddings)
+    original = holder.integer(key, None if kind == "longrope" else max_position_embeddings)
     if kind == "longrope":
         stretched = max(1.0, max_position_embeddings / original)
         return _long_rope(rope, theta, stretched, original, rotary_dim)
@@ -228,7 +228,7 @@ def _optional_real(rope: JsonFields, key: str) -> float | None:
     return None if rope.values.get(key) is None else rope.real(key)
 
 
-def _refuse_unknown_keys(rope: JsonFields, kind: str, known: AbstractSet[str]) -> None:
+def _reject_unknown_keys(rope: JsonFields, kind: str, known: AbstractSet[str]) -> None:
     unknown = sorted(rope.values.keys() - known - _COMMON_KEYS)
     if unknown:
         raise UnsupportedModel(

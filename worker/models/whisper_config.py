@@ -10,7 +10,7 @@ from longshore.worker.models.decoder_config import (
     DecoderConfig,
     checkpoint_dtype,
     read_activation,
-    refuse_uncomputed,
+    reject_uncomputed,
 )
 from longshore.worker.models.json_fields import JsonFields
 from longshore.worker.models.rope_config import DEFAULT_THETA, DefaultRope
@@ -53,8 +53,8 @@ class WhisperConfig(DecoderConfig):
 
     @classmethod
     def read(cls, fields: JsonFields) -> "WhisperConfig":
-        refuse_uncomputed(fields, computed=("is_encoder_decoder",))
-        fields.refuse_unless_neutral("scale_embedding", False, "embeddings are not scaled")
+        reject_uncomputed(fields, computed=("is_encoder_decoder",))
+        fields.reject_unless_neutral("scale_embedding", False, "embeddings are not scaled")
         size = fields.integer("d_model")
         num_heads = fields.integer("decoder_attention_heads")
         num_encoder_heads = fields.integer("encoder_attention_heads")
@@ -147,8 +147,8 @@ def _read_audio(fields: JsonFields, num_encoder_tokens: int) -> AudioSettings:
         given = None if processor is None else processor.table("feature_extractor")
     if given is None:
         given = JsonFields({}, f"{fields.source} alone")
-    given.refuse_unless_neutral("dither", 0.0, "adding noise is not supported")
-    given.refuse_unless_neutral("padding_value", 0.0, "short audio is padded with silence")
+    given.reject_unless_neutral("dither", 0.0, "adding noise is not supported")
+    given.reject_unless_neutral("padding_value", 0.0, "short audio is padded with silence")
     num_mel_bins = fields.integer("num_mel_bins", 80)
     if given.integer("feature_size", num_mel_bins) != num_mel_bins:
         raise given.wrong("feature_size", f"num_mel_bins={num_mel_bins} of config.json")

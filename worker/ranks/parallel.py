@@ -1,4 +1,4 @@
-"""The place of a rank among the ranks of its engine, and how they exchange tensors.
+"""The position of a rank among the ranks of its engine, and how they exchange tensors.
 
 An engine of T x P ranks cuts every layer into T shards (tensor parallel, Shoeybi et al., 2019) and
 its layers into P stages (pipeline parallel): rank = stage * T + shard. Groups of neighbouring
@@ -21,7 +21,8 @@ from longshore.worker.kv_cache.context_share import WHOLE_CONTEXT, ContextShare
 
 @dataclass(frozen=True)
 class Parallel:
-    """One rank's place. Without groups it is the only rank, and every exchange is the identity.
+    """The position of one rank. Without groups it is the only rank, and every exchange is the
+    identity.
 
     Exchanges raise RankLost if another rank has died or does not answer in time.
 

@@ -27,7 +27,7 @@ BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
 def joined_ranks(
     layout: RankLayout, rank: int, device: torch.device, *, startup_timeout_s: float
 ) -> Iterator[Parallel]:
-    """Join the other ranks; the context is this rank's place with its process groups.
+    """Join the other ranks; the context is this rank's position with its process groups.
 
     Each exchange waits up to `startup_timeout_s` for the other ranks, because they may still be
     loading or compiling, until `Parallel.set_timeout` sets a shorter timeout.
@@ -52,13 +52,13 @@ def joined_ranks(
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        place = _place(layout, rank, timeout)
+        parallel = _parallel(layout, rank, timeout)
     except RuntimeError as error:
         raise RankLost(f"rank {rank} could not connect to the other ranks: {error}") from error
     try:
-        yield place
+        yield parallel
         with contextlib.suppress(RankLost):  # harmless: no results are pending
-            place.meet(device)
+            parallel.meet(device)
     finally:
         dist.destroy_process_group()
 
@@ -76,7 +76,7 @@ def _meet(store: Any, num_ranks: int, timeout_s: float) -> None:
         num_there = store.add("there", 0)
 
 
-def _place(layout: RankLayout, rank: int, timeout: timedelta) -> Parallel:
+def _parallel(layout: RankLayout, rank: int, timeout: timedelta) -> Parallel:
     num_shards, num_sharing = layout.tensor_parallel_size, layout.decode_context_parallel_size
     stage, shard = divmod(rank, num_shards)
     shard_group = _group_of_neighbours(layout, rank, num_shards, timeout)

@@ -1,8 +1,8 @@
 """Transfer of hidden states from one pipeline stage to the next.
 
-Sending does not wait for the receiver, which may be a step behind, so each tensor is kept until it
-has been sent. All calls are on the compute queue. Stages as in GPipe (Huang et al., 2019), with
-whole steps as micro-batches.
+Sending does not wait for the receiver, which may still compute the previous step, so each tensor is
+kept until it has been sent. All calls are on the compute queue. Stages as in GPipe (Huang et al.,
+2019), with whole steps as micro-batches.
 """
 
 from collections import deque

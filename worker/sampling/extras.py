@@ -19,7 +19,7 @@ from longshore.worker.sampling.columns import (
     SamplingColumns,
 )
 from longshore.worker.sampling.logit_edits import (
-    EditPlaces,
+    EditSlices,
     LogitEdits,
     pack_edits,
 )
@@ -30,7 +30,7 @@ from longshore.worker.sampling.logprobs import (
 )
 from longshore.worker.sampling.penalties import (
     Penalties,
-    PenaltyPlaces,
+    PenaltySlices,
     pack_penalties,
 )
 from longshore.worker.step.step_batch import Int64s, StepBatch
@@ -42,15 +42,15 @@ from longshore.worker.step.upload import PackedUpload, Upload
 class SamplingExtras:
     """The extras of one step, on the host. The slices are of `upload`.
 
-    prompt_places: scored prompt tokens: their indices in the step and in the token table. They are
+    prompt_slices: scored prompt tokens: their indices in the step and in the token table. They are
                    the first entries of `scored`.
     samples:       indices of the sampling rows whose token is scored: the remaining entries.
     """
 
     upload: PackedUpload
-    edits: EditPlaces | None
-    penalties: PenaltyPlaces | None
-    prompt_places: tuple[slice, slice] | None
+    edits: EditSlices | None
+    penalties: PenaltySlices | None
+    prompt_slices: tuple[slice, slice] | None
     samples: slice | None
     scored: ScoredTokens | None
 
@@ -58,8 +58,8 @@ class SamplingExtras:
         """The same on the device: two copies, on the compute queue."""
         ints, reals = self.upload.to_device(device)
         prompt = None
-        if self.prompt_places is not None:
-            sources, targets = self.prompt_places
+        if self.prompt_slices is not None:
+            sources, targets = self.prompt_slices
             prompt = (ints[sources], ints[targets])
         return DeviceExtras(
             edits=None if self.edits is None else self.edits.on_device(ints, reals),
@@ -154,7 +154,7 @@ def make_extras(
     return SamplingExtras(
         edits=edits,
         penalties=penalties,
-        prompt_places=packing.prompt(prompt) if len(prompt.rows) else None,
+        prompt_slices=packing.prompt(prompt) if len(prompt.rows) else None,
         samples=packing.upload.ints(samples) if len(samples) else None,
         scored=scored,
         upload=packing.upload.pack(pin_memory=pin_memory),  # last, after everything is added
@@ -208,7 +208,7 @@ class _Packing:
         """Indices of the sampling rows that have the bit `asks`."""
         return np.flatnonzero(self._asks & asks)
 
-    def edits(self) -> EditPlaces | None:
+    def edits(self) -> EditSlices | None:
         samples = self.asking_for(ASKS_EDITS)
         if not len(samples):
             return None
@@ -222,7 +222,7 @@ class _Packing:
             upload=self.upload,
         )
 
-    def penalties(self) -> PenaltyPlaces | None:
+    def penalties(self) -> PenaltySlices | None:
         samples = self.asking_for(ASKS_PENALTIES)
         if not len(samples):
             return None

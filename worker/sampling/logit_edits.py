@@ -130,7 +130,7 @@ class LogitEdits:
 
 
 @dataclass(frozen=True)
-class EditPlaces:
+class EditSlices:
     """Slices of a step's packed edits."""
 
     index: slice
@@ -138,7 +138,7 @@ class EditPlaces:
     words: tuple[slice, slice, slice, slice] | None
 
     def on_device(self, ints: Tensor, reals: Tensor) -> LogitEdits:
-        words = None if self.words is None else Words(*(ints[place] for place in self.words))
+        words = None if self.words is None else Words(*(ints[span] for span in self.words))
         return LogitEdits(ints[self.index], reals[self.values], words)
 
 
@@ -150,7 +150,7 @@ def pack_edits(
     table_ends: Int64s,
     vocab_size: int,
     upload: Upload,
-) -> EditPlaces:
+) -> EditSlices:
     """Pack the edits of n rows.
 
     samples:     (n,) indices among the sampling rows.
@@ -161,7 +161,7 @@ def pack_edits(
     added = [row.added(count) for row, count in zip(edits, outputs, strict=True)]
     rows = np.repeat(samples, [len(each.ids) for each in added])
     index = rows * vocab_size + np.concatenate([each.ids for each in added])
-    return EditPlaces(
+    return EditSlices(
         index=upload.ints(index),
         values=upload.reals(np.concatenate([each.values for each in added])),
         words=_pack_words(edits, samples, outputs, table_ends, vocab_size, upload),

@@ -81,10 +81,10 @@ class ScoredTokens:
     def receive(self, start: int, scores: Scores) -> None:
         """Start copying the scores of the tokens from `start` on to the host. On the compute
         queue."""
-        place = slice(start, start + len(scores.ranks))
-        self._host.ranks[place].copy_(scores.ranks, non_blocking=True)
-        self._host.token_ids[place].copy_(scores.token_ids, non_blocking=True)
-        self._host.logprobs[place].copy_(scores.logprobs, non_blocking=True)
+        span = slice(start, start + len(scores.ranks))
+        self._host.ranks[span].copy_(scores.ranks, non_blocking=True)
+        self._host.token_ids[span].copy_(scores.token_ids, non_blocking=True)
+        self._host.logprobs[span].copy_(scores.logprobs, non_blocking=True)
 
     def result(self) -> TokenLogprobs:
         """The scores; call it after the step is complete."""

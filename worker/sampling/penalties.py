@@ -66,7 +66,7 @@ class Penalties:
 
 
 @dataclass(frozen=True)
-class PenaltyPlaces:
+class PenaltySlices:
     """Slices of a step's packed penalties, in the order of the fields of `Penalties`."""
 
     ints: tuple[slice, slice, slice, slice]
@@ -74,8 +74,8 @@ class PenaltyPlaces:
     longest: int
 
     def on_device(self, ints: Tensor, reals: Tensor) -> Penalties:
-        samples, rows, num_prompt, num_tokens = (ints[place] for place in self.ints)
-        repetition, presence, frequency = (reals[place] for place in self.reals)
+        samples, rows, num_prompt, num_tokens = (ints[span] for span in self.ints)
+        repetition, presence, frequency = (reals[span] for span in self.reals)
         return Penalties(
             samples,
             rows,
@@ -98,9 +98,9 @@ def pack_penalties(
     presence: npt.NDArray[np.float64],
     frequency: npt.NDArray[np.float64],
     upload: Upload,
-) -> PenaltyPlaces:
+) -> PenaltySlices:
     """Pack the penalties of n rows, n at least 1. Arrays are (n,); see `Penalties`."""
-    return PenaltyPlaces(
+    return PenaltySlices(
         (upload.ints(samples), upload.ints(rows), upload.ints(num_prompt), upload.ints(num_tokens)),
         (upload.reals(repetition), upload.reals(presence), upload.reals(frequency)),
         int(num_tokens.max()),

@@ -36,8 +36,8 @@ class Draws:
     top_k:       int64; 0 keeps every token. Among equal logits, lower ids are kept first.
     top_p:       float64; the most likely tokens are kept until their mass (after top_k) reaches it.
     u:           float64, uniform in [0, 1).
-    min_p:       float64; tokens less than min_p times as likely as the most likely one are dropped
-                 before anything else. None drops none.
+    min_p:       float64; tokens less than min_p times as likely as the most likely one are excluded
+                 before anything else. None excludes none.
     """
 
     rows: Tensor

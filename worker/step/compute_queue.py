@@ -9,8 +9,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from longshore.protocol.logs.records import fields
 logger = logging.getLogger(__name__)
 
 HANDOVER_TIMEOUT_S: Final = 0.005
+
+_Item = TypeVar("_Item")
 
 
 class Completion:
@@ -98,8 +100,42 @@ def _complete(
     return failure
 
 
+def _log_failure(text: str, error: Exception, completion: Completion) -> None:
+    if not isinstance(error, LongshoreError):  # its message is complete without a traceback
+        about = fields(step_id=completion.step_id)
+        logger.error(text, exc_info=error, extra=about)
+
+
+class _ItemThread(Generic[_Item]):
+    """A daemon thread that takes items in the order of `put`.
+
+    run: called on the thread with an iterator over the items, which ends after `close`.
+    """
+
+    def __init__(self, run: Callable[[Iterator[_Item]], None], *, name: str) -> None:
+        self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=run, args=(iter(self._items.get, None),), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def put(self, item: _Item) -> None:
+        self._items.put(item)
+
+    def close(self) -> None:
+        """Wait until all items have been taken and `run` has returned. No `put` may follow."""
+        self._items.put(None)
+        self._thread.join()
+
+
 def open_compute_queue(device: torch.device) -> ComputeQueue:
     return CudaComputeQueue(device) if device.type == "cuda" else CpuComputeQueue()
+
+
+class _Submitted(NamedTuple):
+    operation: Callable[[], object]
+    on_done: Callable[[Completion], None] | None
+    completion: Completion
 
 
 class CpuComputeQueue:
@@ -112,11 +148,7 @@ class CpuComputeQueue:
         self._before_each = before_each
         self._failure: Exception | None = None
         self._last: Completion | None = None
-        self._submitted: queue.SimpleQueue[
-            tuple[Callable[[], object], Callable[[Completion], None] | None, Completion] | None
-        ] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
-        self._thread.start()
+        self._thread = _ItemThread(self._run, name="compute")
 
     def submit(
         self,
@@ -128,7 +160,7 @@ class CpuComputeQueue:
         completion = Completion(step_id)
         was_idle = self._last is None or self._last.is_done()
         self._last = completion
-        self._submitted.put((operation, on_done, completion))
+        self._thread.put(_Submitted(operation, on_done, completion))
         if was_idle:
             # Let the thread take the GIL now. Otherwise the caller would prepare the next step
             # first, which would delay the first token of a request.
@@ -136,13 +168,11 @@ class CpuComputeQueue:
         return completion
 
     def close(self) -> None:
-        self._submitted.put(None)
-        self._thread.join()
+        self._thread.close()
 
-    def _run(self) -> None:
+    def _run(self, submitted: Iterator[_Submitted]) -> None:
         with torch.inference_mode():
-            while (item := self._submitted.get()) is not None:
-                operation, on_done, completion = item
+            for operation, on_done, completion in submitted:
                 completion.begin()
                 if self._failure is None:
                     self._execute(operation, completion)
@@ -157,10 +187,15 @@ class CpuComputeQueue:
             operation()
             completion.elapsed_s = time.perf_counter() - started
         except Exception as error:
-            if not isinstance(error, LongshoreError):  # its message is complete without a traceback
-                about = fields(step_id=completion.step_id)
-                logger.exception("a compute operation failed", extra=about)
+            _log_failure("a compute operation failed", error, completion)
             self._failure = error
+
+
+class _Launched(NamedTuple):
+    started: torch.cuda.Event
+    ended: torch.cuda.Event
+    on_done: Callable[[Completion], None] | None
+    completion: Completion
 
 
 class CudaComputeQueue:
@@ -170,17 +205,7 @@ class CudaComputeQueue:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._failure: Exception | None = None
-        self._launched: queue.SimpleQueue[
-            tuple[
-                torch.cuda.Event,
-                torch.cuda.Event,
-                Callable[[Completion], None] | None,
-                Completion,
-            ]
-            | None
-        ] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="compute-events", daemon=True)
-        self._thread.start()
+        self._thread = _ItemThread(self._run, name="compute-events")
 
     def submit(
         self,
@@ -200,22 +225,18 @@ class CudaComputeQueue:
                     operation()
                     ended.record()
             except Exception as error:
-                if not isinstance(error, LongshoreError):
-                    about = fields(step_id=completion.step_id)
-                    logger.exception("a compute operation could not be launched", extra=about)
+                _log_failure("a compute operation could not be launched", error, completion)
                 completion.error = self._failure = error
-        self._launched.put((started, ended, on_done, completion))
+        self._thread.put(_Launched(started, ended, on_done, completion))
         return completion
 
     def close(self) -> None:
-        self._launched.put(None)
-        self._thread.join()
+        self._thread.close()
 
-    def _run(self) -> None:
+    def _run(self, launched: Iterator[_Launched]) -> None:
         torch.cuda.set_device(self._device)
         failure: Exception | None = None  # of this or an earlier operation; fails all later ones
-        while (item := self._launched.get()) is not None:
-            started, ended, on_done, completion = item
+        for started, ended, on_done, completion in launched:
             completion.error = failure or completion.error or _await(started, ended, completion)
             failure = _complete(on_done, completion)
             # From now on nothing is launched. Keep a failure that `submit` has set meanwhile.
@@ -230,7 +251,6 @@ def _await(
         ended.synchronize()
         completion.elapsed_s = started.elapsed_time(ended) / 1000
     except Exception as error:  # CUDA reports a failed kernel at the next synchronisation
-        about = fields(step_id=completion.step_id)
-        logger.exception("a compute operation failed", extra=about)
+        _log_failure("a compute operation failed", error, completion)
         return error
     return None

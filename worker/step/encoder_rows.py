@@ -1,8 +1,8 @@
 """Rows with cross attention: their encoder inputs and the number of encoder tokens.
 
 A request's item is encoded in the step that starts its row, again after each preemption, directly
-into the row's cross-attention blocks. These blocks come with the row's start and stay until the row
-is dropped: they do not grow, and a rewind does not free them.
+into the row's cross-attention blocks. These blocks are allocated when the row starts and freed with
+the row: they do not grow, and a rewind does not free them.
 """
 
 from collections.abc import Sequence

@@ -43,6 +43,7 @@ class ModelForward:
 
     seconds: runs a function the given number of times and returns its time.
     is_capturable: whether to try to capture a graph; the same on all ranks of a model.
+    max_graph_tokens: the largest step, in tokens, that replays the graph; 0 if none does.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ModelForward:
         self._model = model
         self._seconds = seconds
         self._layers: _LayerGraph | None = None
-        self._max_graph_tokens = 0
+        self.max_graph_tokens = 0
         self._is_not_capturable = False
         self.is_capturable = (
             type(model).forward is DecoderModel.forward  # `replay` repeats what it does
@@ -64,18 +65,13 @@ class ModelForward:
 
     def __call__(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> Tensor:
         """See DecoderModel.forward."""
-        if self._layers is not None and len(positions) <= self._max_graph_tokens:
+        if self._layers is not None and len(positions) <= self.max_graph_tokens:
             return self._layers.replay(inputs, positions, attention)
         return self._model.forward(inputs, positions, attention)
 
     @property
     def has_graph(self) -> bool:
         return self._layers is not None
-
-    @property
-    def max_graph_tokens(self) -> int:
-        """The largest step, in tokens, that replays the graph; 0 if none does."""
-        return self._max_graph_tokens
 
     def capture(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> None:
         """Capture a graph for steps of up to as many tokens as this one, unless such a step takes
@@ -110,14 +106,14 @@ class ModelForward:
     def time(self, inputs: Tensor, positions: Tensor, attention: AttentionStep) -> None:
         """Use the graph for steps of up to as many tokens as this one, if that is faster."""
         layers = self._layers
-        if layers is None or len(positions) > layers.max_tokens or self._max_graph_tokens:
+        if layers is None or len(positions) > layers.max_tokens or self.max_graph_tokens:
             return
         plain = self._seconds(
             lambda: self._model.forward(inputs, positions, attention), NUM_TIMINGS
         )
         graph = self._seconds(lambda: layers.replay(inputs, positions, attention), NUM_TIMINGS)
         if graph < plain:
-            self._max_graph_tokens = len(positions)
+            self.max_graph_tokens = len(positions)
             logger.info(
                 "steps of up to %d tokens replay a graph of %d calls: %.2f ms instead of %.2f ms",
                 len(positions),

@@ -1,71 +1,37 @@
-"""Executes plans: updates rows, packs inputs for the device, and returns sampled tokens.
+"""Executes plans: updates rows, launches steps, and reports sampled tokens.
 
-`submit` does not wait for the device, which may be a step behind. It does the host's part of a step
-(rows, slots, random numbers); the rest is one operation on the compute queue, and outputs come
-from the queue's thread, in order. So two steps overlap: while one computes, the next is prepared,
-and its input tokens are read on the device without a round trip to the host.
+`submit` does not wait for the device, which may still compute the previous step. It does the host's
+part of a step (rows, slots, random numbers); the rest is one operation on the compute queue, and
+outputs come from the queue's thread, in order. So two steps overlap: while one computes, the next
+is prepared, and its input tokens are read on the device without a round trip to the host.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from longshore.protocol.errors import EngineDead, PlanMismatch
-from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec, KVCacheSpec, MambaSpec
 from longshore.protocol.logs.records import fields
-from longshore.protocol.outputs import (
-    ModelRunnerOutput,
-    WorkerFailed,
-    WorkerReport,
-)
+from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed, WorkerReport
 from longshore.protocol.plan import SchedulerOutput
 from longshore.worker.attention.grouped import GroupedAttention
-from longshore.worker.attention.segments import decode_segments
 from longshore.worker.errors import RankLost
-from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.kv_cache.buffer import KVCache
-from longshore.worker.kv_cache.context_share import ContextShare
 from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.ranks.parallel import ALONE, Parallel
-from longshore.worker.ranks.stage_link import StageLink
-from longshore.worker.sampling.pooling import PooledSums, StepPooling
+from longshore.worker.sampling.pooling import StepPooling
 from longshore.worker.step.compute_queue import Completion, ComputeQueue
-from longshore.worker.step.device_step import (
-    DeviceState,
-    DeviceStep,
-    Preparation,
-)
-from longshore.worker.step.encoder_rows import (
-    CrossBlockTable,
-    EncoderInput,
-    EncoderRows,
-)
 from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
-from longshore.worker.step.model_forward import GRAPH_TOKENS, ModelForward
-from longshore.worker.step.step_batch import (
-    Int64s,
-    StepBatch,
-    blocks_to_clear,
-    make_batch,
-)
-from longshore.worker.step.step_inputs import StepInputs, StepInputsBuilder
-from longshore.worker.step.token_table import TokenTable, known_token_ids
-from longshore.worker.step.worker_rows import (
-    NO_COPIES,
-    BlockCopies,
-    WorkerRows,
-)
+from longshore.worker.step.step_batch import Int64s, StepBatch, make_batch
+from longshore.worker.step.step_inputs import StepInputs
+from longshore.worker.step.step_launcher import StepLauncher
+from longshore.worker.step.token_table import known_token_ids
+from longshore.worker.step.warm_up import WarmUp
+from longshore.worker.step.worker_rows import WorkerRows
 
 logger = logging.getLogger(__name__)
-
-NO_BLOCKS: Final = np.empty(0, np.int64)
-NO_TOKENS: Final = NO_BLOCKS
 
 
 class ModelRunner:
@@ -85,37 +51,22 @@ class ModelRunner:
         parallel: Parallel = ALONE,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """parallel: this rank's place; only the outputs of the sampling rank have tokens.
+        """parallel: this rank's position; only the outputs of the sampling rank have tokens.
         eos_token_ids: not sampled until a request has min_tokens."""
-        device = cache.device
-        self._queue = queue
         self._epoch = epoch
         self._parallel = parallel
-        self._pin_memory = device.type == "cuda"
-        self._tables = MultiGroupBlockTable(
-            [
-                _block_table(
-                    group.spec, max_num_seqs, max_model_len, parallel.context_share, device
-                )
-                for group in cache.groups
-            ]
-        )
-        # Blocks of states and of cross attention are always written whole, so they need no
-        # clearing.
-        self._cleared_tables = [
-            table
-            for table, group in zip(self._tables.tables, cache.groups, strict=True)
-            if not isinstance(group.spec, (MambaSpec, CrossAttentionSpec))
-        ]
-        self._encoder = EncoderRows(
-            self._tables.tables,
+        self._launcher = StepLauncher(
+            model,
+            cache,
+            attention,
+            queue,
             max_num_seqs=max_num_seqs,
-            max_tokens=model.config.max_encoder_tokens,
-            max_samples=model.config.max_audio_samples,
-            pin_memory=self._pin_memory,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            parallel=parallel,
         )
         self._rows = WorkerRows(
-            tables=self._tables,
+            tables=self._launcher.tables,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
@@ -123,32 +74,6 @@ class ModelRunner:
             num_blocks=cache.num_blocks,
             epoch=epoch,
             eos_token_ids=eos_token_ids,
-        )
-        tokens = TokenTable(max_num_seqs, max_model_len, device)
-        link = None
-        if parallel.num_stages > 1:
-            hidden_size = model.config.hidden_size
-            link = StageLink(parallel, hidden_size=hidden_size, dtype=cache.dtype, device=device)
-        self._max_step_tokens = min(max_num_batched_tokens, max_model_len)
-        self._device_state = DeviceState(
-            model,
-            ModelForward(model),
-            cache,
-            attention,
-            tokens,
-            self._tables.device_tables,
-            parallel,
-            link,
-            PooledSums(max_num_seqs),
-        )
-        self._inputs = StepInputsBuilder(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            token_width=tokens.width,
-            num_blocks=cache.num_blocks,
-            num_groups=len(cache.groups),
-            vocab_size=model.config.vocab_size,
-            pin_memory=self._pin_memory,
         )
 
     def submit(
@@ -166,23 +91,25 @@ class ModelRunner:
             logger.info("ignored a repeated plan", extra=about)
             return None
         num_scheduled = self._rows.apply(plan)
-        table = self._rows.rows
-        batch = make_batch(num_scheduled, table.num_computed, min(self._tables.block_sizes))
+        launcher, table = self._launcher, self._rows.rows
+        batch = make_batch(num_scheduled, table.num_computed, min(launcher.tables.block_sizes))
         answered_rows = np.flatnonzero(table.samples(num_scheduled))
         generates = ~self._rows.pooling.is_pooling[answered_rows]
         sampled_rows = answered_rows[generates]
         started = [
-            (start.row, known_token_ids(start, pin_memory=self._pin_memory)) for start in plan.added
+            (start.row, known_token_ids(start, pin_memory=launcher.pin_memory))
+            for start in plan.added
         ]
-        return self._launch(
+        return launcher.launch(
             batch,
+            self._rows.sampling,
             sampled_rows=sampled_rows,
             sampled_positions=table.num_computed[sampled_rows],
             fed_back=self._fed_back(plan, num_scheduled),
             copies=self._rows.copies(plan),
             zero_block_ids=plan.zero_block_ids.astype(np.int64),
             started=started,
-            encoded=self._encoder.take(plan, num_scheduled),
+            encoded=launcher.encoder.take(plan, num_scheduled),
             pooling=(pooling := self._pooling(batch)),
             step_id=plan.step,
             on_answer=lambda inputs, completion: on_report(
@@ -194,8 +121,8 @@ class ModelRunner:
         """The step's pooling; None if no row pools or another rank samples."""
         if not (self._parallel.samples and self._rows.pooling.is_pooling.any()):
             return None
-        hidden_size = self._device_state.model.config.hidden_size
-        return self._rows.pooling.take(batch, hidden_size, pin_memory=self._pin_memory)
+        hidden_size = self._launcher.state.model.config.hidden_size
+        return self._rows.pooling.take(batch, hidden_size, pin_memory=self._launcher.pin_memory)
 
     def _fed_back(self, plan: SchedulerOutput, num_scheduled: Int64s) -> FedBackTokens | None:
         if self._parallel.num_stages == 1:
@@ -209,9 +136,9 @@ class ModelRunner:
             plan,
             self._rows.rows,
             num_scheduled,
-            vocab_size=self._device_state.model.config.vocab_size,
-            token_width=self._device_state.tokens.width,
-            pin_memory=self._pin_memory,
+            vocab_size=self._launcher.state.model.config.vocab_size,
+            token_width=self._launcher.state.tokens.width,
+            pin_memory=self._launcher.pin_memory,
         )
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -228,135 +155,12 @@ class ModelRunner:
         return report
 
     def warm_up(self, num_prefill_tokens: int, num_decodes: int) -> None:
-        """Compute a prompt in two chunks and a step of decodes on the null block, then clear it.
-        A model with an encoder encodes silence first.
-
-        The first calls of a process choose kernels and grow memory pools; requests must not wait
-        for that. Call it on all ranks before the first plan. Raises EngineDead if the model cannot
-        be computed, RankLost if another rank is lost.
-        """
-        row_zero, half = np.zeros(1, np.int64), np.array([max(1, num_prefill_tokens // 2)])
-        rows = np.arange(num_decodes)
-        batches = [
-            StepBatch(row_zero, np.zeros(1, np.int64), half, num_decodes=0),
-            StepBatch(rows, np.zeros_like(rows), np.ones_like(rows), num_decodes=num_decodes),
-        ]
-        if 2 * half <= num_prefill_tokens:
-            batches.append(StepBatch(row_zero, half, half, num_decodes=0))
-        silence = self._encoder.silence(row=0)
-        self._warm_up(batches[0], encoded=() if silence is None else (silence,))
-        for batch in batches[1:]:
-            self._warm_up(batch)
-        cache = self._device_state.cache
-        if cache.device.type == "cpu":
-            self._prepare_graph()
-        self._queue.submit(cache.buffer[NULL_BLOCK].zero_).wait()
-
-    def _prepare_graph(self) -> None:
-        forward = self._device_state.forward
-        sizes = [size for size in GRAPH_TOKENS if size <= self._max_step_tokens]
-        if not sizes or not forward.is_capturable:
-            return
-        for size in sizes:
-            self._warm_up(_first_tokens(size), forward.capture)
-        if forward.has_graph or self._parallel.num_stages > 1:  # stages step together
-            # The null block alone has distinct slots for this many tokens.
-            num_verified = min(*self._tables.block_sizes, sizes[0])
-            self._warm_up(_first_tokens(num_verified), forward.verify)
-            for size in sizes:
-                self._warm_up(_first_tokens(size), forward.time)
-
-    def _warm_up(
-        self,
-        batch: StepBatch,
-        prepare: Preparation | None = None,
-        *,
-        encoded: Sequence[EncoderInput] = (),
-    ) -> None:
-        samples = slice(None if self._device_state.model.config.has_head else 0)
-        completion = self._launch(
-            batch,
-            sampled_rows=np.sort(batch.rows)[samples],
-            sampled_positions=batch.ends[samples],
-            encoded=encoded,
-            prepare=prepare,
-        )
-        completion.wait()
-        if isinstance(completion.error, RankLost):
-            raise completion.error
-        if completion.error is not None:
-            raise EngineDead(
-                f"the model cannot be computed on this device: {completion.error}"
-            ) from completion.error
+        """See WarmUp.run. Call it on all ranks before the first plan."""
+        WarmUp(self._launcher, self._rows.sampling).run(num_prefill_tokens, num_decodes)
 
     def close(self) -> None:
-        """Wait until the next pipeline stage has received everything. No plan may follow."""
-        link = self._device_state.link
-        if link is not None:
-            self._queue.submit(link.finish).wait()
-
-    def _launch(
-        self,
-        batch: StepBatch,
-        *,
-        sampled_rows: Int64s,
-        sampled_positions: Int64s,
-        fed_back: FedBackTokens | None = None,
-        copies: BlockCopies = NO_COPIES,
-        zero_block_ids: Int64s = NO_BLOCKS,
-        started: Sequence[tuple[int, Tensor]] = (),
-        encoded: Sequence[EncoderInput] = (),
-        pooling: StepPooling | None = None,
-        prepare: Preparation | None = None,
-        on_answer: Callable[[StepInputs, Completion], None] | None = None,
-        step_id: int | None = None,
-    ) -> Completion:
-        tables = self._tables
-        begun = [blocks_to_clear(batch, t.host, t.block_size) for t in self._cleared_tables]
-        token_rows, positions = batch.token_rows(), batch.positions()
-        share, cross_lens = self._parallel.context_share, self._encoder.lens_of(token_rows)
-        inputs = self._inputs.build(
-            batch,
-            slots=tables.slots(token_rows, positions),
-            kept_tokens=NO_TOKENS if share.size == 1 else np.flatnonzero(share.keeps(positions)),
-            cross_lens=cross_lens,
-            sampled_rows=sampled_rows,
-            sampled_positions=sampled_positions,
-            copied_blocks=copies.blocks,
-            cleared_blocks=np.concatenate((zero_block_ids, *begun)),
-            sampling=self._rows.sampling,
-        )
-        uploads = tables.commit()
-        segments = {
-            size: decode_segments(batch.decode_blocks(size), size)
-            for size in set(tables.block_sizes)
-        }
-        # Segments of cross attention follow the order of the step's tokens. If the lengths differ,
-        # there are more segments than necessary; in practice all are equal.
-        step = DeviceStep(
-            state=self._device_state,
-            inputs=inputs,
-            segments=[
-                decode_segments(-(-cross_lens // table.block_size), table.block_size)
-                if isinstance(table, CrossBlockTable)
-                else segments[table.block_size]
-                for table in tables.tables
-            ],
-            chunks=batch.prefill_chunks(),
-            copied_of_group=copies.num_of_group,
-            uploads=uploads,
-            started=started,
-            encoded=encoded,
-            fed_back=fed_back,
-            pooling=pooling,
-            prepare=prepare,
-        )
-        on_done = None if on_answer is None else partial(on_answer, inputs)
-        completion = self._queue.submit(step.run, on_done, step_id=step_id)
-        inputs.staging.guard(completion)
-        for upload in uploads:
-            upload.guard(completion)
-        return completion
+        """See StepLauncher.close. No plan may follow."""
+        self._launcher.close()
 
     def _report(
         self,
@@ -370,7 +174,7 @@ class ModelRunner:
         if completion.error is not None:
             error = completion.error
             reason = f"step {step} failed on the device: {type(error).__name__}: {error}"
-            if is_lost := isinstance(error, RankLost):  # its message says all
+            if is_lost := isinstance(error, RankLost):  # its message is complete
                 reason = f"step {step}: {error}"
             return WorkerFailed(self._epoch, self._parallel.rank, reason, is_consequence=is_lost)
         if not self._parallel.samples:
@@ -386,27 +190,3 @@ class ModelRunner:
             compute_s=completion.elapsed_s,
         )
         return output if pooling is None else pooling.result().added_to(output, generates)
-
-
-def _block_table(
-    spec: KVCacheSpec,
-    max_num_seqs: int,
-    max_model_len: int,
-    share: ContextShare,
-    device: torch.device,
-) -> BlockTable:
-    kind = BlockTable
-    if isinstance(spec, CrossAttentionSpec):
-        kind, max_model_len = CrossBlockTable, spec.max_encoder_tokens
-    return kind(
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        block_size=spec.block_size,
-        share=share,
-        device=device,
-    )
-
-
-def _first_tokens(count: int) -> StepBatch:
-    """The first `count` tokens of a prompt in row 0."""
-    return StepBatch(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([count]), num_decodes=0)

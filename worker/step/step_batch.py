@@ -77,7 +77,7 @@ def blocks_to_clear(
 ) -> Int64s:
     """(n,) ids of blocks that this step begins but does not fill.
 
-    Attention reads the positions behind the last token, and masks them. A NaN that an earlier owner
+    Attention reads the positions after the last token, and masks them. A NaN that an earlier owner
     left there would reach the result in spite of the mask, so the blocks are cleared.
     block_table: the host's copy.
     """

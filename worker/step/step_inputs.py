@@ -27,14 +27,14 @@ class Packer:
 
     def put(self, values: npt.NDArray[np.generic]) -> slice:
         """Append `values`; returns their slice of the buffer and of its copy on the device."""
-        place = slice(self.num_used, self.num_used + len(values))
-        self._buffer[place] = values
-        self.num_used = place.stop
-        return place
+        span = slice(self.num_used, self.num_used + len(values))
+        self._buffer[span] = values
+        self.num_used = span.stop
+        return span
 
 
 @dataclass(frozen=True)
-class DrawPlaces:
+class DrawSlices:
     """Slices of the packed columns of one `Draws`, in the integers or in the float64s."""
 
     rows: slice
@@ -103,8 +103,8 @@ class StepInputs:
     destinations: slice
     copied_blocks: slice
     cleared_blocks: slice
-    whole_draws: DrawPlaces | None
-    cut_draws: DrawPlaces | None
+    whole_draws: DrawSlices | None
+    cut_draws: DrawSlices | None
     sampled_rows: Int64s
     extras: SamplingExtras | None
 
@@ -242,11 +242,11 @@ class _Drawn:
         self.is_drawn = self._temperature > 0
         self.is_cut = (self._top_k > 0) | (self._top_p < 1)
 
-    def pack(self, chosen: npt.NDArray[np.bool_], ints: Packer, reals: Packer) -> DrawPlaces | None:
+    def pack(self, chosen: npt.NDArray[np.bool_], ints: Packer, reals: Packer) -> DrawSlices | None:
         if not chosen.any():
             return None
         min_p = self._min_p[chosen]
-        return DrawPlaces(
+        return DrawSlices(
             rows=ints.put(np.flatnonzero(chosen)),
             top_k=ints.put(self._top_k[chosen]),
             temperature=reals.put(self._temperature[chosen]),

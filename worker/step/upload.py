@@ -23,17 +23,17 @@ class Upload:
 
     def ints(self, values: npt.NDArray[np.int64]) -> slice:
         """Add `values`; returns their slice of the integers."""
-        place = slice(self._num_ints, self._num_ints + len(values))
+        span = slice(self._num_ints, self._num_ints + len(values))
         self._ints.append(values)
-        self._num_ints = place.stop
-        return place
+        self._num_ints = span.stop
+        return span
 
     def reals(self, values: npt.NDArray[np.float64]) -> slice:
         """Add `values`; returns their slice of the float32s."""
-        place = slice(self._num_reals, self._num_reals + len(values))
+        span = slice(self._num_reals, self._num_reals + len(values))
         self._reals.append(values)
-        self._num_reals = place.stop
-        return place
+        self._num_reals = span.stop
+        return span
 
     def pack(self, *, pin_memory: bool) -> "PackedUpload":
         """Concatenate the arrays in new memory. Pinned memory comes from torch's caching allocator,

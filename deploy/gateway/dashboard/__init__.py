@@ -1,1 +1,1 @@
-"""The dashboard page and the data behind it."""
+"""The dashboard page and its data."""

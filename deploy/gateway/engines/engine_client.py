@@ -126,7 +126,7 @@ class EngineClient:
         """Abort those that are still live; the scheduler frees their blocks within a step."""
         message = self._requests.abort(requests)
         if message is not None and self.death is None:
-            with contextlib.suppress(EngineDead):  # then they have failed already
+            with contextlib.suppress(EngineDead):  # the engine's death has already failed them
                 self._send(message)
 
     def stop(self, live: LiveRequest, num_tokens: int) -> None:
@@ -168,7 +168,7 @@ class EngineClient:
                     if not self._ready.done():
                         self._ready.set_result(message)
                 case Rejected(reason):
-                    if self._ready.done():  # the engine has dropped this client
+                    if self._ready.done():  # the engine has disconnected this client
                         self._die(EngineDead(f"the engine rejected this gateway: {reason}"))
                     else:
                         self._ready.set_exception(HandshakeRejected(reason))
@@ -187,7 +187,7 @@ class EngineClient:
     def _disconnected(self) -> None:
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
-            self._receive()  # what it sent before it died
+            self._receive()  # messages that the scheduler sent before it died
             self._engine_ended("its scheduler process has ended")
 
     def _engine_ended(self, reason: str) -> None:

@@ -24,8 +24,8 @@ class Engines:
     inside a running loop.
 
     number, num_gateways: number of this gateway, and of gateways that use the engines.
-    seed:     makes the seeds reproducible that requests without a seed get; they differ between
-              gateways.
+    seed:     derives the seeds of requests without a seed, so that they are reproducible; they
+              differ between gateways.
     on_stats: called with an engine's number and its statistics.
     why_stopped: see EngineClient.
     """

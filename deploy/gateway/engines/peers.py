@@ -110,7 +110,7 @@ class PeerGateways:
 
 def merged_metrics(texts: Sequence[bytes | None], own: int) -> bytes:
     """Merge texts in Prometheus' format. Samples get the label `gateway`; those of engines are
-    taken from `own` unchanged. `longshore_gateway_up` tells which gateways are included."""
+    taken from `own` unchanged. `longshore_gateway_up` shows which gateways are included."""
     heads: dict[bytes, bytes] = {}
     samples: dict[bytes, list[bytes]] = {}
     for number, text in enumerate(texts):

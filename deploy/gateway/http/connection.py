@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connection, with limits on what a client may send and how slowly.
+"""uvicorn's HTTP connection, with limits on the size and the duration of what a client sends.
 
 Heads and trailers are limited in size, because the parser would buffer them without limit. A
 connection is closed if no head arrives, if a body arrives too slowly, or if the client does not
@@ -16,7 +16,7 @@ from longshore.deploy.gateway.http.exchange import OUTLET_KEY, ClientGone
 
 MAX_HEAD_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 20.0
-# The least that must arrive of a body in this time; no working connection is slower.
+# The minimum part of a body that must arrive in this time; no working connection is slower.
 BODY_TIMEOUT_S: Final = 20.0
 MIN_BODY_BYTES: Final = 1 << 10
 
@@ -31,7 +31,7 @@ class BoundedConnection(HttpToolsProtocol):
     """Counts the bytes that arrive between two events of the parser, and is the `Outlet` of the
     response.
 
-    unread_timeout_s: seconds after which a client is disconnected that reads nothing while the
+    unread_timeout_s: seconds after which a client is disconnected if it reads nothing while the
                       connection's buffers are full, or while a written response is unread.
     """
 

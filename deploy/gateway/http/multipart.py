@@ -75,8 +75,8 @@ class _Parts:
             raise invalid(f"the form has more than {MAX_FIELDS} fields")
         self._name, self._is_file, self._data = "", False, []
 
-    def _add_header(self, place: int, data: bytes) -> None:
-        self._header[place] += data
+    def _add_header(self, part: int, data: bytes) -> None:
+        self._header[part] += data
 
     def _end_header(self) -> None:
         name, value = self._header

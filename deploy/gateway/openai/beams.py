@@ -11,11 +11,7 @@ from longshore.deploy.gateway.openai.errors import (
     invalid,
     unavailable,
 )
-from longshore.deploy.gateway.openai.generation import (
-    GenerationSpec,
-    Piece,
-    ShowAtOnce,
-)
+from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece, ShowAtOnce
 from longshore.deploy.gateway.openai.responses import Usage, usage
 from longshore.deploy.gateway.request_log import answer_ended, answers_begin
 from longshore.deploy.gateway.text.answer_text import AnswerText
@@ -59,14 +55,10 @@ class BeamGeneration:
             )
             for number, prompt in enumerate(spec.prompts)
         ]
-        for prompt in spec.prompts:
-            metrics.prompt_lengths.observe(len(prompt))
-        num_prompt_tokens = sum(map(len, spec.prompts))
-        metrics.prompt_tokens.inc(num_prompt_tokens)
         answers_begin(
             spec.request_id,
             num_answers=spec.num_samples * len(spec.prompts),
-            num_prompt_tokens=num_prompt_tokens,
+            num_prompt_tokens=metrics.prompts_received(spec.prompts),
             max_tokens=spec.beams.max_tokens,
         )
 

@@ -10,7 +10,7 @@ from longshore.deploy.gateway.openai.endpoint import (
     ResponseWriter,
     Service,
 )
-from longshore.deploy.gateway.openai.generation import GenerationSpec, Piece
+from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
 from longshore.deploy.gateway.openai.logprobs import ChatLogprobs, LogprobsWriter
 from longshore.deploy.gateway.openai.prompts import chat_max_tokens
 from longshore.deploy.gateway.openai.requests import ChatRequest

@@ -11,11 +11,7 @@ from longshore.deploy.gateway.openai.endpoint import (
     Service,
 )
 from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.generation import (
-    AnsweredPrompt,
-    GenerationSpec,
-    Piece,
-)
+from longshore.deploy.gateway.openai.generation_spec import AnsweredPrompt, GenerationSpec, Piece
 from longshore.deploy.gateway.openai.logprobs import CompletionLogprobs, LogprobsWriter
 from longshore.deploy.gateway.openai.prompts import completion_max_tokens
 from longshore.deploy.gateway.openai.requests import MAX_PROMPTS, CompletionRequest
@@ -184,8 +180,8 @@ class CompletionWriter(ResponseWriter):
             return None
         scores: list[TokenScore | int] = list(piece.scores)
         if self._request.echo and prompt is not None and prompt.scores is not None:
-            told = [each for each in prompt.scores if each is not None]
-            scores = [prompt.token_ids[0], *told, *scores]
+            known = [each for each in prompt.scores if each is not None]
+            scores = [prompt.token_ids[0], *known, *scores]
         offset = self._offsets.get(piece.index, 0)
         lines = self._logprobs.completion(scores, num_best, offset)
         self._offsets[piece.index] = offset + sum(map(len, lines.tokens))

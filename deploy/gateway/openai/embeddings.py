@@ -260,13 +260,10 @@ class _Run(msgspec.Struct, kw_only=True):
     changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
     def __enter__(self) -> "_Run":
-        self.metrics.prompt_tokens.inc(sum(map(len, self.prompts)))
-        for prompt in self.prompts:
-            self.metrics.prompt_lengths.observe(len(prompt))
         answers_begin(
             self.request_id,
             num_answers=len(self.prompts),
-            num_prompt_tokens=sum(map(len, self.prompts)),
+            num_prompt_tokens=self.metrics.prompts_received(self.prompts),
             max_tokens=None,
         )
         return self

@@ -23,11 +23,8 @@ from longshore.deploy.gateway.openai.errors import (
     unavailable,
     unknown_model,
 )
-from longshore.deploy.gateway.openai.generation import (
-    Generation,
-    GenerationSpec,
-    Piece,
-)
+from longshore.deploy.gateway.openai.generation import Generation
+from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
 from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.requests import RequestT, parse_request
 from longshore.deploy.gateway.openai.responses import Usage
@@ -41,7 +38,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Service(msgspec.Struct, frozen=True):
-    """What endpoints need to serve requests; created once the engine is ready.
+    """The objects and limits with which endpoints serve requests; created once the engine is ready.
 
     embedding: how the model pools embeddings; None: it takes no text.
     speech: a speech model's features and prompts; None: the model takes text.

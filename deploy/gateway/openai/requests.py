@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from longshore.deploy.cli.options import MAX_TIMEOUT_S
+from longshore.deploy.cli.setting_checks import MAX_TIMEOUT_S
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage
 from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.text.answer_text import StopStrings

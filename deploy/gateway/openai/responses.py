@@ -36,6 +36,14 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usa
 PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 
 
+class ResponseOrigin(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that identify a response; equal in all chunks of a stream."""
+
+    id: str
+    created: int
+    model: str
+
+
 class CompletionChoice(msgspec.Struct, frozen=True):
     """A whole choice, or one piece of it in a stream."""
 
@@ -47,12 +55,9 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
-class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionResponse(ResponseOrigin, frozen=True, kw_only=True):
     """A whole completion, or a chunk of a streamed one."""
 
-    id: str
-    created: int
-    model: str
     choices: tuple[CompletionChoice, ...]
     object: str = "text_completion"
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
@@ -71,10 +76,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatResponse(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    created: int
-    model: str
+class ChatResponse(ResponseOrigin, frozen=True, kw_only=True):
     choices: tuple[ChatChoice, ...]
     usage: Usage
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
@@ -95,10 +97,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
 
 
-class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    created: int
-    model: str
+class ChatChunk(ResponseOrigin, frozen=True, kw_only=True):
     choices: tuple[ChatChunkChoice, ...]
     object: str = "chat.completion.chunk"
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET

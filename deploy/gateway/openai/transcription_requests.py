@@ -13,7 +13,8 @@ from longshore.deploy.gateway.openai.requests import (
 )
 
 FORMATS: Final = ("json", "text")
-# Not supported: timestamps, log probabilities, speakers, splitting by voice activity.
+# Parameters for timestamps, log probabilities, speakers and splitting by voice activity are not
+# supported.
 _UNSUPPORTED: Final = frozenset(
     {
         "chunking_strategy",

@@ -24,11 +24,8 @@ from longshore.deploy.gateway.openai.endpoint import (
     stream,
 )
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
-from longshore.deploy.gateway.openai.generation import (
-    Generation,
-    GenerationSpec,
-    Piece,
-)
+from longshore.deploy.gateway.openai.generation import Generation
+from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece
 from longshore.deploy.gateway.openai.responses import (
     Transcript,
     TranscriptDelta,

@@ -3,7 +3,7 @@
 A template is a program that comes with a model, perhaps from a hub. Jinja's sandbox blocks access
 to attributes and long ranges, but not nested loops or strings that keep doubling. Here every step
 and every character has a cost that is paid in advance, and a rendering has a budget far above what
-honest templates need.
+legitimate templates need.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""A model folder's tokenizer: encodes and decodes text, and has the chat template."""
+"""A model folder's tokenizer: encodes and decodes text, and holds the chat template."""
 
 import logging
 from collections.abc import Mapping, Sequence

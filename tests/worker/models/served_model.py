@@ -153,4 +153,4 @@ class ServedModel:
         cached and no step is in flight."""
         pool = self.scheduler.kv_cache.pool
         free = np.array(pool.free_block_ids(), np.int64)
-        self._runner._device_state.cache.buffer[free] = 0xFF
+        self._runner._launcher.state.cache.buffer[free] = 0xFF

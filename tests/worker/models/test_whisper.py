@@ -132,7 +132,7 @@ class Transcriber:
 
     def step(self, scheduled: Mapping[int, int] | None = None, **settings: Any) -> SchedulerOutput:
         plan = self.planner.plan(scheduled, **settings)
-        cache = self.runner._device_state.cache
+        cache = self.runner._launcher.state.cache
         cache.buffer[torch.tensor(self.planner.free)] = 0xFF
         output = self.runner.execute(plan)
         assert not len(output.nan_rows)

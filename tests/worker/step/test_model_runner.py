@@ -555,7 +555,7 @@ def test_blocks_that_the_scheduler_has_freed_are_not_compared(open_runner: OpenR
 
 def test_blocks_named_in_the_plan_are_zeroed_before_the_step(open_runner: OpenRunner) -> None:
     runner, plans = open_runner(), planner()
-    cache = runner._device_state.cache.view(0).planes
+    cache = runner._launcher.state.cache.view(0).planes
     cache[1:] = 7.0
     plan = msgspec.structs.replace(valid_plan(plans), zero_block_ids=int32_array([plans.free[0]]))
     runner.execute(plan)
@@ -570,7 +570,7 @@ def test_a_fork_continues_from_a_copy_that_is_made_before_anything_is_computed(
     """The parent writes to the block in the same step that copies it; what it wrote in unanswered
     steps before may be NaN."""
     runner, plans = open_runner(), planner()
-    cache = runner._device_state.cache.view(0).planes
+    cache = runner._launcher.state.cache.view(0).planes
     prompt = prompt_of(38, 0)
     parent = Outputs(plans)
     parent.add(runner.execute(plans.plan({0: 38}, added=[Entry(0, prompt)])))
@@ -635,7 +635,7 @@ def test_a_step_that_fails_is_reported_and_so_is_every_one_after_it(
     def fail(*args: object) -> None:
         raise RuntimeError("the device is on fire")
 
-    monkeypatch.setattr(runner._device_state.model, "forward", fail)
+    monkeypatch.setattr(runner._launcher.state.model, "forward", fail)
     reports: list[WorkerReport] = []
     first = runner.submit(plans.plan(), reports.append)
     assert first is not None
@@ -663,7 +663,7 @@ def test_an_answer_says_how_long_its_step_took(open_runner: OpenRunner) -> None:
 @pytest.mark.req("SYS-04")
 def test_serving_allocates_no_kv_memory(open_runner: OpenRunner) -> None:
     runner, plans = open_runner(), planner()
-    state = runner._device_state
+    state = runner._launcher.state
     before = (state.cache.buffer.data_ptr(), state.tokens.ids.data_ptr(), state.cache.buffer.nbytes)
     for plan in chunked_plans(plans, 13, num_steps=12):
         runner.execute(plan)
@@ -675,7 +675,7 @@ def test_serving_allocates_no_kv_memory(open_runner: OpenRunner) -> None:
 
 
 def test_warming_up_leaves_the_null_block_empty(open_runner: OpenRunner) -> None:
-    assert not open_runner()._device_state.cache.buffer.any()
+    assert not open_runner()._launcher.state.cache.buffer.any()
 
 
 def test_a_request_may_fill_its_row_to_the_last_token(open_runner: OpenRunner) -> None:

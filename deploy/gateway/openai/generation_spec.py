@@ -1,0 +1,85 @@
+"""What an HTTP request asks of the engine, and the pieces of its answers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from longshore.deploy.gateway.text.answer_text import NO_STOP_STRINGS, StopStrings
+from longshore.deploy.requests.beam_search import BeamSearchParams
+from longshore.deploy.requests.token_scores import TokenScore
+from longshore.protocol.requests import MultimodalFeature
+from longshore.protocol.sampling import SamplingParams
+
+
+class GenerationSpec(msgspec.Struct, frozen=True):
+    """What one HTTP request submits to the engine.
+
+    num_samples: number of answers per prompt; the answers to one prompt are consecutive.
+    scores_only: answers have no tokens; the engine computes one, which is dropped.
+    stops:     strings that end an answer.
+    beams:     settings of a beam search; see `BeamGeneration`.
+    multimodal: a feature per prompt; empty: no prompt has one.
+    num_primed: tokens at each prompt's end that are sent as output; see `LiveRequests.open`.
+    max_in_flight: limit of answers in the engine at a time, with one sample per prompt: the next
+               is submitted when one has finished. None: no limit.
+    trace_headers: passed to the engine.
+    skips_reading: do not look up the prefix cache.
+    is_stream: yield pieces as answers grow, not each answer as a whole.
+    arrived_s: from `time.perf_counter`.
+    """
+
+    request_id: str
+    prompts: Sequence[list[int]]
+    sampling: SamplingParams
+    priority: int
+    is_stream: bool
+    arrived_s: float
+    cache_salt: str | None = None
+    skips_reading: bool = False
+    num_samples: int = 1
+    scores_only: bool = False
+    stops: StopStrings = NO_STOP_STRINGS
+    beams: BeamSearchParams | None = None
+    multimodal: Sequence[MultimodalFeature] = ()
+    num_primed: int = 0
+    max_in_flight: int | None = None
+    trace_headers: Mapping[str, str] = {}
+
+    @property
+    def num_answers(self) -> int:
+        """Maximum number of requests in the engine at a time."""
+        width = self.num_samples if self.beams is None else self.beams.beam_width
+        return width * len(self.prompts[: self.max_in_flight])
+
+
+class AnsweredPrompt(msgspec.Struct, frozen=True):
+    """The prompt of an answer, sent with the answer's first piece.
+
+    number: index of the prompt in the request.
+    scores: of each token except the first; None if not requested.
+    """
+
+    number: int
+    token_ids: Sequence[int]
+    scores: list[TokenScore | None] | None
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """New text and tokens of one answer. The last piece of an answer has a `finish_reason`.
+
+    scores: of each of `token_ids`; empty if not requested.
+    prompt: set in the first piece with a token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    scores: list[TokenScore] = []
+    prompt: AnsweredPrompt | None = None
+
+
+ShowAtOnce: TypeAlias = Callable[[Callable[[], Piece | None]], bool]
+"""Called with a function that takes an answer's next piece. Returns False if it did not take it
+and the piece has to wait."""

@@ -1,0 +1,216 @@
+"""Launches steps: packs a batch for the device and submits its computation.
+
+Owns what all steps share: block tables, staging memory and the state on the device.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec, KVCacheSpec, MambaSpec
+from longshore.worker.attention.grouped import GroupedAttention
+from longshore.worker.attention.metadata import DecodeSegment
+from longshore.worker.attention.segments import decode_segments
+from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
+from longshore.worker.kv_cache.buffer import KVCache
+from longshore.worker.kv_cache.context_share import ContextShare
+from longshore.worker.models.decoder_model import DecoderModel
+from longshore.worker.ranks.parallel import Parallel
+from longshore.worker.ranks.stage_link import StageLink
+from longshore.worker.sampling.columns import SamplingColumns
+from longshore.worker.sampling.pooling import PooledSums, StepPooling
+from longshore.worker.step.compute_queue import Completion, ComputeQueue
+from longshore.worker.step.device_step import DeviceState, DeviceStep, Preparation
+from longshore.worker.step.encoder_rows import CrossBlockTable, EncoderInput, EncoderRows
+from longshore.worker.step.fed_back_tokens import FedBackTokens
+from longshore.worker.step.model_forward import ModelForward
+from longshore.worker.step.step_batch import Int64s, StepBatch, blocks_to_clear
+from longshore.worker.step.step_inputs import StepInputs, StepInputsBuilder
+from longshore.worker.step.token_table import TokenTable
+from longshore.worker.step.worker_rows import NO_COPIES, BlockCopies
+
+NO_BLOCKS: Final = np.empty(0, np.int64)
+NO_TOKENS: Final = NO_BLOCKS
+
+
+class StepLauncher:
+    """Does the host's part of each step; the rest is one operation on the compute queue.
+
+    tables:  block tables of all groups.
+    encoder: encoder inputs of all rows.
+    state:   what all steps use on the device.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        cache: KVCache,
+        attention: GroupedAttention,
+        queue: ComputeQueue,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        parallel: Parallel,
+    ) -> None:
+        self._queue = queue
+        self._share = parallel.context_share
+        self.pin_memory = cache.device.type == "cuda"
+        self.max_step_tokens = min(max_num_batched_tokens, max_model_len)
+        self.tables = MultiGroupBlockTable(
+            [
+                _block_table(group.spec, max_num_seqs, max_model_len, self._share, cache.device)
+                for group in cache.groups
+            ]
+        )
+        # Blocks of states and of cross attention are always written whole, so they need no
+        # clearing.
+        self._cleared_tables = [
+            table
+            for table, group in zip(self.tables.tables, cache.groups, strict=True)
+            if not isinstance(group.spec, (MambaSpec, CrossAttentionSpec))
+        ]
+        self.encoder = EncoderRows(
+            self.tables.tables,
+            max_num_seqs=max_num_seqs,
+            max_tokens=model.config.max_encoder_tokens,
+            max_samples=model.config.max_audio_samples,
+            pin_memory=self.pin_memory,
+        )
+        tokens = TokenTable(max_num_seqs, max_model_len, cache.device)
+        self.state = DeviceState(
+            model,
+            ModelForward(model),
+            cache,
+            attention,
+            tokens,
+            self.tables.device_tables,
+            parallel,
+            _stage_link(parallel, model, cache),
+            PooledSums(max_num_seqs),
+        )
+        self._inputs = StepInputsBuilder(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            token_width=tokens.width,
+            num_blocks=cache.num_blocks,
+            num_groups=len(cache.groups),
+            vocab_size=model.config.vocab_size,
+            pin_memory=self.pin_memory,
+        )
+
+    def launch(
+        self,
+        batch: StepBatch,
+        sampling: SamplingColumns,
+        *,
+        sampled_rows: Int64s,
+        sampled_positions: Int64s,
+        fed_back: FedBackTokens | None = None,
+        copies: BlockCopies = NO_COPIES,
+        zero_block_ids: Int64s = NO_BLOCKS,
+        started: Sequence[tuple[int, Tensor]] = (),
+        encoded: Sequence[EncoderInput] = (),
+        pooling: StepPooling | None = None,
+        prepare: Preparation | None = None,
+        on_answer: Callable[[StepInputs, Completion], None] | None = None,
+        step_id: int | None = None,
+    ) -> Completion:
+        """Start one step; does not wait for the device.
+
+        sampling:  settings of all rows.
+        prepare:   see DeviceStep.
+        on_answer: called with the step's inputs as `on_done` of ComputeQueue.submit.
+        The other arguments: see StepInputsBuilder.build and DeviceStep.
+        """
+        tables = self.tables
+        begun = [blocks_to_clear(batch, t.host, t.block_size) for t in self._cleared_tables]
+        token_rows, positions = batch.token_rows(), batch.positions()
+        share, cross_lens = self._share, self.encoder.lens_of(token_rows)
+        inputs = self._inputs.build(
+            batch,
+            slots=tables.slots(token_rows, positions),
+            kept_tokens=NO_TOKENS if share.size == 1 else np.flatnonzero(share.keeps(positions)),
+            cross_lens=cross_lens,
+            sampled_rows=sampled_rows,
+            sampled_positions=sampled_positions,
+            copied_blocks=copies.blocks,
+            cleared_blocks=np.concatenate((zero_block_ids, *begun)),
+            sampling=sampling,
+        )
+        uploads = tables.commit()
+        step = DeviceStep(
+            state=self.state,
+            inputs=inputs,
+            segments=self._segments(batch, cross_lens),
+            chunks=batch.prefill_chunks(),
+            copied_of_group=copies.num_of_group,
+            uploads=uploads,
+            started=started,
+            encoded=encoded,
+            fed_back=fed_back,
+            pooling=pooling,
+            prepare=prepare,
+        )
+        on_done = None if on_answer is None else partial(on_answer, inputs)
+        completion = self._queue.submit(step.run, on_done, step_id=step_id)
+        inputs.staging.guard(completion)
+        for upload in uploads:
+            upload.guard(completion)
+        return completion
+
+    def _segments(self, batch: StepBatch, cross_lens: Int64s) -> list[Sequence[DecodeSegment]]:
+        """The segments of the decodes, per group.
+
+        Segments of cross attention follow the order of the step's tokens. If the lengths differ,
+        there are more segments than necessary; in practice all are equal.
+        """
+        by_size = {
+            size: decode_segments(batch.decode_blocks(size), size)
+            for size in set(self.tables.block_sizes)
+        }
+        return [
+            decode_segments(-(-cross_lens // table.block_size), table.block_size)
+            if isinstance(table, CrossBlockTable)
+            else by_size[table.block_size]
+            for table in self.tables.tables
+        ]
+
+    def clear_null_block(self) -> None:
+        """Wait until the null block is zero."""
+        self._queue.submit(self.state.cache.buffer[NULL_BLOCK].zero_).wait()
+
+    def close(self) -> None:
+        """Wait until the next pipeline stage has received everything. No `launch` may follow."""
+        if self.state.link is not None:
+            self._queue.submit(self.state.link.finish).wait()
+
+
+def _stage_link(parallel: Parallel, model: DecoderModel, cache: KVCache) -> StageLink | None:
+    if parallel.num_stages == 1:
+        return None
+    hidden_size = model.config.hidden_size
+    return StageLink(parallel, hidden_size=hidden_size, dtype=cache.dtype, device=cache.device)
+
+
+def _block_table(
+    spec: KVCacheSpec,
+    max_num_seqs: int,
+    max_model_len: int,
+    share: ContextShare,
+    device: torch.device,
+) -> BlockTable:
+    kind = BlockTable
+    if isinstance(spec, CrossAttentionSpec):
+        kind, max_model_len = CrossBlockTable, spec.max_encoder_tokens
+    return kind(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=spec.block_size,
+        share=share,
+        device=device,
+    )

@@ -1,0 +1,93 @@
+"""The warm-up of a rank: steps of made-up tokens on the null block, before the first plan."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from longshore.protocol.errors import EngineDead
+from longshore.worker.errors import RankLost
+from longshore.worker.sampling.columns import SamplingColumns
+from longshore.worker.step.device_step import Preparation
+from longshore.worker.step.encoder_rows import EncoderInput
+from longshore.worker.step.model_forward import GRAPH_TOKENS
+from longshore.worker.step.step_batch import StepBatch
+from longshore.worker.step.step_launcher import StepLauncher
+
+
+class WarmUp:
+    """Computes steps without a plan.
+
+    sampling: settings of all rows, none of which has started.
+    """
+
+    def __init__(self, launcher: StepLauncher, sampling: SamplingColumns) -> None:
+        self._launcher = launcher
+        self._sampling = sampling
+
+    def run(self, num_prefill_tokens: int, num_decodes: int) -> None:
+        """Compute a prompt in two chunks and a step of decodes on the null block, then clear it.
+        A model with an encoder encodes silence first.
+
+        The first calls of a process choose kernels and grow memory pools; requests must not wait
+        for that. Call it on all ranks before the first plan. Raises EngineDead if the model cannot
+        be computed, RankLost if another rank is lost.
+        """
+        row_zero, half = np.zeros(1, np.int64), np.array([max(1, num_prefill_tokens // 2)])
+        rows = np.arange(num_decodes)
+        batches = [
+            StepBatch(row_zero, np.zeros(1, np.int64), half, num_decodes=0),
+            StepBatch(rows, np.zeros_like(rows), np.ones_like(rows), num_decodes=num_decodes),
+        ]
+        if 2 * half <= num_prefill_tokens:
+            batches.append(StepBatch(row_zero, half, half, num_decodes=0))
+        silence = self._launcher.encoder.silence(row=0)
+        self._compute(batches[0], encoded=() if silence is None else (silence,))
+        for batch in batches[1:]:
+            self._compute(batch)
+        if self._launcher.state.cache.device.type == "cpu":
+            self._prepare_graph()
+        self._launcher.clear_null_block()
+
+    def _prepare_graph(self) -> None:
+        launcher = self._launcher
+        forward = launcher.state.forward
+        sizes = [size for size in GRAPH_TOKENS if size <= launcher.max_step_tokens]
+        if not sizes or not forward.is_capturable:
+            return
+        for size in sizes:
+            self._compute(_first_tokens(size), forward.capture)
+        if forward.has_graph or launcher.state.parallel.num_stages > 1:  # stages step together
+            # The null block alone has distinct slots for this many tokens.
+            num_verified = min(*launcher.tables.block_sizes, sizes[0])
+            self._compute(_first_tokens(num_verified), forward.verify)
+            for size in sizes:
+                self._compute(_first_tokens(size), forward.time)
+
+    def _compute(
+        self,
+        batch: StepBatch,
+        prepare: Preparation | None = None,
+        *,
+        encoded: Sequence[EncoderInput] = (),
+    ) -> None:
+        samples = slice(None if self._launcher.state.model.config.has_head else 0)
+        completion = self._launcher.launch(
+            batch,
+            self._sampling,
+            sampled_rows=np.sort(batch.rows)[samples],
+            sampled_positions=batch.ends[samples],
+            encoded=encoded,
+            prepare=prepare,
+        )
+        completion.wait()
+        if isinstance(completion.error, RankLost):
+            raise completion.error
+        if completion.error is not None:
+            raise EngineDead(
+                f"the model cannot be computed on this device: {completion.error}"
+            ) from completion.error
+
+
+def _first_tokens(count: int) -> StepBatch:
+    """The first `count` tokens of a prompt in row 0."""
+    return StepBatch(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([count]), num_decodes=0)
