@@ -14,8 +14,9 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.queue.outside_policies import CheckedPolicy, load_policy
 from longshore.scheduler.queue.policies import POLICIES, OrderedPolicy, SchedulingPolicy
 from tests.conftest import ROOT
+from tests.harness.driver import Driver
+from tests.harness.tokens import prompt_of
 from tests.models import make_tiny_llama
-from tests.scheduler.driver import Driver, prompt_of
 
 PAGE = ROOT / "docs" / "scheduling_policies.md"
 

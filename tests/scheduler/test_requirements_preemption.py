@@ -8,7 +8,8 @@ from longshore.protocol.requests import MultimodalFeature
 from longshore.scheduler.queue.policies import OrderedPolicy
 from longshore.scheduler.queue.queues import Order, PolicyRequest
 from longshore.scheduler.request import IllegalTransition, RequestStatus
-from tests.scheduler.driver import Driver, expected_output, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.tokens import expected_output, prompt_of
 
 
 class VictimLast(OrderedPolicy):
@@ -26,7 +27,7 @@ PRIORITIES = {"victim": 9, "keeps": 2, "urgent": 0, "last": 1}
 def driver_under(policy: str, **settings: Any) -> Driver:
     """`victim` is always preempted first; 4 tokens per prompt and step."""
     if policy == "elsewhere":
-        settings["world"] = {"policy": VictimLast()}
+        settings["scheduler"] = {"policy": VictimLast()}
     else:
         settings["policy"] = policy
     driver = Driver(
@@ -143,7 +144,7 @@ def test_a_preempted_request_keeps_its_tokens_and_nothing_else(steps_in_flight: 
     young = driver.requests["young"]
     while not young.num_preemptions:
         assert young.status is RequestStatus.RUNNING
-        while driver.pending:
+        while driver.unanswered:
             driver.answer()
         num_held, num_free = len(driver.table("young")), driver.num_free_blocks
         plan = driver.plan()
@@ -154,7 +155,7 @@ def test_a_preempted_request_keeps_its_tokens_and_nothing_else(steps_in_flight: 
     assert young.num_computed_tokens == 0
     assert driver.scheduler.waiting.peek() is young  # before `waits`
     assert driver.scheduler.reset_encoder_cache()  # no request refers to its item any more
-    while driver.pending:
+    while driver.unanswered:
         driver.answer()
     num_tokens = young.num_tokens
     assert num_tokens == 12 + len(driver.received[key])

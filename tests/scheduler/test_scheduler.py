@@ -9,7 +9,8 @@ import pytest
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import MalformedAdd
 from longshore.scheduler.request import RequestStatus
-from tests.scheduler.driver import EOS, Driver, expected_output, pressed, prompt_of
+from tests.harness.driver import Driver, pressed
+from tests.harness.tokens import EOS, expected_output, prompt_of
 
 ASYNC = {"max_steps_in_flight": 2}
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
+from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.requests import (
     LoRARequest,
     MultimodalFeature,
@@ -19,13 +18,10 @@ from longshore.protocol.requests import (
 )
 from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.features.encoder import RowEncoder, check_encoder
-from tests.scheduler.driver import expected_output, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.kv_groups import config_of, cross, full, window
+from tests.harness.tokens import expected_output, prompt_of
 from tests.scheduler.features.test_encoder import request_of
-from tests.scheduler.hybrid_driver import HybridDriver, config_of, fingerprint, full, window
-
-
-def cross(max_encoder_tokens: int = 12, block_size: int = 4) -> CrossAttentionSpec:
-    return CrossAttentionSpec(block_size, 1, 8, 4, max_encoder_tokens=max_encoder_tokens)
 
 
 def sound(name: str, num_tokens: int = 12, **fields: Any) -> tuple[MultimodalFeature, ...]:
@@ -33,8 +29,8 @@ def sound(name: str, num_tokens: int = 12, **fields: Any) -> tuple[MultimodalFea
     return (MultimodalFeature(name, num_tokens=num_tokens, **settings),)
 
 
-class HearingDriver(HybridDriver):
-    """The worker writes what it hears into the cross group's blocks, and reads it in every step."""
+class HearingDriver(Driver):
+    """Of a model with an encoder."""
 
     def __init__(self, *specs: KVCacheSpec, **settings: Any) -> None:
         specs = specs or (full(), cross())
@@ -44,25 +40,6 @@ class HearingDriver(HybridDriver):
         """Queue a request with a sound of its own."""
         fields = {"multimodal": sound(request_id, num_tokens)} | fields
         return self.add(request_id, fields.pop("prompt", prompt_of(5)), **fields)
-
-    def _encode(self, plan: SchedulerOutput, scheduled: dict[int, int]) -> None:
-        assert plan.freed_encoder_hashes == ()
-        assert plan.encoder_inputs == tuple((start.row, 0) for start in plan.added)
-        sizes = [start.multimodal[0].num_tokens for start in plan.added]
-        assert sum(sizes) <= self.config.max_num_encoder_input_tokens
-        added = {start.row for start in plan.added}
-        for row in scheduled:
-            held = self._held[row]
-            for spec, table in zip(self.specs, held.tables, strict=True):
-                if isinstance(spec, CrossAttentionSpec):
-                    (item,) = held.start.multimodal
-                    for position in range(item.num_tokens):
-                        slot = table[position // spec.block_size], position % spec.block_size
-                        heard = fingerprint([len(item.hash), *item.hash.encode(), position])
-                        if row in added:
-                            assert self._references[slot[0]] == 1, "nothing of it is shared"
-                            self._kv[slot] = heard
-                        self._check_kv(slot, heard)
 
 
 @pytest.mark.req("KVM-11")

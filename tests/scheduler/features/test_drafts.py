@@ -15,14 +15,8 @@ from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows
 from longshore.scheduler.step.output_validator import InvalidOutput
 from longshore.scheduler.step.running import RunningTable
-from tests.scheduler.driver import (
-    EOS,
-    Driver,
-    expected_output,
-    pressed,
-    prompt_of,
-    steady_token,
-)
+from tests.harness.driver import Driver, pressed
+from tests.harness.tokens import EOS, expected_output, prompt_of, steady_token
 from tests.scheduler.test_request import make_request
 
 WRONG = 5

@@ -21,7 +21,8 @@ from longshore.protocol.requests import AddRequest, MultimodalFeature
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.features.encoder import EncoderCache
 from longshore.scheduler.request import Request
-from tests.scheduler.driver import Driver, expected_output, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.tokens import expected_output, prompt_of
 
 
 def items_of(*items: tuple[str, int, int]) -> tuple[MultimodalFeature, ...]:

@@ -28,7 +28,8 @@ from longshore.scheduler.kv_cache.manager import (
     KVCacheManager,
 )
 from longshore.scheduler.request import Request
-from tests.scheduler.driver import Driver, expected_output, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.tokens import expected_output, prompt_of
 from tests.scheduler.kv_cache.test_manager import (
     make_manager,
     request_of,
@@ -648,7 +649,7 @@ def test_random_families_of_forks_read_their_own_tokens(data: st.DataObject) -> 
         elif action == "e" and draw(st.integers(0, 3)) == 0:
             epoch += 1
             driver.restart_workers(epoch)
-        elif action == "n" and driver.pending:
+        elif action == "n" and driver.unanswered:
             planned = driver.scheduler._in_flight.oldest()
             assert planned is not None
             rows = planned.rows.tolist()

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import LoRARequest
 from longshore.scheduler.features.lora import LoRASlots
-from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
+from tests.harness.driver import Driver, pressed
+from tests.harness.tokens import expected_output, prompt_of
 
 
 def add(driver: Driver, name: str, adapter: str | None, **fields: int) -> tuple[int, int]:

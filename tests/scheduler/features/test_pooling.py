@@ -19,7 +19,8 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.transport.codec import Decoder, Encoder
 from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.step.output_validator import InvalidOutput
-from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
+from tests.harness.driver import Driver, pressed
+from tests.harness.tokens import expected_output, prompt_of
 
 EMBED = PoolingParams()
 BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])

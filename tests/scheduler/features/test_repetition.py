@@ -8,7 +8,8 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.sampling import RepetitionDetection
 from longshore.scheduler.features.repetition import is_repeating
-from tests.scheduler.driver import EOS, Driver, pressed, prompt_of
+from tests.harness.driver import Driver, pressed
+from tests.harness.tokens import EOS, prompt_of
 
 
 @pytest.mark.parametrize(

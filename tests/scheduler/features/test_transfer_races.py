@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from longshore.protocol.outputs import FinishReason
-from tests.scheduler.adversarial_connector import Load, Mischief
-from tests.scheduler.driver import expected_output
-from tests.scheduler.transfer_driver import TransferDriver
+from tests.harness.connector import Mischief
+from tests.harness.driver import Driver, connected
+from tests.harness.tokens import expected_output
+from tests.harness.transfers import Load
 
 LOAD_TIMEOUT_S: Final = 30.0
 NUM_SEEDS: Final = 400
@@ -51,7 +52,7 @@ class Player:
         self.may_fail = chance.random() < 0.75
         caches = chance.random() < 0.8
         num_groups = 1 if caches else chance.choice([1, 2])
-        self.driver = TransferDriver(
+        self.driver = connected(
             num_blocks=num_groups * chance.randrange(12, 30),
             num_groups=num_groups,
             num_ranks=chance.choice([1, 1, 2, 3]),
@@ -135,11 +136,11 @@ class Player:
             self.driver.execute()
 
     def _answer(self) -> None:
-        if self.driver.num_unanswered:
+        if self.driver.unanswered:
             self.driver.answer()
 
     def _die(self) -> None:
-        self.driver.new_epoch()
+        self.driver.restart_workers(late_outputs=True)
         self.said.clear()
 
     # Transfers
@@ -154,30 +155,29 @@ class Player:
         pending = [
             (request_id, rank)
             for request_id in (transfers.loading if kind == "load" else transfers.sending)
-            for rank in range(self.driver.num_ranks)
-            if rank not in transfers.reported.get((kind, request_id), ())
+            for rank in transfers.ranks_left(kind, request_id)
         ]
         return self.chance.choice(pending) if pending else None
 
     def _write(self) -> None:
         if pending := self._pending("load"):
             load = self.driver.transfers.loading[pending[0]]
-            self.driver.write(*pending, failing=self._failing(load))
+            self.driver.ranks.write(*pending, failing=self._failing(load))
 
     def _end_load(self) -> None:
         if pending := self._pending("load"):
             load = self.driver.transfers.loading[pending[0]]
-            self.driver.end_load(*pending, failing=self._failing(load))
+            self.driver.ranks.end_load(*pending, failing=self._failing(load))
             self.said.append((pending[1], "load", pending[0]))
 
     def _end_send(self) -> None:
         if pending := self._pending("send"):
-            self.driver.end_send(*pending)
+            self.driver.ranks.end_send(*pending)
             self.said.append((pending[1], "send", pending[0]))
 
     def _end_store(self) -> None:
-        if self.driver.stores:
-            self.driver.end_store(self.chance.choice(self.driver.stores))
+        if self.driver.ranks.stores:
+            self.driver.ranks.end_store(self.chance.choice(self.driver.ranks.stores))
 
     def _repeat(self) -> None:
         """A rank says again what it has said, of a transfer that has no successor of that name."""
@@ -186,10 +186,10 @@ class Player:
         rank, kind, request_id = self.chance.choice(self.said)
         transfers = self.driver.transfers
         live = transfers.loading if kind == "load" else transfers.sending
-        if request_id in live and rank not in transfers.reported.get((kind, request_id), ()):
+        if request_id in live and rank in transfers.ranks_left(kind, request_id):
             return
         ids = [request_id]
-        self.driver.report(rank, **({"receiving": ids} if kind == "load" else {"sending": ids}))
+        self.driver.ranks.report(rank, **{"receiving" if kind == "load" else "sending": ids})
 
     def _lie(self) -> None:
         """Reports about nothing: of other ranks, other epochs, other requests."""
@@ -197,15 +197,17 @@ class Player:
         request_id = chance.choice([*driver.names.values(), "unheard-of"])
         match chance.randrange(4):
             case 0:
-                driver.report(chance.choice([-1, 99]), receiving=[request_id], sending=[request_id])
+                driver.ranks.report(
+                    chance.choice([-1, 99]), receiving=[request_id], sending=[request_id]
+                )
             case 1:
-                driver.report(
+                driver.ranks.report(
                     0, receiving=[request_id], epoch=driver.epoch + chance.choice([-1, 1])
                 )
             case 2:
-                driver.report(0, receiving=["unheard-of"], sending=["unheard-of"])
+                driver.ranks.report(0, receiving=["unheard-of"], sending=["unheard-of"])
             case 3 if request_id not in driver.transfers.loading:
-                driver.report(0, receiving=[request_id])
+                driver.ranks.report(0, receiving=[request_id])
 
     # The end
 
@@ -213,7 +215,7 @@ class Player:
         """No more mischief but lateness: in the end everybody has an answer."""
         driver = self.driver
         for _ in range(3000):
-            was_busy = driver.num_unanswered > 0
+            was_busy = bool(driver.unanswered)
             if driver.step() is not None or was_busy:
                 if self.chance.random() < 0.3:
                     self._end_something()
@@ -255,7 +257,7 @@ class Player:
                 )
 
 
-def play(seed: int, num_actions: int = 150) -> TransferDriver:
+def play(seed: int, num_actions: int = 150) -> Driver:
     """One random run."""
     player = Player(random.Random(seed))
     for _ in range(num_actions):

@@ -7,7 +7,8 @@ import pytest
 
 from longshore.protocol.logs.limits import MAX_PER_SECOND
 from longshore.protocol.outputs import RequestEvent
-from tests.scheduler.driver import Driver, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.tokens import prompt_of
 
 NAME = "longshore.scheduler.inspect.request_log"
 

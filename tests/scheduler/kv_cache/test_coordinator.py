@@ -26,7 +26,7 @@ from longshore.scheduler.kv_cache.coordinator import (
     UnitaryCoordinator,
     make_coordinator,
 )
-from tests.scheduler.hybrid_driver import chunked, first_seen, latent, state, window
+from tests.harness.kv_groups import chunked, first_seen, latent, state, window
 
 NAMES = [b"H%d" % index for index in range(16)]
 CROSS = CrossAttentionSpec(4, 1, 8, 4, max_encoder_tokens=16)

@@ -42,7 +42,7 @@ from longshore.scheduler.kv_cache.manager import (
     KVCacheManager,
 )
 from longshore.scheduler.request import Request
-from tests.scheduler.driver import kv_cache_config
+from tests.harness.kv_groups import kv_cache_config
 
 SENIORITY = np.arange(8)
 

@@ -18,7 +18,7 @@ from longshore.scheduler.kv_cache.windowed import (
     SlidingWindowManager,
     WindowedManager,
 )
-from tests.scheduler.hybrid_driver import chunked, first_seen, full, state, window
+from tests.harness.kv_groups import chunked, first_seen, full, state, window
 
 NAMES = [b"H%d" % index for index in range(16)]
 

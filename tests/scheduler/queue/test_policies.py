@@ -30,7 +30,8 @@ from longshore.scheduler.queue.policies import (
 )
 from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Request, RequestStatus
-from tests.scheduler.driver import pressed, prompt_of
+from tests.harness.driver import pressed
+from tests.harness.tokens import prompt_of
 from tests.scheduler.test_request import make_request
 
 
@@ -492,7 +493,7 @@ class EldestFirst(FCFSPolicy):
 def test_a_victim_that_the_policy_serves_first_is_replaced_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    driver = pressed(world={"policy": EldestFirst()})
+    driver = pressed(scheduler={"policy": EldestFirst()})
     keys = [driver.add(f"r{index}", prompt_of(14, 25 * index), max_tokens=14) for index in range(4)]
     driver.run(limit=300)
     assert all(len(driver.received[key]) == 14 for key in keys)

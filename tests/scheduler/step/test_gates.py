@@ -6,8 +6,9 @@ import pytest
 
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.step.admission import AdmissionGates
-from tests.scheduler.driver import Driver, expected_output, prompt_of
-from tests.scheduler.loading_connector import LoadingConnector
+from tests.harness.connector import has_stored
+from tests.harness.driver import Driver
+from tests.harness.tokens import expected_output, prompt_of
 
 OFF = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
 
@@ -268,12 +269,11 @@ def test_no_gate_keeps_a_request_out_while_only_loads_hold_blocks(
     steps_in_flight: int, gate: dict[str, Any]
 ) -> None:
     """The load may never end, and 40 tokens do not fit beside it; the first 16 do."""
-    connector = LoadingConnector({"loads": 28})
     driver = gated(
         17,
         max_num_batched_tokens=16,
         max_steps_in_flight=steps_in_flight,
-        world={"connector": connector},
+        rules={"match": has_stored({"loads": 28})},
         **gate,
     )
     driver.add("loads", prompt_of(30), max_tokens=2)

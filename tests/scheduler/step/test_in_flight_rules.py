@@ -13,15 +13,9 @@ from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.scheduler import Scheduler
 from longshore.scheduler.step.output_validator import InvalidOutput
-from tests.scheduler.driver import (
-    EOS,
-    Driver,
-    expected_output,
-    in_admission_order,
-    kv_cache_config,
-    pressed,
-    prompt_of,
-)
+from tests.harness.driver import Driver, in_admission_order, pressed
+from tests.harness.kv_groups import kv_cache_config
+from tests.harness.tokens import EOS, expected_output, prompt_of
 
 ASYNC = {"max_steps_in_flight": 2}
 
@@ -260,7 +254,7 @@ def test_a_block_is_cached_only_when_its_tokens_are_verified_and_its_kv_is_plann
         assert cached[:count] == [True] * count
         assert 4 * count <= min(num_tokens, num_computed)
         assert 4 * (count + 1) > min(num_tokens, num_computed)
-        if len(driver.pending) == 2:
+        if len(driver.unanswered) == 2:
             driver.answer()
     assert len(names) == 5
 
@@ -415,7 +409,7 @@ def test_a_stop_string_ends_the_request_as_stopped_and_cuts_its_usage() -> None:
     driver.stop_found(key, 3)
     end = driver.finished[key]
     assert (end.reason, end.num_output_tokens) == (FinishReason.STOPPED, 3)
-    while driver.pending:
+    while driver.unanswered:
         driver.answer()
     assert len(driver.received[key]) == delivered  # what was in flight is dropped
     driver.run()

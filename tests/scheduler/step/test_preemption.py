@@ -3,7 +3,8 @@
 import pytest
 
 from longshore.scheduler.request import RequestStatus
-from tests.scheduler.driver import Driver, expected_output, in_admission_order, pressed, prompt_of
+from tests.harness.driver import Driver, in_admission_order, pressed
+from tests.harness.tokens import expected_output, prompt_of
 
 
 @pytest.mark.req("PRE-01")

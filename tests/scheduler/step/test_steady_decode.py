@@ -17,7 +17,8 @@ from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows
 from longshore.scheduler.step.planner import PauseState
 from longshore.scheduler.step.running import RunningTable
 from longshore.scheduler.step.steady_decode import SteadyDecode
-from tests.scheduler.driver import EOS, Driver, prompt_of, steady_token
+from tests.harness.driver import Driver
+from tests.harness.tokens import EOS, prompt_of, steady_token
 from tests.scheduler.features.test_encoder import items_of
 from tests.scheduler.test_request import make_request
 
@@ -93,7 +94,7 @@ def play(driver: Driver, happening: Any, epoch: int) -> None:
             driver.steps(happening)
         case "plan":
             driver.plan()
-        case "answer" if driver.pending:
+        case "answer" if driver.unanswered:
             driver.answer()
         case "pause":
             driver.scheduler.set_pause(PauseState.PAUSED_NEW)
