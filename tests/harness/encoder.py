@@ -2,9 +2,7 @@
 rows read by cross attention."""
 
 import zlib
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+from collections.abc import Iterable, Iterator, Sequence
 
 from longshore.protocol.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from longshore.protocol.plan import SchedulerOutput
@@ -54,29 +52,34 @@ class CrossEncoder:
         """It encodes what it adds, within the budget."""
         assert plan.freed_encoder_hashes == ()
         assert plan.encoder_inputs == tuple((start.row, 0) for start in plan.added)
-        sizes = [start.multimodal[0].num_tokens for start in plan.added]
-        assert sum(sizes) <= self._budget, "too much to encode"
+        self.check_budget([start.multimodal[0] for start in plan.added])
 
-    def encode(
-        self, item: MultimodalFeature, tables: Sequence[Sequence[int]], references: np.ndarray
-    ) -> None:
-        """Fill the blocks of a new row, which nothing else may hold."""
-        for block_id, offset, content in self._slots(item, tables):
-            assert references[block_id] == 1, "a block of encoder output is shared"
+    def check_budget(self, items: Iterable[MultimodalFeature]) -> None:
+        """What a step encodes."""
+        assert sum(item.num_tokens for item in items) <= self._budget, "too much to encode"
+
+    def encode(self, owner: str, item: MultimodalFeature, tables: Sequence[Sequence[int]]) -> None:
+        """Fill the blocks of the new row of `owner`."""
+        for block_id, offset, content in self._slots(owner, item, tables):
             for memory in self._memory:
                 memory.write(block_id, offset, content)
 
-    def check_read(self, item: MultimodalFeature, tables: Sequence[Sequence[int]]) -> None:
+    def check_read(
+        self, owner: str, item: MultimodalFeature, tables: Sequence[Sequence[int]]
+    ) -> None:
         """A scheduled row reads its own encoder output."""
-        for block_id, offset, content in self._slots(item, tables):
+        for block_id, offset, content in self._slots(owner, item, tables):
             for memory in self._memory:
-                assert memory.read(block_id, offset) == content, "another row's encoder output"
+                assert memory.read(block_id, offset) == content, f"{owner} reads others' output"
 
     def _slots(
-        self, item: MultimodalFeature, tables: Sequence[Sequence[int]]
-    ) -> Iterable[tuple[int, int, int]]:
+        self, owner: str, item: MultimodalFeature, tables: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Everything in the blocks of the group, which are as many as the item needs."""
         for spec, table in zip(self._specs, tables, strict=True):
             if isinstance(spec, CrossAttentionSpec):
-                for position in range(item.num_tokens):
-                    content = zlib.crc32(f"{item.hash} {position}".encode())
-                    yield table[position // spec.block_size], position % spec.block_size, content
+                size = spec.block_size
+                assert len(table) == -(-item.num_tokens // size)
+                for position in range(len(table) * size):
+                    content = zlib.crc32(f"{owner} {item.hash} {position}".encode())
+                    yield table[position // size], position % size, content

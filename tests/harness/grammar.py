@@ -71,9 +71,8 @@ class FakeCompiler:
             raise GrammarError(f"no grammar: {spec.text}")
         if not self.is_ready(spec):
             return None
-        if spec.kind != "grammar" or spec.text not in self.grammars:
-            self.grammars[spec.text] = FakeGrammar(self, spec)
-        return self.grammars[spec.text]
+        grammar = self.grammars[spec.text] = FakeGrammar(self, spec)
+        return grammar
 
 
 class FakeGrammar:

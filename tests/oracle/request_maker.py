@@ -19,8 +19,8 @@ from longshore.protocol.requests import (
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.step.planner import PauseState
-from tests.oracle.fake_grammar import grammar_for
-from tests.oracle.fake_worker import sample_token
+from tests.harness.grammar import grammar_for
+from tests.harness.tokens import sample_token
 from tests.oracle.workloads import (
     Abort,
     BeginEpoch,

@@ -16,12 +16,12 @@ from longshore.protocol.outputs import FinishReason, TransferReport
 from longshore.protocol.requests import AddRequest, ContinueSession
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.step.planner import PauseState
+from tests.harness.grammar import FakeCompiler
 from tests.oracle.admission import Admissions
 from tests.oracle.answers import apply_answer
 from tests.oracle.block_pool import BlockNames, TextbookBlockPool
 from tests.oracle.check import check_books
 from tests.oracle.encoder import EncoderCache, RowEncoder
-from tests.oracle.fake_grammar import FakeGrammars
 from tests.oracle.gates import Gates
 from tests.oracle.intake import rejection
 from tests.oracle.loads import Transfers
@@ -52,7 +52,7 @@ class TextbookScheduler:
         hash_seed: bytes = b"",
         eos_token_ids: Sequence[int] = (),
         connector: SchedulerConnector | None = None,
-        grammars: FakeGrammars | None = None,
+        grammars: FakeCompiler | None = None,
         num_ranks: int = 1,
         cross: CrossAttentionSpec | None = None,
     ) -> None:
