@@ -15,8 +15,9 @@ from longshore.connectors.base import ConnectorConfig, SchedulerConnector
 from longshore.connectors.registry import load_scheduler_connector
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.plan import SchedulerOutput
-from tests.harness.driver import CONNECTED, Driver
+from tests.harness.driver import Driver
 from tests.harness.kv_groups import BLOCK_SIZE
+from tests.harness.shared_drivers import CONNECTED
 from tests.harness.tokens import prompt_of
 from tests.harness.transfers import Commands, Load
 

@@ -8,23 +8,16 @@ the driver (`block_checks`).
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import msgspec
-import numpy as np
 
-from longshore.connectors.base import SchedulerConnector
-from longshore.protocol.arrays import EMPTY_INT32, int32_array
-from longshore.protocol.handshake import Feature, ToWorker
+from longshore.protocol.arrays import EMPTY_INT32
+from longshore.protocol.handshake import ToWorker
 from longshore.protocol.kv_cache_spec import KVCacheSpec
-from longshore.protocol.outputs import FinishReason, ModelRunnerOutput, TransferReport
+from longshore.protocol.outputs import ModelRunnerOutput, TransferReport
 from longshore.protocol.plan import SampleMask, SchedulerOutput
-from longshore.protocol.requests import AddRequest, ContinueSession, StopFound
-from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.transport.codec import Decoder, Encoder
-from longshore.scheduler.config import CacheConfig, SchedulerConfig
-from longshore.scheduler.request import Request
-from longshore.scheduler.scheduler import Scheduler
 from tests.harness.block_checks import (
     check_owned,
     check_references,
@@ -33,121 +26,46 @@ from tests.harness.block_checks import (
     used_blocks,
 )
 from tests.harness.block_snapshots import check_block_map
-from tests.harness.clients import Clients, RequestKey
+from tests.harness.clients import RequestKey
 from tests.harness.connector import AdversarialConnector
-from tests.harness.grammar import FakeCompiler
-from tests.harness.kv_groups import config_of, full
+from tests.harness.engine import Engine
+from tests.harness.masks import check_mask, take_masks
 from tests.harness.rank_transfers import RankTransfers
 from tests.harness.tokens import (
-    EOS,
-    VOCAB_SIZE,
-    Content,
     Draft,
-    Sample,
     no_drafts,
-    prompt_of,
-    steady_token,
 )
-from tests.harness.transfers import Commands, Load, Transfers
+from tests.harness.transfers import Commands, Load
 from tests.harness.worker import Workers
 from tests.harness.worker_rows import Step
-
-CONNECTED: Final[dict[str, Any]] = {
-    "verify_plan": True,
-    "max_steps_in_flight": 2,
-    "max_tokens": 4,
-    "cache": {"watermark": 0.0},
-}
-"""Settings of a driver in whose tests the connector has the main part."""
 
 FailRule = Callable[[Load], Iterable[int]]
 
 
-class Driver:
-    """Drives one Scheduler. Settings not given are small; `settings` go to SchedulerConfig, those
-    in `cache` to CacheConfig, those in `scheduler` to Scheduler.
+class Driver(Engine):
+    """An engine with workers and ranks. Takes the arguments of `Engine`, and these:
 
-    specs:      of the KV cache groups; else `num_groups` of full attention.
-    rules:      of an `AdversarialConnector`; `connector` is another one, or one that is made.
-    sample:     the output tokens of a request by position.
     draft:      what the workers propose for the outputs of a request from a position on.
-    max_tokens: of requests for which no other number is given.
     fail_sync:  blocks that a synchronous load will not fill, by load.
 
     scheduled:  request id -> tokens it got in the latest plan.
     unanswered: plans whose output the scheduler does not have, oldest first.
-    masks:      by step, those that have come for unanswered plans.
     stored:     content of each block that was stored, by KV cache group and block hash.
-    spoiled_ids: requests that read what a failed load or a NaN spoiled; not_finite: those of a NaN.
+    spoiled_ids: requests that read invalid KV; not_finite: those whose logits were not finite.
     """
 
     def __init__(
         self,
         *specs: KVCacheSpec,
-        num_blocks: int = 40,
-        block_size: int = 4,
-        num_groups: int = 1,
-        num_ranks: int = 1,
-        enable_prefix_caching: bool = True,
-        sample: Sample = steady_token,
         draft: Draft = no_drafts,
-        max_tokens: int = 8,
-        verify_plan: bool = False,
-        cache: dict[str, Any] | None = None,
-        grammars: FakeCompiler | None = None,
-        connector: SchedulerConnector | None = None,
-        rules: dict[str, Any] | None = None,
         fail_sync: FailRule = lambda load: (),
-        scheduler: dict[str, Any] | None = None,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        defaults = {
-            "max_model_len": 64,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 64,
-            "max_steps_in_flight": 1,
-        }
-        self.config = SchedulerConfig(**(defaults | settings))
-        self.specs = specs or (full(block_size),) * num_groups
-        self.num_blocks = num_blocks
-        self.num_ranks = num_ranks
-        self.contents: dict[str, Content] = {}
-        self.transfers = Transfers(num_ranks)
-        self.connector = connector
-        if connector is None and rules is not None:
-            self.connector = AdversarialConnector(**rules)
-        if isinstance(self.connector, AdversarialConnector):
-            sizes = [spec.block_size for spec in self.specs]
-            self.connector.bind(self.transfers, sizes, self.contents)
-        self.scheduler = Scheduler(
-            self.config,
-            CacheConfig(
-                block_size=block_size,
-                **({"enable_prefix_caching": enable_prefix_caching} | (cache or {})),
-            ),
-            kv_cache=config_of(num_blocks, *self.specs),
-            hash_seed=b"seed",
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=(EOS,),
-            verify_plan=verify_plan,
-            features=frozenset(Feature) - {Feature.POOLING_ONLY},
-            grammars=grammars,
-            connector=self.connector,
-            num_ranks=num_ranks,
-            **(scheduler or {}),
-        )
-        self.requests: dict[str, Request] = {}
-        self.clients = Clients(sample)
-        self.received, self.finished = self.clients.received, self.clients.finished
-        self.continued, self.scored = self.clients.continued, self.clients.scored
-        self.names = self.clients.names
+        super().__init__(*specs, **options)
         self.plans: list[SchedulerOutput] = []
         self.scheduled: dict[str, int] = {}
         self.epoch = 1
-        self.now = 0.0
-        self._num_added = 0
-        self._max_tokens = max_tokens
-        self._sample, self._draft = sample, draft
+        self._draft = draft
         self._fail_sync = fail_sync
         self._encoder: Encoder[ToWorker] = Encoder()
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
@@ -158,7 +76,7 @@ class Driver:
 
     def _start_workers(self) -> None:
         self.unanswered: deque[Step] = deque()
-        self.masks: dict[int, SampleMask] = {}
+        self.masks: dict[int, SampleMask] = {}  # of unanswered plans, by step
         self._syncing: dict[int, list[Load]] = {}
         self.workers = Workers(
             self.config,
@@ -179,80 +97,6 @@ class Driver:
             send=self._apply_report,
             release=lambda hold_id: self.adversary.release(hold_id),
         )
-
-    @property
-    def adversary(self) -> AdversarialConnector:
-        assert isinstance(self.connector, AdversarialConnector)
-        return self.connector
-
-    # What clients do
-
-    def add(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        *,
-        outputs: Sequence[int] = (),
-        client: int = 0,
-        handle: int | None = None,
-        max_tokens: int | None = -1,
-        sampling: dict[str, Any] | None = None,
-        **fields: Any,
-    ) -> RequestKey:
-        """Queue a request; returns its key in `received` and `finished`."""
-        key = client, self._num_added if handle is None else handle
-        max_tokens = self._max_tokens if max_tokens == -1 else max_tokens
-        self._num_added += 1
-        self.now += 1.0
-        message = AddRequest(
-            request_id,
-            key[1],
-            int32_array(list(prompt)),
-            SamplingParams(temperature=0.0, max_tokens=max_tokens, **(sampling or {})),
-            output_token_ids=int32_array(list(outputs)),
-            **fields,
-        )
-        is_new = self.scheduler._lifecycle.get(*key) is None
-        self.scheduler.add_request(message, client=client, now=self.now)
-        request = self.scheduler._lifecycle.get(*key)
-        if is_new:
-            self.clients.add(key, request_id, outputs, max_tokens)
-        if is_new and request is not None:
-            lora_name = message.lora.name if message.lora is not None else None
-            root = f"{message.cache_salt}/{lora_name}"
-            self.contents[request_id] = Content(root, message.multimodal)
-            self.requests[request_id] = request
-        self.collect()
-        return key
-
-    def abort(self, *keys: RequestKey) -> None:
-        """The clients lose interest."""
-        for client, handle in keys:
-            self.scheduler.abort_requests(client, int32_array([handle]), self.now)
-        self.collect()
-
-    def stop_found(self, key: RequestKey, num_tokens: int) -> None:
-        """The gateway found a stop string."""
-        self.scheduler.stop_found(key[0], StopFound(key[1], num_tokens), self.now)
-        self.collect()
-
-    def continue_session(
-        self,
-        key: RequestKey,
-        prompt: Sequence[int],
-        *,
-        max_tokens: int = 8,
-        resumable: bool = True,
-    ) -> None:
-        """More input for a session."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        message = ContinueSession(key[1], int32_array(list(prompt)), sampling, resumable)
-        self.scheduler.continue_session(key[0], message, self.now)
-        self.collect()
-
-    def collect(self, *, is_ours: bool = True) -> None:
-        """Clients get their outputs; see `Clients.collect`."""
-        self.clients.collect(self.scheduler.take_outputs(), is_ours=is_ours)
 
     # Steps
 
@@ -325,7 +169,7 @@ class Driver:
         while step.output is None:
             self.execute()
         if step.plan.epoch == self.epoch:
-            self._check_mask(step)
+            check_mask(step, self.masks)
             del self.transfers.unanswered[step.plan.step]
         return step.output
 
@@ -347,24 +191,8 @@ class Driver:
         self.collect()
 
     def _take_masks(self) -> None:
-        for mask in self.scheduler.take_masks():
-            oldest = next(step for step in self.unanswered if step.plan.epoch == self.epoch)
-            assert mask.step == oldest.plan.step, "a mask before the tokens that it depends on"
-            assert mask.step not in self.masks, "a second mask"
-            assert set(mask.rows.tolist()) == oldest.masked
-            self.masks[mask.step] = mask
-
-    def _check_mask(self, step: Step) -> None:
-        """The mask of the step allows all that was sampled in it."""
-        if not step.masked:
-            return
-        mask = self.masks.pop(step.plan.step)
-        bits = mask.bits.reshape(len(mask.rows), -1)
-        for row in step.masked:
-            tokens = step.sampled[row]
-            allowed = np.unpackbits(bits[mask.rows == row], axis=1, bitorder="little")
-            assert len(tokens) <= len(allowed)
-            assert all(allowed[index, token] for index, token in enumerate(tokens))
+        unanswered = [step for step in self.unanswered if step.plan.epoch == self.epoch]
+        take_masks(self.scheduler.take_masks(), unanswered, self.masks)
 
     def step(self) -> SchedulerOutput | None:
         """Plan, and answer the oldest plan if nothing more may be planned."""
@@ -421,30 +249,6 @@ class Driver:
             counts.pop()
         return counts
 
-    def table(self, request_id: str) -> list[int]:
-        """Block table of a running request, first group."""
-        row = self.requests[request_id].row
-        assert row >= 0, f"{request_id} does not run"
-        return self.scheduler.kv_cache.block_ids(row)[0].tolist()
-
-    def num_held(self, request_id: str) -> list[int]:
-        """Blocks per group that a running request holds."""
-        tables = self.scheduler.kv_cache.block_ids(self.requests[request_id].row)
-        return [int(np.count_nonzero(table)) for table in tables]
-
-    def reason(self, key: RequestKey) -> FinishReason:
-        """Why a request ended."""
-        return self.finished[key].reason
-
-    @property
-    def running(self) -> list[str]:
-        """Request ids in admission order."""
-        return [request.request_id for request in self.scheduler.running.requests_in_order()]
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self.scheduler.kv_cache.num_free_blocks
-
     @property
     def num_copies(self) -> int:
         """Blocks that plans have copied."""
@@ -476,22 +280,3 @@ class Driver:
     def check_complete(self, *keys: RequestKey) -> None:
         """These requests got all their tokens."""
         self.clients.check_complete(keys)
-
-
-def connected(*specs: KVCacheSpec, **settings: Any) -> Driver:
-    """A driver with an `AdversarialConnector` and the settings `CONNECTED`."""
-    cache = CONNECTED["cache"] | settings.pop("cache", {})
-    return Driver(*specs, **({"rules": {}} | CONNECTED | {"cache": cache} | settings))
-
-
-def pressed(policy: str = "fcfs", **settings: Any) -> Driver:
-    """A driver with eight usable blocks of four tokens."""
-    return Driver(num_blocks=9, max_model_len=32, policy=policy, **settings)
-
-
-def in_admission_order(driver: Driver, requests: Sequence[tuple[str, int, int]]) -> None:
-    """Admit (name, prompt length, priority) one per step, whatever their priorities are."""
-    for index, (name, length, priority) in enumerate(requests):
-        driver.add(name, prompt_of(length, 25 * index), max_tokens=16, priority=priority)
-        driver.step()
-        assert driver.running[-1] == name

@@ -12,9 +12,9 @@ from longshore.protocol.requests import LoRARequest, MultimodalFeature, PoolingP
 from longshore.scheduler.step.planner import PauseState
 from tests.harness.clients import RequestKey
 from tests.harness.connector import Mischief
-from tests.harness.driver import connected
 from tests.harness.grammar import FakeCompiler, grammar_for
 from tests.harness.kv_groups import chunked, full, window
+from tests.harness.shared_drivers import connected
 from tests.harness.tokens import prompt_of, steady_token
 from tests.harness.transfers import Load
 

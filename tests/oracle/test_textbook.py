@@ -68,7 +68,7 @@ def test_workloads_with_many_features_end_well_and_use_them() -> None:
     assert hooks.count("abandoned") > 3
 
 
-def test_grammars_refuse_drafts() -> None:
+def test_grammars_reject_drafts() -> None:
     events = [
         event for seed in range(80) for event in run(Workload.random(seed, ("drafts", "grammar")))
     ]
@@ -97,7 +97,7 @@ def test_an_answer_to_another_step_or_other_requests_changes_nothing() -> None:
     assert [delivery.token for delivery in scheduler.take_outputs().deliveries] == [5]
 
 
-def test_a_pool_that_cannot_hold_the_longest_request_is_refused() -> None:
+def test_a_pool_that_cannot_hold_the_longest_request_is_rejected() -> None:
     with pytest.raises(ConfigError, match="raise num_blocks"):
         TextbookScheduler(
             SchedulerConfig(max_model_len=17), CacheConfig(block_size=4), num_blocks=5

@@ -56,7 +56,7 @@ def test_no_prefix_of_the_old_workers_is_found(steps_in_flight: int) -> None:
     assert driver.finished[key].num_cached_tokens == 0
 
 
-def test_subscribers_hear_first_that_all_blocks_are_cleared() -> None:
+def test_the_first_event_of_an_epoch_is_that_all_blocks_are_cleared() -> None:
     driver = Driver(cache={"enable_kv_cache_events": True})
     driver.add("r", prompt_of(20), max_tokens=3)
     driver.steps(2)
@@ -151,7 +151,7 @@ def test_encoder_outputs_adapters_and_masks_start_anew(steps_in_flight: int) -> 
 
 
 @BOTH
-def test_masks_are_told_anew_in_a_new_epoch(steps_in_flight: int) -> None:
+def test_masks_are_sent_again_in_a_new_epoch(steps_in_flight: int) -> None:
     driver = Driver(max_steps_in_flight=steps_in_flight, grammars=FakeCompiler({"strict"}))
     key = driver.add("strict", prompt_of(6), structured_output=grammar_for("strict"))
     driver.plan()

@@ -11,8 +11,9 @@ from longshore.protocol.requests import MultimodalFeature
 from longshore.protocol.sampling import RepetitionDetection
 from longshore.scheduler.features.events import BlockStored
 from tests.harness.connector import AdversarialConnector, has_stored
-from tests.harness.driver import Driver, pressed
+from tests.harness.driver import Driver
 from tests.harness.grammar import FakeCompiler, grammar_for
+from tests.harness.shared_drivers import pressed
 from tests.harness.tokens import EOS, expected_output, prompt_of, steady_token
 
 BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])

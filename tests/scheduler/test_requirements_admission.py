@@ -11,8 +11,9 @@ from longshore.protocol.requests import (
 )
 from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.step.planner import PauseState
-from tests.harness.driver import Driver, pressed
+from tests.harness.driver import Driver
 from tests.harness.grammar import FakeCompiler
+from tests.harness.shared_drivers import pressed
 from tests.harness.tokens import expected_output, prompt_of
 
 NEVER = StructuredOutput("regex", "never compiled")
@@ -161,7 +162,7 @@ def test_a_blocked_request_is_set_aside_before_its_adapter_is_asked_about() -> N
 
 
 @pytest.mark.req("SCH-09")
-def test_want_of_blocks_preempts_for_those_who_run_and_ends_admission_for_those_who_wait() -> None:
+def test_a_shortage_of_blocks_preempts_running_requests_and_ends_admission() -> None:
     driver = pressed(enable_prefix_caching=False, cache={"preempt_threshold": 1.0})
     driver.add("old", prompt_of(15, 0), max_tokens=8)
     driver.add("young", prompt_of(12, 40), max_tokens=8)

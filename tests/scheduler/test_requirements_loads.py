@@ -10,8 +10,9 @@ from longshore.connectors.base import FinishAction, RequestView
 from longshore.protocol.requests import LoRARequest, StructuredOutput
 from longshore.scheduler.request import NOT_SCHEDULED, Request, RequestStatus
 from tests.harness.connector import has_stored
-from tests.harness.driver import Driver, connected
+from tests.harness.driver import Driver
 from tests.harness.grammar import FakeCompiler
+from tests.harness.shared_drivers import connected
 from tests.harness.tokens import expected_output, prompt_of
 
 
@@ -186,7 +187,7 @@ def test_a_loaded_request_finishes_although_a_bigger_one_is_ahead_of_it(policy: 
 
 
 @pytest.mark.req("ERR-30")
-def test_there_are_three_ways_to_be_blocked_and_each_has_one_name() -> None:
+def test_each_of_the_three_ways_to_be_blocked_has_one_status() -> None:
     driver = make_driver({"load": 8}, max_steps_in_flight=1)
     grammar = StructuredOutput("regex", "never")
     keys = {
@@ -283,7 +284,7 @@ def test_the_prefix_cache_is_not_reset_while_a_waiting_request_or_transfer_holds
 
 @pytest.mark.req("ERR-38")
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_steps_go_on_while_transfers_do_not_end(steps_in_flight: int) -> None:
+def test_steps_continue_while_transfers_do_not_end(steps_in_flight: int) -> None:
     driver = make_driver(
         {"loads": 8},
         rules={"depart": lambda request: FinishAction(request.request_id == "sends", None)},

@@ -24,7 +24,7 @@ GRAMMAR = StructuredOutput("json_schema", "{}")
 
 
 @pytest.mark.req("REQ-01")
-def test_a_request_keeps_who_it_is_and_what_it_was_asked_with() -> None:
+def test_a_request_keeps_its_identity_and_its_parameters() -> None:
     driver = Driver(max_loras=1, policy="priority", max_num_seqs=1)
     driver.add(
         "r",

@@ -204,7 +204,7 @@ def answer(scheduler: Any, plan: SchedulerOutput, *tokens: int) -> None:
 
 @pytest.mark.req("SCH-19")
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_a_plan_tells_the_blocks_handed_out_in_its_step_and_no_others(
+def test_a_plan_lists_the_blocks_allocated_in_its_step_and_no_others(
     steps_in_flight: int,
 ) -> None:
     driver = Driver(num_groups=2, max_steps_in_flight=steps_in_flight, max_num_batched_tokens=8)
@@ -221,7 +221,7 @@ def test_a_plan_tells_the_blocks_handed_out_in_its_step_and_no_others(
 
 
 @pytest.mark.req("SCH-21")
-def test_common_prefix_blocks_are_those_of_all_who_run_in_each_group() -> None:
+def test_common_prefix_blocks_are_those_of_all_running_requests_in_each_group() -> None:
     driver = Driver(num_groups=2)
     told = []
 

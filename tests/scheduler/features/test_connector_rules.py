@@ -10,8 +10,9 @@ from longshore.connectors.base import AskLater, FinishAction, Match, Matched, Re
 from longshore.protocol.outputs import FinishReason
 from longshore.scheduler.request import RequestStatus
 from tests.harness.connector import has_leading
-from tests.harness.driver import Driver, connected
+from tests.harness.driver import Driver
 from tests.harness.kv_groups import BLOCK_SIZE
+from tests.harness.shared_drivers import connected
 from tests.harness.tokens import expected_output, prompt_of
 
 EVERYTHING = 1 << 20
@@ -98,7 +99,7 @@ def test_metadata_of_the_step_rides_on_its_plan() -> None:
 
 
 @pytest.mark.req("CON-06")
-def test_external_tokens_are_paired_with_the_blocks_behind_the_local_hits() -> None:
+def test_external_tokens_are_paired_with_the_blocks_after_the_local_hits() -> None:
     driver = connected(rules=only("b"))
     first = driver.add("a", prompt_of(9))
     driver.run_until_idle()
@@ -145,7 +146,7 @@ def test_a_request_whose_connector_does_not_know_yet_lets_others_pass() -> None:
 
 
 @pytest.mark.req("CON-04")
-def test_an_engine_that_is_told_to_ask_later_comes_to_rest_and_goes_on_when_it_knows() -> None:
+def test_an_engine_that_has_to_ask_later_is_idle_and_continues_when_the_connector_knows() -> None:
     answers: list[Match] = [AskLater()] * 5
 
     def match(request: RequestView, num_computed_tokens: int) -> Match:
@@ -415,7 +416,7 @@ def test_held_blocks_outlive_their_request_until_they_are_released() -> None:
     settle(driver)
 
 
-def test_a_block_that_a_store_gave_back_is_fenced_by_the_plan_that_still_computes_on_it() -> None:
+def test_a_block_that_a_store_released_is_fenced_by_the_plan_that_still_computes_on_it() -> None:
     rules = only("loads") | {"stores": lambda: True}
     driver = connected(num_blocks=9, max_model_len=32, max_loading_blocks=8, rules=rules)
     leaves = driver.add("leaves", prompt_of(9), max_tokens=12)
@@ -520,7 +521,7 @@ def test_reports_about_nothing_change_nothing() -> None:
     driver.check_complete(loads)
 
 
-def test_an_unasked_report_wakes_an_idle_engine() -> None:
+def test_an_unsolicited_report_wakes_an_idle_engine() -> None:
     driver = background(8)
     key = driver.add("r", prompt_of(9))
     driver.run_until_idle()
@@ -609,7 +610,7 @@ def fails_at(index: int) -> Any:
 
 @pytest.mark.req("MET-05", "MET-06")
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_failed_load_in_a_step_rewinds_all_who_used_the_block(in_flight: int) -> None:
+def test_a_failed_load_in_a_step_rewinds_all_requests_that_used_the_block(in_flight: int) -> None:
     driver = in_step(12, fail_sync=fails_at(1), max_steps_in_flight=in_flight)
     keys = [driver.add("loads", prompt_of(18), max_tokens=6)]
     keys.append(driver.add("hits", prompt_of(18), max_tokens=6))
@@ -675,7 +676,7 @@ def test_a_load_whose_hits_prove_wrong_while_it_runs_counts_up_to_them() -> None
     driver.check_complete(*driver.names)
 
 
-def test_a_request_that_waits_with_hits_that_prove_wrong_lets_go_of_them() -> None:
+def test_a_request_that_waits_with_hits_that_prove_wrong_releases_them() -> None:
     driver = provisional_hits("b", max_num_seqs=2, policy="priority")
     driver.ranks.end_load("b")
     driver.add("takes the row", prompt_of(5, 60), priority=-1)
@@ -690,7 +691,7 @@ def test_a_request_that_waits_with_hits_that_prove_wrong_lets_go_of_them() -> No
 
 
 @pytest.mark.req("MET-06")
-def test_a_block_that_failed_is_not_found_by_its_name() -> None:
+def test_a_block_that_failed_is_not_found_by_its_hash() -> None:
     driver = in_step(12, fail_sync=fails_at(1), max_steps_in_flight=1)
     key = driver.add("loads", prompt_of(13), max_tokens=1)
     driver.plan()
@@ -740,7 +741,7 @@ def test_policy_fail_ends_only_the_requests_that_used_the_block() -> None:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_who_got_a_failed_block_afterwards_is_left_alone(policy: str) -> None:
+def test_a_request_that_got_a_failed_block_afterwards_is_left_alone(policy: str) -> None:
     driver = connected(
         num_blocks=9,
         max_model_len=32,
@@ -771,7 +772,7 @@ def test_nothing_that_rests_on_a_failed_load_is_stored() -> None:
 
 
 @pytest.mark.req("MET-06")
-def test_who_found_blocks_of_a_step_that_was_not_finite_computes_them_again() -> None:
+def test_a_request_that_found_blocks_of_a_step_that_was_not_finite_computes_them_again() -> None:
     driver = connected()
     bad = driver.add("bad", prompt_of(17))
     hits = driver.add("hits", prompt_of(18), max_tokens=6)
@@ -955,7 +956,7 @@ def test_sends_and_holds_end_with_their_epoch() -> None:
 # Progress
 
 
-def test_loaded_requests_that_wait_give_up_blocks_to_the_head_the_youngest_first() -> None:
+def test_loaded_requests_that_wait_free_blocks_for_the_head_the_youngest_first() -> None:
     has = has_leading(EVERYTHING, is_async=True)
     knows_the_head = False
 

@@ -76,7 +76,7 @@ def test_a_request_that_does_not_fit_the_encoders_budget_waits_in_its_place(
         assert driver.received[key] == expected_output(name, 8)
 
 
-def test_who_waits_for_blocks_is_told_how_many_with_those_for_its_sound() -> None:
+def test_a_request_that_waits_for_blocks_says_how_many_with_those_for_its_sound() -> None:
     driver = HearingDriver(num_blocks=20, max_num_encoder_input_tokens=24)
     for name in ("a", "b", "c", "d"):
         driver.hear(name)
@@ -87,7 +87,7 @@ def test_who_waits_for_blocks_is_told_how_many_with_those_for_its_sound() -> Non
 
 
 @pytest.mark.parametrize("new_epoch", [False, True])
-def test_who_comes_back_is_encoded_again_in_the_step_in_which_it_takes_its_row(
+def test_a_resumed_request_is_encoded_again_in_the_step_in_which_it_takes_its_row(
     new_epoch: bool,
 ) -> None:
     """The driver compares each plan's encoder inputs with whom it adds."""
@@ -125,7 +125,7 @@ def test_nothing_is_found_and_nothing_is_shared_among_equal_requests() -> None:
     assert driver.scheduler.reset_encoder_cache()
 
 
-def test_a_row_that_is_sent_back_has_its_sound_still() -> None:
+def test_a_rewound_row_has_its_sound_still() -> None:
     encoder = RowEncoder(budget=12)
     encoder.begin_step()
     request = request_of("r", ("a", 0, 12), row=3)
@@ -200,7 +200,7 @@ happenings = st.lists(
 @pytest.mark.req("KVM-11")
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data(), happenings)
-def test_whatever_happens_each_row_hears_its_own_sound_in_every_step(
+def test_whatever_happens_each_row_reads_its_own_sound_in_every_step(
     data: st.DataObject, happened: list[tuple[Any, ...]]
 ) -> None:
     num_drafts = data.draw(st.integers(0, 2))

@@ -15,7 +15,8 @@ from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows
 from longshore.scheduler.step.output_validator import InvalidOutput
 from longshore.scheduler.step.running import RunningTable
-from tests.harness.driver import Driver, pressed
+from tests.harness.driver import Driver
+from tests.harness.shared_drivers import pressed
 from tests.harness.tokens import EOS, expected_output, prompt_of, steady_token
 from tests.scheduler.test_request import make_request
 
@@ -260,7 +261,7 @@ def test_slots_for_drafts_are_reserved_at_admission(lookahead: int, num_blocks: 
 
 @pytest.mark.req("SPD-01")
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_slots_for_drafts_are_reserved_behind_every_step_but_not_behind_the_models_length(
+def test_slots_for_drafts_are_reserved_after_every_step_but_not_after_the_models_length(
     steps_in_flight: int,
 ) -> None:
     driver = Driver(num_lookahead_tokens=3, max_model_len=24, max_steps_in_flight=steps_in_flight)
@@ -289,7 +290,9 @@ def test_a_request_preempts_for_its_lookahead_slots_as_for_any_other() -> None:
 
 @pytest.mark.req("SPD-06")
 @pytest.mark.parametrize("num_right", [0, 1, 3])
-def test_a_request_that_may_be_finished_is_skipped_and_younger_ones_go_on(num_right: int) -> None:
+def test_a_request_that_may_be_finished_is_skipped_and_younger_ones_continue(
+    num_right: int,
+) -> None:
     """With 3 drafts in flight `short` might have all its tokens; if they are wrong it goes on."""
     driver = Driver(
         num_speculative_tokens=3,
@@ -313,7 +316,7 @@ def test_a_request_that_may_be_finished_is_skipped_and_younger_ones_go_on(num_ri
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_tokens_behind_the_one_that_stops_are_dropped(steps_in_flight: int) -> None:
+def test_tokens_after_the_one_that_stops_are_dropped(steps_in_flight: int) -> None:
     def sample(name: str, position: int) -> int:
         return EOS if position == 2 else 50 + position
 
@@ -448,7 +451,7 @@ def test_speculation_changes_no_token_and_loses_no_block(data: st.DataObject) ->
     np.testing.assert_array_equal(driver.scheduler.running.num_placeholders, 0)
 
 
-def test_a_row_that_is_sent_back_with_drafts_in_flight_computes_right() -> None:
+def test_a_row_that_is_rewound_with_drafts_in_flight_computes_right() -> None:
     driver = drafting(3, num_right=1, max_steps_in_flight=2)
     bad = driver.add("bad", prompt_of(12), max_tokens=20)
     key = driver.add("r", prompt_of(12), max_tokens=20)  # on blocks that `bad` computes

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
 from longshore.scheduler.request import RequestStatus
-from tests.harness.driver import Driver, pressed
+from tests.harness.driver import Driver
 from tests.harness.grammar import FakeCompiler, grammar_for
+from tests.harness.shared_drivers import pressed
 from tests.harness.tokens import expected_output, prompt_of, steady_token
 
 ODD = 5  # every grammar allows it, and no request ever samples it
@@ -68,7 +69,7 @@ def test_a_request_may_be_aborted_while_its_grammar_is_compiled() -> None:
     assert driver.plan() is None
 
 
-def test_an_engine_without_a_compiler_refuses_grammars_by_name() -> None:
+def test_an_engine_without_a_compiler_rejects_grammars_with_a_reason() -> None:
     driver = Driver()
     key = add(driver, "r")
     assert driver.reason(key) is FinishReason.ERROR
@@ -77,7 +78,7 @@ def test_an_engine_without_a_compiler_refuses_grammars_by_name() -> None:
 
 @pytest.mark.req("FEA-01")
 @pytest.mark.parametrize("fits", [True, False])
-def test_a_request_that_goes_on_here_begins_behind_what_it_has_emitted(fits: bool) -> None:
+def test_a_request_that_continues_here_begins_after_what_it_has_emitted(fits: bool) -> None:
     driver, compiler = restricted({"r"})
     outputs = expected_output("r", 3) if fits else [*expected_output("r", 2), EVEN]
     key = add(driver, "r", outputs=outputs)
@@ -190,7 +191,7 @@ def test_a_grammar_follows_its_request_through_preemption(steps_in_flight: int) 
 
 
 @pytest.mark.req("FEA-01", "SPD-04", "SPD-05")
-def test_drafts_are_cut_at_the_first_one_that_the_grammar_refuses() -> None:
+def test_drafts_are_cut_at_the_first_one_that_the_grammar_rejects() -> None:
     compiler = FakeCompiler()
     own = expected_output("r", 20)
     proposals = {1: [own[1], EVEN, own[3]], 3: [EVEN, own[4], own[5]], 4: [own[4], ODD, own[6]]}

@@ -14,8 +14,9 @@ from longshore.protocol.outputs import EngineOutputs, FinishReason, ModelRunnerO
 from longshore.protocol.requests import PromptEmbeds
 from longshore.scheduler.step.output_validator import InvalidOutput
 from tests.harness.connector import AdversarialConnector, has_stored
-from tests.harness.driver import Driver, pressed
+from tests.harness.driver import Driver
 from tests.harness.grammar import FakeCompiler, grammar_for
+from tests.harness.shared_drivers import pressed
 from tests.harness.tokens import EOS, expected_output, prompt_of
 from tests.harness.worker_rows import token_logprobs
 
@@ -176,7 +177,7 @@ def test_entries_of_a_plan_that_a_rewound_row_left_are_dropped() -> None:
     check_scores(driver, key, prompt_of(13), (None, 0))
 
 
-def test_what_comes_behind_the_token_that_stops_is_cut() -> None:
+def test_tokens_after_the_one_that_stops_are_cut() -> None:
     stop_at = 3
     driver = Driver(
         num_speculative_tokens=3,

@@ -76,7 +76,7 @@ def test_lives_that_are_not_taken_do_not_pile_up() -> None:
 
 
 @pytest.mark.req("MET-03")
-def test_a_scheduler_tells_how_its_blocks_live() -> None:
+def test_a_scheduler_reports_the_lifetimes_of_its_blocks() -> None:
     clock = ManualClock()
     metrics = SampledBlockMetrics(clock, sample_every=1)
     driver = Driver(num_blocks=10, max_model_len=36, scheduler={"block_metrics": metrics})

@@ -19,7 +19,8 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.transport.codec import Decoder, Encoder
 from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.step.output_validator import InvalidOutput
-from tests.harness.driver import Driver, pressed
+from tests.harness.driver import Driver
+from tests.harness.shared_drivers import pressed
 from tests.harness.tokens import expected_output, prompt_of
 
 EMBED = PoolingParams()
@@ -75,7 +76,7 @@ def test_a_pooled_prompt_is_a_prefix_for_others(steps_in_flight: int) -> None:
 
 @pytest.mark.parametrize("kind", ["mean", "cls"])
 @BOTH
-def test_a_vector_of_all_states_begins_behind_no_cached_prefix(
+def test_a_vector_of_all_states_begins_after_no_cached_prefix(
     kind: Literal["mean", "cls"], steps_in_flight: int
 ) -> None:
     driver = Driver(max_steps_in_flight=steps_in_flight, max_num_scheduled_tokens=8)

@@ -26,7 +26,7 @@ def until_it_waits(driver: Driver, name: str) -> None:
 
 @pytest.mark.req("FEA-05")
 @BOTH
-def test_a_session_waits_for_its_next_input_and_goes_on_behind_all_of_its_tokens(
+def test_a_session_waits_for_its_next_input_and_continues_after_all_of_its_tokens(
     steps_in_flight: int,
 ) -> None:
     driver = Driver(max_steps_in_flight=steps_in_flight, enable_prefix_caching=False)
@@ -92,7 +92,7 @@ def test_a_session_frees_its_blocks_after_those_of_requests_admitted_before_it()
 
 
 @BOTH
-def test_a_stop_id_ends_an_output_and_tokens_behind_it_are_dropped(steps_in_flight: int) -> None:
+def test_a_stop_id_ends_an_output_and_tokens_after_it_are_dropped(steps_in_flight: int) -> None:
     driver = Driver(
         sample=lambda name, position: EOS if position == 2 else 50 + position,
         max_steps_in_flight=steps_in_flight,

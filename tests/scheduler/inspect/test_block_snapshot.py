@@ -103,7 +103,7 @@ def test_blocks_that_sinks_have_set_aside_are_reserved() -> None:
     assert set(states[3:].tolist()) == {BlockState.FREE}
 
 
-def test_who_asks_too_often_gets_the_same_picture() -> None:
+def test_requests_for_snapshots_in_quick_succession_get_the_same_one() -> None:
     scheduler = Driver().scheduler
     first = scheduler.make_block_snapshot(10.0, "engine")
     assert scheduler.make_block_snapshot(10.0 + 0.9 * statistics.MIN_INTERVAL_S, "engine") is first

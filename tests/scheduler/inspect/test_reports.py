@@ -18,8 +18,9 @@ from longshore.protocol.statistics import EngineReport
 from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.step.planner import PauseState
 from tests.harness.connector import has_stored
-from tests.harness.driver import Driver, pressed
+from tests.harness.driver import Driver
 from tests.harness.grammar import FakeCompiler, grammar_for
+from tests.harness.shared_drivers import pressed
 from tests.harness.tokens import expected_output, prompt_of, steady_token
 
 BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -47,7 +48,7 @@ def test_a_request_that_only_came_too_late_waits_for_the_next_step() -> None:
     assert reasons(driver) == {}
 
 
-def test_those_behind_the_head_wait_for_their_turn() -> None:
+def test_requests_after_the_head_wait_for_their_turn() -> None:
     driver = Driver(max_num_seqs=1)
     for index in range(4):
         driver.add(f"r{index}", prompt_of(6, 9 * index))
@@ -74,7 +75,7 @@ def test_a_request_without_an_adapter_slot_says_so_and_delays_no_others() -> Non
     driver.run()
 
 
-def test_want_of_blocks_is_told_with_its_numbers() -> None:
+def test_a_shortage_of_blocks_is_reported_with_its_numbers() -> None:
     driver = Driver(num_blocks=39, cache={"watermark": 0.12}, max_num_batched_tokens=256)
     driver.add("old", prompt_of(60), max_tokens=4)
     driver.add("other", prompt_of(60, 50), max_tokens=4)
@@ -87,7 +88,7 @@ def test_want_of_blocks_is_told_with_its_numbers() -> None:
     driver.run()
 
 
-def test_memory_pressure_is_told() -> None:
+def test_memory_pressure_is_reported() -> None:
     driver = Driver(
         num_blocks=21, cache={"preempt_threshold": 0.5, "admit_threshold": 0.1}, max_num_seqs=4
     )
@@ -156,7 +157,7 @@ def test_blocked_requests_say_what_they_wait_for_and_delay_no_others(
     assert driver.received[plain] == expected_output("plain", 30)
 
 
-def test_a_load_is_told_with_the_time_that_is_left() -> None:
+def test_a_load_is_reported_with_the_time_that_is_left() -> None:
     driver = Driver(rules={"match": has_stored({"r": 8})}, load_timeout_s=20.0)
     driver.add("r", prompt_of(12))
     driver.step()

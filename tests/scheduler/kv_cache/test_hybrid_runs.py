@@ -110,7 +110,7 @@ def test_a_long_run_under_pressure_keeps_every_token_in_its_place(
     st.randoms(use_true_random=False),
 )
 @pytest.mark.req("KVM-07", "SPD-03")
-def test_a_rejected_draft_needs_no_block_that_a_window_gave_back(
+def test_a_rejected_draft_needs_no_block_that_a_window_freed(
     groups: list[KVCacheSpec], steps_in_flight: int, chance: random.Random
 ) -> None:
     def draft(request_id: str, position: int) -> list[int]:
@@ -136,7 +136,7 @@ def test_a_rejected_draft_needs_no_block_that_a_window_gave_back(
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("mix", MIXES)
-def test_after_numbers_that_are_not_finite_others_go_on_from_where_every_group_has_kv(
+def test_after_numbers_that_are_not_finite_others_continue_from_where_every_group_has_kv(
     mix: str, steps_in_flight: int
 ) -> None:
     chance = random.Random(mix)
@@ -257,7 +257,7 @@ def test_a_state_is_not_found_in_the_step_that_computes_it_while_kv_is() -> None
         assert driver.finished[twin].num_cached_tokens == num_cached
 
 
-def test_a_window_gives_no_block_back_that_an_unanswered_step_computes() -> None:
+def test_a_window_frees_no_block_that_an_unanswered_step_computes() -> None:
     """Otherwise the block would be found by its hash if the step fails."""
     driver = Driver(window(6), max_steps_in_flight=2)
     failing = driver.add("failing", prompt_of(20), max_tokens=9)

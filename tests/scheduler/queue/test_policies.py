@@ -30,7 +30,7 @@ from longshore.scheduler.queue.policies import (
 )
 from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Request, RequestStatus
-from tests.harness.driver import pressed
+from tests.harness.shared_drivers import pressed
 from tests.harness.tokens import prompt_of
 from tests.scheduler.test_request import make_request
 
@@ -163,7 +163,7 @@ def test_a_job_without_live_requests_is_removed_unless_it_is_pinned() -> None:
     assert [policy.order(request) for request in later] == [(False, 1.0, 5.0), (True, 5.0, 5.0)]
 
 
-def test_what_continuum_remembers_is_bounded_by_the_live_jobs() -> None:
+def test_the_state_of_continuum_is_bounded_by_the_live_jobs() -> None:
     policy = ContinuumPolicy()
     lasting = turn("lasting", "lasting", now=0.0)
     policy.arrived(lasting)

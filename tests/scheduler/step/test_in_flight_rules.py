@@ -13,8 +13,9 @@ from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.scheduler import Scheduler
 from longshore.scheduler.step.output_validator import InvalidOutput
-from tests.harness.driver import Driver, in_admission_order, pressed
+from tests.harness.driver import Driver
 from tests.harness.kv_groups import kv_cache_config
+from tests.harness.shared_drivers import in_admission_order, pressed
 from tests.harness.tokens import EOS, expected_output, prompt_of
 
 ASYNC = {"max_steps_in_flight": 2}
@@ -280,7 +281,7 @@ def test_requests_of_one_step_share_what_the_step_itself_computes() -> None:
     driver.run()
 
 
-def test_blocks_of_a_request_preempted_in_the_step_that_fills_them_get_no_name() -> None:
+def test_blocks_of_a_request_preempted_in_the_step_that_fills_them_are_not_cached() -> None:
     driver = pressed("priority")
     in_admission_order(driver, [("victim", 6, 9), ("keeps", 10, 1), ("urgent", 11, 0)])
     while not driver.requests["victim"].num_preemptions:
@@ -301,7 +302,7 @@ def test_what_produced_numbers_that_are_not_finite_is_never_hit_again() -> None:
 
 
 @pytest.mark.parametrize("both_show_it", [False, True])
-def test_a_request_that_found_bad_blocks_is_sent_back_and_not_failed(both_show_it: bool) -> None:
+def test_a_request_that_found_bad_blocks_is_rewound_and_not_failed(both_show_it: bool) -> None:
     """Attention over what is not a number gives none: both rows may show it in one answer."""
     driver = Driver(**ASYNC)
     bad = driver.add("bad", prompt_of(12), max_tokens=6)

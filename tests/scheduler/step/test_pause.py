@@ -3,7 +3,8 @@
 import pytest
 
 from longshore.scheduler.step.planner import PauseState
-from tests.harness.driver import Driver, pressed
+from tests.harness.driver import Driver
+from tests.harness.shared_drivers import pressed
 from tests.harness.tokens import expected_output, prompt_of
 
 

@@ -102,9 +102,7 @@ def test_the_first_stage_knows_every_token_it_computes(
 
 @pytest.mark.req("OUT-04")
 @given(engine=engines, happenings=events)
-def test_without_stages_no_token_is_sent_back(
-    engine: dict[str, Any], happenings: list[Any]
-) -> None:
+def test_without_stages_no_token_is_fed_back(engine: dict[str, Any], happenings: list[Any]) -> None:
     driver = StagesDriver(1, max_model_len=40, **engine)
     play(driver, happenings)
     driver.run()
@@ -112,7 +110,7 @@ def test_without_stages_no_token_is_sent_back(
 
 @pytest.mark.req("OUT-04")
 @pytest.mark.parametrize("num_in_flight", [1, 2])
-def test_the_first_stage_learns_the_last_token_of_a_row_that_is_sent_back(
+def test_the_first_stage_gets_the_last_token_of_a_rewound_row(
     num_in_flight: int,
 ) -> None:
     driver = StagesDriver(2, num_blocks=60)

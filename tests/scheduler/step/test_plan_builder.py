@@ -5,7 +5,8 @@ import pytest
 
 from longshore.protocol.requests import MultimodalFeature
 from longshore.scheduler.step import plan_builder
-from tests.harness.driver import Driver, pressed
+from tests.harness.driver import Driver
+from tests.harness.shared_drivers import pressed
 from tests.harness.tokens import expected_output, prompt_of
 
 
@@ -55,7 +56,7 @@ def test_the_bytes_of_multimodal_items_count_too(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.req("OUT-02")
-def test_a_request_that_goes_on_costs_only_its_new_blocks() -> None:
+def test_a_request_that_continues_costs_only_its_new_blocks() -> None:
     driver = Driver(verify_plan=False)
     driver.add("r", prompt_of(5), max_tokens=12)
     driver.run()

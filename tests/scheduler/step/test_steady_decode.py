@@ -217,7 +217,7 @@ def test_a_pause_is_noticed_in_the_next_plan(state: PauseState, goes_on: bool) -
     assert driver.running == ["a", "b"]
 
 
-def test_workers_hear_of_unneeded_encoder_outputs_in_a_quiet_step() -> None:
+def test_unneeded_encoder_outputs_are_evicted_in_a_steady_step() -> None:
     driver = Driver(block_size=16, verify_plan=False, max_num_encoder_input_tokens=8)
     driver.add("a", prompt_of(17), multimodal=items_of(("image", 2, 8)), max_tokens=30)
     driver.steps(5)
