@@ -8,6 +8,7 @@ from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.scheduler.scheduler import Scheduler
 from tests.harness.transfers import Transfers
 from tests.harness.worker import Workers
+from tests.harness.worker_rows import check_tables_agree
 
 
 def held_by_waiting(scheduler: Scheduler) -> Counter[int]:
@@ -58,11 +59,10 @@ def check_rows(scheduler: Scheduler, workers: Workers) -> None:
     for row, groups in workers.tables.items():
         tables = scheduler.kv_cache.block_ids(row)
         for ids, table in zip(groups, tables, strict=True):
-            assert len(ids) == len(table)
-            if not scheduler.kv_cache.frees_skipped:
-                assert NULL_BLOCK not in ids
-            kept = np.flatnonzero(table)
-            np.testing.assert_array_equal(np.array(ids, np.int64)[kept], table[kept])
+            if scheduler.kv_cache.frees_skipped:
+                check_tables_agree(ids, table)
+            else:
+                assert ids == table.tolist()
 
 
 def used_blocks(scheduler: Scheduler, tables: dict[int, list[list[int]]]) -> dict[int, set[int]]:

@@ -123,7 +123,12 @@ class AdversarialConnector(SchedulerConnector):
         )
         for ids, (begin, end) in zip(load.block_ids, ranges, strict=True):
             assert len(ids) == end - begin, "too few blocks"
-        self.transfers.begin(load)
+        rest = {
+            block_id
+            for ids, (begin, _) in zip(block_ids, ranges, strict=True)
+            for block_id in ids[begin:].tolist()
+        }
+        self.transfers.begin(load, rest - {NULL_BLOCK})
         self.loads_begun.append(load)
         self._commands.loads.append(load)
 

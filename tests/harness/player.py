@@ -314,7 +314,7 @@ class Player:
     def _lie(self) -> None:
         """Reports about nothing: of other ranks, other epochs, other requests."""
         driver, chance = self.driver, self.chance
-        request_id = chance.choice([*driver.names.values(), "unheard-of"])
+        request_id = chance.choice([*driver.names.values(), "unknown"])
         match chance.randrange(4):
             case 0:
                 rank = chance.choice([-1, 99])
@@ -323,7 +323,7 @@ class Player:
                 epoch = driver.epoch + chance.choice([-1, 1])
                 driver.ranks.report(0, receiving=[request_id], epoch=epoch)
             case 2:
-                driver.ranks.report(0, receiving=["unheard-of"], sending=["unheard-of"])
+                driver.ranks.report(0, receiving=["unknown"], sending=["unknown"])
             case 3 if request_id not in driver.transfers.loading:
                 driver.ranks.report(0, receiving=[request_id])
 

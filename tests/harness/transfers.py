@@ -92,14 +92,16 @@ class Transfers:
         """All blocks that a transfer outside the steps owns."""
         return {block_id for _, ids in self.owned() for block_id in ids}
 
-    def begin(self, load: Load) -> None:
-        """The scheduler gave these blocks to a load."""
+    def begin(self, load: Load, rest: set[int] | None = None) -> None:
+        """The scheduler gave these blocks to a load. rest: with the blocks of the request that
+        follow, into which nothing is loaded."""
         for owner, block_ids in self.owned():
             assert not load.targets & block_ids, f"{load} overwrites blocks of {owner}"
         for other in self.syncing:
             assert not load.targets & other.targets, f"{load} overwrites what {other} loads"
         for step, block_ids in self.unanswered.items():
-            assert not load.targets & block_ids, f"{load} overwrites blocks of step {step}"
+            reserved = load.targets | (rest or set())
+            assert not reserved & block_ids, f"{load} overwrites blocks of step {step}"
         if load.is_async:
             assert load.request_id not in self.loading, "two loads of one request id"
             self.loading[load.request_id] = load

@@ -24,7 +24,7 @@ from tests.harness.first_stage import FirstStage
 from tests.harness.kv_cache import FakeKVCache, RowWork
 from tests.harness.tokens import GARBAGE, Content, Draft, Prefixes, Sample
 from tests.harness.transfers import Commands
-from tests.harness.worker_rows import Step, WorkerRow, token_logprobs
+from tests.harness.worker_rows import Step, WorkerRow, check_tables_agree, token_logprobs
 
 
 class Workers:
@@ -94,6 +94,9 @@ class Workers:
             for row, block_id in zip(blocks.rows.tolist(), blocks.block_ids.tolist(), strict=True):
                 self.tables[row][blocks.group].append(block_id)
         self._check_copies(plan)
+        for state in plan.full_state or ():
+            for ids, table in zip(self.tables[state.row], state.block_ids, strict=True):
+                check_tables_agree(ids, table)
         scheduled = np.flatnonzero(num_scheduled).tolist()
         samples = np.flatnonzero(self.table.samples(num_scheduled)).tolist()
         step = Step(

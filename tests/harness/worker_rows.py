@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from longshore.protocol.arrays import Int64Array, int32_array
+from longshore.protocol.arrays import Int32Array, Int64Array, int32_array
 from longshore.protocol.outputs import ModelRunnerOutput, TokenLogprobs
 from longshore.protocol.plan import Rewind, RowStart, SchedulerOutput
 from longshore.protocol.requests import MultimodalFeature
@@ -116,3 +116,10 @@ class Step:
     nan_rows: set[int] = field(default_factory=set)
     sampled: dict[int, list[int]] = field(default_factory=dict)
     output: ModelRunnerOutput | None = None
+
+
+def check_tables_agree(ids: list[int], table: Int32Array) -> None:
+    """The block table of a row at a worker has everything that the scheduler's still has."""
+    assert len(ids) == len(table)
+    kept = np.flatnonzero(table)
+    np.testing.assert_array_equal(np.array(ids, np.int64)[kept], table[kept])

@@ -44,7 +44,7 @@ class Event(NamedTuple):
     action:  "schedule" or "answer".
     plan:    what was planned, if anything.
     outputs: canonical, of the turn's operations and action.
-    hooks:   what the connector was told.
+    hooks:   of the connector, that were called.
     num_free_blocks: after the turn.
     """
 
@@ -391,13 +391,13 @@ class _Drive:
             self._contents[request.request_id] = self._streams[key].content
         self._scheduler.add_request(request, client=client, now=self._now)
         if is_duplicate:
-            self._expect_refusal(key)
+            self._expect_rejection(key)
         else:
             self._settle()
 
-    # What clients are told.
+    # What clients receive.
 
-    def _expect_refusal(self, key: tuple[int, int]) -> None:
+    def _expect_rejection(self, key: tuple[int, int]) -> None:
         outputs = self._scheduler.take_outputs()
         assert not outputs.deliveries
         assert [finish[:2] for finish in outputs.finishes] == [key]

@@ -135,7 +135,7 @@ class FakeConnector(AdversarialConnector):
                 TransferReport(
                     epoch=epoch,
                     rank=rank,
-                    finished_sending=(*sent, *(["unheard-of"] if noise < 0.2 else [])),
+                    finished_sending=(*sent, *(["unknown"] if noise < 0.2 else [])),
                     finished_receiving=(*received, *(received if noise < 0.1 else [])),
                     failed_block_ids=int32_array(
                         [block_id for id_ in received for block_id in self.failed[id_]]

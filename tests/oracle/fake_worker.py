@@ -169,10 +169,10 @@ class FakeWorker:
         assert not plan.freed_hashes
         admitted = [admission.request_id for admission in plan.admitted]
         assert plan.encoder_inputs == tuple((request_id, 0) for request_id in sorted(admitted))
-        assert [request_id for request_id, _ in plan.heard_tables] == admitted
+        assert [request_id for request_id, _ in plan.encoder_tables] == admitted
         rows = [self.rows[request_id] for request_id in admitted]
         cross.check_budget([row.content.items[0] for row in rows])
-        for row, (_, block_ids) in zip(rows, plan.heard_tables, strict=True):
+        for row, (_, block_ids) in zip(rows, plan.encoder_tables, strict=True):
             assert all(NULL_BLOCK < block_id < self._num_blocks for block_id in block_ids)
             row.encoder_block_ids = block_ids
             cross.encode(row.token_key, row.content.items[0], ((), block_ids))
@@ -192,7 +192,7 @@ class FakeWorker:
         num_new = end - len(drafts)
         assert entry.num_tokens > len(drafts), f"{entry} computes nothing"
         assert end <= row.last_computed, f"{entry} computes beyond its last token"
-        assert num_new <= len(row.token_ids), f"{entry} computes a token nobody sampled"
+        assert num_new <= len(row.token_ids), f"{entry} computes a token that was not sampled"
         assert not drafts or num_new == len(row.token_ids), f"{entry} has a gap"
         assert entry.samples == (end >= row.num_known), f"{entry} samples wrongly"
         if self._cross is None:

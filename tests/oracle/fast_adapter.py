@@ -155,7 +155,7 @@ class FastAdapter:
             self._ids[start.row], self._tables[start.row] = start.request_id, table
             new_blocks[start.row] = table[num_hits:]
         for blocks in plan.appended:
-            assert blocks.group == 0, "what is heard does not grow"
+            assert blocks.group == 0, "encoder output does not grow"
             for row, block_id in zip(blocks.rows.tolist(), blocks.block_ids.tolist(), strict=True):
                 self._tables[row].append(block_id)
                 new_blocks.setdefault(row, []).append(block_id)
@@ -201,7 +201,7 @@ class FastAdapter:
                 )
             ),
             encoder_inputs=tuple(sorted((self._ids[r], index) for r, index in plan.encoder_inputs)),
-            heard_tables=tuple(
+            encoder_tables=tuple(
                 (start.request_id, tuple(start.block_ids[1].tolist()))
                 for start in plan.added
                 if len(start.block_ids) > 1

@@ -148,7 +148,7 @@ class RequestMaker:
             num_outputs = 0
         outputs = [sample_token(request_id, i, self._vocab_size) for i in range(num_outputs)]
         wants_items = "encoder" in self._features and rng.random() < 0.7
-        if wants_items and "resumable" not in extras:  # the two together are refused
+        if wants_items and "resumable" not in extras:  # the two together are rejected
             extras["multimodal"] = self._make_items(len(prompt))
         if self._cross is not None:
             extras["multimodal"] = self._make_sounds(self._cross.max_encoder_tokens)

@@ -1,4 +1,4 @@
-"""The textbook scheduler on random workloads, and what it refuses."""
+"""The textbook scheduler on random workloads, and what it rejects."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_workloads_with_many_features_end_well_and_use_them() -> None:
     assert sum(len(entry.drafts) > 0 for entry in scheduled) > 100
     assert sum(len(plan.encoder_inputs) for plan in plans) > 100
     assert sum(len(plan.freed_hashes) for plan in plans) > 30
-    assert sum(len(plan.heard_tables) for plan in plans) > 100
+    assert sum(len(plan.encoder_tables) for plan in plans) > 100
     assert sum(len(plan.rewound) for plan in plans) > 3
     assert sum(plan.has_structured_output for plan in plans) > 100
     assert sum(len(finish.pooled) > 0 for finish in finishes) > 20

@@ -58,7 +58,7 @@ class ForgetsItems(TextbookScheduler):
         super().add_request(replace(message, multimodal=()), client=client, now=now)
 
 
-class HearsOnlyOnce(TextbookScheduler):
+class EncodesOnlyOnce(TextbookScheduler):
     def schedule(self, now: float) -> OraclePlan | None:
         plan = super().schedule(now)
         resumed = {each.request_id for each in plan.admitted if each.resumed} if plan else set()
@@ -66,12 +66,12 @@ class HearsOnlyOnce(TextbookScheduler):
         return None if plan is None else plan._replace(encoder_inputs=tuple(inputs))
 
 
-class GivesBackWhatIsHeard(TextbookScheduler):
+class FreesEncoderBlocks(TextbookScheduler):
     def update_from_output(self, answer: Answer) -> None:
         super().update_from_output(answer)
         for request in self.running:
-            self.tables.pool.free(request.heard_blocks)
-            request.heard_blocks = []
+            self.tables.pool.free(request.encoder_blocks)
+            request.encoder_blocks = []
 
 
 class NamesDrafts(TextbookScheduler):
@@ -140,8 +140,8 @@ def drive_some_workloads(
         (GetsStuck, None, "never answered"),
         (ForgetsAdapters, "lora", "KV of other tokens|too many adapters"),
         (ForgetsItems, "encoder", "not encoded|KV of other tokens"),
-        (HearsOnlyOnce, "cross", None),
-        (GivesBackWhatIsHeard, "cross", "reads others' output"),
+        (EncodesOnlyOnce, "cross", None),
+        (FreesEncoderBlocks, "cross", "reads others' output"),
         (NamesDrafts, "drafts", None),
         (IgnoresFences, "connector", "overwrites blocks of step"),
         (FreesWhatIsBeingLoaded, "connector", "overwrites blocks of|KV of other tokens"),

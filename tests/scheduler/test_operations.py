@@ -114,8 +114,8 @@ def test_without_a_connector_there_is_no_connector_cache_to_reset() -> None:
 
 @BOTH
 def test_an_answer_brings_tokens_then_ends_then_the_connectors_turn(steps_in_flight: int) -> None:
-    """`one` gets a third token that stops it, `two` its last; both ends come behind the tokens of
-    all, in admission order, and the connector hears of the answer last."""
+    """`one` gets a third token that stops it, `two` its last; both ends come after the tokens of
+    all, in admission order, and the connector's hook comes last."""
     connector = WatchingConnector()
     driver = Driver(
         sample=lambda name, position: EOS if (name, position) == ("one", 2) else 50 + position,
@@ -327,9 +327,9 @@ def test_blocks_that_all_rows_share_are_counted_when_membership_changes() -> Non
     driver.step()
     three = driver.add("three", prompt_of(12, 50), max_tokens=2)
     driver.run()
-    told = [plan.common_prefix_blocks for plan in driver.plans if plan.common_prefix_blocks]
-    assert told[:2] == [(4, 4), (2, 2)]
-    assert (0, 0) in told  # with `three`, who shares nothing
+    prefixes = [plan.common_prefix_blocks for plan in driver.plans if plan.common_prefix_blocks]
+    assert prefixes[:2] == [(4, 4), (2, 2)]
+    assert (0, 0) in prefixes  # with `three`, which shares nothing
     assert three in driver.finished
 
 

@@ -1,5 +1,5 @@
 """Requests whose KV comes from elsewhere, among others that wait: requirements of several
-sections, with the connector told what to do."""
+sections, whose connector does what the test says."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def admitted(driver: Driver) -> list[str]:
 
 
 def settle(driver: Driver) -> None:
-    """Everything ends, and nothing is left behind."""
+    """Everything ends, and nothing remains."""
     for _ in range(20):
         driver.ranks.end_all()
         driver.run_until_idle()

@@ -13,7 +13,7 @@ from tests.harness.tokens import expected_output, prompt_of
 
 
 class VictimLast(OrderedPolicy):
-    """A policy from elsewhere: first come, first served, and `victim` after everybody else."""
+    """A policy from elsewhere: first come, first served, and `victim` after all others."""
 
     def order(self, request: PolicyRequest) -> Order:
         return request.request_id == "victim", request.arrival_time
@@ -42,7 +42,7 @@ def driver_under(policy: str, **settings: Any) -> Driver:
 
 
 def admit(driver: Driver, name: str, prompt: list[int], **fields: Any) -> tuple[int, int]:
-    """One more runs, behind those that do."""
+    """One more runs, after those that do."""
     priority = PRIORITIES[name]
     key = driver.add(name, prompt, max_tokens=8, priority=priority, job_id=name, **fields)
     driver.step()

@@ -174,7 +174,7 @@ def test_only_requests_with_items_ahead_of_them_need_the_encoder() -> None:
     driver.add("images", prompt_of(16, 30), max_tokens=4, multimodal=IMAGES)
     pending = driver.scheduler._encoder.pending
     assert list(pending) == []
-    driver.step()  # eight tokens of `images`, behind both items
+    driver.step()  # eight tokens of `images`, past both items
     assert driver.scheduled == {"text": 4, "images": 8}
     assert list(pending) == []
     plans = [len(plan.encoder_inputs) for plan in driver.plans]

@@ -209,26 +209,26 @@ def test_a_plan_lists_the_blocks_allocated_in_its_step_and_no_others(
 ) -> None:
     driver = Driver(num_groups=2, max_steps_in_flight=steps_in_flight, max_num_batched_tokens=8)
     driver.add("r", prompt_of(10), max_tokens=9)
-    told = []
+    listed = []
     while driver.scheduler.has_unfinished_requests():
         plan = driver.step()
         if plan is not None and plan.num_scheduled_tokens:
             starts = [ids.tolist() for start in plan.added for ids in start.block_ids]
-            told.append(starts or [ids.block_ids.tolist() for ids in plan.appended])
+            listed.append(starts or [ids.block_ids.tolist() for ids in plan.appended])
     # 8 + 2 tokens of the prompt, then 8 one by one: positions 12 and 16 begin blocks.
-    assert told[:2] == [[[1, 2], [3, 4]], [[5], [6]]]
-    assert told[2:] == [[], [], [[7], [8]], [], [], [], [[9], [10]], []]
+    assert listed[:2] == [[[1, 2], [3, 4]], [[5], [6]]]
+    assert listed[2:] == [[], [], [[7], [8]], [], [], [], [[9], [10]], []]
 
 
 @pytest.mark.req("SCH-21")
 def test_common_prefix_blocks_are_those_of_all_running_requests_in_each_group() -> None:
     driver = Driver(num_groups=2)
-    told = []
+    listed = []
 
     def step() -> tuple[int, ...]:
         plan = driver.step()
         assert plan is not None
-        told.append(plan.common_prefix_blocks)
+        listed.append(plan.common_prefix_blocks)
         return plan.common_prefix_blocks
 
     a = driver.add("a", prompt_of(11), max_tokens=20)

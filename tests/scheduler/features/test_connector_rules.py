@@ -1,5 +1,5 @@
-"""One small situation per rule of transfers (docs/connectors.md), with the connector told what to
-do."""
+"""One small situation per rule of transfers (docs/connectors.md), whose connector does what the
+test says."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def only(*request_ids: str, num_tokens: int = EVERYTHING, is_async: bool = True)
 
 
 def settle(driver: Driver) -> None:
-    """Everything ends, and nothing is left behind."""
+    """Everything ends, and nothing remains."""
     for _ in range(20):
         driver.ranks.end_all()
         driver.run_until_idle()
@@ -78,7 +78,7 @@ def test_a_plain_step_calls_the_connector_for_its_metadata_alone() -> None:
         "build_connector_meta",
         "request_finished",
         "update_connector_output",
-        "build_connector_meta",  # the workers hear of the end
+        "build_connector_meta",  # the workers learn of the end
         "update_connector_output",
     ]
     driver.check_complete(key)
@@ -248,7 +248,7 @@ def test_a_block_of_a_plan_in_flight_is_not_the_target_of_a_load(is_async: bool)
     driver.abort(leaves)
     loads = driver.add("loads", prompt_of(20, 40))
     assert driver.num_free_blocks == 8
-    while driver.unanswered:  # `Transfers.begin` refuses blocks named by these plans
+    while driver.unanswered:  # `Transfers.begin` rejects blocks of these plans
         driver.answer()
         driver.plan()
     assert driver.adversary.loads_begun
@@ -306,7 +306,7 @@ def test_request_finished_is_called_once_per_accepted_request_and_never_for_a_re
         name: driver.add(name, prompt_of(9, 20 * index), max_tokens=3)
         for index, name in enumerate(["runs", "loads", "waits", "stops"])
     }
-    refused = [
+    rejected = [
         driver.add("runs", prompt_of(5)),
         driver.add("long", prompt_of(100)),
         driver.add("empty", []),
@@ -323,7 +323,7 @@ def test_request_finished_is_called_once_per_accepted_request_and_never_for_a_re
     assert set(driver.adversary.begun) - {"done"} == {"runs", "loads", "waits", "stops"}
     assert driver.adversary.begun == driver.adversary.ended
     assert set(driver.adversary.ended.values()) == {1}
-    assert {driver.reason(key) for key in refused} <= {FinishReason.IGNORED, FinishReason.ERROR}
+    assert {driver.reason(key) for key in rejected} <= {FinishReason.IGNORED, FinishReason.ERROR}
     assert driver.reason(done) is FinishReason.LENGTH_CAPPED
 
 
@@ -429,7 +429,7 @@ def test_a_block_that_a_store_released_is_fenced_by_the_plan_that_still_computes
     driver.ranks.end_store(store)
     loads = driver.add("loads", prompt_of(31, 40), max_tokens=1)
     assert driver.num_free_blocks == 8
-    for _ in range(3):  # `Transfers.begin` refuses blocks named by these plans
+    for _ in range(3):  # `Transfers.begin` rejects blocks of these plans
         driver.answer()
         driver.plan()
     assert driver.adversary.loads_begun
@@ -481,8 +481,8 @@ def test_metadata_of_the_ranks_reaches_the_connector() -> None:
     driver = connected(num_ranks=2)
     driver.ranks.report(0, metadata=b"zero")
     driver.ranks.report(1, metadata=b"one")
-    told = [bytes(item) for output in driver.adversary.outputs for item in output.metadata]
-    assert told == [b"zero", b"one"]
+    received = [bytes(item) for output in driver.adversary.outputs for item in output.metadata]
+    assert received == [b"zero", b"one"]
     assert {output.step for output in driver.adversary.outputs} == {0}
 
 
@@ -495,8 +495,8 @@ def test_metadata_of_an_answer_reaches_the_connector_with_its_step() -> None:
     assert step.output is not None
     step.output = msgspec.structs.replace(step.output, connector_metadata=b"from the step")
     driver.answer()
-    told = driver.adversary.outputs[-1]
-    assert (told.step, [bytes(item) for item in told.metadata]) == (1, [b"from the step"])
+    output = driver.adversary.outputs[-1]
+    assert (output.step, [bytes(item) for item in output.metadata]) == (1, [b"from the step"])
 
 
 @pytest.mark.req("MET-08")
@@ -509,7 +509,7 @@ def test_reports_about_nothing_change_nothing() -> None:
     driver.abort(gone)
     free = driver.num_free_blocks
     for rank in (0, 1, 2, -1):
-        driver.ranks.report(rank, receiving=["gone", "unheard-of"], sending=["gone", "loads"])
+        driver.ranks.report(rank, receiving=["gone", "unknown"], sending=["gone", "loads"])
     driver.ranks.report(7, receiving=["loads"])
     driver.ranks.report(-1, receiving=["loads"])
     driver.ranks.report(0, receiving=["loads"], epoch=9)
@@ -634,7 +634,7 @@ def test_a_failed_load_in_a_step_rewinds_all_requests_that_used_the_block(in_fli
 
 
 def provisional_hits(*request_ids: str, **settings: Any) -> Driver:
-    """These requests load in background behind 12 tokens that "a" loads in its step, which has not
+    """These requests load in background after 12 tokens that "a" loads in its step, which has not
     been answered; the third block of that load fails."""
     in_the_step = has_leading(12, is_async=False)
     in_background = only(*request_ids)["match"]
@@ -815,7 +815,7 @@ def test_a_token_of_a_rewound_request_that_is_preempted_next_is_void() -> None:
     driver.answer()
     plan = driver.plan()
     assert plan is not None
-    assert len(plan.preempted_rows) == 1  # sent back, and out of blocks before it could begin
+    assert len(plan.preempted_rows) == 1  # rewound, and out of blocks before it could begin
     settle(driver)
     assert driver.finished[young].num_preemptions > 0
     driver.check_complete(old, young)
@@ -868,7 +868,7 @@ def test_two_rows_that_share_an_uncached_block_cache_it_once(chunk: int) -> None
     driver.check_complete(first, *shares, everything, again)
 
 
-def finished_with_a_name_that_no_plan_has_told() -> Driver:
+def finished_with_a_cached_block_that_no_plan_lists() -> Driver:
     """The last block of a request was cached when there was nothing more to plan."""
     driver = connected(
         num_blocks=9,
@@ -887,14 +887,14 @@ def finished_with_a_name_that_no_plan_has_told() -> Driver:
 
 
 def test_a_block_that_was_uncached_before_the_next_plan_is_not_reported() -> None:
-    driver = finished_with_a_name_that_no_plan_has_told()
+    driver = finished_with_a_cached_block_that_no_plan_lists()
     key = driver.add("loads", prompt_of(31, 40), max_tokens=1)
     settle(driver)  # `build_connector_meta` rejects cached blocks that are being loaded
     driver.check_complete(key)
 
 
 def test_cached_blocks_of_an_old_epoch_are_not_reported_in_the_new_one() -> None:
-    driver = finished_with_a_name_that_no_plan_has_told()
+    driver = finished_with_a_cached_block_that_no_plan_lists()
     driver.restart_workers(late_outputs=True)
     key = driver.add("next", prompt_of(3, 40))
     driver.plan()

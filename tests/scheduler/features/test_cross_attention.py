@@ -62,12 +62,12 @@ def test_a_request_that_does_not_fit_the_encoders_budget_waits_in_its_place(
     keys = [driver.hear(name, size) for name, size in (("a", 12), ("b", 8), ("c", 5), ("d", 4))]
     driver.plan()
     assert driver.running == ["a", "b"]  # d, which would fit, does not slip past c
-    (waiting, behind) = driver.scheduler.make_report(driver.now, "engine").waiting
+    (waiting, next_one) = driver.scheduler.make_report(driver.now, "engine").waiting
     assert waiting.waits_for == (
         "the encoder: a step encodes max_num_encoder_input_tokens=24 tokens, "
         "the last step had 4 left, and the request needs 5"
     )
-    assert behind.waits_for == "its turn: 1 ahead of it could run first"
+    assert next_one.waits_for == "its turn: 1 ahead of it could run first"
     driver.step()
     driver.plan()
     assert driver.running == ["a", "b", "c", "d"]

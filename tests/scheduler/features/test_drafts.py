@@ -38,7 +38,7 @@ def drafter(num_drafts: int, num_right: Callable[[str, int], int]) -> Callable[.
 
 
 def drafting(num_drafts: int, num_right: int = 0, **settings: Any) -> Driver:
-    """A driver with a drafter that is always right so many times."""
+    """A driver with a drafter whose first `num_right` drafts are right."""
     return Driver(
         num_speculative_tokens=num_drafts,
         draft=drafter(num_drafts, lambda name, position: num_right),
@@ -241,7 +241,7 @@ def test_what_was_drafted_and_accepted_is_counted_per_request(steps_in_flight: i
     # good: 1 with its prompt, then 3 a step: 3 steps of 2 drafts, all accepted.
     end = driver.finished[good]
     assert (end.num_draft_tokens, end.num_accepted_tokens) == (6, 6)
-    # bad: 3 more tokens, one a step; of the last two only so many are drafted as could be needed.
+    # bad: 3 more tokens, one a step; for the last two, only as many are drafted as could be needed.
     end = driver.finished[bad]
     assert end.num_accepted_tokens == 0
     assert end.num_draft_tokens == 2 + 1

@@ -59,7 +59,7 @@ def step(
         (0, 10, 10),  # ends where the first item begins
         (0, 11, 11),  # the first fits the budget
         (0, 40, 30),  # the second does not, and cuts the chunk
-        (20, 10, 10),  # the first is behind, the second ahead
+        (20, 10, 10),  # the first is computed, the second is not
         (20, 20, 20),
         (30, 5, 5),
         (36, 5, 4),  # the third is cut off
@@ -270,12 +270,12 @@ class EncoderMachine(RuleBasedStateMachine):
     @rule()
     def send_plan(self) -> None:
         inputs = self.cache.take_encoder_inputs()
-        told = []
+        encoded = []
         for row, index in inputs:
             (request,) = (each for each in self.requests.values() if each.row == row)
             assert (request.request_id, index) in self.holders[request.multimodal[index].hash]
-            told.append(request.multimodal[index].hash)
-        assert told == self.encoding
+            encoded.append(request.multimodal[index].hash)
+        assert encoded == self.encoding
         assert self.cache.take_freed() == tuple(self.freed)
         self.encoding, self.freed = [], []
         for name, count in self.planned.items():

@@ -184,7 +184,7 @@ class ForkingRows(RuleBasedStateMachine):
         tokens = self.tokens[row]
         for position in range(first, len(tokens)):
             block_id = int(ids[position // 4])
-            assert references[block_id] == 1, "somebody else holds this block"
+            assert references[block_id] == 1, "another request holds this block"
             assert self.manager._pool.block_hash(block_id) is None, "it can be found"
             self.content[block_id, position % 4] = tokens[position]
         request = self.rows[row]
@@ -430,7 +430,7 @@ def test_a_fork_of_a_rewound_request_waits_until_that_has_computed_again() -> No
     driver.plan()
     driver.answer(nan_rows=[0])
     assert driver.reason(source) is FinishReason.ERROR
-    driver.plan()  # sent back, the parent computes everything itself
+    driver.plan()  # rewound, the parent computes everything itself
     assert driver.scheduled == {"parent": 15}
     driver.answer()
     assert driver.scheduler.waiting.peek() is None

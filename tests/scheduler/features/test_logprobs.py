@@ -260,7 +260,7 @@ def test_an_embedded_prompt_has_no_tokens_to_score() -> None:
 
 
 class WatchingConnector(AdversarialConnector):
-    """Takes what the clients would be sent at each hook of an answer."""
+    """Takes what the clients would get at each hook of an answer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def test_an_answer_brings_tokens_and_scores_then_ends_then_outputs_then_the_conn
     driver.answer()
     (ended, tokens, before), (last, _, after) = connector.seen
     # Accept and reject, append, score: `stops` got two drafts accepted, of which the second ends
-    # it, and the third token is cut; `masked` had its draft refused; `long` is amid its prompt.
+    # it, and the third token is cut; `masked` had its draft rejected; `long` is amid its prompt.
     first, second = expected_output("stops", 2)
     assert (ended, tokens) == ("stops", [*prompt_of(5), first, second, EOS])
     assert compiler.grammars["masked"].tokens == expected_output("masked", 2)
@@ -328,7 +328,7 @@ def test_an_answer_brings_tokens_and_scores_then_ends_then_outputs_then_the_conn
     assert [position for handle, position in scored if handle == handles[long]] == list(
         range(1, chunk + 1)
     )
-    # Then the ends, told to the clients; the connector's own news come last.
+    # Then the clients get the ends; the connector's hook comes last.
     assert last == "connector"
     assert after is not None
     assert [(end.handle, end.reason) for end in after.finished] == [

@@ -83,7 +83,7 @@ def test_a_block_is_in_quarantine_only_if_no_request_uses_it() -> None:
     states = states_of(kv_cache, holdings)
     assert states[table[0]] == BlockState.SHARED
     assert states[new].tolist() == [BlockState.QUARANTINED] * 2
-    assert states_of(kv_cache, holdings[:1])[new[1]] == BlockState.SHARED  # of somebody unknown
+    assert states_of(kv_cache, holdings[:1])[new[1]] == BlockState.SHARED  # with an unknown holder
 
 
 def test_groups_say_their_kind_and_freed_blocks_are_not_counted() -> None:

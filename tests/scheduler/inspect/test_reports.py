@@ -69,9 +69,9 @@ def test_a_request_without_an_adapter_slot_says_so_and_delays_no_others() -> Non
     driver.add("d", prompt_of(6, 70))
     driver.step()
     assert driver.running == ["a", "c"]
-    told = reasons(driver)
-    assert told["b"] == "a slot for its adapter 'b': max_loras=1 others run"
-    assert told["d"] == "a row: all max_num_seqs=2 are held"
+    reported = reasons(driver)
+    assert reported["b"] == "a slot for its adapter 'b': max_loras=1 others run"
+    assert reported["d"] == "a row: all max_num_seqs=2 are held"
     driver.run()
 
 
@@ -391,10 +391,10 @@ class World:
         plan = self.driver.step()
         if was_busy or (plan is not None):
             return
-        told = reasons(self.driver)
+        reported = reasons(self.driver)
         assert self.driver.running == []
-        assert len(told) == self.driver.scheduler.get_request_counts()[1]
-        for name, reason in told.items():
+        assert len(reported) == self.driver.scheduler.get_request_counts()[1]
+        for name, reason in reported.items():
             is_outside = reason.startswith((*OUTSIDE, "the engine to be unpaused", "its turn"))
             loads = self.driver.transfers.loading
             assert is_outside or (loads and self.waits_for_loads(reason)), name

@@ -1,4 +1,4 @@
-"""The facade over groups of several kinds: what rows hold, give back and find."""
+"""The facade over groups of several kinds: what rows hold, free and find."""
 
 from collections import Counter
 from typing import Any

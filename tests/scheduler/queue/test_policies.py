@@ -379,7 +379,7 @@ def test_an_invalid_policy_is_rejected_with_the_reason(
 
 
 class Wrong(OrderedPolicy):
-    """Answers what it is told to; an exception is raised."""
+    """Gives the answers it was made with; an exception is raised."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers = answers

@@ -24,7 +24,7 @@ def gated(num_blocks: int, *, cache: dict[str, Any] | None = None, **settings: A
 
 
 def fill(driver: Driver, num_blocks: int) -> None:
-    """Run requests that hold so many blocks for a while: all but the last token of each."""
+    """Run requests that hold `num_blocks` blocks for a while: all but the last token of each."""
     while num_blocks:
         size = min(num_blocks, 10)
         driver.add(f"fill{num_blocks}", prompt_of(4 * size - 3), max_tokens=4)
@@ -86,7 +86,7 @@ def test_running_requests_may_use_the_blocks_that_admissions_leave() -> None:
 def test_a_cached_prefix_counts_as_needed_unless_another_request_holds_it(
     is_held: bool, is_admitted: bool
 ) -> None:
-    """12 of 20 blocks are free, 11 are kept back. Of 8 blocks 7 are cached: if somebody holds them
+    """12 of 20 blocks are free, 11 are kept back. Of 8 blocks 7 are cached: if a request holds them
     1 is needed, otherwise the 7 are among the free ones and 8 are."""
     driver = Driver(num_blocks=21, cache=OFF | {"watermark": 0.53}, max_num_batched_tokens=256)
     if not is_held:

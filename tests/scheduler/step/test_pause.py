@@ -1,4 +1,4 @@
-"""A scheduler that is told to hold back, wholly or at the door."""
+"""A scheduler that is paused, wholly or for new requests."""
 
 import pytest
 

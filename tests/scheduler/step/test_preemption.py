@@ -1,4 +1,4 @@
-"""Who gives way when the blocks do not suffice, and what is taken back."""
+"""Which request is preempted when blocks are short, and what returns to the budget."""
 
 import pytest
 
