@@ -8,30 +8,20 @@ from typing import Any, Final
 from longshore.connectors.base import Match, Matched, RequestView
 from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.requests import LoRARequest, MultimodalFeature, PoolingParams
 from longshore.scheduler.step.planner import PauseState
 from tests.harness.clients import RequestKey
 from tests.harness.connector import Mischief
-from tests.harness.grammar import FakeCompiler, grammar_for
+from tests.harness.grammar import FakeCompiler
 from tests.harness.kv_groups import chunked, full, window
+from tests.harness.random_requests import RandomRequests, random_kinds
 from tests.harness.shared_drivers import connected
-from tests.harness.tokens import prompt_of, steady_token
+from tests.harness.tokens import steady_token
 from tests.harness.transfers import Load
 
 LOAD_TIMEOUT_S: Final = 30.0
 WRONG_DRAFT: Final = 4
 """No request samples it, and no grammar allows it."""
 
-KINDS: Final = {
-    "text": 8,
-    "session": 2,
-    "fork": 3,
-    "grammar": 4,
-    "item": 2,
-    "adapter": 2,
-    "pooling": 1,
-    "scored": 1,
-}
 GROUPS: Final[dict[str, list[KVCacheSpec]]] = {
     "full": [full()],
     "two": [full(), full()],
@@ -87,11 +77,7 @@ class Player:
         self.sessions: set[RequestKey] = set()
         self.said: list[tuple[int, str, str]] = []
         self.compiler = FakeCompiler()
-        self._kinds = {
-            kind: weight
-            for kind, weight in KINDS.items()
-            if kind == "text" or chance.random() < 0.5
-        }
+        kinds = random_kinds(chance)
         caches = chance.random() < 0.8
         groups = GROUPS[chance.choice(["full", "full", "full", *GROUPS])]
         num_drafts = chance.choice([0, 1, 3])
@@ -125,6 +111,7 @@ class Player:
             load_failure_policy=chance.choice(["recompute", "recompute", "fail"]),
             load_timeout_s=LOAD_TIMEOUT_S,
         )
+        self._requests = RandomRequests(chance, self.driver, kinds)
 
     def _make_rules(self) -> dict[str, Any]:
         chance = self.chance
@@ -155,55 +142,10 @@ class Player:
     # Clients
 
     def _add(self) -> None:
-        chance, driver, number = self.chance, self.driver, len(self.driver.names)
-        (kind,) = chance.choices(list(self._kinds), list(self._kinds.values()))
-        request_id = f"{kind}{number}"
-        if kind in ("text", "adapter") and number and chance.random() < 0.05:
-            request_id = chance.choice(list(driver.names.values()))
-        prompt = [7] * chance.choice([0, 4, 9, 13]) + [20 + number % 70] * chance.randrange(1, 12)
-        fields: dict[str, Any] = {
-            "max_tokens": chance.randrange(1, 12),
-            "priority": chance.randrange(3),
-            "client": chance.randrange(2),
-            "cache_salt": chance.choice([None, None, None, "salt"]),
-            "skip_reading_prefix_cache": chance.random() < 0.1,
-        }
-        match kind:
-            case "session":
-                fields |= {"resumable": True, "keeps_blocks": chance.random() < 0.5}
-            case "fork":
-                prompt = self._make_fork(fields) or prompt
-            case "grammar":
-                fields["structured_output"] = grammar_for(request_id)
-            case "item":
-                item = MultimodalFeature(chance.choice("abc"), 0, chance.randrange(2, 6))
-                prompt = prompt_of(item.num_tokens, 60) + prompt
-                fields["multimodal"] = (item,)
-            case "adapter":
-                fields["lora"] = LoRARequest(chance.choice("xyz"))
-            case "pooling":
-                fields["pooling"] = PoolingParams()
-            case "scored":
-                fields["sampling"] = {"logprobs": 1, "prompt_logprobs": chance.choice([None, 0])}
-        key = driver.add(request_id, prompt, **fields)
+        kind, request_id, prompt, fields = self._requests.draw()
+        key = self.driver.add(request_id, prompt, **fields)
         if kind == "session":
             self.sessions.add(key)
-
-    def _make_fork(self, fields: dict[str, Any]) -> list[int]:
-        """Set what the fork of some request has in common with it; returns the prompt."""
-        parents = [
-            key
-            for key, name in self.driver.names.items()
-            if key not in self.driver.finished and not name.startswith(("item", "pooling"))
-        ]
-        if not parents:
-            return []
-        client, handle = key = self.chance.choice(parents)
-        parent = self.driver.requests[self.driver.names[key]]
-        fields |= {"client": client, "fork_of": handle}
-        fields |= {"cache_salt": parent.cache_salt, "lora": parent.lora}
-        tokens = [*parent.token_ids.tolist(), 20 + handle % 70]
-        return tokens[: self.chance.randrange(1, 30)]
 
     def _any_request(self) -> RequestKey | None:
         return self.chance.choice(list(self.driver.names)) if self.driver.names else None
