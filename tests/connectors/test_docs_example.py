@@ -15,9 +15,11 @@ from longshore.connectors.base import ConnectorConfig, SchedulerConnector
 from longshore.connectors.registry import load_scheduler_connector
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.plan import SchedulerOutput
-from tests.scheduler.adversarial_connector import Commands, Load
-from tests.scheduler.driver import prompt_of
-from tests.scheduler.transfer_driver import BLOCK_SIZE, TransferDriver
+from tests.harness.driver import Driver
+from tests.harness.kv_groups import BLOCK_SIZE
+from tests.harness.shared_drivers import CONNECTED
+from tests.harness.tokens import prompt_of
+from tests.harness.transfers import Commands, Load
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "connectors.md"
 
@@ -41,8 +43,8 @@ def build(module: ModuleType, **options: Any) -> SchedulerConnector:
     return load_scheduler_connector("host_cache:HostCache", config)
 
 
-class HostCacheDriver(TransferDriver):
-    """The worker half, as the page describes it. `host` is the host memory, by slot."""
+class HostCacheDriver(Driver):
+    """Plays the worker half, as the page describes it; `host` is the host memory, by slot."""
 
     def __init__(self, module: ModuleType, *, capacity_blocks: int = 64, **settings: Any) -> None:
         self.host: dict[int, list[int]] = {}
@@ -50,7 +52,7 @@ class HostCacheDriver(TransferDriver):
         self.num_loaded_blocks = 0
         self._commands = module.Commands
         connector = build(module, capacity_blocks=capacity_blocks)
-        super().__init__(connector=connector, **settings)
+        super().__init__(connector=connector, **(CONNECTED | settings))
 
     def commands_of(self, plan: SchedulerOutput) -> Commands:
         commands = msgspec.msgpack.decode(plan.connector_metadata, type=self._commands)
@@ -60,19 +62,19 @@ class HostCacheDriver(TransferDriver):
             content = [prefix for slot in load.slots for prefix in self.host[slot]]
             loads.append(Load("", False, 0, (load.block_ids,), content))
             self.num_loaded_blocks += len(load.slots)
-        self.transfers.syncing += loads
+        for begun in loads:
+            self.transfers.begin(begun)
         return Commands(loads=loads)
 
     def end_stores(self) -> None:
-        """The workers execute all stores and report them."""
-        (memory,) = self.workers.memory
+        """The workers carry out all stores and report them."""
+        (memory,) = self.workers.kv_cache.memory
         for store in self.to_store:
             for block_id, slot in zip(store.block_ids, store.slots, strict=True):
-                self.host[slot] = [memory[block_id, offset] for offset in range(BLOCK_SIZE)]
-                assert min(self.host[slot]) >= 0, "stored a block that a failed load left invalid"
+                self.host[slot] = list(memory.block(block_id, BLOCK_SIZE))
         hold_ids = [store.hold_id for store in self.to_store]
         self.to_store = []
-        self.report(0, metadata=msgspec.msgpack.encode(hold_ids))
+        self.ranks.report(0, metadata=msgspec.msgpack.encode(hold_ids))
 
 
 def settle(driver: HostCacheDriver) -> None:
@@ -147,19 +149,18 @@ def test_random_requests_get_their_tokens_and_leave_no_block_held(
         max_steps_in_flight=chance.choice([1, 2]),
         fail_sync=lambda load: [ids for ids in load.targets if chance.random() < 0.2],
     )
-    keys = {}
+    keys = []
     for number in range(25):
         prompt = prompt_of(chance.randrange(1, 40), chance.choice([10, 40]))
         max_tokens = chance.randrange(1, 8)
-        keys[driver.add(f"r{number}", prompt, max_tokens=max_tokens)] = max_tokens
+        keys.append(driver.add(f"r{number}", prompt, max_tokens=max_tokens))
         for _ in range(chance.randrange(6)):
             driver.step()
         if chance.random() < 0.4:
             driver.end_stores()
         if chance.random() < 0.02:
-            driver.new_epoch()
+            driver.restart_workers(late_outputs=True)
             driver.to_store.clear()
     settle(driver)
-    for key, max_tokens in keys.items():
-        driver.check_complete(key, max_tokens=max_tokens)
+    driver.check_complete(*keys)
     assert not driver.connector.storing  # type: ignore[attr-defined]

@@ -14,8 +14,9 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.queue.outside_policies import CheckedPolicy, load_policy
 from longshore.scheduler.queue.policies import POLICIES, OrderedPolicy, SchedulingPolicy
 from tests.conftest import ROOT
+from tests.harness.driver import Driver
+from tests.harness.tokens import prompt_of
 from tests.models import make_tiny_llama
-from tests.scheduler.driver import Driver, prompt_of
 
 PAGE = ROOT / "docs" / "scheduling_policies.md"
 
@@ -95,7 +96,7 @@ def test_no_long_prompt_starves_under_the_example(
     driver.run()
 
 
-def test_example_preempts_and_everybody_finishes(installed: Path) -> None:
+def test_example_preempts_and_all_requests_finish(installed: Path) -> None:
     driver = Driver(policy="shortest-first", num_blocks=9, max_model_len=32)
     for index, length in enumerate((14, 9, 4, 12, 6)):
         driver.add(f"r{index}", prompt_of(length, 20 * index), max_tokens=10)

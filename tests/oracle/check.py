@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def check_books(scheduler: "TextbookScheduler") -> None:
     """Raise AssertionError when the books contradict each other."""
-    holders = [block for r in scheduler.live for block in (*r.blocks, *r.heard_blocks)]
+    holders = [block for r in scheduler.live for block in (*r.blocks, *r.encoder_blocks)]
     holders += [block for load in scheduler.transfers.quarantine for block in load.blocks]
     holders += [block for send in scheduler.transfers.sends for block in send.blocks]
     scheduler.tables.pool.check_invariants(holders)
@@ -50,7 +50,7 @@ def _check_waiting(request: TextbookRequest) -> None:
     assert (request.load is not None) == is_loading
     assert request.status not in (Status.RUNNING, Status.FINISHED)
     assert is_loading or not request.blocks
-    assert not request.heard_blocks
+    assert not request.encoder_blocks
     assert request.status is Status.LOADED or request.num_computed == 0
     assert request.num_placeholders == 0
     assert not request.drafts

@@ -15,9 +15,11 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import AddRequest, ContinueSession
 from longshore.protocol.sampling import SamplingParams
-from tests.oracle.fake_connector import Begun, FakeConnector
-from tests.oracle.fake_grammar import FakeGrammars
-from tests.oracle.fake_worker import FakeWorker, WorkerRow, pooled_vector, sample_token
+from tests.harness.grammar import FakeCompiler
+from tests.harness.tokens import Content, sample_token
+from tests.harness.transfers import Load, Transfers
+from tests.oracle.fake_connector import FakeConnector
+from tests.oracle.fake_worker import FakeWorker, WorkerRow, pooled_vector
 from tests.oracle.plan import Answer, Finish, OraclePlan, Outputs, SchedulerAdapter
 from tests.oracle.workloads import (
     Abort,
@@ -42,7 +44,7 @@ class Event(NamedTuple):
     action:  "schedule" or "answer".
     plan:    what was planned, if anything.
     outputs: canonical, of the turn's operations and action.
-    hooks:   what the connector was told.
+    hooks:   of the connector, that were called.
     num_free_blocks: after the turn.
     """
 
@@ -69,7 +71,7 @@ class Surroundings:
     """What a scheduler is built with beside its settings; one set per scheduler and run."""
 
     connector: FakeConnector | None
-    grammars: FakeGrammars
+    grammars: FakeCompiler
 
     @classmethod
     def of(cls, workload: Workload) -> "Surroundings":
@@ -83,7 +85,11 @@ class Surroundings:
                 fails=workload.seed % 2 == 0,
                 sync_fails=workload.sync_loads_fail,
             )
-        return cls(connector, FakeGrammars(workload.vocab_size))
+
+        def sample(request_id: str, position: int) -> int:
+            return sample_token(request_id, position, workload.vocab_size)
+
+        return cls(connector, FakeCompiler(sample=sample, vocab_size=workload.vocab_size))
 
 
 def drive(
@@ -130,6 +136,12 @@ class _Stream:
         self.outputs = self.request.output_token_ids.tolist()
         self.sampling = self.request.sampling
         self.is_resumable = self.request.resumable
+
+    @property
+    def content(self) -> Content:
+        """What its KV depends on beside tokens."""
+        lora_name = self.request.lora.name if self.request.lora is not None else None
+        return Content(f"{self.request.cache_salt}/{lora_name}", self.request.multimodal)
 
     @property
     def token_key(self) -> str:
@@ -186,7 +198,12 @@ class _Drive:
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._operations = deque(workload.operations)
         self._unanswered: deque[tuple[OraclePlan, Answer]] = deque()
-        self._loading: dict[Begun, tuple[dict[int, int], int]] = {}  # prefixes, ranks to report
+        self._contents: dict[str, Content] = {}
+        self._sync_loads: dict[int, list[Load]] = {}  # by step that is unanswered
+        self._transfers = Transfers(workload.num_ranks)
+        if self._connector is not None:
+            sizes = [workload.cache.block_size]
+            self._connector.bind(self._transfers, sizes, self._contents)
         self._masks: set[int] = set()
         self._turn = 0
         self._epoch = 1
@@ -237,10 +254,11 @@ class _Drive:
             is_masked = not answered.has_structured_output or answer.step in self._masks
             assert is_masked, f"step {answer.step} waits for its mask"
             self._scheduler.update_from_output(answer)
+            del self._transfers.unanswered[answer.step]
+            for load in self._sync_loads.pop(answer.step):
+                self._transfers.syncing.remove(load)
         else:
             plan = self._scheduler.schedule(self._now)
-            if self._connector is not None:
-                self._note_loads(self._connector)
             if plan is not None:
                 self._execute(plan)
         self._masks.update(self._scheduler.take_masks())
@@ -259,14 +277,19 @@ class _Drive:
         rows = {request_id: self._make_row(by_id[request_id]) for request_id in changed}
         assert {entry.request_id for entry in plan.scheduled} <= set(by_id)
         failed: set[int] = set()
+        loads: list[Load] = []
         if self._connector is not None:
-            for begun in self._connector.sync_loads:
-                prefixes = self._prefixes(by_id[begun.request_id], begun)
-                self._worker.write_load(begun.block_ids, prefixes, begun.failed_block_ids)
-                failed.update(begun.failed_block_ids)
-            self._connector.sync_loads = []
+            loads, self._connector.sync_loads = self._connector.sync_loads, []
+        for load in loads:
+            assert self._connector is not None
+            self._worker.write_load(load, self._connector.failed[load.request_id])
+            failed.update(self._connector.failed[load.request_id])
         answer = self._worker.execute(plan, rows)._replace(failed_block_ids=tuple(sorted(failed)))
         self._unanswered.append((plan, answer))
+        self._sync_loads[plan.step] = loads
+        self._transfers.unanswered[plan.step] = {
+            block_id for entry in plan.scheduled for block_id in entry.block_ids
+        }
         assert len(self._unanswered) <= self._workload.scheduler.max_steps_in_flight
 
     def _make_row(self, stream: _Stream) -> WorkerRow:
@@ -275,53 +298,29 @@ class _Drive:
         max_tokens = stream.sampling.max_tokens or max_model_len
         if request.pooling is not None:
             max_tokens = 1
-        lora_name = request.lora.name if request.lora is not None else None
         return WorkerRow(
             token_key=stream.token_key,
             num_prompt=len(stream.prompt),
             last_computed=min(len(stream.prompt) + max_tokens, max_model_len) - 1,
             token_ids=stream.prompt + stream.outputs,
-            root=f"{request.cache_salt}/{lora_name}",
-            items=request.multimodal,
-            lora_name=lora_name,
+            content=stream.content,
+            lora_name=request.lora.name if request.lora is not None else None,
             is_pooling=request.pooling is not None,
         )
 
     # Transfers.
 
-    def _prefixes(self, stream: _Stream, begun: Begun) -> dict[int, int]:
-        row = self._make_row(stream)
-        row.extend_prefixes(begun.last)
-        return {position: row.prefixes[position] for position in range(begun.first, begun.last)}
-
-    def _note_loads(self, connector: FakeConnector) -> None:
-        """Asynchronous loads write when they please; here, as late as they may."""
-        by_id = {stream.request.request_id: stream for stream in self._streams.values()}
-        for begun in connector.async_loads:
-            prefixes = self._prefixes(by_id[begun.request_id], begun)
-            self._loading[begun] = (prefixes, self._workload.num_ranks)
-            self._check_targets(begun)
-        for begun in connector.sync_loads:
-            self._check_targets(begun)
-        connector.async_loads = []
-
-    def _check_targets(self, begun: Begun) -> None:
-        """No step that may still run touches the blocks that a load writes."""
-        targets = set(begun.block_ids[begun.first // self._workload.cache.block_size :])
-        for plan, _ in self._unanswered:
-            for entry in plan.scheduled:
-                cached = targets & set(entry.block_ids)
-                assert not cached, f"{begun}: step {plan.step} names {cached}"
-
     def _report_transfers(self, connector: FakeConnector) -> None:
-        for report, loads in connector.take_reports(self._epoch):
-            for begun in loads:
-                prefixes, num_ranks = self._loading.pop(begun)
-                if num_ranks > 1:
-                    self._loading[begun] = (prefixes, num_ranks - 1)
-                else:
-                    failed = begun.failed_block_ids
-                    self._worker.write_load(begun.block_ids, prefixes, failed)
+        """A background load may write at any time; here, as late as it may."""
+        for report in connector.take_reports(self._epoch):
+            for request_id in dict.fromkeys(report.finished_receiving):
+                load = self._transfers.loading[request_id]
+                self._transfers.report("load", request_id, report.rank)
+                if request_id not in self._transfers.loading:
+                    self._worker.write_load(load, connector.failed[request_id])
+            for request_id in report.finished_sending:
+                if request_id in self._transfers.sending:  # not the unknown one
+                    self._transfers.report("send", request_id, report.rank)
             self._scheduler.update_from_transfers(report, self._now)
             self._settle()
 
@@ -363,7 +362,8 @@ class _Drive:
         self._epoch += 1
         self._scheduler.begin_epoch(self._epoch, self._now)
         self._unanswered.clear()
-        self._loading.clear()
+        self._sync_loads.clear()
+        self._transfers.clear()
         self._worker.begin_epoch()
         self._settle()
 
@@ -384,18 +384,20 @@ class _Drive:
         live_ids = {stream.request.request_id for stream in self._streams.values()}
         is_duplicate = key in self._streams or request.request_id in live_ids
         if self._connector is not None and not is_duplicate:
-            is_duplicate = self._connector.is_busy_with(request.request_id)
+            transfers = self._transfers
+            is_duplicate = request.request_id in (*transfers.loading, *transfers.sending)
         if not is_duplicate:
             self._streams[key] = _Stream(client, request)
+            self._contents[request.request_id] = self._streams[key].content
         self._scheduler.add_request(request, client=client, now=self._now)
         if is_duplicate:
-            self._expect_refusal(key)
+            self._expect_rejection(key)
         else:
             self._settle()
 
-    # What clients are told.
+    # What clients receive.
 
-    def _expect_refusal(self, key: tuple[int, int]) -> None:
+    def _expect_rejection(self, key: tuple[int, int]) -> None:
         outputs = self._scheduler.take_outputs()
         assert not outputs.deliveries
         assert [finish[:2] for finish in outputs.finishes] == [key]

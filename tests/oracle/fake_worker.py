@@ -1,38 +1,27 @@
-"""A worker without a model: it keeps what each slot of the KV cache would hold, and refuses plans
-that would attend to anything but the request's own prefix.
+"""A worker without a model, which rejects plans that would attend to anything but the request's own
+prefix.
 
-The token it samples depends on request and output position alone, so a request's whole output is
-known in advance, however it is scheduled. Where a load failed, KV is tainted: it may be computed
-on, but then tokens are wrong, and whoever delivers them is found out.
+It has the memory, the encoder and the tokens of tests/harness, but executes an `OraclePlan`: the
+textbook scheduler makes no messages of the protocol, has no rows, and its worker learns the tokens
+of an admitted request from the driver. Where a load failed, KV is invalid: it may be computed on,
+but then tokens are wrong, and the driver finds them when they are delivered.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from typing import Final
 from zlib import crc32
 
 from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec
-from longshore.protocol.requests import MultimodalFeature
 from longshore.scheduler.config import SchedulerConfig
+from tests.harness.encoder import CrossEncoder, EncoderOutputs
+from tests.harness.kv_cache import FakeKVCache, RowWork
+from tests.harness.kv_groups import full
+from tests.harness.tokens import Content, Prefixes, propose_token, sample_token
+from tests.harness.transfers import Load
 from tests.oracle.plan import Answer, OraclePlan, ScheduledRequest
 
-TAINTED: Final = "tainted"
-REJECTED: Final = "rejected"
-
-
-def sample_token(token_key: str, position: int, vocab_size: int) -> int:
-    """The output token of a request at an output position (0 is the first). The key is the
-    request's id, and another one for each further output of a session."""
-    digest = blake2b(f"{token_key}/{position}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") % vocab_size
-
-
-def propose_token(token_key: str, position: int, vocab_size: int) -> int:
-    """The draft for an output position: right three times in four, or by luck."""
-    token = sample_token(token_key, position, vocab_size)
-    is_wrong = crc32(f"{token_key}?{position}".encode()) % 4 == 0
-    return (token + 1) % vocab_size if is_wrong else token
+INVALID = -1
+"""What a failed load leaves in its blocks."""
 
 
 def pooled_vector(request_id: str) -> tuple[float, ...]:
@@ -48,46 +37,33 @@ class WorkerRow:
     num_prompt:    prompt tokens, from which output positions count.
     last_computed: tokens that may be computed at most; the last one is only sampled.
     token_ids:     prompt, outputs known at admission, then what was sampled since.
-    root:          what the KV depends on beside tokens: salt and adapter.
-    items:         multimodal items.
-    prefixes:      per computed or hit position, the identity of the prefix that ends there.
+    content:       what its KV depends on beside tokens.
+    prefixes:      the KV of its positions.
     """
 
     token_key: str
     num_prompt: int
     last_computed: int
     token_ids: list[int]
-    root: str = ""
-    items: tuple[MultimodalFeature, ...] = ()
+    content: Content = field(default_factory=Content)
     lora_name: str | None = None
     is_pooling: bool = False
     num_known: int = field(init=False)
     num_computed: int = 0
     block_ids: tuple[int, ...] = ()
-    heard_block_ids: tuple[int, ...] = ()
-    prefixes: list[int] = field(default_factory=list)
+    encoder_block_ids: tuple[int, ...] = ()
+    prefixes: Prefixes = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_known = len(self.token_ids)
-
-    def extend_prefixes(self, num_tokens: int) -> None:
-        """Fill `prefixes` up to `num_tokens` positions."""
-        for position in range(len(self.prefixes), num_tokens):
-            before = self.prefixes[-1] if self.prefixes else crc32(self.root.encode())
-            self.prefixes.append(hash((before, self.token_ids[position], self._item_at(position))))
-
-    def _item_at(self, position: int) -> str | None:
-        for item in self.items:
-            if item.offset <= position < item.offset + item.num_tokens:
-                return item.hash
-        return None
+        self.prefixes = Prefixes(self.content)
 
 
 class FakeWorker:
     """Executes plans in order; every broken promise is an AssertionError.
 
     num_blocks: with the null block.
-    cross:      it has an encoder, whose outputs it keeps so in blocks of rows.
+    cross:      it has an encoder, whose outputs it keeps like this in blocks of rows.
     """
 
     def __init__(
@@ -100,7 +76,7 @@ class FakeWorker:
         cross: CrossAttentionSpec | None = None,
     ) -> None:
         self._config = config
-        self._cross = cross
+        self._specs = (full(block_size),) if cross is None else (full(block_size), cross)
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
@@ -110,9 +86,11 @@ class FakeWorker:
     def begin_epoch(self) -> None:
         """A new process: nothing is left of the old one."""
         self.rows: dict[str, WorkerRow] = {}
-        self._slots: dict[int, int | str] = {}  # the prefix whose last token's KV it holds
-        self._encoder_outputs: dict[str, int] = {}  # tokens by hash
-        self._heard: dict[int, tuple[str, int]] = {}  # by block: of whom, and which part
+        self._kv_cache = FakeKVCache(self._specs, num_ranks=1)
+        self._encoder_outputs = EncoderOutputs(self._config)
+        self._cross: CrossEncoder | None = None
+        if len(self._specs) > 1:
+            self._cross = CrossEncoder(self._config, self._specs, self._kv_cache.memory)
 
     def execute(self, plan: OraclePlan, fresh: Mapping[str, WorkerRow]) -> Answer:
         """Run one step; return what it brings.
@@ -126,33 +104,38 @@ class FakeWorker:
         assert total <= self._config.token_budget, f"{total} tokens are over the budget"
         self._check_order(plan)
         if self._cross is None:
-            self._encode(plan)
+            items = [self.rows[id_].content.items[index] for id_, index in plan.encoder_inputs]
+            self._encoder_outputs.encode(plan.freed_hashes, items)
         else:
-            self._hear(plan, self._cross)
-        tokens: dict[str, tuple[int, ...]] = {}
-        for entry in plan.scheduled:
-            tokens[entry.request_id] = self._write(self.rows[entry.request_id], entry)
-        for entry in plan.scheduled:  # reads come after all writes of the step, layer by layer
-            self._attend(self.rows[entry.request_id], entry)
+            self._encode_added(plan, self._cross)
+        drafts = {entry.request_id: self._drafts_of(entry) for entry in plan.scheduled}
+        work = {
+            entry.request_id: self._begin(entry, drafts[entry.request_id])
+            for entry in plan.scheduled
+        }
+        # The driver sees wrong tokens of rows that read invalid KV, whenever that is reported.
+        spoiled = self._kv_cache.compute(work, step=plan.step, answered_step=-1, nan_rows=set())
+        tokens = {
+            entry.request_id: self._sample(
+                entry, drafts[entry.request_id], is_spoiled=entry.request_id in spoiled
+            )
+            for entry in plan.scheduled
+        }
         sampled = {id_: tokens[id_] for id_ in plan.sampling}
         return Answer(
             plan.step,
             tokens=sampled,
-            drafts={id_: drafts for id_ in sampled if (drafts := self._propose(id_))},
-            pooled={id_: self._pool(id_) for id_ in sampled if self.rows[id_].is_pooling},
+            drafts={id_: proposed for id_ in sampled if (proposed := self._propose(id_))},
+            pooled={
+                id_: (-1.0,) if id_ in spoiled else pooled_vector(id_)
+                for id_ in sampled
+                if self.rows[id_].is_pooling
+            },
         )
 
-    def write_load(
-        self,
-        block_ids: tuple[int, ...],
-        prefixes: Mapping[int, int],
-        failed_block_ids: Iterable[int],
-    ) -> None:
-        """KV comes from elsewhere. prefixes: by position."""
-        for position, prefix in prefixes.items():
-            block_id = block_ids[position // self._block_size]
-            slot = block_id * self._block_size + position % self._block_size
-            self._slots[slot] = TAINTED if block_id in failed_block_ids else prefix
+    def write_load(self, load: Load, failed_block_ids: tuple[int, ...]) -> None:
+        """KV comes from elsewhere."""
+        self._kv_cache.load(load, set(failed_block_ids), junk=INVALID)
 
     def _change_rows(self, plan: OraclePlan, fresh: Mapping[str, WorkerRow]) -> None:
         for request_id in (*plan.finished, *plan.preempted):
@@ -161,6 +144,7 @@ class FakeWorker:
             old = self.rows[request_id]
             row = fresh[request_id]
             row.num_computed = num_computed
+            row.encoder_block_ids = old.encoder_block_ids
             row.block_ids = old.block_ids[: -(-num_computed // self._block_size)]
             self.rows[request_id] = row
         for admission in plan.admitted:
@@ -180,63 +164,48 @@ class FakeWorker:
         admitted = {admission.request_id for admission in plan.admitted}
         assert admitted <= set(request_ids), "a request is admitted without tokens"
 
-    def _encode(self, plan: OraclePlan) -> None:
-        for hash_ in plan.freed_hashes:
-            assert self._encoder_outputs.pop(hash_, None), f"{hash_} is freed, but not there"
-        num_encoded = 0
-        for request_id, index in plan.encoder_inputs:
-            item = self.rows[request_id].items[index]
-            assert item.hash not in self._encoder_outputs, f"{item} is encoded twice"
-            self._encoder_outputs[item.hash] = item.num_tokens
-            num_encoded += item.num_tokens
-        assert num_encoded <= self._config.max_num_encoder_input_tokens, "too much to encode"
-        capacity = self._config.encoder_cache_size
-        if capacity is None:
-            capacity = self._config.max_num_encoder_input_tokens
-        assert sum(self._encoder_outputs.values()) <= capacity, "too many encoder outputs"
-
-    def _hear(self, plan: OraclePlan, cross: CrossAttentionSpec) -> None:
-        """Whoever takes a row is heard in this step, and nobody else."""
+    def _encode_added(self, plan: OraclePlan, cross: CrossEncoder) -> None:
+        """Each admitted request's item is encoded in this step, and no other."""
         assert not plan.freed_hashes
         admitted = [admission.request_id for admission in plan.admitted]
         assert plan.encoder_inputs == tuple((request_id, 0) for request_id in sorted(admitted))
-        assert [request_id for request_id, _ in plan.heard_tables] == admitted
-        num_encoded = 0
-        for request_id, block_ids in plan.heard_tables:
-            row = self.rows[request_id]
-            row.heard_block_ids = block_ids
-            assert len(block_ids) == -(-row.items[0].num_tokens // cross.block_size)
-            num_encoded += row.items[0].num_tokens
-            for part, block_id in enumerate(block_ids):
-                assert NULL_BLOCK < block_id < self._num_blocks
-                self._heard[block_id] = (row.token_key, part)
-                for offset in range(self._block_size):
-                    self._slots.pop(block_id * self._block_size + offset, None)
-        assert num_encoded <= self._config.max_num_encoder_input_tokens, "too much to encode"
+        assert [request_id for request_id, _ in plan.encoder_tables] == admitted
+        rows = [self.rows[request_id] for request_id in admitted]
+        cross.check_budget([row.content.items[0] for row in rows])
+        for row, (_, block_ids) in zip(rows, plan.encoder_tables, strict=True):
+            assert all(NULL_BLOCK < block_id < self._num_blocks for block_id in block_ids)
+            row.encoder_block_ids = block_ids
+            cross.encode(row.token_key, row.content.items[0], ((), block_ids))
 
-    def _write(self, row: WorkerRow, entry: ScheduledRequest) -> tuple[int, ...]:
+    def _drafts_of(self, entry: ScheduledRequest) -> list[int]:
+        """The drafts that the step verifies; -1 stands for the worker's own proposal."""
+        row = self.rows[entry.request_id]
+        first = row.num_computed + entry.num_tokens - len(entry.drafts) - row.num_prompt
+        return [
+            propose_token(row.token_key, first + index, self._vocab_size) if draft == -1 else draft
+            for index, draft in enumerate(entry.drafts)
+        ]
+
+    def _begin(self, entry: ScheduledRequest, drafts: list[int]) -> RowWork:
+        row = self.rows[entry.request_id]
         start, end = row.num_computed, row.num_computed + entry.num_tokens
-        num_new = end - len(entry.drafts)
-        assert entry.num_tokens > len(entry.drafts), f"{entry} computes nothing"
+        num_new = end - len(drafts)
+        assert entry.num_tokens > len(drafts), f"{entry} computes nothing"
         assert end <= row.last_computed, f"{entry} computes beyond its last token"
-        assert num_new <= len(row.token_ids), f"{entry} computes a token nobody sampled"
-        assert not entry.drafts or num_new == len(row.token_ids), f"{entry} has a gap"
+        assert num_new <= len(row.token_ids), f"{entry} computes a token that was not sampled"
+        assert not drafts or num_new == len(row.token_ids), f"{entry} has a gap"
         assert entry.samples == (end >= row.num_known), f"{entry} samples wrongly"
-        for item in row.items if self._cross is None else ():
-            if item.offset < end and item.offset + item.num_tokens > start:
-                assert item.hash in self._encoder_outputs, f"{item} is not encoded"
+        if self._cross is None:
+            self._encoder_outputs.check_computed(row.content.items, start, end)
+        else:
+            tables = ((), row.encoder_block_ids)
+            self._cross.check_read(row.token_key, row.content.items[0], tables)
         self._check_table(row, entry, end)
         row.block_ids = entry.block_ids
-        sampled = self._sample(row, start, num_new, entry)
-        row.num_computed = num_new + max(len(sampled) - 1, 0)
-        row.extend_prefixes(row.num_computed)
-        is_tainted = self._is_tainted(row, start)
-        for position in range(start, end):
-            is_right = position < row.num_computed
-            content = row.prefixes[position] if is_right else REJECTED
-            self._slots[self._slot(row, position)] = TAINTED if is_tainted else content
-            self._heard.pop(row.block_ids[position // self._block_size], None)
-        return sampled
+        known = row.prefixes.up_to(num_new, row.token_ids)[:num_new]
+        prefixes = Prefixes(row.content, known).up_to(end, [*row.token_ids[:num_new], *drafts])
+        tables = (row.block_ids, row.encoder_block_ids)[: len(self._specs)]
+        return RowWork(entry.request_id, start, end, tables, prefixes)
 
     def _check_table(self, row: WorkerRow, entry: ScheduledRequest, end: int) -> None:
         num_slots = len(entry.block_ids) * self._block_size
@@ -250,43 +219,27 @@ class FakeWorker:
             assert num_old == row.num_computed // self._block_size, f"{entry} has other hits"
 
     def _sample(
-        self, row: WorkerRow, start: int, num_new: int, entry: ScheduledRequest
+        self, entry: ScheduledRequest, drafts: list[int], *, is_spoiled: bool
     ) -> tuple[int, ...]:
         """The tokens that the step brings: drafts as far as they are right, and one more."""
+        row = self.rows[entry.request_id]
+        num_new = row.num_computed + entry.num_tokens - len(drafts)
+        row.num_computed = num_new
         if row.is_pooling or not entry.samples:
             return ()
         sampled: list[int] = []
-        for index in range(len(entry.drafts) + 1):
+        for index in range(len(drafts) + 1):
             position = num_new + index - row.num_prompt
             token = sample_token(row.token_key, position, self._vocab_size)
-            if self._is_tainted(row, start):
+            if is_spoiled:
                 token = (token + 1) % self._vocab_size
             sampled.append(token)
-            if index == len(entry.drafts):
-                break
-            draft = entry.drafts[index]
-            if draft == -1:
-                draft = propose_token(row.token_key, position, self._vocab_size)
-            if draft != token:
+            if index == len(drafts) or drafts[index] != token:
                 break
         if num_new == len(row.token_ids):
             row.token_ids += sampled
+        row.num_computed += len(sampled) - 1
         return tuple(sampled)
-
-    def _is_tainted(self, row: WorkerRow, start: int) -> bool:
-        return any(self._slots.get(self._slot(row, p)) is TAINTED for p in range(start))
-
-    def _attend(self, row: WorkerRow, entry: ScheduledRequest) -> None:
-        for position in range(row.num_computed):
-            held = self._slots.get(self._slot(row, position))
-            is_known = held is TAINTED or held == row.prefixes[position]
-            assert is_known, f"{entry}: wrong KV at position {position}"
-        for part, block_id in enumerate(row.heard_block_ids):
-            assert self._heard.get(block_id) == (row.token_key, part), f"{entry} hears others"
-
-    def _slot(self, row: WorkerRow, position: int) -> int:
-        block_id = row.block_ids[position // self._block_size]
-        return block_id * self._block_size + position % self._block_size
 
     def _propose(self, request_id: str) -> tuple[int, ...]:
         """Drafts for the next positions."""
@@ -303,8 +256,3 @@ class FakeWorker:
             propose_token(row.token_key, first + index, self._vocab_size)
             for index in range(num_drafts)
         )
-
-    def _pool(self, request_id: str) -> tuple[float, ...]:
-        row = self.rows[request_id]
-        is_tainted = self._is_tainted(row, row.num_computed)
-        return (-1.0,) if is_tainted else pooled_vector(request_id)

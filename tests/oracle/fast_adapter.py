@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from longshore.connectors.base import SchedulerConnector
-from longshore.protocol.arrays import Int64Array, UInt8Array, int32_array
+from longshore.protocol.arrays import Int64Array, int32_array
 from longshore.protocol.handshake import Feature, ToWorker
 from longshore.protocol.kv_cache_spec import (
     CrossAttentionSpec,
@@ -23,14 +23,13 @@ from longshore.protocol.requests import (
     AddRequest,
     ContinueSession,
     StopFound,
-    StructuredOutput,
 )
 from longshore.protocol.rows import PlanFollower, RowTable
 from longshore.protocol.transport.codec import Decoder, Encoder
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler
 from longshore.scheduler.step.planner import PauseState
-from tests.oracle.fake_grammar import FakeGrammars
+from tests.harness.grammar import FakeCompiler
 from tests.oracle.plan import (
     Admission,
     Answer,
@@ -40,41 +39,6 @@ from tests.oracle.plan import (
     Outputs,
     ScheduledRequest,
 )
-
-
-class FastGrammar:
-    """Implements `longshore.scheduler.features.grammar.Grammar` for one request."""
-
-    def __init__(self, grammars: FakeGrammars, spec: StructuredOutput) -> None:
-        self._grammars = grammars
-        self._spec = spec
-        self._num_accepted = 0
-
-    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
-        """Advance by verified tokens."""
-        if self.num_valid(token_ids) < len(token_ids):
-            return False
-        self._num_accepted += len(token_ids)
-        return True
-
-    def num_valid(self, token_ids: Sequence[int]) -> int:
-        """How many leading tokens it would accept."""
-        return self._grammars.num_valid(self._spec, self._num_accepted, [*token_ids])
-
-    def fill_masks(self, draft_token_ids: Sequence[int], masks: UInt8Array) -> None:
-        """Nobody looks at the bits."""
-        masks[:] = 0xFF
-
-
-class FastGrammars:
-    """Implements `longshore.scheduler.features.grammar.GrammarCompiler`."""
-
-    def __init__(self, grammars: FakeGrammars) -> None:
-        self._grammars = grammars
-
-    def poll(self, spec: StructuredOutput) -> FastGrammar | None:
-        """A fresh grammar once it is compiled."""
-        return FastGrammar(self._grammars, spec) if self._grammars.is_ready(spec) else None
 
 
 class SamplingRows:
@@ -109,7 +73,7 @@ class FastAdapter:
         verify_plan: bool = False,
         drafts_apart: bool = False,
         connector: SchedulerConnector | None = None,
-        grammars: FakeGrammars | None = None,
+        grammars: FakeCompiler | None = None,
         num_ranks: int = 1,
         cross: CrossAttentionSpec | None = None,
     ) -> None:
@@ -126,7 +90,7 @@ class FastAdapter:
             verify_plan=verify_plan,
             features=frozenset(Feature) - {Feature.POOLING_ONLY},
             connector=connector,
-            grammars=None if grammars is None else FastGrammars(grammars),
+            grammars=grammars,
             num_ranks=num_ranks,
         )
         self._drafts_apart = drafts_apart
@@ -191,7 +155,7 @@ class FastAdapter:
             self._ids[start.row], self._tables[start.row] = start.request_id, table
             new_blocks[start.row] = table[num_hits:]
         for blocks in plan.appended:
-            assert blocks.group == 0, "what is heard does not grow"
+            assert blocks.group == 0, "encoder output does not grow"
             for row, block_id in zip(blocks.rows.tolist(), blocks.block_ids.tolist(), strict=True):
                 self._tables[row].append(block_id)
                 new_blocks.setdefault(row, []).append(block_id)
@@ -237,7 +201,7 @@ class FastAdapter:
                 )
             ),
             encoder_inputs=tuple(sorted((self._ids[r], index) for r, index in plan.encoder_inputs)),
-            heard_tables=tuple(
+            encoder_tables=tuple(
                 (start.request_id, tuple(start.block_ids[1].tolist()))
                 for start in plan.added
                 if len(start.block_ids) > 1

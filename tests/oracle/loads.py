@@ -79,8 +79,8 @@ class Transfers:
         return any(transfer.request_id == request_id for transfer in transfers)
 
     def apply(self, report: TransferReport) -> tuple[list[Load], list[Block]]:
-        """Loads that are over now and somebody waits for, and blocks that nobody needs any more, in
-        the order in which they are freed. Repeated and unknown ids change nothing."""
+        """Loads that are over now and for which a request waits, and blocks that are not needed any
+        more, in the order in which they are freed. Repeated and unknown ids change nothing."""
         failed = set(report.failed_block_ids.tolist())
         arrived: list[Load] = []
         freed: list[Block] = []

@@ -25,7 +25,7 @@ class ScheduledRequest(NamedTuple):
     """What one request gets in one step.
 
     samples:       the step ends at the request's last token, so it is answered with the next one.
-    new_block_ids: appended to its table in this step; on admission, the blocks behind the computed
+    new_block_ids: appended to its table in this step; on admission, the blocks after the computed
                    tokens.
     block_ids:     its whole block table, for the tokens up to the end of this step at least.
     drafts:        ids to verify, its last tokens in this step; -1 is what the worker proposed.
@@ -49,10 +49,10 @@ class OraclePlan(NamedTuple):
                sessions whose output did.
     rewound:   (id, tokens it falls back to), sorted, since the plan before.
     encoder_inputs: (id, index of the multimodal item) to encode, sorted.
-    heard_tables: (id, blocks of what it hears) of those admitted to a model with cross attention,
-               in admission order.
-    freed_hashes: encoder outputs to forget, sorted.
-    num_invalid_drafts: that a grammar refused since the plan before.
+    encoder_tables: (id, blocks of its encoder output) of those admitted to a model with cross
+               attention, in admission order.
+    freed_hashes: encoder outputs to evict, sorted.
+    num_invalid_drafts: that a grammar rejected since the plan before.
     has_structured_output: a grammar masks some token of this step.
     """
 
@@ -63,7 +63,7 @@ class OraclePlan(NamedTuple):
     finished: tuple[str, ...] = ()
     rewound: tuple[tuple[str, int], ...] = ()
     encoder_inputs: tuple[tuple[str, int], ...] = ()
-    heard_tables: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    encoder_tables: tuple[tuple[str, tuple[int, ...]], ...] = ()
     freed_hashes: tuple[str, ...] = ()
     num_invalid_drafts: int = 0
     has_structured_output: bool = False
@@ -122,7 +122,7 @@ class Finish(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What clients were told since the last look, in the order it happened."""
+    """What clients received since the last look, in the order it happened."""
 
     deliveries: tuple[Delivery, ...]
     finishes: tuple[Finish, ...]
@@ -144,7 +144,7 @@ class SchedulerAdapter(Protocol):
         ...
 
     def add_request(self, request: AddRequest, *, client: int, now: float) -> None:
-        """Queue a request, or refuse it with a Finish."""
+        """Queue a request, or reject it with a Finish."""
         ...
 
     def continue_session(self, message: ContinueSession, *, client: int, now: float) -> None:

@@ -38,7 +38,7 @@ class TextbookRequest:
     num_placeholders: outputs that unanswered plans of this life will bring, if drafts are right.
     num_cached:       computed at the first admission, in tokens; None before it.
     num_cached_blocks:        leading blocks that were named, or found by name.
-    heard_blocks:     for what cross attention looks at; all from its row to its end.
+    encoder_blocks:   of what cross attention reads; all from its row to its end.
     part:             counts the outputs of a session.
     life:             counts how often it lost its row and may come back.
     was_preempted:    since it ran last.
@@ -68,7 +68,7 @@ class TextbookRequest:
     was_preempted: bool = False
     asks_connector: bool = True
     blocks: list[Block] = field(default_factory=list)
-    heard_blocks: list[Block] = field(default_factory=list)
+    encoder_blocks: list[Block] = field(default_factory=list)
     names: list[int] = field(default_factory=list)
     load: "Load | None" = None
 

@@ -19,8 +19,8 @@ from longshore.protocol.requests import (
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.step.planner import PauseState
-from tests.oracle.fake_grammar import grammar_for
-from tests.oracle.fake_worker import sample_token
+from tests.harness.grammar import grammar_for
+from tests.harness.tokens import sample_token
 from tests.oracle.workloads import (
     Abort,
     BeginEpoch,
@@ -148,7 +148,7 @@ class RequestMaker:
             num_outputs = 0
         outputs = [sample_token(request_id, i, self._vocab_size) for i in range(num_outputs)]
         wants_items = "encoder" in self._features and rng.random() < 0.7
-        if wants_items and "resumable" not in extras:  # the two together are refused
+        if wants_items and "resumable" not in extras:  # the two together are rejected
             extras["multimodal"] = self._make_items(len(prompt))
         if self._cross is not None:
             extras["multimodal"] = self._make_sounds(self._cross.max_encoder_tokens)

@@ -39,8 +39,8 @@ def settle(scheduler: "TextbookScheduler", step: Step) -> OraclePlan:
         finished=tuple(sorted(finished_ids)),
         rewound=tuple(sorted((r.request_id, num) for r, num in rewound.items())),
         encoder_inputs=tuple(sorted((r.request_id, index) for r, index in step.encoded)),
-        heard_tables=tuple(
-            (r.request_id, tuple(block.block_id for block in r.heard_blocks))
+        encoder_tables=tuple(
+            (r.request_id, tuple(block.block_id for block in r.encoder_blocks))
             for r in step.scheduled
             if scheduler.cross is not None and r.request_id in admitted
         ),

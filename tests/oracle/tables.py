@@ -47,13 +47,15 @@ class BlockTables:
         """Free blocks that `allocate` would take, hits that nobody holds included (KVM-08)."""
         num_new = self.num_blocks_for(end) - len(request.blocks) - len(hits)
         num_unheld = sum(block.ref_count == 0 for block in hits)
-        return max(num_new, 0) + num_unheld + self._num_to_hear(request)
+        return max(num_new, 0) + num_unheld + self._num_encoder_blocks(request)
 
-    def _num_to_hear(self, request: TextbookRequest) -> int:
+    def _num_encoder_blocks(self, request: TextbookRequest) -> int:
         """KVM-11: blocks that its item takes, and that it has not got."""
         if self.cross is None:
             return 0
-        return -(-request.items[0].num_tokens // self.cross.block_size) - len(request.heard_blocks)
+        return -(-request.items[0].num_tokens // self.cross.block_size) - len(
+            request.encoder_blocks
+        )
 
     def fits(
         self,
@@ -87,7 +89,7 @@ class BlockTables:
         self.pool.touch(hits)
         new_blocks = self.pool.take(max(num_new, 0), answered_step=answered_step)
         request.blocks += hits + new_blocks
-        request.heard_blocks += self.pool.take(self._num_to_hear(request))
+        request.encoder_blocks += self.pool.take(self._num_encoder_blocks(request))
         return new_blocks
 
     def name(self, request: TextbookRequest, end: int) -> None:
@@ -112,8 +114,8 @@ class BlockTables:
         # Tail first: the oldest free block is reused first, and a prefix is worth more.
         freed = list(reversed(request.blocks[keep:]))
         if keep == 0 and self.cross is not None:
-            freed = self._in_order_of_end(freed, list(reversed(request.heard_blocks)))
-            request.heard_blocks = []
+            freed = self._in_order_of_end(freed, list(reversed(request.encoder_blocks)))
+            request.encoder_blocks = []
         if newest_plan is not None:
             for block in freed:
                 block.fence = newest_plan
@@ -123,11 +125,11 @@ class BlockTables:
         if keep == 0:
             request.num_computed = 0
 
-    def _in_order_of_end(self, told: list[Block], heard: list[Block]) -> list[Block]:
+    def _in_order_of_end(self, decoder: list[Block], encoder: list[Block]) -> list[Block]:
         """Whichever ends at a later token first, of two that end together that of the decoder."""
         assert self.cross is not None
         order: list[Block] = []
-        while told and heard:
-            is_heard = len(heard) * self.cross.block_size > len(told) * self.block_size
-            order.append((heard if is_heard else told).pop(0))
-        return order + told + heard
+        while decoder and encoder:
+            is_encoder = len(encoder) * self.cross.block_size > len(decoder) * self.block_size
+            order.append((encoder if is_encoder else decoder).pop(0))
+        return order + decoder + encoder

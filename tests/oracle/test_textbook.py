@@ -1,4 +1,4 @@
-"""The textbook scheduler on random workloads, and what it refuses."""
+"""The textbook scheduler on random workloads, and what it rejects."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_workloads_with_many_features_end_well_and_use_them() -> None:
     assert sum(len(entry.drafts) > 0 for entry in scheduled) > 100
     assert sum(len(plan.encoder_inputs) for plan in plans) > 100
     assert sum(len(plan.freed_hashes) for plan in plans) > 30
-    assert sum(len(plan.heard_tables) for plan in plans) > 100
+    assert sum(len(plan.encoder_tables) for plan in plans) > 100
     assert sum(len(plan.rewound) for plan in plans) > 3
     assert sum(plan.has_structured_output for plan in plans) > 100
     assert sum(len(finish.pooled) > 0 for finish in finishes) > 20
@@ -68,7 +68,7 @@ def test_workloads_with_many_features_end_well_and_use_them() -> None:
     assert hooks.count("abandoned") > 3
 
 
-def test_grammars_refuse_drafts() -> None:
+def test_grammars_reject_drafts() -> None:
     events = [
         event for seed in range(80) for event in run(Workload.random(seed, ("drafts", "grammar")))
     ]
@@ -97,7 +97,7 @@ def test_an_answer_to_another_step_or_other_requests_changes_nothing() -> None:
     assert [delivery.token for delivery in scheduler.take_outputs().deliveries] == [5]
 
 
-def test_a_pool_that_cannot_hold_the_longest_request_is_refused() -> None:
+def test_a_pool_that_cannot_hold_the_longest_request_is_rejected() -> None:
     with pytest.raises(ConfigError, match="raise num_blocks"):
         TextbookScheduler(
             SchedulerConfig(max_model_len=17), CacheConfig(block_size=4), num_blocks=5

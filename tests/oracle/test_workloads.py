@@ -58,7 +58,7 @@ class ForgetsItems(TextbookScheduler):
         super().add_request(replace(message, multimodal=()), client=client, now=now)
 
 
-class HearsOnlyOnce(TextbookScheduler):
+class EncodesOnlyOnce(TextbookScheduler):
     def schedule(self, now: float) -> OraclePlan | None:
         plan = super().schedule(now)
         resumed = {each.request_id for each in plan.admitted if each.resumed} if plan else set()
@@ -66,12 +66,12 @@ class HearsOnlyOnce(TextbookScheduler):
         return None if plan is None else plan._replace(encoder_inputs=tuple(inputs))
 
 
-class GivesBackWhatIsHeard(TextbookScheduler):
+class FreesEncoderBlocks(TextbookScheduler):
     def update_from_output(self, answer: Answer) -> None:
         super().update_from_output(answer)
         for request in self.running:
-            self.tables.pool.free(request.heard_blocks)
-            request.heard_blocks = []
+            self.tables.pool.free(request.encoder_blocks)
+            request.encoder_blocks = []
 
 
 class NamesDrafts(TextbookScheduler):
@@ -133,18 +133,18 @@ def drive_some_workloads(
 @pytest.mark.parametrize(
     ("broken", "feature", "complaint"),
     [
-        (ForgetsSalt, None, "wrong KV at position 0"),
-        (MixesUpHits, None, "wrong KV at position 0"),
+        (ForgetsSalt, None, "position 0 of .* has the KV of other"),
+        (MixesUpHits, None, "position 0 of .* has the KV of other"),
         (IgnoresAborts, None, "still alive after its abort"),
         (ForgetsFinishedRows, None, "has a row already|rows are held|never dropped"),
         (GetsStuck, None, "never answered"),
-        (ForgetsAdapters, "lora", "wrong KV at position 0|too many adapters"),
-        (ForgetsItems, "encoder", "is not encoded|wrong KV"),
-        (HearsOnlyOnce, "cross", None),
-        (GivesBackWhatIsHeard, "cross", "hears others"),
+        (ForgetsAdapters, "lora", "KV of other tokens|too many adapters"),
+        (ForgetsItems, "encoder", "not encoded|KV of other tokens"),
+        (EncodesOnlyOnce, "cross", None),
+        (FreesEncoderBlocks, "cross", "reads others' output"),
         (NamesDrafts, "drafts", None),
-        (IgnoresFences, "connector", "names {"),
-        (FreesWhatIsBeingLoaded, "connector", "wrong KV"),
+        (IgnoresFences, "connector", "overwrites blocks of step"),
+        (FreesWhatIsBeingLoaded, "connector", "overwrites blocks of|KV of other tokens"),
         (BelievesLoads, "connector", None),
         (BelievesSynchronousLoads, "rewind", None),
     ],

@@ -16,12 +16,12 @@ from longshore.protocol.outputs import FinishReason, TransferReport
 from longshore.protocol.requests import AddRequest, ContinueSession
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.step.planner import PauseState
+from tests.harness.grammar import FakeCompiler
 from tests.oracle.admission import Admissions
 from tests.oracle.answers import apply_answer
 from tests.oracle.block_pool import BlockNames, TextbookBlockPool
 from tests.oracle.check import check_books
 from tests.oracle.encoder import EncoderCache, RowEncoder
-from tests.oracle.fake_grammar import FakeGrammars
 from tests.oracle.gates import Gates
 from tests.oracle.intake import rejection
 from tests.oracle.loads import Transfers
@@ -52,7 +52,7 @@ class TextbookScheduler:
         hash_seed: bytes = b"",
         eos_token_ids: Sequence[int] = (),
         connector: SchedulerConnector | None = None,
-        grammars: FakeGrammars | None = None,
+        grammars: FakeCompiler | None = None,
         num_ranks: int = 1,
         cross: CrossAttentionSpec | None = None,
     ) -> None:
@@ -77,8 +77,8 @@ class TextbookScheduler:
         self._masked_steps: list[int] = []
         self._newest_mask = 0
         self._reset()
-        num_heard = 0 if cross is None else cross.max_blocks(LongestRequest(config.max_model_len))
-        num_needed = self.tables.num_blocks_for(config.max_model_len) + num_heard
+        num_encoder = 0 if cross is None else cross.max_blocks(LongestRequest(config.max_model_len))
+        num_needed = self.tables.num_blocks_for(config.max_model_len) + num_encoder
         if num_needed > self.tables.pool.num_free:
             raise ConfigError(
                 f"max_model_len={config.max_model_len} needs more blocks than the "
@@ -118,7 +118,7 @@ class TextbookScheduler:
     # Requests come and go.
 
     def add_request(self, message: AddRequest, *, client: int = 0, now: float) -> None:
-        """Queue a request, or refuse it: ERROR without a prompt, under an id or handle that is
+        """Queue a request, or reject it: ERROR without a prompt, under an id or handle that is
         alive, under an id whose transfers go on, or with an item too large for the encoder; IGNORED
         if too long. One that has all its tokens already ends at once."""
         request = TextbookRequest.from_message(
@@ -157,7 +157,7 @@ class TextbookScheduler:
             self.end_output(request, FinishReason.STOPPED)
 
     def continue_session(self, message: ContinueSession, *, client: int = 0, now: float) -> None:
-        """The next input of a session: at once if the session waits for it. A chunk behind the last
+        """The next input of a session: at once if the session waits for it. A chunk after the last
         one, or for a request that is no session, is ignored."""
         request = self._find(client, message.handle)
         if request is None or not request.is_resumable:
@@ -169,7 +169,7 @@ class TextbookScheduler:
             self._take_chunk(request)
 
     def _take_chunk(self, request: TextbookRequest) -> None:
-        """The next chunk goes behind the tokens so far; the request waits to be admitted with it,
+        """The next chunk goes after the tokens so far; the request waits to be admitted with it,
         in the queue it stands in."""
         chunk = request.chunks.popleft()
         request.prompt += chunk.prompt_token_ids.tolist()
@@ -230,7 +230,7 @@ class TextbookScheduler:
             self.transfers.begin_send(request.request_id, [*request.blocks])
 
     def abandon_load(self, request: TextbookRequest) -> None:
-        """Nobody waits for it any more, but it still writes."""
+        """No request waits for it any more, but it still writes."""
         assert self.connector is not None
         assert request.load is not None
         self.tables.pool.touch(request.blocks)

@@ -10,8 +10,9 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput, RequestEvent
 from longshore.protocol.requests import LoRARequest, MultimodalFeature
 from longshore.scheduler.features.events import AllBlocksCleared
-from tests.scheduler.driver import Driver, expected_output, prompt_of
-from tests.scheduler.fake_grammar import FakeCompiler, grammar_for
+from tests.harness.driver import Driver
+from tests.harness.grammar import FakeCompiler, grammar_for
+from tests.harness.tokens import expected_output, prompt_of
 
 BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
 
@@ -55,7 +56,7 @@ def test_no_prefix_of_the_old_workers_is_found(steps_in_flight: int) -> None:
     assert driver.finished[key].num_cached_tokens == 0
 
 
-def test_subscribers_hear_first_that_all_blocks_are_cleared() -> None:
+def test_the_first_event_of_an_epoch_is_that_all_blocks_are_cleared() -> None:
     driver = Driver(cache={"enable_kv_cache_events": True})
     driver.add("r", prompt_of(20), max_tokens=3)
     driver.steps(2)
@@ -73,7 +74,7 @@ def test_outputs_of_the_old_workers_are_counted_and_dropped(steps_in_flight: int
     driver = Driver(max_steps_in_flight=steps_in_flight)
     key = driver.add("r", prompt_of(5))
     driver.plan()
-    late = driver.pending[0]
+    late = driver.take_output()
     driver.restart_workers(2)
     driver.scheduler.update_from_output(late, driver.now)
     driver.collect()
@@ -130,7 +131,7 @@ def test_encoder_outputs_adapters_and_masks_start_anew(steps_in_flight: int) -> 
         max_loras=1,
         max_num_encoder_input_tokens=8,
         max_steps_in_flight=steps_in_flight,
-        world={"grammars": compiler},
+        grammars=compiler,
     )
     item = MultimodalFeature("a", 2, 8)
     sees = driver.add("sees", prompt_of(20), multimodal=(item,), max_tokens=9)
@@ -150,10 +151,8 @@ def test_encoder_outputs_adapters_and_masks_start_anew(steps_in_flight: int) -> 
 
 
 @BOTH
-def test_masks_are_told_anew_in_a_new_epoch(steps_in_flight: int) -> None:
-    driver = Driver(
-        max_steps_in_flight=steps_in_flight, world={"grammars": FakeCompiler({"strict"})}
-    )
+def test_masks_are_sent_again_in_a_new_epoch(steps_in_flight: int) -> None:
+    driver = Driver(max_steps_in_flight=steps_in_flight, grammars=FakeCompiler({"strict"}))
     key = driver.add("strict", prompt_of(6), structured_output=grammar_for("strict"))
     driver.plan()
     assert [mask.epoch for mask in driver.masks.values()] == [1]

@@ -4,48 +4,45 @@ from typing import Any
 
 import pytest
 
-from longshore.connectors.base import ConnectorOutput, FinishAction, RequestView, StepView
-from longshore.protocol.arrays import Int32Array, int32_array
-from longshore.protocol.outputs import FinishReason, RequestEvent, TransferReport
+from longshore.connectors.base import ConnectorOutput, FinishAction, RequestView
+from longshore.protocol.arrays import Int32Array
+from longshore.protocol.outputs import FinishReason, RequestEvent
 from longshore.protocol.requests import MultimodalFeature
 from longshore.protocol.sampling import RepetitionDetection
 from longshore.scheduler.features.events import BlockStored
-from tests.scheduler.driver import (
-    EOS,
-    Driver,
-    expected_output,
-    pressed,
-    prompt_of,
-    steady_token,
-)
-from tests.scheduler.fake_grammar import FakeCompiler, grammar_for
-from tests.scheduler.loading_connector import LoadingConnector
+from tests.harness.connector import AdversarialConnector, has_stored
+from tests.harness.driver import Driver
+from tests.harness.grammar import FakeCompiler, grammar_for
+from tests.harness.shared_drivers import pressed
+from tests.harness.tokens import EOS, expected_output, prompt_of, steady_token
 
 BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
 
 
-class WatchingConnector(LoadingConnector):
-    """Notes what it is told. views: as it was shown each request when that was new."""
+class WatchingConnector(AdversarialConnector):
+    """Notes some hooks. views: each request as the connector saw it when it was new."""
 
     def __init__(self, **stored: int) -> None:
-        super().__init__(stored)
+        super().__init__(
+            match=has_stored(stored),
+            depart=lambda request: FinishAction(params={"from": request.request_id}),
+        )
         self.views: dict[str, RequestView] = {}
         self.log: list[str] = []
 
     def on_new_request(self, request: RequestView) -> None:
+        super().on_new_request(request)
         self.views[request.request_id] = request
 
-    def build_connector_meta(self, step: StepView) -> bytes:
-        return b"step %d" % step.step
-
     def update_connector_output(self, output: ConnectorOutput) -> None:
+        super().update_connector_output(output)
         self.log.append(f"answer {output.step}")
 
     def request_finished(
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
     ) -> FinishAction:
         self.log.append(f"end of {request.request_id}")
-        return FinishAction(params={"from": request.request_id})
+        return super().request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
         self.log.append("reset")
@@ -70,7 +67,7 @@ def test_every_operation_of_the_scheduler_does_what_its_name_says(steps_in_fligh
         max_steps_in_flight=steps_in_flight,
         max_num_encoder_input_tokens=4,
         cache={"enable_kv_cache_events": True},
-        world={"connector": connector},
+        connector=connector,
     )
     scheduler = driver.scheduler
     assert not scheduler.has_unfinished_requests()
@@ -117,13 +114,13 @@ def test_without_a_connector_there_is_no_connector_cache_to_reset() -> None:
 
 @BOTH
 def test_an_answer_brings_tokens_then_ends_then_the_connectors_turn(steps_in_flight: int) -> None:
-    """`one` gets a third token that stops it, `two` its last; both ends come behind the tokens of
-    all, in admission order, and the connector hears of the answer last."""
+    """`one` gets a third token that stops it, `two` its last; both ends come after the tokens of
+    all, in admission order, and the connector's hook comes last."""
     connector = WatchingConnector()
     driver = Driver(
         sample=lambda name, position: EOS if (name, position) == ("one", 2) else 50 + position,
         max_steps_in_flight=steps_in_flight,
-        world={"connector": connector},
+        connector=connector,
     )
     driver.add("one", prompt_of(5))
     driver.add("two", prompt_of(5, 30), max_tokens=3)
@@ -131,9 +128,9 @@ def test_an_answer_brings_tokens_then_ends_then_the_connectors_turn(steps_in_fli
     for _ in range(2 + steps_in_flight - 1):
         driver.step()
     connector.log.clear()
-    if not driver.pending:
+    if not driver.unanswered:
         driver.plan()
-    driver.scheduler.update_from_output(driver.pending.popleft(), driver.now)
+    driver.scheduler.update_from_output(driver.take_output(), driver.now)
     ((client, outputs),) = driver.scheduler.take_outputs()
     assert (client, outputs.handles.tolist()) == (0, [0, 1, 2])
     assert outputs.tokens.tolist() == [EOS, 52, 52]
@@ -221,7 +218,7 @@ def test_every_reason_to_end_reaches_the_client(steps_in_flight: int) -> None:
     driver.steps(3)
     driver.abort(keys["gone"])
     driver.stop_found(keys["found"], 1)
-    while driver.pending:
+    while driver.unanswered:
         driver.answer()
     driver.plan()
     driver.answer(nan_rows=[driver.requests["nan"].row])
@@ -242,7 +239,7 @@ def test_every_reason_to_end_reaches_the_client(steps_in_flight: int) -> None:
 @pytest.mark.req("REQ-07")
 def test_a_request_carries_what_connector_session_and_agent_need() -> None:
     connector = WatchingConnector()
-    driver = Driver(world={"connector": connector}, max_steps_in_flight=2)
+    driver = Driver(connector=connector, max_steps_in_flight=2)
     key = driver.add(
         "turn",
         prompt_of(5),
@@ -282,7 +279,8 @@ def test_a_plan_says_everything_that_workers_and_gateways_need_of_a_step() -> No
         num_speculative_tokens=2,
         draft=lambda name, position: [own[1], 6] if (name, position) == ("strict", 1) else [],
         max_num_encoder_input_tokens=4,
-        world={"grammars": compiler, "connector": connector},
+        grammars=compiler,
+        connector=connector,
     )
     sees = driver.add("sees", prompt_of(9), multimodal=(MultimodalFeature("a", 2, 4),))
     strict = driver.add("strict", prompt_of(10, 40), structured_output=grammar_for("strict"))
@@ -292,7 +290,7 @@ def test_a_plan_says_everything_that_workers_and_gateways_need_of_a_step() -> No
     assert [start.request_id for start in plan.added] == ["strict", "sees"]
     assert (driver.scheduled, plan.num_scheduled_tokens) == ({"strict": 10, "sees": 9}, 19)
     assert plan.encoder_inputs == ((1, 0),)
-    assert plan.connector_metadata == b"step 1"
+    assert [load.request_id for load in driver.commands_of(plan).loads] == ["loads"]
     assert plan.has_structured_output
     plan = driver.step()
     assert plan is not None
@@ -300,13 +298,8 @@ def test_a_plan_says_everything_that_workers_and_gateways_need_of_a_step() -> No
     assert (plan.draft_rows.tolist(), plan.draft_tokens.tolist()) == ([0], [own[1]])
     assert plan.num_invalid_draft_tokens == 1
     driver.abort(strict)
-    load = connector.loading.pop("loads")
-    failed = load.tables[0][1]
-    driver.write_kv(load.tables, load.token_ids, 0, 4)
-    report = TransferReport(
-        1, 0, finished_receiving=("loads",), failed_block_ids=int32_array([failed])
-    )
-    driver.scheduler.update_from_transfers(report, driver.now)
+    failed = driver.transfers.loading["loads"].block_ids[0][1]
+    driver.ranks.end_load("loads", failing=[failed])
     driver.add("same", [*prompt_of(12), 20])
     driver.add("other", prompt_of(4, 80), multimodal=(MultimodalFeature("b", 0, 4),))
     plan = driver.step()
@@ -334,9 +327,9 @@ def test_blocks_that_all_rows_share_are_counted_when_membership_changes() -> Non
     driver.step()
     three = driver.add("three", prompt_of(12, 50), max_tokens=2)
     driver.run()
-    told = [plan.common_prefix_blocks for plan in driver.plans if plan.common_prefix_blocks]
-    assert told[:2] == [(4, 4), (2, 2)]
-    assert (0, 0) in told  # with `three`, who shares nothing
+    prefixes = [plan.common_prefix_blocks for plan in driver.plans if plan.common_prefix_blocks]
+    assert prefixes[:2] == [(4, 4), (2, 2)]
+    assert (0, 0) in prefixes  # with `three`, which shares nothing
     assert three in driver.finished
 
 
@@ -345,13 +338,12 @@ def test_blocks_that_all_rows_share_are_counted_when_membership_changes() -> Non
 
 @pytest.mark.req("MET-01")
 def test_the_figures_are_those_of_what_has_happened() -> None:
-    connector = LoadingConnector({"loads": 11})
     driver = Driver(
         max_num_seqs=2,
         max_num_encoder_input_tokens=8,
         num_speculative_tokens=2,
         draft=lambda name, position: [steady_token(name, position), 5],
-        world={"connector": connector},
+        rules={"match": has_stored({"loads": 11})},
     )
     driver.add("one", prompt_of(14), max_tokens=1, multimodal=(MultimodalFeature("a", 1, 6),))
     driver.step()

@@ -20,7 +20,9 @@ from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler
-from tests.scheduler.driver import EOS, Driver, expected_output, kv_cache_config, steady_token
+from tests.harness.driver import Driver
+from tests.harness.kv_groups import kv_cache_config
+from tests.harness.tokens import EOS, expected_output, steady_token
 
 requests = st.fixed_dictionaries(
     {
@@ -76,7 +78,7 @@ def play(driver: Driver, happenings: list[Any]) -> dict[tuple[int, int], tuple[s
                 names[key] = (name, happening["max_tokens"])
             case "plan":
                 driver.plan()
-            case "answer" if driver.pending:
+            case "answer" if driver.unanswered:
                 driver.answer()
             case "step":
                 driver.step()
@@ -196,7 +198,7 @@ def test_a_rows_table_only_grows_between_its_start_and_its_end() -> None:
 def test_a_stop_token_ends_requests_under_pressure_as_it_does_without() -> None:
     def sample(request_id: str, position: int) -> int:
         token = steady_token(request_id, position)
-        return EOS if token % 7 == 0 else token
+        return EOS if token % 11 == 0 else token
 
     results = []
     for num_blocks, in_flight in ((9, 1), (9, 2), (100, 1)):

@@ -11,8 +11,10 @@ from longshore.protocol.requests import (
 )
 from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.step.planner import PauseState
-from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
-from tests.scheduler.grammars import Grammars
+from tests.harness.driver import Driver
+from tests.harness.grammar import FakeCompiler
+from tests.harness.shared_drivers import pressed
+from tests.harness.tokens import expected_output, prompt_of
 
 NEVER = StructuredOutput("regex", "never compiled")
 
@@ -56,13 +58,13 @@ def test_a_resumed_request_needs_all_its_tokens_cut_to_threshold_and_budget(
 # Who is looked at
 
 
-def waiting_with_witness(**settings: Any) -> tuple[Driver, Grammars]:
+def waiting_with_witness(**settings: Any) -> tuple[Driver, FakeCompiler]:
     """A full pool with two running requests; `polled` grows when `waits` is tried."""
-    grammars = Grammars()
+    grammars = FakeCompiler()
     driver = pressed(
         enable_prefix_caching=False,
         cache={"preempt_threshold": 1.0},
-        world={"grammars": grammars},
+        grammars=grammars,
         **settings,
     )
     driver.add("old", prompt_of(15, 0), max_tokens=8)
@@ -90,8 +92,8 @@ def test_no_waiting_request_is_tried_in_a_step_that_preempted() -> None:
 @pytest.mark.req("SCH-07")
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
 def test_no_waiting_request_is_tried_while_the_engine_is_paused(state: PauseState) -> None:
-    grammars = Grammars("g")
-    driver = Driver(world={"grammars": grammars})
+    grammars = FakeCompiler({"g"})
+    driver = Driver(grammars=grammars)
     driver.add("runs", prompt_of(5), max_tokens=9)
     driver.step()
     driver.add("waits", prompt_of(5, 40), structured_output=StructuredOutput("regex", "g"))
@@ -110,8 +112,8 @@ def test_no_waiting_request_is_tried_while_the_engine_is_paused(state: PauseStat
 @pytest.mark.req("SCH-09")
 @pytest.mark.parametrize("limit", [{"max_num_seqs": 1}, {"max_num_batched_tokens": 5}])
 def test_width_and_budget_come_before_everything_about_the_request(limit: dict[str, int]) -> None:
-    grammars = Grammars("g")
-    driver = Driver(world={"grammars": grammars}, **limit)
+    grammars = FakeCompiler({"g"})
+    driver = Driver(grammars=grammars, **limit)
     driver.add("runs", prompt_of(5), max_tokens=2)
     driver.step()
     driver.add("more", prompt_of(4 if "max_num_batched_tokens" in limit else 1, 20), max_tokens=2)
@@ -129,7 +131,7 @@ def test_width_and_budget_come_before_everything_about_the_request(limit: dict[s
 def test_a_blocked_request_or_a_new_adapter_is_set_aside_before_blocks_are_counted(
     obstacle: str,
 ) -> None:
-    driver = Driver(num_blocks=9, max_model_len=32, max_loras=1, world={"grammars": Grammars()})
+    driver = Driver(num_blocks=9, max_model_len=32, max_loras=1, grammars=FakeCompiler())
     driver.add("runs", prompt_of(12, 0), max_tokens=8, lora=LoRARequest("a"))
     driver.step()
     fields = {
@@ -147,8 +149,8 @@ def test_a_blocked_request_or_a_new_adapter_is_set_aside_before_blocks_are_count
 
 @pytest.mark.req("SCH-09")
 def test_a_blocked_request_is_set_aside_before_its_adapter_is_asked_about() -> None:
-    grammars = Grammars()
-    driver = Driver(max_loras=1, world={"grammars": grammars})
+    grammars = FakeCompiler()
+    driver = Driver(max_loras=1, grammars=grammars)
     driver.add("runs", prompt_of(5), max_tokens=30, lora=LoRARequest("a"))
     driver.step()
     driver.add("both", prompt_of(5, 40), structured_output=NEVER, lora=LoRARequest("b"))
@@ -160,7 +162,7 @@ def test_a_blocked_request_is_set_aside_before_its_adapter_is_asked_about() -> N
 
 
 @pytest.mark.req("SCH-09")
-def test_want_of_blocks_preempts_for_those_who_run_and_ends_admission_for_those_who_wait() -> None:
+def test_a_shortage_of_blocks_preempts_running_requests_and_ends_admission() -> None:
     driver = pressed(enable_prefix_caching=False, cache={"preempt_threshold": 1.0})
     driver.add("old", prompt_of(15, 0), max_tokens=8)
     driver.add("young", prompt_of(12, 40), max_tokens=8)

@@ -1,68 +1,49 @@
 """Requests whose KV comes from elsewhere, among others that wait: requirements of several
-sections, with the connector told what to do."""
+sections, whose connector does what the test says."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from longshore.connectors.base import AskLater, FinishAction, Match, RequestView
-from longshore.protocol.handshake import Feature
+from longshore.connectors.base import FinishAction, RequestView
 from longshore.protocol.requests import LoRARequest, StructuredOutput
 from longshore.scheduler.request import NOT_SCHEDULED, Request, RequestStatus
-from longshore.scheduler.scheduler import Scheduler
-from tests.scheduler import transfer_driver
-from tests.scheduler.adversarial_connector import has_leading
-from tests.scheduler.driver import expected_output, prompt_of
-from tests.scheduler.grammars import Grammars
-from tests.scheduler.transfer_driver import TransferDriver
-
-MakeDriver = Callable[..., TransferDriver]
+from tests.harness.connector import has_stored
+from tests.harness.driver import Driver
+from tests.harness.grammar import FakeCompiler
+from tests.harness.shared_drivers import connected
+from tests.harness.tokens import expected_output, prompt_of
 
 
-@pytest.fixture
-def make_driver(monkeypatch: pytest.MonkeyPatch) -> MakeDriver:
-    """A `TransferDriver` whose engine can do everything, and compiles no grammar.
+def make_driver(
+    matches: dict[str, int | None] | None = None, *, is_async: bool = True, **settings: Any
+) -> Driver:
+    """An engine that compiles no grammar.
 
-    matches: by request id, how many leading tokens there are to load; None: asks for time.
+    matches: by request id, how many leading tokens there are to load; None: not known yet.
     """
-    everything = partial(
-        Scheduler, features=frozenset(Feature) - {Feature.POOLING_ONLY}, grammars=Grammars()
-    )
-    monkeypatch.setattr(transfer_driver, "Scheduler", everything)
-
-    def make(
-        matches: dict[str, int | None] | None = None, *, is_async: bool = True, **settings: Any
-    ) -> TransferDriver:
-        def match(request: RequestView, num_computed_tokens: int) -> Match:
-            num_tokens = (matches or {}).get(request.request_id, 0)
-            if num_tokens is None:
-                return AskLater()
-            return has_leading(num_tokens, is_async=is_async)(request, num_computed_tokens)
-
-        return TransferDriver(rules={"match": match} | settings.pop("rules", {}), **settings)
-
-    return make
+    match = has_stored({} if matches is None else matches, is_async=is_async)
+    rules = {"match": match} | settings.pop("rules", {})
+    return connected(rules=rules, grammars=FakeCompiler(), **settings)
 
 
-def request_of(driver: TransferDriver, key: tuple[int, int]) -> Request:
+def request_of(driver: Driver, key: tuple[int, int]) -> Request:
     request = driver.scheduler._lifecycle.get(*key)
     assert request is not None
     return request
 
 
-def admitted(driver: TransferDriver) -> list[str]:
+def admitted(driver: Driver) -> list[str]:
     """In the latest plan."""
     return [start.request_id for start in driver.plans[-1].added]
 
 
-def settle(driver: TransferDriver) -> None:
-    """Everything ends, and nothing is left behind."""
+def settle(driver: Driver) -> None:
+    """Everything ends, and nothing remains."""
     for _ in range(20):
-        driver.end_all_transfers()
-        driver.run()
+        driver.ranks.end_all()
+        driver.run_until_idle()
         if driver.transfers.is_idle:
             break
     driver.check_idle()
@@ -74,7 +55,7 @@ def settle(driver: TransferDriver) -> None:
 @pytest.mark.req("SCH-06", "ERR-37")
 @pytest.mark.parametrize("length", [8, 11])
 def test_a_background_load_of_everything_schedules_nothing_now_and_one_token_later(
-    make_driver: MakeDriver, length: int
+    length: int,
 ) -> None:
     driver = make_driver({"r": 100})
     key = driver.add("r", prompt_of(length))
@@ -82,7 +63,7 @@ def test_a_background_load_of_everything_schedules_nothing_now_and_one_token_lat
     assert plan is not None
     assert (plan.num_scheduled_tokens, plan.num_rows, plan.added) == (0, 0, ())
     assert request_of(driver, key).status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    driver.end_load("r")
+    driver.ranks.end_load("r")
     driver.answer()
     plan = driver.plan()
     assert plan is not None
@@ -94,9 +75,7 @@ def test_a_background_load_of_everything_schedules_nothing_now_and_one_token_lat
 
 @pytest.mark.req("SCH-06", "ERR-37")
 @pytest.mark.parametrize("num_external", [8, 11, 40])
-def test_a_load_within_the_step_leaves_at_least_the_last_token(
-    make_driver: MakeDriver, num_external: int
-) -> None:
+def test_a_load_within_the_step_leaves_at_least_the_last_token(num_external: int) -> None:
     driver = make_driver({"r": num_external}, is_async=False)
     key = driver.add("r", prompt_of(11))
     plan = driver.plan()
@@ -107,9 +86,7 @@ def test_a_load_within_the_step_leaves_at_least_the_last_token(
 
 
 @pytest.mark.req("SCH-12")
-def test_a_request_that_was_loaded_uses_its_own_count_and_looks_nothing_up(
-    make_driver: MakeDriver,
-) -> None:
+def test_a_request_that_was_loaded_uses_its_own_count_and_looks_nothing_up() -> None:
     driver = make_driver({"r": 8}, max_steps_in_flight=1)
     key = driver.add("r", prompt_of(18))
     driver.step()
@@ -121,7 +98,7 @@ def test_a_request_that_was_loaded_uses_its_own_count_and_looks_nothing_up(
     assert found.num_tokens == 16
     num_queried = driver.scheduler.make_stats().num_prefix_queried_tokens
     assert num_queried == 2 * 18
-    driver.end_load("r")
+    driver.ranks.end_load("r")
     plan = driver.plan()
     assert plan is not None
     (start,) = plan.added
@@ -147,7 +124,7 @@ OBSTACLES = ["grammar", "adapter", "later", "load", "session"]
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("obstacles", [*([each] for each in OBSTACLES), OBSTACLES])
 def test_a_loaded_request_is_not_held_up_by_one_ahead_of_it_that_cannot_be_scheduled(
-    make_driver: MakeDriver, policy: str, steps_in_flight: int, obstacles: list[str]
+    policy: str, steps_in_flight: int, obstacles: list[str]
 ) -> None:
     driver = make_driver(
         {"ready": 8, "load": 8, "later": None},
@@ -177,7 +154,7 @@ def test_a_loaded_request_is_not_held_up_by_one_ahead_of_it_that_cannot_be_sched
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     order = [waiting.request_id for waiting in driver.scheduler.waiting]
     assert order.index("ready") == len(obstacles) == len(order) - 1
-    driver.end_load("ready")
+    driver.ranks.end_load("ready")
     driver.step()
     if request.row < 0:  # with two in flight the step had been planned already
         driver.step()
@@ -190,9 +167,7 @@ def test_a_loaded_request_is_not_held_up_by_one_ahead_of_it_that_cannot_be_sched
 
 @pytest.mark.req("SCH-25")
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "continuum"])
-def test_a_loaded_request_finishes_although_a_bigger_one_is_ahead_of_it(
-    make_driver: MakeDriver, policy: str
-) -> None:
+def test_a_loaded_request_finishes_although_a_bigger_one_is_ahead_of_it(policy: str) -> None:
     driver = make_driver({"ready": 8}, num_blocks=9, max_model_len=32, policy=policy)
     runs = driver.add("runs", prompt_of(9, 60), max_tokens=8)
     driver.step()
@@ -201,10 +176,10 @@ def test_a_loaded_request_finishes_although_a_bigger_one_is_ahead_of_it(
     ready = driver.add("ready", prompt_of(13, 30), priority=1)
     for _ in range(2):
         driver.step()
-        driver.end_all_transfers()
+        driver.ranks.end_all()
     settle(driver)
-    driver.check_complete(runs, max_tokens=8)
-    driver.check_complete(big, max_tokens=5)
+    driver.check_complete(runs)
+    driver.check_complete(big)
     driver.check_complete(ready)
 
 
@@ -212,9 +187,7 @@ def test_a_loaded_request_finishes_although_a_bigger_one_is_ahead_of_it(
 
 
 @pytest.mark.req("ERR-30")
-def test_there_are_three_ways_to_be_blocked_and_each_has_one_name(
-    make_driver: MakeDriver,
-) -> None:
+def test_each_of_the_three_ways_to_be_blocked_has_one_status() -> None:
     driver = make_driver({"load": 8}, max_steps_in_flight=1)
     grammar = StructuredOutput("regex", "never")
     keys = {
@@ -222,7 +195,7 @@ def test_there_are_three_ways_to_be_blocked_and_each_has_one_name(
         "load": driver.add("load", prompt_of(9)),
         "session": driver.add("session", prompt_of(5, 30), resumable=True, max_tokens=1),
     }
-    driver.run()
+    driver.run_until_idle()
     statuses = {name: request_of(driver, key).status for name, key in keys.items()}
     assert statuses == {
         "grammar": RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
@@ -235,9 +208,7 @@ def test_there_are_three_ways_to_be_blocked_and_each_has_one_name(
 
 
 @pytest.mark.req("REQ-04")
-def test_counters_of_a_request_follow_it_from_its_arrival_to_its_preemption(
-    make_driver: MakeDriver,
-) -> None:
+def test_counters_of_a_request_follow_it_from_its_arrival_to_its_preemption() -> None:
     matches: dict[str, int | None] = {"r": 8}
     driver = make_driver(
         matches,
@@ -279,7 +250,7 @@ def test_counters_of_a_request_follow_it_from_its_arrival_to_its_preemption(
 @pytest.mark.req("ERR-40", "POO-09")
 @pytest.mark.parametrize("holder", ["load", "loaded", "quarantine", "send", "hold"])
 def test_the_prefix_cache_is_not_reset_while_a_waiting_request_or_transfer_holds_blocks(
-    make_driver: MakeDriver, holder: str
+    holder: str,
 ) -> None:
     def depart(request: RequestView) -> FinishAction:
         return FinishAction(holder == "send" and request.request_id == "sends", None)
@@ -287,23 +258,23 @@ def test_the_prefix_cache_is_not_reset_while_a_waiting_request_or_transfer_holds
     stores = {"stores": lambda: holder == "hold"}
     driver = make_driver({"r": 8}, rules={"depart": depart} | stores, max_num_seqs=1)
     sends = driver.add("sends", prompt_of(9, 40), max_tokens=1)
-    driver.run()
-    driver.check_complete(sends, max_tokens=1)
+    driver.run_until_idle()
+    driver.check_complete(sends)
     driver.scheduler.reset_prefix_cache()
     if holder in ("load", "loaded", "quarantine"):
         key = driver.add("r", prompt_of(9))
-        driver.run()
+        driver.run_until_idle()
         if holder == "quarantine":
             driver.abort(key)
         if holder == "loaded":
-            driver.end_load("r")
+            driver.ranks.end_load("r")
     assert driver.scheduler.get_request_counts()[0] == 0
     assert driver.num_free_blocks < driver.num_blocks - 1
     assert driver.scheduler.reset_prefix_cache() is False
     if holder == "send":
-        driver.end_send("sends")
+        driver.ranks.end_send("sends")
     settle(driver)
-    driver.run()
+    driver.run_until_idle()
     assert driver.num_free_blocks == driver.num_blocks - 1
     assert driver.scheduler.reset_prefix_cache() is True
 
@@ -313,9 +284,7 @@ def test_the_prefix_cache_is_not_reset_while_a_waiting_request_or_transfer_holds
 
 @pytest.mark.req("ERR-38")
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_steps_go_on_while_transfers_do_not_end(
-    make_driver: MakeDriver, steps_in_flight: int
-) -> None:
+def test_steps_continue_while_transfers_do_not_end(steps_in_flight: int) -> None:
     driver = make_driver(
         {"loads": 8},
         rules={"depart": lambda request: FinishAction(request.request_id == "sends", None)},
@@ -329,6 +298,6 @@ def test_steps_go_on_while_transfers_do_not_end(
         assert plan is None or np.isin(plan.num_scheduled_tokens, [0, 1, 18])
     assert set(driver.transfers.loading) == {"loads"}
     assert set(driver.transfers.sending) == {"sends"}
-    driver.check_complete(sends, max_tokens=1)
-    driver.check_complete(runs, max_tokens=30)
+    driver.check_complete(sends)
+    driver.check_complete(runs)
     settle(driver)

@@ -7,11 +7,12 @@ import pytest
 from longshore.protocol.requests import MultimodalFeature
 from longshore.scheduler.queue.policies import Order, OrderedPolicy, PolicyRequest
 from longshore.scheduler.request import IllegalTransition, RequestStatus
-from tests.scheduler.driver import Driver, expected_output, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.tokens import expected_output, prompt_of
 
 
 class VictimLast(OrderedPolicy):
-    """A policy from elsewhere: first come, first served, and `victim` after everybody else."""
+    """A policy from elsewhere: first come, first served, and `victim` after all others."""
 
     def order(self, request: PolicyRequest) -> Order:
         return request.request_id == "victim", request.arrival_time
@@ -25,7 +26,7 @@ PRIORITIES = {"victim": 9, "keeps": 2, "urgent": 0, "last": 1}
 def driver_under(policy: str, **settings: Any) -> Driver:
     """`victim` is always preempted first; 4 tokens per prompt and step."""
     if policy == "elsewhere":
-        settings["world"] = {"policy": VictimLast()}
+        settings["scheduler"] = {"policy": VictimLast()}
     else:
         settings["policy"] = policy
     driver = Driver(
@@ -40,7 +41,7 @@ def driver_under(policy: str, **settings: Any) -> Driver:
 
 
 def admit(driver: Driver, name: str, prompt: list[int], **fields: Any) -> tuple[int, int]:
-    """One more runs, behind those that do."""
+    """One more runs, after those that do."""
     priority = PRIORITIES[name]
     key = driver.add(name, prompt, max_tokens=8, priority=priority, job_id=name, **fields)
     driver.step()
@@ -142,7 +143,7 @@ def test_a_preempted_request_keeps_its_tokens_and_nothing_else(steps_in_flight: 
     young = driver.requests["young"]
     while not young.num_preemptions:
         assert young.status is RequestStatus.RUNNING
-        while driver.pending:
+        while driver.unanswered:
             driver.answer()
         num_held, num_free = len(driver.table("young")), driver.num_free_blocks
         plan = driver.plan()
@@ -153,7 +154,7 @@ def test_a_preempted_request_keeps_its_tokens_and_nothing_else(steps_in_flight: 
     assert young.num_computed_tokens == 0
     assert driver.scheduler.waiting.peek() is young  # before `waits`
     assert driver.scheduler.reset_encoder_cache()  # no request refers to its item any more
-    while driver.pending:
+    while driver.unanswered:
         driver.answer()
     num_tokens = young.num_tokens
     assert num_tokens == 12 + len(driver.received[key])

@@ -13,8 +13,9 @@ from longshore.protocol.requests import (
 )
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.request import Request
-from tests.scheduler.driver import Driver, expected_output, prompt_of
-from tests.scheduler.grammars import Grammars
+from tests.harness.driver import Driver
+from tests.harness.grammar import FakeCompiler
+from tests.harness.tokens import expected_output, prompt_of
 from tests.scheduler.test_request import make_request
 
 IMAGES = (MultimodalFeature("a", 0, 2), MultimodalFeature("b", 3, 4, "audio"))
@@ -23,7 +24,7 @@ GRAMMAR = StructuredOutput("json_schema", "{}")
 
 
 @pytest.mark.req("REQ-01")
-def test_a_request_keeps_who_it_is_and_what_it_was_asked_with() -> None:
+def test_a_request_keeps_its_identity_and_its_parameters() -> None:
     driver = Driver(max_loras=1, policy="priority", max_num_seqs=1)
     driver.add(
         "r",
@@ -54,7 +55,7 @@ def test_a_request_keeps_who_it_is_and_what_it_was_asked_with() -> None:
 
 @pytest.mark.req("REQ-02", "OUT-01")
 def test_every_kind_of_input_reaches_the_workers_once_with_its_parameters() -> None:
-    driver = Driver(max_num_encoder_input_tokens=8, max_loras=1, world={"grammars": Grammars("{}")})
+    driver = Driver(max_num_encoder_input_tokens=8, max_loras=1, grammars=FakeCompiler({"{}"}))
     sampling = {"top_k": 3, "seed": 7, "stop_token_ids": (9,)}
     driver.add("text", prompt_of(6), max_tokens=5, sampling=sampling, lora=LoRARequest("x", "/x"))
     driver.add("images", prompt_of(8, 20), max_tokens=2, multimodal=IMAGES)
@@ -149,7 +150,7 @@ def test_verified_tokens_all_tokens_and_drafts_are_three_streams(steps_in_flight
         elif num_drafts:
             assert drafts == [-1, -1]  # only the worker knows them
         driver.plan()
-        if driver.pending:
+        if driver.unanswered:
             driver.answer()
     assert num_outputs >= 7
     driver.run()
@@ -173,7 +174,7 @@ def test_only_requests_with_items_ahead_of_them_need_the_encoder() -> None:
     driver.add("images", prompt_of(16, 30), max_tokens=4, multimodal=IMAGES)
     pending = driver.scheduler._encoder.pending
     assert list(pending) == []
-    driver.step()  # eight tokens of `images`, behind both items
+    driver.step()  # eight tokens of `images`, past both items
     assert driver.scheduled == {"text": 4, "images": 8}
     assert list(pending) == []
     plans = [len(plan.encoder_inputs) for plan in driver.plans]

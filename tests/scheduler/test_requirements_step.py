@@ -14,8 +14,9 @@ from longshore.protocol.requests import (
     MultimodalFeature,
     StructuredOutput,
 )
-from tests.scheduler.driver import Driver, expected_output, prompt_of
-from tests.scheduler.grammars import Grammars
+from tests.harness.driver import Driver
+from tests.harness.grammar import FakeCompiler
+from tests.harness.tokens import expected_output, prompt_of
 
 WRONG = [3, 4, 5]
 """Drafts that no request samples."""
@@ -69,7 +70,7 @@ def test_a_step_with_room_for_all_leaves_nothing_to_catch_up_with(steps_in_fligh
             held = (generations > 0) & (running.generation == generations)
             assert (running.num_computed[held] == goal[held]).all()
             gaps |= set((running.num_computed - before)[held].tolist())
-        if driver.pending and (plan is None or len(driver.pending) >= steps_in_flight):
+        if driver.unanswered and (plan is None or len(driver.unanswered) >= steps_in_flight):
             driver.answer()
     assert {1, 3} <= gaps
 
@@ -152,17 +153,17 @@ def test_a_request_at_the_models_length_takes_no_budget_for_what_it_cannot_compu
 @pytest.mark.req("SCH-18")
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_counters_advance_when_the_plan_has_been_built(steps_in_flight: int) -> None:
-    grammars = Grammars()
+    grammars = FakeCompiler()
     driver = Driver(
         verify_plan=True,
         max_steps_in_flight=steps_in_flight,
         max_num_batched_tokens=8,
         max_num_encoder_input_tokens=4,
-        world={"grammars": grammars},
+        grammars=grammars,
     )
     gone = driver.add("gone", prompt_of(1, 80), max_tokens=9)
     driver.step()
-    while driver.pending:
+    while driver.unanswered:
         driver.answer()
     driver.abort(gone)
     driver.add(
@@ -203,31 +204,31 @@ def answer(scheduler: Any, plan: SchedulerOutput, *tokens: int) -> None:
 
 @pytest.mark.req("SCH-19")
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_a_plan_tells_the_blocks_handed_out_in_its_step_and_no_others(
+def test_a_plan_lists_the_blocks_allocated_in_its_step_and_no_others(
     steps_in_flight: int,
 ) -> None:
     driver = Driver(num_groups=2, max_steps_in_flight=steps_in_flight, max_num_batched_tokens=8)
     driver.add("r", prompt_of(10), max_tokens=9)
-    told = []
+    listed = []
     while driver.scheduler.has_unfinished_requests():
         plan = driver.step()
         if plan is not None and plan.num_scheduled_tokens:
             starts = [ids.tolist() for start in plan.added for ids in start.block_ids]
-            told.append(starts or [ids.block_ids.tolist() for ids in plan.appended])
+            listed.append(starts or [ids.block_ids.tolist() for ids in plan.appended])
     # 8 + 2 tokens of the prompt, then 8 one by one: positions 12 and 16 begin blocks.
-    assert told[:2] == [[[1, 2], [3, 4]], [[5], [6]]]
-    assert told[2:] == [[], [], [[7], [8]], [], [], [], [[9], [10]], []]
+    assert listed[:2] == [[[1, 2], [3, 4]], [[5], [6]]]
+    assert listed[2:] == [[], [], [[7], [8]], [], [], [], [[9], [10]], []]
 
 
 @pytest.mark.req("SCH-21")
-def test_common_prefix_blocks_are_those_of_all_who_run_in_each_group() -> None:
+def test_common_prefix_blocks_are_those_of_all_running_requests_in_each_group() -> None:
     driver = Driver(num_groups=2)
-    told = []
+    listed = []
 
     def step() -> tuple[int, ...]:
         plan = driver.step()
         assert plan is not None
-        told.append(plan.common_prefix_blocks)
+        listed.append(plan.common_prefix_blocks)
         return plan.common_prefix_blocks
 
     a = driver.add("a", prompt_of(11), max_tokens=20)
@@ -281,7 +282,7 @@ def test_every_step_stays_within_its_bounds_and_passes_over_no_request(
         "max_num_encoder_input_tokens": 4,
         "num_speculative_tokens": 2,
         "draft": lambda name, first: right_drafts(name, first) if first % 3 else WRONG[:2],
-        "world": {"grammars": Grammars("g")},
+        "grammars": FakeCompiler({"g"}),
     }
     driver = Driver(
         num_blocks=13,
@@ -302,7 +303,7 @@ def test_every_step_stays_within_its_bounds_and_passes_over_no_request(
         if plan is not None:
             check_bounds(driver, plan)
             check_nobody_is_passed_over(driver, plan, wanted, generations)
-        if driver.pending and (plan is None or len(driver.pending) >= steps_in_flight):
+        if driver.unanswered and (plan is None or len(driver.unanswered) >= steps_in_flight):
             driver.answer()
 
     for number in range(60):
@@ -314,7 +315,7 @@ def test_every_step_stays_within_its_bounds_and_passes_over_no_request(
         driver.scheduler.waiting.update_pinned_state(chance.sample("xyz", chance.randrange(3)))
         for _ in range(chance.randrange(4)):
             step()
-    while driver.scheduler.has_unfinished_requests() or driver.pending:
+    while driver.scheduler.has_unfinished_requests() or driver.unanswered:
         step()
     assert len(driver.finished) == 60
     assert driver.scheduler.make_stats().num_preemptions > 5

@@ -9,7 +9,9 @@ import pytest
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import Malformed
 from longshore.scheduler.request import RequestStatus
-from tests.scheduler.driver import EOS, Driver, expected_output, pressed, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.shared_drivers import pressed
+from tests.harness.tokens import EOS, expected_output, prompt_of
 
 ASYNC = {"max_steps_in_flight": 2}
 
@@ -94,7 +96,7 @@ def test_running_requests_come_before_waiting_ones_in_admission_order() -> None:
 
 
 @pytest.mark.req("SCH-05", "SPD-06")
-def test_a_running_request_with_nothing_to_do_does_not_stop_the_ones_behind_it() -> None:
+def test_a_running_request_with_nothing_to_do_does_not_stop_the_ones_after_it() -> None:
     driver = Driver(**ASYNC)
     done = driver.add("done", prompt_of(5, 0), max_tokens=1)
     driver.add("goes on", prompt_of(5, 30), max_tokens=3)
@@ -189,7 +191,7 @@ def test_at_least_the_last_token_is_computed_although_all_is_cached() -> None:
 
 
 @pytest.mark.req("SCH-16", "OUT-03")
-def test_new_and_resumed_requests_are_told_apart_and_run() -> None:
+def test_new_and_resumed_requests_are_distinguished_and_run() -> None:
     driver = Driver(num_blocks=9, max_model_len=32)
     driver.add("old", prompt_of(14, 0), max_tokens=14)
     driver.add("young", prompt_of(14, 40), max_tokens=14)
@@ -376,7 +378,7 @@ def test_numbers_that_no_request_can_reach_do_not_stop_the_engine() -> None:
     assert driver.reason(key) in (FinishReason.LENGTH_CAPPED, FinishReason.ERROR)
 
 
-def test_a_resubmitted_request_goes_on_where_it_was() -> None:
+def test_a_resubmitted_request_continues_where_it_was() -> None:
     driver = Driver()
     key = driver.add("r", prompt_of(5), outputs=expected_output("r", 3), max_tokens=5)
     driver.run()

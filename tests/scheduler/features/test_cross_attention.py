@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
+from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.requests import (
     LoRARequest,
     MultimodalFeature,
@@ -19,13 +18,10 @@ from longshore.protocol.requests import (
 )
 from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.features.encoder import RowEncoder, check_encoder
-from tests.scheduler.driver import expected_output, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.kv_groups import config_of, cross, full, window
+from tests.harness.tokens import expected_output, prompt_of
 from tests.scheduler.features.test_encoder import request_of
-from tests.scheduler.hybrid_driver import HybridDriver, config_of, fingerprint, full, window
-
-
-def cross(max_encoder_tokens: int = 12, block_size: int = 4) -> CrossAttentionSpec:
-    return CrossAttentionSpec(block_size, 1, 8, 4, max_encoder_tokens=max_encoder_tokens)
 
 
 def sound(name: str, num_tokens: int = 12, **fields: Any) -> tuple[MultimodalFeature, ...]:
@@ -33,8 +29,8 @@ def sound(name: str, num_tokens: int = 12, **fields: Any) -> tuple[MultimodalFea
     return (MultimodalFeature(name, num_tokens=num_tokens, **settings),)
 
 
-class HearingDriver(HybridDriver):
-    """The worker writes what it hears into the cross group's blocks, and reads it in every step."""
+class HearingDriver(Driver):
+    """Of a model with an encoder."""
 
     def __init__(self, *specs: KVCacheSpec, **settings: Any) -> None:
         specs = specs or (full(), cross())
@@ -44,25 +40,6 @@ class HearingDriver(HybridDriver):
         """Queue a request with a sound of its own."""
         fields = {"multimodal": sound(request_id, num_tokens)} | fields
         return self.add(request_id, fields.pop("prompt", prompt_of(5)), **fields)
-
-    def _encode(self, plan: SchedulerOutput, scheduled: dict[int, int]) -> None:
-        assert plan.freed_encoder_hashes == ()
-        assert plan.encoder_inputs == tuple((start.row, 0) for start in plan.added)
-        sizes = [start.multimodal[0].num_tokens for start in plan.added]
-        assert sum(sizes) <= self.config.max_num_encoder_input_tokens
-        added = {start.row for start in plan.added}
-        for row in scheduled:
-            held = self._held[row]
-            for spec, table in zip(self.specs, held.tables, strict=True):
-                if isinstance(spec, CrossAttentionSpec):
-                    (item,) = held.start.multimodal
-                    for position in range(item.num_tokens):
-                        slot = table[position // spec.block_size], position % spec.block_size
-                        heard = fingerprint([len(item.hash), *item.hash.encode(), position])
-                        if row in added:
-                            assert self._references[slot[0]] == 1, "nothing of it is shared"
-                            self._kv[slot] = heard
-                        self._check_kv(slot, heard)
 
 
 @pytest.mark.req("KVM-11")
@@ -85,12 +62,12 @@ def test_a_request_that_does_not_fit_the_encoders_budget_waits_in_its_place(
     keys = [driver.hear(name, size) for name, size in (("a", 12), ("b", 8), ("c", 5), ("d", 4))]
     driver.plan()
     assert driver.running == ["a", "b"]  # d, which would fit, does not slip past c
-    (waiting, behind) = driver.scheduler.make_report(driver.now, "engine").waiting
+    (waiting, next_one) = driver.scheduler.make_report(driver.now, "engine").waiting
     assert waiting.waits_for == (
         "the encoder: a step encodes max_num_encoder_input_tokens=24 tokens, "
         "the last step had 4 left, and the request needs 5"
     )
-    assert behind.waits_for == "its turn: 1 ahead of it could run first"
+    assert next_one.waits_for == "its turn: 1 ahead of it could run first"
     driver.step()
     driver.plan()
     assert driver.running == ["a", "b", "c", "d"]
@@ -99,7 +76,7 @@ def test_a_request_that_does_not_fit_the_encoders_budget_waits_in_its_place(
         assert driver.received[key] == expected_output(name, 8)
 
 
-def test_who_waits_for_blocks_is_told_how_many_with_those_for_its_sound() -> None:
+def test_a_request_that_waits_for_blocks_says_how_many_with_those_for_its_sound() -> None:
     driver = HearingDriver(num_blocks=20, max_num_encoder_input_tokens=24)
     for name in ("a", "b", "c", "d"):
         driver.hear(name)
@@ -110,7 +87,7 @@ def test_who_waits_for_blocks_is_told_how_many_with_those_for_its_sound() -> Non
 
 
 @pytest.mark.parametrize("new_epoch", [False, True])
-def test_who_comes_back_is_encoded_again_in_the_step_in_which_it_takes_its_row(
+def test_a_resumed_request_is_encoded_again_in_the_step_in_which_it_takes_its_row(
     new_epoch: bool,
 ) -> None:
     """The driver compares each plan's encoder inputs with whom it adds."""
@@ -148,7 +125,7 @@ def test_nothing_is_found_and_nothing_is_shared_among_equal_requests() -> None:
     assert driver.scheduler.reset_encoder_cache()
 
 
-def test_a_row_that_is_sent_back_has_its_sound_still() -> None:
+def test_a_rewound_row_has_its_sound_still() -> None:
     encoder = RowEncoder(budget=12)
     encoder.begin_step()
     request = request_of("r", ("a", 0, 12), row=3)
@@ -223,7 +200,7 @@ happenings = st.lists(
 @pytest.mark.req("KVM-11")
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.data(), happenings)
-def test_whatever_happens_each_row_hears_its_own_sound_in_every_step(
+def test_whatever_happens_each_row_reads_its_own_sound_in_every_step(
     data: st.DataObject, happened: list[tuple[Any, ...]]
 ) -> None:
     num_drafts = data.draw(st.integers(0, 2))

@@ -15,14 +15,9 @@ from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows
 from longshore.scheduler.step.output_validator import InvalidOutput
 from longshore.scheduler.step.running import RunningTable
-from tests.scheduler.driver import (
-    EOS,
-    Driver,
-    expected_output,
-    pressed,
-    prompt_of,
-    steady_token,
-)
+from tests.harness.driver import Driver
+from tests.harness.shared_drivers import pressed
+from tests.harness.tokens import EOS, expected_output, prompt_of, steady_token
 from tests.scheduler.test_request import make_request
 
 WRONG = 5
@@ -43,7 +38,7 @@ def drafter(num_drafts: int, num_right: Callable[[str, int], int]) -> Callable[.
 
 
 def drafting(num_drafts: int, num_right: int = 0, **settings: Any) -> Driver:
-    """A driver with a drafter that is always right so many times."""
+    """A driver with a drafter whose first `num_right` drafts are right."""
     return Driver(
         num_speculative_tokens=num_drafts,
         draft=drafter(num_drafts, lambda name, position: num_right),
@@ -246,7 +241,7 @@ def test_what_was_drafted_and_accepted_is_counted_per_request(steps_in_flight: i
     # good: 1 with its prompt, then 3 a step: 3 steps of 2 drafts, all accepted.
     end = driver.finished[good]
     assert (end.num_draft_tokens, end.num_accepted_tokens) == (6, 6)
-    # bad: 3 more tokens, one a step; of the last two only so many are drafted as could be needed.
+    # bad: 3 more tokens, one a step; for the last two, only as many are drafted as could be needed.
     end = driver.finished[bad]
     assert end.num_accepted_tokens == 0
     assert end.num_draft_tokens == 2 + 1
@@ -266,7 +261,7 @@ def test_slots_for_drafts_are_reserved_at_admission(lookahead: int, num_blocks: 
 
 @pytest.mark.req("SPD-01")
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_slots_for_drafts_are_reserved_behind_every_step_but_not_behind_the_models_length(
+def test_slots_for_drafts_are_reserved_after_every_step_but_not_after_the_models_length(
     steps_in_flight: int,
 ) -> None:
     driver = Driver(num_lookahead_tokens=3, max_model_len=24, max_steps_in_flight=steps_in_flight)
@@ -295,7 +290,9 @@ def test_a_request_preempts_for_its_lookahead_slots_as_for_any_other() -> None:
 
 @pytest.mark.req("SPD-06")
 @pytest.mark.parametrize("num_right", [0, 1, 3])
-def test_a_request_that_may_be_finished_is_skipped_and_younger_ones_go_on(num_right: int) -> None:
+def test_a_request_that_may_be_finished_is_skipped_and_younger_ones_continue(
+    num_right: int,
+) -> None:
     """With 3 drafts in flight `short` might have all its tokens; if they are wrong it goes on."""
     driver = Driver(
         num_speculative_tokens=3,
@@ -319,7 +316,7 @@ def test_a_request_that_may_be_finished_is_skipped_and_younger_ones_go_on(num_ri
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_tokens_behind_the_one_that_stops_are_dropped(steps_in_flight: int) -> None:
+def test_tokens_after_the_one_that_stops_are_dropped(steps_in_flight: int) -> None:
     def sample(name: str, position: int) -> int:
         return EOS if position == 2 else 50 + position
 
@@ -454,7 +451,7 @@ def test_speculation_changes_no_token_and_loses_no_block(data: st.DataObject) ->
     np.testing.assert_array_equal(driver.scheduler.running.num_placeholders, 0)
 
 
-def test_a_row_that_is_sent_back_with_drafts_in_flight_computes_right() -> None:
+def test_a_row_that_is_rewound_with_drafts_in_flight_computes_right() -> None:
     driver = drafting(3, num_right=1, max_steps_in_flight=2)
     bad = driver.add("bad", prompt_of(12), max_tokens=20)
     key = driver.add("r", prompt_of(12), max_tokens=20)  # on blocks that `bad` computes

@@ -21,7 +21,8 @@ from longshore.protocol.requests import AddRequest, MultimodalFeature
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.features.encoder import EncoderCache
 from longshore.scheduler.request import Request
-from tests.scheduler.driver import Driver, expected_output, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.tokens import expected_output, prompt_of
 
 
 def items_of(*items: tuple[str, int, int]) -> tuple[MultimodalFeature, ...]:
@@ -58,7 +59,7 @@ def step(
         (0, 10, 10),  # ends where the first item begins
         (0, 11, 11),  # the first fits the budget
         (0, 40, 30),  # the second does not, and cuts the chunk
-        (20, 10, 10),  # the first is behind, the second ahead
+        (20, 10, 10),  # the first is computed, the second is not
         (20, 20, 20),
         (30, 5, 5),
         (36, 5, 4),  # the third is cut off
@@ -269,12 +270,12 @@ class EncoderMachine(RuleBasedStateMachine):
     @rule()
     def send_plan(self) -> None:
         inputs = self.cache.take_encoder_inputs()
-        told = []
+        encoded = []
         for row, index in inputs:
             (request,) = (each for each in self.requests.values() if each.row == row)
             assert (request.request_id, index) in self.holders[request.multimodal[index].hash]
-            told.append(request.multimodal[index].hash)
-        assert told == self.encoding
+            encoded.append(request.multimodal[index].hash)
+        assert encoded == self.encoding
         assert self.cache.take_freed() == tuple(self.freed)
         self.encoding, self.freed = [], []
         for name, count in self.planned.items():
@@ -346,7 +347,7 @@ def test_requests_with_the_same_item_encode_it_once() -> None:
     assert [plan.encoder_inputs for plan in driver.plans if plan.encoder_inputs] == [((0, 0),)]
 
 
-def test_what_one_request_is_cut_by_goes_to_those_behind_it() -> None:
+def test_what_one_request_is_cut_by_goes_to_those_after_it() -> None:
     driver = seeing(8, 16, max_num_batched_tokens=64, max_num_scheduled_tokens=24)
     driver.add("big", prompt_of(60), multimodal=items_of(("a", 0, 8), ("b", 30, 8)), max_tokens=2)
     driver.add("text", prompt_of(40, 50), max_tokens=2)
@@ -382,7 +383,7 @@ def test_an_item_that_could_never_be_encoded_is_rejected_with_a_reason(
 
 
 @pytest.mark.req("OUT-05")
-def test_workers_are_told_which_outputs_to_drop() -> None:
+def test_plans_list_the_encoder_outputs_to_evict() -> None:
     driver = seeing(8, 8)
     for index, name in enumerate("abc"):
         items = items_of((name, 0, 8))
@@ -442,7 +443,7 @@ def test_no_position_of_an_item_is_computed_before_the_item_is_encoded(
     assert driver.scheduler.reset_encoder_cache()
 
 
-def test_a_row_that_is_sent_back_before_an_item_has_it_encoded_again() -> None:
+def test_a_row_that_is_rewound_before_an_item_has_it_encoded_again() -> None:
     """`r` stands on blocks of `bad`, whose item was evicted for `new` before its NaN came."""
     driver = seeing(8, 8, max_steps_in_flight=2)
     bad = driver.add("bad", prompt_of(20), multimodal=items_of(("a", 2, 8)), max_tokens=9)

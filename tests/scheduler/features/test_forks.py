@@ -28,7 +28,8 @@ from longshore.scheduler.kv_cache.manager import (
     KVCacheManager,
 )
 from longshore.scheduler.request import Request
-from tests.scheduler.driver import Driver, expected_output, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.tokens import expected_output, prompt_of
 from tests.scheduler.kv_cache.test_manager import (
     make_manager,
     request_of,
@@ -183,7 +184,7 @@ class ForkingRows(RuleBasedStateMachine):
         tokens = self.tokens[row]
         for position in range(first, len(tokens)):
             block_id = int(ids[position // 4])
-            assert references[block_id] == 1, "somebody else holds this block"
+            assert references[block_id] == 1, "another request holds this block"
             assert self.manager.pool.block_hash(block_id) is None, "it can be found"
             self.content[block_id, position % 4] = tokens[position]
         request = self.rows[row]
@@ -373,7 +374,7 @@ def test_a_fork_shares_only_as_many_tokens_as_agree() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_fork_of_an_aborted_request_goes_on_without_it(when: str) -> None:
+def test_a_fork_of_an_aborted_request_continues_without_it(when: str) -> None:
     driver = Driver(max_num_seqs=1, enable_prefix_caching=False)
     first = driver.add("parent", PROMPT)
     key = driver.add("child", PROMPT, fork_of=first[1])
@@ -420,7 +421,7 @@ def test_what_a_request_computed_before_its_preemption_is_no_fork_s() -> None:
     assert driver.received[key] == expected_output("child", 8)
 
 
-def test_a_fork_of_a_request_that_is_sent_back_waits_until_that_has_computed_again() -> None:
+def test_a_fork_of_a_rewound_request_waits_until_that_has_computed_again() -> None:
     driver = Driver(max_steps_in_flight=2)
     source = driver.add("source", PROMPT)
     parent = driver.add("parent", [*PROMPT, 77])
@@ -429,7 +430,7 @@ def test_a_fork_of_a_request_that_is_sent_back_waits_until_that_has_computed_aga
     driver.plan()
     driver.answer(nan_rows=[0])
     assert driver.reason(source) is FinishReason.ERROR
-    driver.plan()  # sent back, the parent computes everything itself
+    driver.plan()  # rewound, the parent computes everything itself
     assert driver.scheduled == {"parent": 15}
     driver.answer()
     assert driver.scheduler.waiting.peek() is None
@@ -481,7 +482,9 @@ def test_a_fork_that_cannot_share_blocks_is_rejected_with_a_reason(
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_session_that_keeps_its_blocks_goes_on_behind_them(caching: bool, in_flight: int) -> None:
+def test_a_session_that_keeps_its_blocks_continues_after_them(
+    caching: bool, in_flight: int
+) -> None:
     driver = Driver(enable_prefix_caching=caching, max_steps_in_flight=in_flight)
     key = driver.add("s", PROMPT, max_tokens=3, resumable=True, keeps_blocks=True)
     while not driver.continued[key]:
@@ -546,7 +549,7 @@ def test_a_fork_of_a_session_computes_the_token_that_the_session_only_sampled() 
     assert driver.received[key] == expected_output("c", 8)
 
 
-def test_blocks_that_are_only_held_are_given_up_before_anybody_is_preempted() -> None:
+def test_holds_are_released_before_any_request_is_preempted() -> None:
     driver = Driver(num_blocks=9, enable_prefix_caching=False, max_model_len=32)
     idle = driver.add("idle", PROMPT, max_tokens=2, resumable=True, keeps_blocks=True)
     driver.steps(3)
@@ -648,7 +651,7 @@ def test_random_families_of_forks_read_their_own_tokens(data: st.DataObject) -> 
         elif action == "e" and draw(st.integers(0, 3)) == 0:
             epoch += 1
             driver.restart_workers(epoch)
-        elif action == "n" and driver.pending:
+        elif action == "n" and driver.unanswered:
             planned = driver.scheduler._in_flight.oldest()
             assert planned is not None
             rows = planned.rows.tolist()

@@ -1,4 +1,4 @@
-"""Grammars: who waits for one, which masks go out when, and what it does to drafts."""
+"""Grammars: which requests wait for one, when masks are sent, and what happens to drafts."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
 from longshore.scheduler.request import RequestStatus
-from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of, steady_token
-from tests.scheduler.fake_grammar import FakeCompiler, grammar_for
+from tests.harness.driver import Driver
+from tests.harness.grammar import FakeCompiler, grammar_for
+from tests.harness.shared_drivers import pressed
+from tests.harness.tokens import expected_output, prompt_of, steady_token
 
 ODD = 5  # every grammar allows it, and no request ever samples it
 EVEN = 6  # nor this, which no grammar allows
@@ -17,7 +19,7 @@ EVEN = 6  # nor this, which no grammar allows
 
 def restricted(ready: set[str], **settings: object) -> tuple[Driver, FakeCompiler]:
     compiler = FakeCompiler(ready)
-    return Driver(world={"grammars": compiler}, **settings), compiler
+    return Driver(grammars=compiler, **settings), compiler
 
 
 def add(driver: Driver, name: str, **fields: object) -> tuple[int, int]:
@@ -67,7 +69,7 @@ def test_a_request_may_be_aborted_while_its_grammar_is_compiled() -> None:
     assert driver.plan() is None
 
 
-def test_an_engine_without_a_compiler_refuses_grammars_by_name() -> None:
+def test_an_engine_without_a_compiler_rejects_grammars_with_a_reason() -> None:
     driver = Driver()
     key = add(driver, "r")
     assert driver.reason(key) is FinishReason.ERROR
@@ -76,7 +78,7 @@ def test_an_engine_without_a_compiler_refuses_grammars_by_name() -> None:
 
 @pytest.mark.req("FEA-01")
 @pytest.mark.parametrize("fits", [True, False])
-def test_a_request_that_goes_on_here_begins_behind_what_it_has_emitted(fits: bool) -> None:
+def test_a_request_that_continues_here_begins_after_what_it_has_emitted(fits: bool) -> None:
     driver, compiler = restricted({"r"})
     outputs = expected_output("r", 3) if fits else [*expected_output("r", 2), EVEN]
     key = add(driver, "r", outputs=outputs)
@@ -158,10 +160,10 @@ def test_a_token_against_the_grammar_ends_its_request() -> None:
     driver, _ = restricted({"r"})
     key = add(driver, "r")
     driver.plan()
-    driver.pending.clear()
+    driver.take_output()
     answer = ModelRunnerOutput(1, 1, sampled_tokens=int32_array([EVEN]))
     driver.scheduler.update_from_output(answer, driver.now)
-    driver.collect()
+    driver.collect(is_ours=False)
     assert driver.reason(key) is FinishReason.ERROR
     assert "against the grammar" in (driver.finished[key].message or "")
 
@@ -171,7 +173,7 @@ def test_a_token_against_the_grammar_ends_its_request() -> None:
 def test_a_grammar_follows_its_request_through_preemption(steps_in_flight: int) -> None:
     compiler = FakeCompiler({"all"})
     driver = pressed(
-        world={"grammars": compiler},
+        grammars=compiler,
         enable_prefix_caching=False,
         max_steps_in_flight=steps_in_flight,
     )
@@ -189,12 +191,12 @@ def test_a_grammar_follows_its_request_through_preemption(steps_in_flight: int) 
 
 
 @pytest.mark.req("FEA-01", "SPD-04", "SPD-05")
-def test_drafts_are_cut_at_the_first_one_that_the_grammar_refuses() -> None:
+def test_drafts_are_cut_at_the_first_one_that_the_grammar_rejects() -> None:
     compiler = FakeCompiler()
     own = expected_output("r", 20)
     proposals = {1: [own[1], EVEN, own[3]], 3: [EVEN, own[4], own[5]], 4: [own[4], ODD, own[6]]}
     driver = Driver(
-        world={"grammars": compiler},
+        grammars=compiler,
         num_speculative_tokens=3,
         draft=lambda name, position: proposals.get(position, []),
     )
@@ -250,7 +252,7 @@ def test_masks_and_grammars_keep_up_whatever_happens(data: st.DataObject) -> Non
         max_num_scheduled_tokens=data.draw(st.integers(2, 40)),
         num_speculative_tokens=2,
         draft=lambda name, position: [expected_output(name, position + 1)[-1], EVEN],
-        world={"grammars": compiler},
+        grammars=compiler,
     )
     names = [f"r{index}" for index in range(data.draw(st.integers(1, 6)))]
     aborted = set()
@@ -281,7 +283,7 @@ def test_a_token_against_the_grammar_ends_its_request_also_if_it_was_preempted_m
     driver.scheduler._lifecycle.preempt(driver.requests["r"], driver.now)
     answer = ModelRunnerOutput(1, 1, int32_array([EVEN]))
     driver.scheduler.update_from_output(answer, driver.now)
-    driver.collect()
+    driver.collect(is_ours=False)
     assert driver.reason(key) is FinishReason.ERROR
     assert f"token {EVEN} was sampled against the grammar" == driver.finished[key].message
     assert driver.scheduler.get_request_counts() == (0, 0)

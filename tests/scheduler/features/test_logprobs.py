@@ -13,9 +13,12 @@ from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.outputs import EngineOutputs, FinishReason, ModelRunnerOutput, TokenLogprobs
 from longshore.protocol.requests import PromptEmbeds
 from longshore.scheduler.step.output_validator import InvalidOutput
-from tests.scheduler.driver import EOS, Driver, expected_output, pressed, prompt_of, scores
-from tests.scheduler.fake_grammar import FakeCompiler, grammar_for
-from tests.scheduler.loading_connector import LoadingConnector
+from tests.harness.connector import AdversarialConnector, has_stored
+from tests.harness.driver import Driver
+from tests.harness.grammar import FakeCompiler, grammar_for
+from tests.harness.shared_drivers import pressed
+from tests.harness.tokens import EOS, expected_output, prompt_of
+from tests.harness.worker_rows import token_logprobs
 
 Key = tuple[int, int]
 
@@ -125,7 +128,7 @@ def test_a_request_preempted_amid_its_scored_prompt_computes_all_of_it_again() -
 
 
 def test_no_connector_is_asked_for_a_prompt_that_is_to_be_scored() -> None:
-    driver = Driver(world={"connector": LoadingConnector({"scored": 8})})
+    driver = Driver(connector=AdversarialConnector(match=has_stored({"scored": 8})))
     key = driver.add("scored", prompt_of(13), sampling={"prompt_logprobs": 0})
     driver.run()
     assert driver.plans[0].added[0].num_computed_tokens == 0
@@ -174,7 +177,7 @@ def test_entries_of_a_plan_that_a_rewound_row_left_are_dropped() -> None:
     check_scores(driver, key, prompt_of(13), (None, 0))
 
 
-def test_what_comes_behind_the_token_that_stops_is_cut() -> None:
+def test_tokens_after_the_one_that_stops_are_cut() -> None:
     stop_at = 3
     driver = Driver(
         num_speculative_tokens=3,
@@ -189,7 +192,7 @@ def test_what_comes_behind_the_token_that_stops_is_cut() -> None:
 
 def one(**columns: list[int]) -> TokenLogprobs:
     """One good entry for the first answer of the test below, with some columns replaced."""
-    good = scores([(0, 5, 20, 1)])
+    good = token_logprobs([(0, 5, 20, 1)])
     return msgspec.structs.replace(
         good, **{name: int32_array(values) for name, values in columns.items()}
     )
@@ -205,9 +208,9 @@ def one(**columns: list[int]) -> TokenLogprobs:
         (one(owners=[-1]), "of a row that requested none"),
         (one(token_ids=[20, 100]), r"outside 0\.\.99"),
         (one(token_ids=[-1, 3]), r"outside 0\.\.99"),
-        (scores([(0, 5, 20, 2)]), "more or fewer tokens"),
-        (scores([(0, 4, 20, 1)]), "more or fewer tokens"),  # no prompt token was asked for
-        (scores([(0, 6, 20, 1)]), "of positions that it did not compute"),
+        (token_logprobs([(0, 5, 20, 2)]), "more or fewer tokens"),
+        (token_logprobs([(0, 4, 20, 1)]), "more or fewer tokens"),  # no prompt token was asked for
+        (token_logprobs([(0, 6, 20, 1)]), "of positions that it did not compute"),
     ],
 )
 def test_malformed_entries_fit_no_plan_and_change_nothing(
@@ -228,7 +231,7 @@ def test_entries_that_no_request_asked_for_fit_no_plan() -> None:
     driver = Driver()
     driver.add("r", prompt_of(5))
     driver.plan()
-    answer = ModelRunnerOutput(1, 1, int32_array([9]), logprobs=scores([(0, 5, 9, 0)]))
+    answer = ModelRunnerOutput(1, 1, int32_array([9]), logprobs=token_logprobs([(0, 5, 9, 0)]))
     with pytest.raises(InvalidOutput, match="of rows that requested none"):
         driver.scheduler.update_from_output(answer, driver.now)
 
@@ -256,21 +259,23 @@ def test_an_embedded_prompt_has_no_tokens_to_score() -> None:
     assert "prompt_logprobs" in (driver.finished[key].message or "")
 
 
-class WatchingConnector(LoadingConnector):
-    """Takes what the clients would be sent at each hook of an answer."""
+class WatchingConnector(AdversarialConnector):
+    """Takes what the clients would get at each hook of an answer."""
 
     def __init__(self) -> None:
-        super().__init__({})
+        super().__init__()
         self.seen: list[tuple[str, list[int], EngineOutputs | None]] = []
 
     def request_finished(
         self, request: RequestView, block_ids: tuple[Int32Array, ...]
     ) -> FinishAction:
+        super().request_finished(request, block_ids)
         outputs = dict(self.driver.scheduler.take_outputs())
         self.seen.append((request.request_id, request.token_ids.tolist(), outputs.get(0)))
         return FinishAction()
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
+        super().update_connector_output(output)
         outputs = dict(self.driver.scheduler.take_outputs())
         self.seen.append(("connector", [], outputs.get(0)))
 
@@ -281,7 +286,8 @@ def test_an_answer_brings_tokens_and_scores_then_ends_then_outputs_then_the_conn
 ):
     connector, compiler = WatchingConnector(), FakeCompiler({"all"})
     driver = connector.driver = Driver(
-        world={"connector": connector, "grammars": compiler},
+        connector=connector,
+        grammars=compiler,
         max_num_batched_tokens=14,
         num_speculative_tokens=2,
         sample=lambda name, position: (
@@ -302,7 +308,7 @@ def test_an_answer_brings_tokens_and_scores_then_ends_then_outputs_then_the_conn
     driver.answer()
     (ended, tokens, before), (last, _, after) = connector.seen
     # Accept and reject, append, score: `stops` got two drafts accepted, of which the second ends
-    # it, and the third token is cut; `masked` had its draft refused; `long` is amid its prompt.
+    # it, and the third token is cut; `masked` had its draft rejected; `long` is amid its prompt.
     first, second = expected_output("stops", 2)
     assert (ended, tokens) == ("stops", [*prompt_of(5), first, second, EOS])
     assert compiler.grammars["masked"].tokens == expected_output("masked", 2)
@@ -322,7 +328,7 @@ def test_an_answer_brings_tokens_and_scores_then_ends_then_outputs_then_the_conn
     assert [position for handle, position in scored if handle == handles[long]] == list(
         range(1, chunk + 1)
     )
-    # Then the ends, told to the clients; the connector's own news come last.
+    # Then the clients get the ends; the connector's hook comes last.
     assert last == "connector"
     assert after is not None
     assert [(end.handle, end.reason) for end in after.finished] == [

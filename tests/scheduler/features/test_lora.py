@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import LoRARequest
 from longshore.scheduler.features.lora import LoRASlots
-from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.shared_drivers import pressed
+from tests.harness.tokens import expected_output, prompt_of
 
 
 def add(driver: Driver, name: str, adapter: str | None, **fields: int) -> tuple[int, int]:
@@ -51,7 +53,7 @@ def test_only_a_new_adapter_beyond_the_limit_is_set_aside(steps_in_flight: int) 
 
 
 @pytest.mark.req("FEA-02")
-def test_the_workers_are_told_which_adapter_a_row_wants() -> None:
+def test_the_start_of_a_row_has_its_adapter() -> None:
     driver = Driver(max_loras=1)
     driver.add("r", prompt_of(5), lora=LoRARequest("a", "/adapters/a"))
     driver.add("plain", prompt_of(5, 40))
@@ -62,7 +64,7 @@ def test_the_workers_are_told_which_adapter_a_row_wants() -> None:
 
 
 @pytest.mark.req("FEA-02")
-def test_a_preempted_request_gives_up_its_place() -> None:
+def test_a_preempted_request_frees_its_adapter_slot() -> None:
     driver = pressed(max_loras=1, enable_prefix_caching=False)
     driver.add("old", prompt_of(15), max_tokens=12)
     driver.add("young", prompt_of(15, 40), max_tokens=12, lora=LoRARequest("a"))
@@ -74,7 +76,7 @@ def test_a_preempted_request_gives_up_its_place() -> None:
     assert len(driver.finished) == 3
 
 
-def test_an_engine_without_places_refuses_adapters_by_name() -> None:
+def test_an_engine_without_slots_rejects_adapters_with_a_reason() -> None:
     driver = Driver()
     key = add(driver, "r", "a")
     assert driver.reason(key) is FinishReason.ERROR
@@ -89,7 +91,7 @@ def test_an_engine_without_places_refuses_adapters_by_name() -> None:
     policy=st.sampled_from(["fcfs", "priority"]),
     adapters=st.lists(st.sampled_from([None, "a", "b", "c", "d", "e"]), min_size=1, max_size=12),
 )
-def test_never_more_adapters_than_places_and_everybody_has_a_turn(
+def test_never_more_adapters_than_slots_and_every_request_has_a_turn(
     max_loras: int, steps_in_flight: int, policy: str, adapters: list[str | None]
 ) -> None:
     driver = Driver(  # which compares the adapters of every plan's rows with max_loras

@@ -6,7 +6,8 @@ import pytest
 from longshore.protocol.arrays import Int32Array
 from longshore.scheduler.features.metrics import BlockLife, SampledBlockMetrics
 from longshore.scheduler.kv_cache.block_pool import BlockPool
-from tests.scheduler.driver import Driver, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.tokens import prompt_of
 
 
 class ManualClock:
@@ -75,10 +76,10 @@ def test_lives_that_are_not_taken_do_not_pile_up() -> None:
 
 
 @pytest.mark.req("MET-03")
-def test_a_scheduler_tells_how_its_blocks_live() -> None:
+def test_a_scheduler_reports_the_lifetimes_of_its_blocks() -> None:
     clock = ManualClock()
     metrics = SampledBlockMetrics(clock, sample_every=1)
-    driver = Driver(num_blocks=10, max_model_len=36, world={"block_metrics": metrics})
+    driver = Driver(num_blocks=10, max_model_len=36, scheduler={"block_metrics": metrics})
     driver.add("first", prompt_of(9), max_tokens=2)
     driver.run()
     clock.now += 1.0

@@ -19,7 +19,9 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.transport.codec import Decoder, Encoder
 from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.step.output_validator import InvalidOutput
-from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.shared_drivers import pressed
+from tests.harness.tokens import expected_output, prompt_of
 
 EMBED = PoolingParams()
 BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -74,7 +76,7 @@ def test_a_pooled_prompt_is_a_prefix_for_others(steps_in_flight: int) -> None:
 
 @pytest.mark.parametrize("kind", ["mean", "cls"])
 @BOTH
-def test_a_vector_of_all_states_begins_behind_no_cached_prefix(
+def test_a_vector_of_all_states_begins_after_no_cached_prefix(
     kind: Literal["mean", "cls"], steps_in_flight: int
 ) -> None:
     driver = Driver(max_steps_in_flight=steps_in_flight, max_num_scheduled_tokens=8)

@@ -8,7 +8,9 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.sampling import RepetitionDetection
 from longshore.scheduler.features.repetition import is_repeating
-from tests.scheduler.driver import EOS, Driver, pressed, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.shared_drivers import pressed
+from tests.harness.tokens import EOS, prompt_of
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_repeats_in_the_prompt_do_not_count() -> None:
     assert driver.reason(key) is FinishReason.LENGTH_CAPPED
 
 
-def test_drafts_behind_the_closing_token_are_dropped() -> None:
+def test_drafts_after_the_closing_token_are_dropped() -> None:
     driver = Driver(
         sample=circling,
         num_speculative_tokens=4,

@@ -9,8 +9,9 @@ from longshore.protocol.requests import PoolingParams
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.features.sessions import MAX_QUEUED_CHUNKS
 from longshore.scheduler.request import RequestStatus
-from tests.scheduler.driver import EOS, Driver, expected_output, prompt_of
-from tests.scheduler.fake_grammar import FakeCompiler, grammar_for
+from tests.harness.driver import Driver
+from tests.harness.grammar import FakeCompiler, grammar_for
+from tests.harness.tokens import EOS, expected_output, prompt_of
 
 BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
 
@@ -25,7 +26,7 @@ def until_it_waits(driver: Driver, name: str) -> None:
 
 @pytest.mark.req("FEA-05")
 @BOTH
-def test_a_session_waits_for_its_next_input_and_goes_on_behind_all_of_its_tokens(
+def test_a_session_waits_for_its_next_input_and_continues_after_all_of_its_tokens(
     steps_in_flight: int,
 ) -> None:
     driver = Driver(max_steps_in_flight=steps_in_flight, enable_prefix_caching=False)
@@ -34,7 +35,7 @@ def test_a_session_waits_for_its_next_input_and_goes_on_behind_all_of_its_tokens
     (end,) = driver.continued[key]
     assert (end.reason, end.num_output_tokens) == (FinishReason.LENGTH_CAPPED, 3)
     assert driver.scheduler.get_request_counts() == (0, 1)
-    while driver.step() is not None or driver.pending:
+    while driver.step() is not None or driver.unanswered:
         pass
     assert driver.num_free_blocks == 39  # it holds nothing while it waits
     other = driver.add("other", prompt_of(6, 40))
@@ -91,7 +92,7 @@ def test_a_session_frees_its_blocks_after_those_of_requests_admitted_before_it()
 
 
 @BOTH
-def test_a_stop_id_ends_an_output_and_tokens_behind_it_are_dropped(steps_in_flight: int) -> None:
+def test_a_stop_id_ends_an_output_and_tokens_after_it_are_dropped(steps_in_flight: int) -> None:
     driver = Driver(
         sample=lambda name, position: EOS if position == 2 else 50 + position,
         max_steps_in_flight=steps_in_flight,
@@ -206,7 +207,7 @@ def test_inputs_that_wait_are_bounded() -> None:
 
 
 def test_a_session_takes_no_pooling_and_no_grammar() -> None:
-    driver = Driver(world={"grammars": FakeCompiler({"all"})})
+    driver = Driver(grammars=FakeCompiler({"all"}))
     for fields in ({"pooling": PoolingParams()}, {"structured_output": grammar_for("s")}):
         key = driver.add("s", prompt_of(6), resumable=True, **fields)
         assert driver.reason(key) is FinishReason.ERROR

@@ -21,9 +21,10 @@ from longshore.protocol.transport.codec import Decoder, Encoder
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.inspect.block_snapshot import Holding, states_of
 from longshore.scheduler.scheduler import Scheduler
-from tests.scheduler.block_snapshot_oracle import check_block_map, make_block_snapshot
-from tests.scheduler.driver import Driver, kv_cache_config, prompt_of
-from tests.scheduler.hybrid_driver import HybridDriver, config_of, full, window
+from tests.harness.block_snapshots import check_block_map, make_block_snapshot
+from tests.harness.driver import Driver
+from tests.harness.kv_groups import full, kv_cache_config, window
+from tests.harness.tokens import prompt_of
 
 
 def counts(driver: Driver) -> dict[BlockState, int]:
@@ -82,11 +83,11 @@ def test_a_block_is_in_quarantine_only_if_no_request_uses_it() -> None:
     states = states_of(kv_cache, holdings)
     assert states[table[0]] == BlockState.SHARED
     assert states[new].tolist() == [BlockState.QUARANTINED] * 2
-    assert states_of(kv_cache, holdings[:1])[new[1]] == BlockState.SHARED  # of somebody unknown
+    assert states_of(kv_cache, holdings[:1])[new[1]] == BlockState.SHARED  # with an unknown holder
 
 
 def test_groups_say_their_kind_and_freed_blocks_are_not_counted() -> None:
-    driver = HybridDriver(full(4), window(4, 4), num_blocks=60, max_num_batched_tokens=8)
+    driver = Driver(full(4), window(4, 4), num_blocks=60, max_num_batched_tokens=8)
     driver.add("r", prompt_of(40), max_tokens=4)
     driver.steps(7)
     groups = check_block_map(driver.scheduler, driver.now).groups
@@ -96,13 +97,13 @@ def test_groups_say_their_kind_and_freed_blocks_are_not_counted() -> None:
 
 def test_blocks_that_sinks_have_set_aside_are_reserved() -> None:
     spec = SinkFullAttentionSpec(4, 1, 8, 4, sink_tokens=8)
-    driver = Driver(kv_cache=config_of(40, spec))
+    driver = Driver(spec)
     states = make_block_snapshot(driver.scheduler, 1.0).states
     assert states[:3].tolist() == [BlockState.RESERVED] * 3
     assert set(states[3:].tolist()) == {BlockState.FREE}
 
 
-def test_who_asks_too_often_gets_the_same_picture() -> None:
+def test_requests_for_snapshots_in_quick_succession_get_the_same_one() -> None:
     scheduler = Driver().scheduler
     first = scheduler.make_block_snapshot(10.0, "engine")
     assert scheduler.make_block_snapshot(10.0 + 0.9 * statistics.MIN_INTERVAL_S, "engine") is first

@@ -17,15 +17,11 @@ from longshore.protocol.sampling import RepetitionDetection
 from longshore.protocol.statistics import EngineReport
 from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.step.planner import PauseState
-from tests.scheduler.driver import (
-    Driver,
-    expected_output,
-    pressed,
-    prompt_of,
-    steady_token,
-)
-from tests.scheduler.fake_grammar import FakeCompiler, grammar_for
-from tests.scheduler.loading_connector import LoadingConnector
+from tests.harness.connector import has_stored
+from tests.harness.driver import Driver
+from tests.harness.grammar import FakeCompiler, grammar_for
+from tests.harness.shared_drivers import pressed
+from tests.harness.tokens import expected_output, prompt_of, steady_token
 
 BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
 OUTSIDE = ("its grammar", "its KV", "the next input of its session", "its connector")
@@ -52,7 +48,7 @@ def test_a_request_that_only_came_too_late_waits_for_the_next_step() -> None:
     assert reasons(driver) == {}
 
 
-def test_those_behind_the_head_wait_for_their_turn() -> None:
+def test_requests_after_the_head_wait_for_their_turn() -> None:
     driver = Driver(max_num_seqs=1)
     for index in range(4):
         driver.add(f"r{index}", prompt_of(6, 9 * index))
@@ -73,13 +69,13 @@ def test_a_request_without_an_adapter_slot_says_so_and_delays_no_others() -> Non
     driver.add("d", prompt_of(6, 70))
     driver.step()
     assert driver.running == ["a", "c"]
-    told = reasons(driver)
-    assert told["b"] == "a slot for its adapter 'b': max_loras=1 others run"
-    assert told["d"] == "a row: all max_num_seqs=2 are held"
+    reported = reasons(driver)
+    assert reported["b"] == "a slot for its adapter 'b': max_loras=1 others run"
+    assert reported["d"] == "a row: all max_num_seqs=2 are held"
     driver.run()
 
 
-def test_want_of_blocks_is_told_with_its_numbers() -> None:
+def test_a_shortage_of_blocks_is_reported_with_its_numbers() -> None:
     driver = Driver(num_blocks=39, cache={"watermark": 0.12}, max_num_batched_tokens=256)
     driver.add("old", prompt_of(60), max_tokens=4)
     driver.add("other", prompt_of(60, 50), max_tokens=4)
@@ -92,7 +88,7 @@ def test_want_of_blocks_is_told_with_its_numbers() -> None:
     driver.run()
 
 
-def test_memory_pressure_is_told() -> None:
+def test_memory_pressure_is_reported() -> None:
     driver = Driver(
         num_blocks=21, cache={"preempt_threshold": 0.5, "admit_threshold": 0.1}, max_num_seqs=4
     )
@@ -122,9 +118,11 @@ def test_a_preempted_request_waits_for_the_answer_that_brings_its_token() -> Non
 def test_blocked_requests_say_what_they_wait_for_and_delay_no_others(
     steps_in_flight: int,
 ) -> None:
-    compiler, connector = FakeCompiler(), LoadingConnector({"loads": 8})
+    compiler = FakeCompiler()
     driver = Driver(
-        world={"grammars": compiler, "connector": connector}, max_steps_in_flight=steps_in_flight
+        grammars=compiler,
+        rules={"match": has_stored({"loads": 8})},
+        max_steps_in_flight=steps_in_flight,
     )
     session = driver.add("session", prompt_of(6), max_tokens=1, resumable=True)
     for _ in range(4):
@@ -149,7 +147,7 @@ def test_blocked_requests_say_what_they_wait_for_and_delay_no_others(
     compiler.ready.add("strict")
     driver.step()
     assert driver.running[-1] == "strict"
-    connector.end_load(driver, "loads")
+    driver.ranks.end_load("loads")
     assert driver.requests["loads"].status is RequestStatus.WAITING
     driver.step()
     assert driver.running[-1] == "loads"
@@ -159,9 +157,8 @@ def test_blocked_requests_say_what_they_wait_for_and_delay_no_others(
     assert driver.received[plain] == expected_output("plain", 30)
 
 
-def test_a_load_is_told_with_the_time_that_is_left() -> None:
-    connector = LoadingConnector({"r": 8})
-    driver = Driver(world={"connector": connector}, load_timeout_s=20.0)
+def test_a_load_is_reported_with_the_time_that_is_left() -> None:
+    driver = Driver(rules={"match": has_stored({"r": 8})}, load_timeout_s=20.0)
     driver.add("r", prompt_of(12))
     driver.step()
     driver.now += 5.0
@@ -171,8 +168,7 @@ def test_a_load_is_told_with_the_time_that_is_left() -> None:
 
 
 def test_a_request_whose_connector_does_not_know_yet_says_so() -> None:
-    connector = LoadingConnector({"r": None})
-    driver = Driver(world={"connector": connector})
+    driver = Driver(rules={"match": has_stored({"r": None})})
     driver.add("r", prompt_of(12))
     for _ in range(3):
         assert driver.step() is None
@@ -180,22 +176,20 @@ def test_a_request_whose_connector_does_not_know_yet_says_so() -> None:
 
 
 def test_a_request_that_would_load_too_much_at_once_says_so() -> None:
-    connector = LoadingConnector({"one": 11, "two": 11})
-    driver = Driver(world={"connector": connector}, max_loading_blocks=5)
+    driver = Driver(rules={"match": has_stored({"one": 11, "two": 11})}, max_loading_blocks=5)
     driver.add("one", prompt_of(12))
     driver.add("two", prompt_of(12, 40))
     driver.steps(2)
-    assert list(connector.loading) == ["one"]
+    assert list(driver.transfers.loading) == ["one"]
     assert "max_loading_blocks" in reasons(driver)["two"]
 
 
 def test_a_load_that_finds_too_few_blocks_while_nothing_runs_is_not_waited_for() -> None:
     """16 blocks: the first load holds 8 of them and may never end, and the second needs 10. The
     first chunk of its request fits."""
-    connector = LoadingConnector({"one": 28, "two": 39})
     driver = Driver(
         num_blocks=17,
-        world={"connector": connector},
+        rules={"match": has_stored({"one": 28, "two": 39})},
         max_loading_blocks=20,
         max_num_seqs=2,
         max_num_batched_tokens=8,
@@ -203,18 +197,17 @@ def test_a_load_that_finds_too_few_blocks_while_nothing_runs_is_not_waited_for()
     driver.add("one", prompt_of(30))
     driver.add("two", prompt_of(40, 40))
     driver.steps(2)
-    assert (list(connector.loading), driver.running) == (["one"], ["two"])
+    assert (list(driver.transfers.loading), driver.running) == (["one"], ["two"])
 
 
 def test_while_the_engine_is_paused_no_request_waits_for_what_has_come_since() -> None:
-    connector = LoadingConnector({"one": 11, "two": 11})
-    driver = Driver(world={"connector": connector}, max_loading_blocks=5)
+    driver = Driver(rules={"match": has_stored({"one": 11, "two": 11})}, max_loading_blocks=5)
     one = driver.add("one", prompt_of(12))
     driver.add("two", prompt_of(12, 40))
     driver.step()
     driver.scheduler.set_pause(PauseState.PAUSED_NEW)
     driver.abort(one)
-    connector.end_load(driver, "one")
+    driver.ranks.end_load("one")
     driver.step()
     assert reasons(driver) == {"two": "the engine to be unpaused: it is paused_new"}
 
@@ -247,7 +240,7 @@ def test_the_report_counts_how_long_a_request_has_waited_since_it_last_ran() -> 
 
 def test_the_engine_is_idle_for_as_long_as_no_request_has_advanced() -> None:
     compiler = FakeCompiler()
-    driver = Driver(world={"grammars": compiler})
+    driver = Driver(grammars=compiler)
     assert report_of(driver).idle_s == 0.0
     driver.add("quick", prompt_of(6), max_tokens=2)
     driver.add("r", prompt_of(6), structured_output=grammar_for("r"))
@@ -318,7 +311,7 @@ class World:
 
     def __init__(self, engine: dict[str, Any], cache: dict[str, Any], num_right: int) -> None:
         self.compiler = FakeCompiler()
-        self.connector = LoadingConnector({})
+        self.stored: dict[str, int | None] = {}
         num_drafts = engine["num_speculative_tokens"]
         self.driver = Driver(
             max_model_len=40,
@@ -329,7 +322,8 @@ class World:
                 for index in range(num_drafts)
             ],
             cache=cache,
-            world={"grammars": self.compiler, "connector": self.connector},
+            grammars=self.compiler,
+            rules={"match": has_stored(self.stored)},
             load_timeout_s=1e9,
             **engine,
         )
@@ -358,7 +352,7 @@ class World:
                 )
             case "circles":
                 fields["sampling"] = {"repetition": RepetitionDetection(2, 1, 3)}
-        self.connector.stored[name] = values["stored"]
+        self.stored[name] = values["stored"]
         key = self.driver.add(
             name, prompt_of(size, values["start"]), max_tokens=values["max_tokens"], **fields
         )
@@ -382,11 +376,10 @@ class World:
     def help(self) -> None:
         """Everything that requests wait for outside the scheduler comes."""
         self.compiler.ready.add("all")
-        for name, stored in self.connector.stored.items():
+        for name, stored in self.stored.items():
             if stored is None:
-                self.connector.stored[name] = 0
-        for name in list(self.connector.loading):
-            self.connector.end_load(self.driver, name, epoch=self.epoch)
+                self.stored[name] = 0
+        self.driver.ranks.end_all()
         for key in self.sessions:
             self.driver.continue_session(key, [70], max_tokens=2, resumable=False)
         self.sessions = []
@@ -394,16 +387,17 @@ class World:
 
     def step(self) -> None:
         """In each step a request advances, or the report says what each waits for."""
-        was_busy = bool(self.driver.pending)
+        was_busy = bool(self.driver.unanswered)
         plan = self.driver.step()
         if was_busy or (plan is not None):
             return
-        told = reasons(self.driver)
+        reported = reasons(self.driver)
         assert self.driver.running == []
-        assert len(told) == self.driver.scheduler.get_request_counts()[1]
-        for name, reason in told.items():
+        assert len(reported) == self.driver.scheduler.get_request_counts()[1]
+        for name, reason in reported.items():
             is_outside = reason.startswith((*OUTSIDE, "the engine to be unpaused", "its turn"))
-            assert is_outside or (self.connector.loading and self.waits_for_loads(reason)), name
+            loads = self.driver.transfers.loading
+            assert is_outside or (loads and self.waits_for_loads(reason)), name
 
     def waits_for_loads(self, reason: str) -> bool:
         """With loads under way a request may wait for their blocks, or to begin its own."""

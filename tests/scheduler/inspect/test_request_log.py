@@ -7,7 +7,8 @@ import pytest
 
 from longshore.protocol.logs.limits import MAX_PER_SECOND
 from longshore.protocol.outputs import RequestEvent
-from tests.scheduler.driver import Driver, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.tokens import prompt_of
 
 NAME = "longshore.scheduler.inspect.request_log"
 
@@ -62,8 +63,8 @@ def test_rejected_and_failed_requests_are_warnings_with_id_and_reason(
     driver.add("bad", prompt_of(5), max_tokens=30)
     driver.plan()
     driver.answer(nan_rows=[driver.requests["bad"].row])
-    (refused, why) = lines_of(caplog, "long")[0]
-    assert "the prompt has 64 tokens" in refused
+    (rejected, why) = lines_of(caplog, "long")[0]
+    assert "the prompt has 64 tokens" in rejected
     assert why["finish_reason"] == "IGNORED"
     (nans, where), (failed, how) = lines_of(caplog, "bad")
     assert (nans, where["step_id"]) == ("logits are not finite", 1)

@@ -26,7 +26,7 @@ from longshore.scheduler.kv_cache.coordinator import (
     UnitaryCoordinator,
     make_coordinator,
 )
-from tests.scheduler.hybrid_driver import chunked, first_seen, latent, state, window
+from tests.harness.kv_groups import chunked, first_seen, latent, state, window
 
 NAMES = [b"H%d" % index for index in range(16)]
 CROSS = CrossAttentionSpec(4, 1, 8, 4, max_encoder_tokens=16)
@@ -148,7 +148,7 @@ def test_blocks_that_are_no_whole_number_of_hash_blocks_are_rejected() -> None:
 
 
 def needed(spec: KVCacheSpec, num_tokens: int, num_served: int) -> set[int]:
-    """Blocks that must be there for a hit of `num_tokens`, to go on behind `num_served` of them:
+    """Blocks that must be there for a hit of `num_tokens`, to continue after `num_served` of them:
     all that the next token looks at, and those that are computed again."""
     if isinstance(spec, MambaSpec):
         seen = range(max(num_served - 1, 0), num_tokens)

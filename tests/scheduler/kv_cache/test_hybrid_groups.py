@@ -1,4 +1,4 @@
-"""The facade over groups of several kinds: what rows hold, give back and find."""
+"""The facade over groups of several kinds: what rows hold, free and find."""
 
 from collections import Counter
 from typing import Any
@@ -32,15 +32,7 @@ from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.full import FullAttentionManager
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.request import Request
-from tests.scheduler.hybrid_driver import (
-    chunked,
-    config_of,
-    first_seen,
-    full,
-    latent,
-    state,
-    window,
-)
+from tests.harness.kv_groups import chunked, config_of, first_seen, full, latent, state, window
 
 NUM_ROWS, MAX_LEN = 4, 48
 

@@ -7,22 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longshore.connectors.base import Match, Matched, RequestView, SchedulerConnector
-from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheSpec, LongestRequest
-from longshore.protocol.outputs import FinishReason, TransferReport
-from tests.scheduler.driver import expected_output, prompt_of
-from tests.scheduler.hybrid_driver import (
-    HybridDriver,
-    chunked,
-    fingerprint,
-    first_seen,
-    full,
-    latent,
-    state,
-    window,
-)
-from tests.scheduler.loading_connector import LoadingConnector
+from longshore.protocol.outputs import FinishReason
+from tests.harness.connector import AdversarialConnector, has_leading, has_stored
+from tests.harness.driver import Driver
+from tests.harness.kv_groups import chunked, first_seen, full, latent, state, window
+from tests.harness.tokens import expected_output, prompt_of
 from tests.scheduler.test_random_runs import events, play
 
 specs = st.lists(
@@ -56,7 +46,7 @@ engines = st.fixed_dictionaries(
 def test_whatever_groups_there_are_every_request_ends_once_with_its_own_tokens(
     groups: list[KVCacheSpec], engine: dict[str, Any], happenings: list[Any]
 ) -> None:
-    driver = HybridDriver(*groups, max_model_len=40, cache={"hash_block_size": 2}, **engine)
+    driver = Driver(*groups, max_model_len=40, cache={"hash_block_size": 2}, **engine)
     names = play(driver, happenings)
     driver.run()
     assert set(driver.finished) == set(names)
@@ -89,7 +79,7 @@ def test_a_long_run_under_pressure_keeps_every_token_in_its_place(
 ) -> None:
     chance = random.Random(mix)
     groups = MIXES[mix]
-    driver = HybridDriver(
+    driver = Driver(
         *groups,
         num_blocks=12 * len(groups) + 1,
         max_model_len=40,
@@ -120,7 +110,7 @@ def test_a_long_run_under_pressure_keeps_every_token_in_its_place(
     st.randoms(use_true_random=False),
 )
 @pytest.mark.req("KVM-07", "SPD-03")
-def test_a_rejected_draft_needs_no_block_that_a_window_gave_back(
+def test_a_rejected_draft_needs_no_block_that_a_window_freed(
     groups: list[KVCacheSpec], steps_in_flight: int, chance: random.Random
 ) -> None:
     def draft(request_id: str, position: int) -> list[int]:
@@ -128,7 +118,7 @@ def test_a_rejected_draft_needs_no_block_that_a_window_gave_back(
         right = chance.randrange(6)
         return [*expected_output(request_id, position + right)[position:], *[3] * 5][:5]
 
-    driver = HybridDriver(
+    driver = Driver(
         *groups,
         draft=draft,
         max_model_len=60,
@@ -146,11 +136,11 @@ def test_a_rejected_draft_needs_no_block_that_a_window_gave_back(
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("mix", MIXES)
-def test_after_numbers_that_are_not_finite_others_go_on_from_where_every_group_has_kv(
+def test_after_numbers_that_are_not_finite_others_continue_from_where_every_group_has_kv(
     mix: str, steps_in_flight: int
 ) -> None:
     chance = random.Random(mix)
-    driver = HybridDriver(
+    driver = Driver(
         *MIXES[mix],
         num_blocks=150,
         max_model_len=40,
@@ -166,10 +156,10 @@ def test_after_numbers_that_are_not_finite_others_go_on_from_where_every_group_h
         names[driver.add(name, prompt, max_tokens=max_tokens)] = name, max_tokens
         for _ in range(chance.randrange(3)):
             driver.plan()
-            if len(driver.pending) >= steps_in_flight or chance.random() < 0.5:
-                rows = sampled_rows(driver)
-                is_bad = rows and driver.pending and chance.random() < 0.3
-                if driver.pending:
+            if len(driver.unanswered) >= steps_in_flight or chance.random() < 0.5:
+                rows = driver.unanswered[0].samples if driver.unanswered else []
+                is_bad = rows and driver.unanswered and chance.random() < 0.3
+                if driver.unanswered:
                     driver.answer([chance.choice(rows)] if is_bad else [])
     driver.run()
     num_failed = 0
@@ -180,12 +170,6 @@ def test_after_numbers_that_are_not_finite_others_go_on_from_where_every_group_h
             assert driver.received[key] == expected_output(name, max_tokens)
     assert num_failed > 0
     driver.scheduler.check()
-
-
-def sampled_rows(driver: HybridDriver) -> list[int]:
-    """Rows that the oldest unanswered plan samples."""
-    planned = driver.scheduler._in_flight.oldest()
-    return [] if planned is None else planned.rows.tolist()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -207,7 +191,7 @@ def test_what_a_request_holds_stays_within_its_spec_for_any_prompt(
     """With two steps in flight the window's tokens and those of both steps are held. A pool of so
     many blocks is enough."""
     at_most = spec.max_blocks(LongestRequest(200, steps_in_flight * budget))
-    driver = HybridDriver(
+    driver = Driver(
         spec,
         max_model_len=200,
         num_blocks=1 + at_most,
@@ -228,7 +212,7 @@ def test_what_a_request_holds_stays_within_its_spec_for_any_prompt(
 def test_a_long_prompt_holds_no_more_of_a_window_than_a_short_one() -> None:
     held = {}
     for num_prompt in (500, 1000):
-        driver = HybridDriver(
+        driver = Driver(
             full(16),
             window(64, 16),
             max_model_len=1100,
@@ -250,7 +234,7 @@ def test_a_long_prompt_holds_no_more_of_a_window_than_a_short_one() -> None:
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.req("SCH-24")
 def test_a_prefix_hit_restores_the_state_at_a_block_border(steps_in_flight: int) -> None:
-    driver = HybridDriver(
+    driver = Driver(
         full(), state(8), max_steps_in_flight=steps_in_flight, cache={"hash_block_size": 4}
     )
     first = driver.add("first", prompt_of(21), max_tokens=2)
@@ -266,16 +250,16 @@ def test_a_prefix_hit_restores_the_state_at_a_block_border(steps_in_flight: int)
 
 def test_a_state_is_not_found_in_the_step_that_computes_it_while_kv_is() -> None:
     for groups, num_cached in (([full()], 16), ([full(), state()], 0)):
-        driver = HybridDriver(*groups)
+        driver = Driver(*groups)
         driver.add("one", prompt_of(17), max_tokens=2)
         twin = driver.add("two", prompt_of(17), max_tokens=2)
         driver.run()
         assert driver.finished[twin].num_cached_tokens == num_cached
 
 
-def test_a_window_gives_no_block_back_that_an_unanswered_step_computes() -> None:
+def test_a_window_frees_no_block_that_an_unanswered_step_computes() -> None:
     """Otherwise the block would be found by its hash if the step fails."""
-    driver = HybridDriver(window(6), max_steps_in_flight=2)
+    driver = Driver(window(6), max_steps_in_flight=2)
     failing = driver.add("failing", prompt_of(20), max_tokens=9)
     driver.plan()
     driver.plan()
@@ -292,61 +276,25 @@ def test_a_window_gives_no_block_back_that_an_unanswered_step_computes() -> None
 def test_a_load_brings_a_window_only_what_it_needs_and_may_fail_in_any_block(
     groups: list[KVCacheSpec], failed: int | None, stored: int
 ) -> None:
-    connector = LoadingConnector({"loads": stored})
-    driver = HybridDriver(*groups, world={"connector": connector}, cache={"hash_block_size": 4})
+    connector = AdversarialConnector(match=has_stored({"loads": stored}))
+    driver = Driver(*groups, num_blocks=60, connector=connector, cache={"hash_block_size": 4})
     driver.add("first", prompt_of(9), max_tokens=1)
     driver.run()
     key = driver.add("loads", prompt_of(30), max_tokens=9)
     driver.step()
-    load = connector.loading.pop("loads")
+    load = driver.transfers.loading["loads"]
     num_computed = min(stored, 29)
-    for spec, table in zip(groups, load.tables, strict=True):
+    for spec, table in zip(groups, load.block_ids, strict=True):
         entry = first_seen(spec, num_computed) // spec.block_size
-        assert all(table[max(entry, load.first // spec.block_size) :])
-        assert not any(table[load.first // spec.block_size : entry])
-    loaded = [
-        block_id
-        for spec, table in zip(groups, load.tables, strict=True)
-        for block_id in table[load.first // spec.block_size :]
-        if block_id
-    ]
-    lost = [] if failed is None else [loaded[failed % len(loaded)]]
-    for spec, table in zip(groups, load.tables, strict=True):
-        for position in range(load.first, load.last):
-            slot = table[position // spec.block_size], position % spec.block_size
-            if slot[0] not in (0, *lost):
-                driver._kv[slot] = fingerprint(load.token_ids[: position + 1])
-    report = TransferReport(1, 0, finished_receiving=("loads",), failed_block_ids=int32_array(lost))
-    driver.scheduler.update_from_transfers(report, driver.now)
+        entry = max(entry - load.first // spec.block_size, 0)
+        assert all(table[entry:])
+        assert not any(table[:entry])
+    loaded = [block_id for table in load.block_ids for block_id in table if block_id]
+    driver.ranks.end_load("loads", failing=[] if failed is None else [loaded[failed % len(loaded)]])
     driver.run()
     assert driver.received[key] == expected_output("loads", 9)
     driver.scheduler.check()
     assert driver.scheduler.kv_cache.reset_prefix_cache()
-
-
-class InstantConnector(SchedulerConnector):
-    """Has the first `stored` tokens of every prompt, and brings them within the step."""
-
-    def __init__(self, stored: int) -> None:
-        super().__init__()
-        self.stored, self.first, self.num_null_blocks = stored, 0, 0
-        self.driver: HybridDriver | None = None
-
-    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
-        self.first = num_computed_tokens
-        return Matched(max(self.stored - num_computed_tokens, 0), is_async=False)
-
-    def update_state_after_alloc(
-        self, request: RequestView, block_ids: tuple[Int32Array, ...], num_external_tokens: int
-    ) -> None:
-        assert self.driver is not None
-        for spec, table in zip(self.driver.specs, block_ids, strict=True):
-            self.num_null_blocks += table.tolist().count(NULL_BLOCK)
-            for position in range(self.first, self.first + num_external_tokens):
-                block_id = int(table[position // spec.block_size])
-                if block_id != NULL_BLOCK:
-                    prefix = fingerprint(request.token_ids[: position + 1].tolist())
-                    self.driver._kv[block_id, position % spec.block_size] = prefix
 
 
 @pytest.mark.parametrize("stored", [5, 16, 23, 30])
@@ -354,20 +302,22 @@ class InstantConnector(SchedulerConnector):
 def test_what_a_connector_brings_within_a_step_takes_blocks_only_where_they_are_needed(
     stored: int, steps_in_flight: int
 ) -> None:
-    connector = InstantConnector(stored)
-    driver = HybridDriver(
+    connector = AdversarialConnector(match=has_leading(stored, is_async=False))
+    driver = Driver(
         window(6),
         full(8),
         max_steps_in_flight=steps_in_flight,
-        world={"connector": connector},
+        connector=connector,
         cache={"hash_block_size": 4},
     )
-    connector.driver = driver
     keys = {name: driver.add(name, prompt_of(30), max_tokens=9) for name in ("one", "two")}
     driver.plan()
     held = driver.num_held("one")[0]
     assert held <= window(6).max_blocks(LongestRequest(64, 30 - min(stored, 29)))
-    assert (connector.num_null_blocks > 0) == (stored > 8)  # a block and the window
+    has_null_blocks = any(
+        NULL_BLOCK in ids for load in connector.loads_begun for ids in load.block_ids
+    )
+    assert has_null_blocks == (stored > 8)  # a block and the window
     driver.run()
     for name, key in keys.items():
         assert driver.received[key] == expected_output(name, 9)
@@ -376,7 +326,7 @@ def test_what_a_connector_brings_within_a_step_takes_blocks_only_where_they_are_
 
 def test_bad_blocks_spread_through_a_request_that_has_ended_to_one_that_found_its_blocks() -> None:
     """Within a window a hit holds only the last blocks, so `late` holds none of `bad`'s blocks."""
-    driver = HybridDriver(window(5), max_steps_in_flight=2)
+    driver = Driver(window(5), max_steps_in_flight=2)
     bad = driver.add("bad", prompt_of(9), max_tokens=4)
     between = driver.add("between", prompt_of(21), max_tokens=4)
     driver.plan()

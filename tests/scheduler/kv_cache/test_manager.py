@@ -42,7 +42,7 @@ from longshore.scheduler.kv_cache.manager import (
     KVCacheManager,
 )
 from longshore.scheduler.request import Request
-from tests.scheduler.driver import kv_cache_config
+from tests.harness.kv_groups import kv_cache_config
 
 SENIORITY = np.arange(8)
 
@@ -239,7 +239,7 @@ def test_an_allocation_that_does_not_fit_changes_nothing(num_groups: int) -> Non
 
 
 @pytest.mark.req("KVM-13", "FRQ-05")
-def test_free_gives_back_the_blocks_of_all_groups_tail_first() -> None:
+def test_free_frees_the_blocks_of_all_groups_tail_first() -> None:
     manager = make_manager(9, num_groups=2, enable_prefix_caching=False)
     run(manager, 0, request_of(range(12)))
     first, second = (ids.tolist() for ids in manager.block_ids(0))
@@ -335,7 +335,7 @@ def test_a_salt_shares_blocks_only_with_the_same_salt() -> None:
 
 
 @pytest.mark.req("NUM-02", "FRQ-05", "POO-04")
-def test_a_request_gives_its_blocks_back_tail_first() -> None:
+def test_the_blocks_of_a_request_are_freed_tail_first() -> None:
     manager = make_manager(num_blocks=15)
     assert manager.reserve(manager.demand(nothing(manager), 36)) is not None
     assert manager.start(0, manager.demand(nothing(manager), 20))
@@ -382,7 +382,7 @@ def test_every_setting_of_the_constructor_is_heeded() -> None:
 
 
 @pytest.mark.req("KVM-05", "ERR-13")
-def test_slots_begin_behind_the_local_hits_and_end_behind_the_lookahead() -> None:
+def test_slots_begin_after_the_local_hits_and_end_after_the_lookahead() -> None:
     manager = make_manager(num_blocks=32)
     run(manager, 0, request_of(range(8)))
     request = request_of([*range(8), *range(60, 90)])
@@ -707,7 +707,7 @@ def test_rows_cached_together_get_the_hashes_of_their_tokens_and_keys(
         assert [manager.pool.block_hash(block_id) for block_id in blocks] == names
 
 
-def test_events_tell_parents_tokens_group_and_adapter_of_proven_blocks() -> None:
+def test_events_have_parents_tokens_group_and_adapter_of_verified_blocks() -> None:
     manager = make_manager(num_blocks=6, enable_kv_cache_events=True)
     request = request_of(range(8), lora=LoRARequest("a"))
     assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 8))

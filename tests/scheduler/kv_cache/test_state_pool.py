@@ -3,8 +3,9 @@
 import pytest
 
 from longshore.protocol.kv_cache_spec import KVCacheSpec, LongestRequest
-from tests.scheduler.driver import expected_output, prompt_of
-from tests.scheduler.hybrid_driver import HybridDriver, full, state
+from tests.harness.driver import Driver
+from tests.harness.kv_groups import full, state
+from tests.harness.tokens import expected_output, prompt_of
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3, 5])
@@ -15,7 +16,7 @@ def test_a_prompt_of_many_blocks_is_computed_on_the_fewest_blocks(
 ) -> None:
     """Each step in flight writes a state, and the one they went on from is still held."""
     longest = LongestRequest(100, steps_in_flight * budget, steps_in_flight)
-    driver = HybridDriver(
+    driver = Driver(
         *specs,
         max_model_len=100,
         num_blocks=1 + sum(spec.max_blocks(longest) for spec in specs),

@@ -17,7 +17,7 @@ from longshore.scheduler.kv_cache.windowed import (
     SlidingWindowManager,
     WindowedManager,
 )
-from tests.scheduler.hybrid_driver import chunked, first_seen, full, state, window
+from tests.harness.kv_groups import chunked, first_seen, full, state, window
 
 NAMES = [b"H%d" % index for index in range(16)]
 
@@ -46,14 +46,14 @@ def test_each_kind_that_frees_skipped_blocks_has_its_manager() -> None:
 
 
 @pytest.mark.req("NUM-08", "STM-09")
-def test_a_window_of_four_behind_seven_tokens_skips_four() -> None:
+def test_a_window_of_four_after_seven_tokens_skips_four() -> None:
     manager, _ = make(window(4))
     assert manager.num_skipped_tokens(7) == 4  # token 7 sees 4..7
     assert manager.num_skipped_tokens(2) <= 0
 
 
 @pytest.mark.req("NUM-09", "STM-09")
-def test_a_window_of_eight_behind_twelve_tokens_gives_its_first_block_back() -> None:
+def test_a_window_of_eight_after_twelve_tokens_frees_its_first_block() -> None:
     manager, pool = make(window(8))
     manager.start(0, [], pool.get_new_blocks(3))
     assert manager.num_skipped_tokens(12) == 5
@@ -206,7 +206,7 @@ def test_settings_that_states_do_not_support_are_rejected_with_a_reason(
 
 
 @pytest.mark.parametrize(("needs", "table"), [(8, [1, 2, 3]), (8, [0, 2, 3]), (8, [0, 2])])
-def test_a_row_can_go_on_where_it_has_what_the_next_token_looks_at(
+def test_a_row_can_resume_where_it_has_what_the_next_token_reads(
     needs: int, table: list[int]
 ) -> None:
     manager, _ = make(window(4))

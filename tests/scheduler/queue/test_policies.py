@@ -30,7 +30,8 @@ from longshore.scheduler.queue.policies import (
 )
 from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Request, RequestStatus
-from tests.scheduler.driver import pressed, prompt_of
+from tests.harness.shared_drivers import pressed
+from tests.harness.tokens import prompt_of
 from tests.scheduler.test_request import make_request
 
 
@@ -162,7 +163,7 @@ def test_a_job_without_live_requests_is_removed_unless_it_is_pinned() -> None:
     assert [policy.order(request) for request in later] == [(False, 1.0, 5.0), (True, 5.0, 5.0)]
 
 
-def test_what_continuum_remembers_is_bounded_by_the_live_jobs() -> None:
+def test_the_state_of_continuum_is_bounded_by_the_live_jobs() -> None:
     policy = ContinuumPolicy()
     lasting = turn("lasting", "lasting", now=0.0)
     policy.arrived(lasting)
@@ -378,7 +379,7 @@ def test_an_invalid_policy_is_rejected_with_the_reason(
 
 
 class Wrong(OrderedPolicy):
-    """Answers what it is told to; an exception is raised."""
+    """Gives the answers it was made with; an exception is raised."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers = answers
@@ -492,7 +493,7 @@ class EldestFirst(FCFSPolicy):
 def test_a_victim_that_the_policy_serves_first_is_replaced_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    driver = pressed(world={"policy": EldestFirst()})
+    driver = pressed(scheduler={"policy": EldestFirst()})
     keys = [driver.add(f"r{index}", prompt_of(14, 25 * index), max_tokens=14) for index in range(4)]
     driver.run(limit=300)
     assert all(len(driver.received[key]) == 14 for key in keys)

@@ -6,8 +6,9 @@ import pytest
 
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.step.admission import AdmissionGates
-from tests.scheduler.driver import Driver, expected_output, prompt_of
-from tests.scheduler.loading_connector import LoadingConnector
+from tests.harness.connector import has_stored
+from tests.harness.driver import Driver
+from tests.harness.tokens import expected_output, prompt_of
 
 OFF = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
 
@@ -23,7 +24,7 @@ def gated(num_blocks: int, *, cache: dict[str, Any] | None = None, **settings: A
 
 
 def fill(driver: Driver, num_blocks: int) -> None:
-    """Run requests that hold so many blocks for a while: all but the last token of each."""
+    """Run requests that hold `num_blocks` blocks for a while: all but the last token of each."""
     while num_blocks:
         size = min(num_blocks, 10)
         driver.add(f"fill{num_blocks}", prompt_of(4 * size - 3), max_tokens=4)
@@ -85,7 +86,7 @@ def test_running_requests_may_use_the_blocks_that_admissions_leave() -> None:
 def test_a_cached_prefix_counts_as_needed_unless_another_request_holds_it(
     is_held: bool, is_admitted: bool
 ) -> None:
-    """12 of 20 blocks are free, 11 are kept back. Of 8 blocks 7 are cached: if somebody holds them
+    """12 of 20 blocks are free, 11 are kept back. Of 8 blocks 7 are cached: if a request holds them
     1 is needed, otherwise the 7 are among the free ones and 8 are."""
     driver = Driver(num_blocks=21, cache=OFF | {"watermark": 0.53}, max_num_batched_tokens=256)
     if not is_held:
@@ -268,12 +269,11 @@ def test_no_gate_keeps_a_request_out_while_only_loads_hold_blocks(
     steps_in_flight: int, gate: dict[str, Any]
 ) -> None:
     """The load may never end, and 40 tokens do not fit beside it; the first 16 do."""
-    connector = LoadingConnector({"loads": 28})
     driver = gated(
         17,
         max_num_batched_tokens=16,
         max_steps_in_flight=steps_in_flight,
-        world={"connector": connector},
+        rules={"match": has_stored({"loads": 28})},
         **gate,
     )
     driver.add("loads", prompt_of(30), max_tokens=2)

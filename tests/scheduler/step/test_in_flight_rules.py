@@ -13,15 +13,10 @@ from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.request import RequestStatus
 from longshore.scheduler.scheduler import Scheduler
 from longshore.scheduler.step.output_validator import InvalidOutput
-from tests.scheduler.driver import (
-    EOS,
-    Driver,
-    expected_output,
-    in_admission_order,
-    kv_cache_config,
-    pressed,
-    prompt_of,
-)
+from tests.harness.driver import Driver
+from tests.harness.kv_groups import kv_cache_config
+from tests.harness.shared_drivers import in_admission_order, pressed
+from tests.harness.tokens import EOS, expected_output, prompt_of
 
 ASYNC = {"max_steps_in_flight": 2}
 
@@ -260,7 +255,7 @@ def test_a_block_is_cached_only_when_its_tokens_are_verified_and_its_kv_is_plann
         assert cached[:count] == [True] * count
         assert 4 * count <= min(num_tokens, num_computed)
         assert 4 * (count + 1) > min(num_tokens, num_computed)
-        if len(driver.pending) == 2:
+        if len(driver.unanswered) == 2:
             driver.answer()
     assert len(names) == 5
 
@@ -286,7 +281,7 @@ def test_requests_of_one_step_share_what_the_step_itself_computes() -> None:
     driver.run()
 
 
-def test_blocks_of_a_request_preempted_in_the_step_that_fills_them_get_no_name() -> None:
+def test_blocks_of_a_request_preempted_in_the_step_that_fills_them_are_not_cached() -> None:
     driver = pressed("priority")
     in_admission_order(driver, [("victim", 6, 9), ("keeps", 10, 1), ("urgent", 11, 0)])
     while not driver.requests["victim"].num_preemptions:
@@ -307,7 +302,7 @@ def test_what_produced_numbers_that_are_not_finite_is_never_hit_again() -> None:
 
 
 @pytest.mark.parametrize("both_show_it", [False, True])
-def test_a_request_that_found_bad_blocks_is_sent_back_and_not_failed(both_show_it: bool) -> None:
+def test_a_request_that_found_bad_blocks_is_rewound_and_not_failed(both_show_it: bool) -> None:
     """Attention over what is not a number gives none: both rows may show it in one answer."""
     driver = Driver(**ASYNC)
     bad = driver.add("bad", prompt_of(12), max_tokens=6)
@@ -415,7 +410,7 @@ def test_a_stop_string_ends_the_request_as_stopped_and_cuts_its_usage() -> None:
     driver.stop_found(key, 3)
     end = driver.finished[key]
     assert (end.reason, end.num_output_tokens) == (FinishReason.STOPPED, 3)
-    while driver.pending:
+    while driver.unanswered:
         driver.answer()
     assert len(driver.received[key]) == delivered  # what was in flight is dropped
     driver.run()

@@ -1,9 +1,11 @@
-"""A scheduler that is told to hold back, wholly or at the door."""
+"""A scheduler that is paused, wholly or for new requests."""
 
 import pytest
 
 from longshore.scheduler.step.planner import PauseState
-from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.shared_drivers import pressed
+from tests.harness.tokens import expected_output, prompt_of
 
 
 def with_one_running_and_one_waiting(steps_in_flight: int) -> Driver:
@@ -35,7 +37,7 @@ def test_paused_all_schedules_nothing_although_outputs_still_arrive(steps_in_fli
     driver = with_one_running_and_one_waiting(steps_in_flight)
     driver.scheduler.set_pause(PauseState.PAUSED_ALL)
     num_plans = len(driver.plans)
-    while driver.pending:
+    while driver.unanswered:
         driver.answer()
     for _ in range(5):
         assert driver.plan() is None

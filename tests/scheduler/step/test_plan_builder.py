@@ -5,7 +5,9 @@ import pytest
 
 from longshore.protocol.requests import MultimodalFeature
 from longshore.scheduler.step import plan_builder
-from tests.scheduler.driver import Driver, expected_output, pressed, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.shared_drivers import pressed
+from tests.harness.tokens import expected_output, prompt_of
 
 
 @pytest.mark.req("OUT-01")
@@ -54,7 +56,7 @@ def test_the_bytes_of_multimodal_items_count_too(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.req("OUT-02")
-def test_a_request_that_goes_on_costs_only_its_new_blocks() -> None:
+def test_a_request_that_continues_costs_only_its_new_blocks() -> None:
     driver = Driver(verify_plan=False)
     driver.add("r", prompt_of(5), max_tokens=12)
     driver.run()
@@ -111,7 +113,7 @@ def test_the_next_plan_drops_the_rows_of_requests_that_ended(steps_in_flight: in
     driver.add("stays", prompt_of(5, 30))
     driver.step()
     driver.abort(gone)
-    while not driver.pending or len(driver.pending) < steps_in_flight:
+    while not driver.unanswered or len(driver.unanswered) < steps_in_flight:
         driver.plan()
     assert driver.plans[-1].finished_rows.tolist() == [0]
     assert driver.plans[-1].num_rows == 1

@@ -1,9 +1,11 @@
-"""Who gives way when the blocks do not suffice, and what is taken back."""
+"""Which request is preempted when blocks are short, and what returns to the budget."""
 
 import pytest
 
 from longshore.scheduler.request import RequestStatus
-from tests.scheduler.driver import Driver, expected_output, in_admission_order, pressed, prompt_of
+from tests.harness.driver import Driver
+from tests.harness.shared_drivers import in_admission_order, pressed
+from tests.harness.tokens import expected_output, prompt_of
 
 
 @pytest.mark.req("PRE-01")
@@ -41,7 +43,7 @@ def test_one_request_may_need_the_blocks_of_several_victims() -> None:
 
 
 @pytest.mark.req("PRE-01")
-def test_a_request_that_is_its_own_victim_gives_up_for_this_step() -> None:
+def test_a_request_that_is_its_own_victim_stops_trying_in_this_step() -> None:
     driver = pressed(enable_prefix_caching=False)
     driver.add("old", prompt_of(15, 0), max_tokens=8)
     driver.add("young", prompt_of(16, 40), max_tokens=8)

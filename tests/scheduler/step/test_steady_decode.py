@@ -17,7 +17,8 @@ from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows
 from longshore.scheduler.step.planner import PauseState
 from longshore.scheduler.step.running import RunningTable
 from longshore.scheduler.step.steady_decode import SteadyDecode
-from tests.scheduler.driver import EOS, Driver, prompt_of, steady_token
+from tests.harness.driver import Driver
+from tests.harness.tokens import EOS, prompt_of, steady_token
 from tests.scheduler.features.test_encoder import items_of
 from tests.scheduler.test_request import make_request
 
@@ -93,7 +94,7 @@ def play(driver: Driver, happening: Any, epoch: int) -> None:
             driver.steps(happening)
         case "plan":
             driver.plan()
-        case "answer" if driver.pending:
+        case "answer" if driver.unanswered:
             driver.answer()
         case "pause":
             driver.scheduler.set_pause(PauseState.PAUSED_NEW)
@@ -216,7 +217,7 @@ def test_a_pause_is_noticed_in_the_next_plan(state: PauseState, goes_on: bool) -
     assert driver.running == ["a", "b"]
 
 
-def test_workers_hear_of_unneeded_encoder_outputs_in_a_quiet_step() -> None:
+def test_unneeded_encoder_outputs_are_evicted_in_a_steady_step() -> None:
     driver = Driver(block_size=16, verify_plan=False, max_num_encoder_input_tokens=8)
     driver.add("a", prompt_of(17), multimodal=items_of(("image", 2, 8)), max_tokens=30)
     driver.steps(5)

@@ -1,17 +1,11 @@
-"""A connector that misbehaves as far as its contract allows, and its own model of who may touch
-which block.
-
-`Transfers` knows each transfer from the moment the connector may begin it until every rank has
-reported its end, and which blocks each unanswered plan computes on. It believes nothing the
-scheduler says about ownership: a block that two of them want is an AssertionError.
-"""
+"""A connector that misbehaves as far as its contract allows, and checks that it is called as the
+contract promises."""
 
 import random
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -27,131 +21,33 @@ from longshore.connectors.base import (
     StepView,
 )
 from longshore.protocol.arrays import Int32Array
-from longshore.protocol.plan import SchedulerOutput
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from tests.harness.tokens import Content, prefixes_of
+from tests.harness.transfers import Commands, Load, Store, Transfers
 
-MatchRule = Callable[[RequestView, int], Match]
-
-
-def prefixes_of(token_ids: Sequence[int] | Int32Array) -> list[int]:
-    """What the KV of each position is: a number for the token and everything before it."""
-    prefixes, prefix = [], 0
-    for token_id in token_ids:
-        prefix = zlib.crc32(int(token_id).to_bytes(4, "little"), prefix)
-        prefixes.append(prefix)
-    return prefixes
-
-
-class Load(msgspec.Struct, frozen=True):
-    """A command to the workers: write `prefixes`, the KV of positions from `first` on, into
-    `block_ids[group]`, the first of which holds position `first`."""
-
-    request_id: str
-    is_async: bool
-    first: int
-    block_ids: tuple[list[int], ...]
-    prefixes: list[int]
-
-    @property
-    def targets(self) -> set[int]:
-        return {block_id for ids in self.block_ids for block_id in ids}
-
-
-class Store(msgspec.Struct, frozen=True):
-    """A command to the workers: read these blocks, whose names promise what they hold."""
-
-    hold_id: int
-    block_ids: list[int]
-    names: list[bytes]
-
-
-class Commands(msgspec.Struct, frozen=True):
-    """Metadata of one plan."""
-
-    loads: list[Load] = []
-    stores: list[Store] = []
-
-
-@dataclass
-class Transfers:
-    """Who may touch which block right now.
-
-    loading:    asynchronous loads that some rank has not reported, by request id.
-    syncing:    synchronous loads whose step is not answered.
-    sending:    blocks of ended requests that are still read, by request id.
-    holding:    blocks that stores read, by hold id.
-    unanswered: blocks that each unanswered plan computes on, by step.
-    """
-
-    num_ranks: int
-    loading: dict[str, Load] = field(default_factory=dict)
-    syncing: list[Load] = field(default_factory=list)
-    sending: dict[str, set[int]] = field(default_factory=dict)
-    holding: dict[int, set[int]] = field(default_factory=dict)
-    unanswered: dict[int, set[int]] = field(default_factory=dict)
-    reported: dict[tuple[str, str], set[int]] = field(default_factory=dict)
-
-    def owned(self) -> Iterator[tuple[str, set[int]]]:
-        """(who, blocks) of all transfers outside the steps."""
-        yield from ((f"load {id_}", load.targets) for id_, load in self.loading.items())
-        yield from ((f"send {id_}", ids) for id_, ids in self.sending.items())
-        yield from ((f"store {id_}", ids) for id_, ids in self.holding.items())
-
-    def begin(self, load: Load) -> None:
-        """The scheduler gave these blocks to a load."""
-        for who, block_ids in self.owned():
-            assert not load.targets & block_ids, f"{load} overwrites what {who} owns"
-        for other in self.syncing:
-            assert not load.targets & other.targets, f"{load} overwrites what {other} loads"
-        for step, block_ids in self.unanswered.items():
-            assert not load.targets & block_ids, f"{load} overwrites what step {step} names"
-        if load.is_async:
-            assert load.request_id not in self.loading, "two loads of one request id"
-            self.loading[load.request_id] = load
-        else:
-            self.syncing.append(load)
-
-    def check_plan(self, plan: SchedulerOutput, tables: dict[int, list[list[int]]]) -> None:
-        """No row of this plan has a block that a background load may write."""
-        used = {id_ for groups in tables.values() for ids in groups for id_ in ids}
-        zeroed = set(plan.zero_block_ids.tolist())
-        for load in self.loading.values():
-            assert not load.targets & used, f"step {plan.step} computes on blocks of {load}"
-            assert not load.targets & zeroed, f"step {plan.step} clears blocks of {load}"
-
-    def report(self, kind: str, request_id: str, rank: int) -> bool:
-        """A rank is done with its part; True for the last one."""
-        ranks = self.reported.setdefault((kind, request_id), set())
-        ranks.add(rank)
-        if len(ranks) < self.num_ranks:
-            return False
-        del self.reported[kind, request_id]
-        (self.loading if kind == "load" else self.sending).pop(request_id)
-        return True
-
-    @property
-    def is_idle(self) -> bool:
-        return not (self.loading or self.sending or self.holding)
+MatchRule: TypeAlias = Callable[[RequestView, int], Match]
 
 
 class AdversarialConnector(SchedulerConnector):
-    """Answers as told, and checks that it is asked as promised.
+    """Does what its rules say. A driver binds it to its blocks and its `Transfers`.
 
-    match:  what there is to load for a request with so many local hits.
-    depart: what becomes of the blocks of a request that ends.
-    stores: whether named blocks of a plan are stored.
+    match:  what there is to load for a request after its local hits.
+    depart: what happens to the blocks of a request that ends.
+    stores: whether the cached blocks of a plan are stored.
     calls:  names of all hooks called, in order; asked: matches asked per request id.
     """
 
+    supports_hma = True
+
     def __init__(
         self,
-        transfers: Transfers,
         *,
-        block_size: int,
         match: MatchRule = lambda request, num_computed_tokens: Matched(0),
         depart: Callable[[RequestView], FinishAction] = lambda request: FinishAction(),
         stores: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.transfers = transfers
+        super().__init__()
+        self.transfers = Transfers(num_ranks=1)
         self.calls: list[str] = []
         self.asked: Counter[str] = Counter()
         self.begun: Counter[str] = Counter()
@@ -161,19 +57,31 @@ class AdversarialConnector(SchedulerConnector):
         self.outputs: list[ConnectorOutput] = []
         self.steps: list[StepView] = []
         self.epochs: list[int] = []
-        self._block_size = block_size
-        self._match = match
+        self.match = match
         self._depart = depart
         self._stores = stores
+        self._block_sizes: Sequence[int] = ()
+        self._contents: Mapping[str, Content] = {}
         self._holder: BlockHolds | None = None
         self._answers: dict[str, tuple[int, Matched]] = {}
         self._commands = Commands()
         self._pending_stores: list[tuple[int, Store]] = []
 
+    def bind(
+        self, transfers: Transfers, block_sizes: Sequence[int], contents: Mapping[str, Content]
+    ) -> None:
+        """contents: by request id, what the KV of each request depends on."""
+        self.transfers, self._block_sizes, self._contents = transfers, block_sizes, contents
+
     def bind_blocks(self, holder: BlockHolds) -> None:
         assert not self.calls, "blocks are bound before everything else"
         self.calls.append("bind_blocks")
         self._holder = holder
+
+    @property
+    def holder(self) -> BlockHolds:
+        assert self._holder is not None, "no blocks are bound"
+        return self._holder
 
     def on_new_request(self, request: RequestView) -> None:
         self.calls.append("on_new_request")
@@ -187,7 +95,7 @@ class AdversarialConnector(SchedulerConnector):
         assert request_id not in self.transfers.loading, f"asked while {request_id} loads"
         assert 0 <= num_computed_tokens <= request.num_tokens
         self.asked[request_id] += 1
-        answer = self._match(request, num_computed_tokens)
+        answer = self.match(request, num_computed_tokens)
         if isinstance(answer, Matched):
             self._answers[request_id] = num_computed_tokens, answer
         return answer
@@ -202,16 +110,25 @@ class AdversarialConnector(SchedulerConnector):
         last = first + num_external_tokens
         assert num_external_tokens <= match.num_tokens
         assert last <= request.num_tokens
-        begin, end = first // self._block_size, -(-last // self._block_size)
+        prefixes = prefixes_of(request.token_ids, self._contents.get(request.request_id))
+        ranges = [(first // size, -(-last // size)) for size in self._block_sizes]
         load = Load(
             request.request_id,
             match.is_async,
             first,
-            tuple(ids[begin:end].tolist() for ids in block_ids),
-            prefixes_of(request.token_ids)[first:last],
+            tuple(
+                ids[begin:end].tolist() for ids, (begin, end) in zip(block_ids, ranges, strict=True)
+            ),
+            prefixes[first:last],
         )
-        assert all(len(ids) == end - begin for ids in load.block_ids), "too few blocks"
-        self.transfers.begin(load)
+        for ids, (begin, end) in zip(load.block_ids, ranges, strict=True):
+            assert len(ids) == end - begin, "too few blocks"
+        rest = {
+            block_id
+            for ids, (begin, _) in zip(block_ids, ranges, strict=True)
+            for block_id in ids[begin:].tolist()
+        }
+        self.transfers.begin(load, rest - {NULL_BLOCK})
         self.loads_begun.append(load)
         self._commands.loads.append(load)
 
@@ -228,22 +145,21 @@ class AdversarialConnector(SchedulerConnector):
         for cached in step.cached:
             blocks = list(cached.block_ids)
             assert len(blocks) == len(cached.block_hashes)
+            assert NULL_BLOCK not in blocks
             for load in self.transfers.loading.values():
-                assert not load.targets & set(blocks), f"{load} is named before it has ended"
+                assert not load.targets & set(blocks), f"{load} is cached before it has ended"
             if self._stores():
-                assert self._holder is not None
-                hold_id = self._holder.hold(blocks)
+                hold_id = self.holder.hold(blocks)
                 self.transfers.holding[hold_id] = set(blocks)
-                store = Store(hold_id, blocks, list(cached.block_hashes))
+                store = Store(hold_id, cached.group, blocks, list(cached.block_hashes))
                 self._pending_stores.append((step.step, store))
         commands, self._commands = self._commands, Commands()
         return msgspec.msgpack.encode(commands)
 
     def release(self, hold_id: int) -> None:
         """A store has ended on all ranks, or never began."""
-        assert self._holder is not None
         del self.transfers.holding[hold_id]
-        self._holder.release(hold_id)
+        self.holder.release(hold_id)
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
         self.calls.append("update_connector_output")
@@ -255,7 +171,7 @@ class AdversarialConnector(SchedulerConnector):
 
     @property
     def ended_transfers(self) -> list[str]:
-        """Request ids whose load or send has ended, in the order in which it was told."""
+        """Request ids whose load or send has ended, in the order of the reports."""
         return [
             request_id
             for output in self.outputs
@@ -273,7 +189,7 @@ class AdversarialConnector(SchedulerConnector):
         blocks = {block_id for ids in block_ids for block_id in ids.tolist()}
         departure = self._depart(request)
         if departure.delay_free and blocks and request_id not in self.transfers.sending:
-            self.transfers.sending[request_id] = blocks
+            self.transfers.begin_send(request_id, blocks)
             return departure
         return FinishAction(params=departure.params)
 
@@ -283,8 +199,8 @@ class AdversarialConnector(SchedulerConnector):
         self.abandoned.append(request_id)
 
     @property
-    def has_untold_loads(self) -> bool:
-        """Loads have begun that no plan has told the workers of."""
+    def has_unsent_loads(self) -> bool:
+        """Loads have begun that no plan has sent to the workers."""
         return bool(self._commands.loads)
 
     @property
@@ -294,7 +210,7 @@ class AdversarialConnector(SchedulerConnector):
     def on_new_epoch(self, epoch: int) -> None:
         self.calls.append("on_new_epoch")
         self.epochs.append(epoch)
-        self.transfers.__init__(self.transfers.num_ranks)  # type: ignore[misc]
+        self.transfers.clear()
         self._answers.clear()
         self._commands = Commands()
         self._pending_stores.clear()
@@ -340,8 +256,18 @@ class Mischief:
 
 def has_leading(num_tokens: int, *, is_async: bool) -> MatchRule:
     """Everything up to position `num_tokens` can be loaded."""
+    return has_stored({}, is_async=is_async, otherwise=num_tokens)
+
+
+def has_stored(
+    stored: Mapping[str, int | None], *, is_async: bool = True, otherwise: int = 0
+) -> MatchRule:
+    """By request id, how many leading tokens can be loaded; None: not known yet."""
 
     def match(request: RequestView, num_computed_tokens: int) -> Match:
+        num_tokens = stored.get(request.request_id, otherwise)
+        if num_tokens is None:
+            return AskLater()
         last = min(num_tokens, request.num_tokens)
         return Matched(max(last - num_computed_tokens, 0), is_async)
 

@@ -1,0 +1,344 @@
+"""Plays one engine with every feature in it, at random: clients, workers, ranks and a connector do
+all that their contracts allow, at the worst moments."""
+
+import random
+import zlib
+from typing import Any, Final
+
+from longshore.connectors.base import Match, Matched, RequestView
+from longshore.protocol.kv_cache_spec import KVCacheSpec
+from longshore.protocol.outputs import FinishReason
+from longshore.scheduler.step.planner import PauseState
+from tests.harness.clients import RequestKey
+from tests.harness.connector import Mischief
+from tests.harness.grammar import FakeCompiler
+from tests.harness.kv_groups import chunked, full, window
+from tests.harness.random_requests import RandomRequests, random_kinds
+from tests.harness.shared_drivers import connected
+from tests.harness.tokens import steady_token
+from tests.harness.transfers import Load
+
+LOAD_TIMEOUT_S: Final = 30.0
+WRONG_DRAFT: Final = 4
+"""No request samples it, and no grammar allows it."""
+
+GROUPS: Final[dict[str, list[KVCacheSpec]]] = {
+    "full": [full()],
+    "two": [full(), full()],
+    "window": [full(), window(6)],
+    "large window": [window(9), full(8)],
+    "chunked": [chunked(8), full()],
+}
+
+
+def drafts_for(num_drafts: int) -> Any:
+    """Right for a while, which depends on the request and the position, then wrong."""
+
+    def draft(request_id: str, position: int) -> list[int]:
+        num_right = zlib.crc32(f"{request_id}?{position}".encode()) % (num_drafts + 2)
+        right = [steady_token(request_id, position + index) for index in range(num_drafts)]
+        return [*right[:num_right], *[WRONG_DRAFT] * num_drafts][:num_drafts]
+
+    return draft
+
+
+class Player:
+    """All it draws comes from `chance`, so a seed is a whole run.
+
+    sessions: keys of requests that may get more input.
+    said:     (rank, kind, request id) of reports that were true.
+    """
+
+    ACTIONS: Final = {
+        "add": 8,
+        "step": 20,
+        "plan": 10,
+        "execute": 8,
+        "answer": 8,
+        "end_load": 14,
+        "write": 5,
+        "end_send": 5,
+        "end_store": 5,
+        "repeat": 3,
+        "lie": 3,
+        "abort": 3,
+        "stop": 2,
+        "go_on": 2,
+        "compile": 2,
+        "pause": 0.5,
+        "wait": 1,
+        "reset": 1,
+        "die": 0.5,
+    }
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.may_fail = chance.random() < 0.75
+        self.sessions: set[RequestKey] = set()
+        self.said: list[tuple[int, str, str]] = []
+        self.compiler = FakeCompiler()
+        kinds = random_kinds(chance)
+        caches = chance.random() < 0.8
+        groups = GROUPS[chance.choice(["full", "full", "full", *GROUPS])]
+        num_drafts = chance.choice([0, 1, 3])
+        self.driver = connected(
+            *groups,
+            num_blocks=len(groups) * chance.randrange(14, 32) + 16 * (len(groups) - 1),
+            num_ranks=chance.choice([1, 1, 2, 3]),
+            rules=self._make_rules(),
+            cache={
+                "enable_prefix_caching": caches,
+                "hash_block_size": 4,
+                "watermark": chance.choice([0.0, 0.1]),
+                "preempt_threshold": chance.choice([1.0, 0.8]),
+                "admit_threshold": 0.6,
+            },
+            fail_sync=self._failing,
+            grammars=self.compiler,
+            draft=drafts_for(num_drafts),
+            num_speculative_tokens=num_drafts,
+            num_lookahead_tokens=chance.choice([0, 0, num_drafts]),
+            max_loras=chance.choice([1, 2]),
+            max_num_encoder_input_tokens=8,
+            encoder_cache_size=chance.choice([None, 8, 12]),
+            max_model_len=40,
+            max_num_seqs=chance.randrange(1, 6),
+            max_num_batched_tokens=chance.choice([7, 16, 40, 100]),
+            max_steps_in_flight=chance.choice([1, 2]),
+            max_loading_blocks=chance.choice([None, 3, 100]),
+            scheduler_reserve_full_isl=chance.random() < 0.3,
+            policy=chance.choice(["fcfs", "priority"]),
+            load_failure_policy=chance.choice(["recompute", "recompute", "fail"]),
+            load_timeout_s=LOAD_TIMEOUT_S,
+        )
+        self._requests = RandomRequests(chance, self.driver, kinds)
+
+    def _make_rules(self) -> dict[str, Any]:
+        chance = self.chance
+        rules = Mischief(
+            match=chance.random(),
+            background=chance.random(),
+            delay_free=chance.choice([0.0, 0.4]),
+            store=chance.choice([0.0, 0.4]),
+        ).rules(chance)
+
+        def match(request: RequestView, num_computed_tokens: int) -> Match:
+            # TODO: let forks load in the background once the scheduler drops them from `Forks` when
+            # a load begins. Until then, a parent that ends gives its loading fork a second hold.
+            found: Match = rules["match"](request, num_computed_tokens)
+            is_fork = request.request_id.startswith("fork")
+            return Matched(found.num_tokens) if is_fork and isinstance(found, Matched) else found
+
+        return rules | {"match": match}
+
+    def act(self, action: str) -> None:
+        """Do it, if it can be done."""
+        getattr(self, f"_{action}")()
+
+    def act_randomly(self) -> None:
+        names, weights = list(self.ACTIONS), list(self.ACTIONS.values())
+        self.act(self.chance.choices(names, weights)[0])
+
+    # Clients
+
+    def _add(self) -> None:
+        kind, request_id, prompt, fields = self._requests.draw()
+        key = self.driver.add(request_id, prompt, **fields)
+        if kind == "session":
+            self.sessions.add(key)
+
+    def _any_request(self) -> RequestKey | None:
+        return self.chance.choice(list(self.driver.names)) if self.driver.names else None
+
+    def _abort(self) -> None:
+        if key := self._any_request():
+            self.driver.abort(key)
+
+    def _stop(self) -> None:
+        if key := self._any_request():
+            self.driver.stop_found(key, self.chance.randrange(4))
+
+    def _go_on(self) -> None:
+        """More input for a session, sometimes the last."""
+        if live := sorted(self.sessions - set(self.driver.finished)):
+            key = self.chance.choice(live)
+            is_last = self.chance.random() < 0.3
+            prompt = [60, 61, 62][: self.chance.randrange(4)]
+            self.driver.continue_session(key, prompt, max_tokens=3, resumable=not is_last)
+            if is_last:
+                self.sessions.discard(key)
+
+    def _compile(self) -> None:
+        if key := self._any_request():
+            self.compiler.ready.add(self.driver.names[key])
+
+    def _pause(self) -> None:
+        self.driver.scheduler.set_pause(self.chance.choice(list(PauseState)))
+
+    def _wait(self) -> None:
+        self.driver.now += LOAD_TIMEOUT_S
+
+    def _reset(self) -> None:
+        all_free = self.driver.num_free_blocks == self.driver.num_blocks - 1
+        assert self.driver.scheduler.reset_prefix_cache() == all_free
+
+    # Workers
+
+    def _step(self) -> None:
+        self.driver.step()
+
+    def _plan(self) -> None:
+        nan_ids: set[str] = set()
+        if self.may_fail and self.chance.random() < 0.1:
+            nan_ids = set(self.chance.choices([*self.driver.workers.request_ids.values(), ""]))
+        self.driver.plan(nan_ids=nan_ids)
+
+    def _execute(self) -> None:
+        if self.driver.workers.received:
+            self.driver.execute()
+
+    def _answer(self) -> None:
+        if self.driver.unanswered:
+            self.driver.answer()
+
+    def _die(self) -> None:
+        self.driver.restart_workers(late_outputs=True)
+        self.said.clear()
+
+    # Transfers
+
+    def _failing(self, load: Load) -> list[int]:
+        if not self.may_fail or self.chance.random() < 0.5:
+            return []
+        return [block_id for block_id in sorted(load.targets) if self.chance.random() < 0.5]
+
+    def _pending(self, kind: str) -> tuple[str, int] | None:
+        transfers = self.driver.transfers
+        pending = [
+            (request_id, rank)
+            for request_id in (transfers.loading if kind == "load" else transfers.sending)
+            for rank in transfers.ranks_left(kind, request_id)
+        ]
+        return self.chance.choice(pending) if pending else None
+
+    def _write(self) -> None:
+        if pending := self._pending("load"):
+            load = self.driver.transfers.loading[pending[0]]
+            self.driver.ranks.write(*pending, failing=self._failing(load))
+
+    def _end_load(self) -> None:
+        if pending := self._pending("load"):
+            load = self.driver.transfers.loading[pending[0]]
+            self.driver.ranks.end_load(*pending, failing=self._failing(load))
+            self.said.append((pending[1], "load", pending[0]))
+
+    def _end_send(self) -> None:
+        if pending := self._pending("send"):
+            self.driver.ranks.end_send(*pending)
+            self.said.append((pending[1], "send", pending[0]))
+
+    def _end_store(self) -> None:
+        if self.driver.ranks.stores:
+            self.driver.ranks.end_store(self.chance.choice(self.driver.ranks.stores))
+
+    def _repeat(self) -> None:
+        """A rank repeats a report, unless another transfer of that request id is in progress."""
+        if not self.said:
+            return
+        rank, kind, request_id = self.chance.choice(self.said)
+        transfers = self.driver.transfers
+        live = transfers.loading if kind == "load" else transfers.sending
+        if request_id in live and rank in transfers.ranks_left(kind, request_id):
+            return
+        ids = [request_id]
+        self.driver.ranks.report(rank, **{"receiving" if kind == "load" else "sending": ids})
+
+    def _lie(self) -> None:
+        """Reports about nothing: of other ranks, other epochs, other requests."""
+        driver, chance = self.driver, self.chance
+        request_id = chance.choice([*driver.names.values(), "unknown"])
+        match chance.randrange(4):
+            case 0:
+                rank = chance.choice([-1, 99])
+                driver.ranks.report(rank, receiving=[request_id], sending=[request_id])
+            case 1:
+                epoch = driver.epoch + chance.choice([-1, 1])
+                driver.ranks.report(0, receiving=[request_id], epoch=epoch)
+            case 2:
+                driver.ranks.report(0, receiving=["unknown"], sending=["unknown"])
+            case 3 if request_id not in driver.transfers.loading:
+                driver.ranks.report(0, receiving=[request_id])
+
+    def seen(self) -> dict[str, int]:
+        """How often it has happened in this run."""
+        driver, stats = self.driver, self.driver.scheduler.make_stats()
+        return {
+            "loads": len(driver.adversary.loads_begun),
+            "abandoned loads": len(driver.adversary.abandoned),
+            "preemptions": stats.num_preemptions,
+            "rewinds": stats.num_rewinds,
+            "stored blocks": len(driver.stored),
+            "rejected reports": stats.num_bad_messages,
+            "epochs": len(driver.adversary.epochs),
+            "copied blocks": driver.num_copies,
+            "accepted drafts": stats.num_accepted_tokens,
+            "drafts against a grammar": sum(p.num_invalid_draft_tokens for p in driver.plans),
+            "session inputs": sum(map(len, driver.continued.values())),
+            "masks": sum(plan.has_structured_output for plan in driver.plans),
+            "encoded items": sum(len(plan.encoder_inputs) for plan in driver.plans),
+            "pooled": sum(len(end.pooled) > 0 for end in driver.finished.values()),
+            "scored": len(driver.scored),
+        }
+
+    # The end
+
+    def finish(self) -> None:
+        """From now on everything only comes late: in the end each request has ended."""
+        driver = self.driver
+        driver.scheduler.set_pause(PauseState.UNPAUSED)
+        self.compiler.ready.add("all")
+        driver.abort(*sorted(self.sessions - set(driver.finished)))
+        for _ in range(3000):
+            was_busy = bool(driver.unanswered)
+            if driver.step() is not None or was_busy:
+                if self.chance.random() < 0.3:
+                    self._end_something()
+            elif driver.transfers.is_idle and not driver.scheduler.has_unfinished_requests():
+                break
+            else:  # all that wait, wait for time or for a transfer
+                driver.now += LOAD_TIMEOUT_S
+                if driver.plan() is None:
+                    self._end_something()
+        driver.check_idle()
+        self._check_ends()
+
+    def _end_something(self) -> None:
+        self.act(self.chance.choice(["end_load", "end_send", "end_store"]))
+
+    def _check_ends(self) -> None:
+        """No request failed without a cause. The clients have checked the tokens."""
+        driver = self.driver
+        first: dict[str, RequestKey] = {}
+        for key, request_id in driver.names.items():
+            first.setdefault(request_id, key)
+            end = driver.finished[key]
+            if end.reason is FinishReason.ERROR:
+                was_hit = driver.config.load_failure_policy == "fail" and self.may_fail
+                is_namesake = first[request_id] != key
+                assert (
+                    is_namesake
+                    or request_id in driver.not_finite
+                    or (was_hit and request_id in driver.spoiled_ids)
+                    or "load_timeout_s" in (end.message or "")
+                ), f"{request_id} failed without a cause: {end.message}"
+            elif end.reason is FinishReason.LENGTH_CAPPED and "session" not in request_id:
+                driver.check_complete(key)
+
+
+def play(seed: int, num_actions: int = 150) -> Player:
+    """One random run."""
+    player = Player(random.Random(seed))
+    for _ in range(num_actions):
+        player.act_randomly()
+    player.finish()
+    return player

@@ -1,0 +1,117 @@
+"""What the ranks do beside the steps: they write what background loads bring, read what sends and
+stores take, and report the ends. When they do it, the test says."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from longshore.protocol.arrays import int32_array
+from longshore.protocol.outputs import TransferReport
+from tests.harness.kv_cache import FakeKVCache
+from tests.harness.memory import JUNK
+from tests.harness.transfers import Store, Transfers
+
+
+class RankTransfers:
+    """All ranks of one epoch.
+
+    spoiled_ids: gets the requests whose load fails.
+    stored:  content of each block that was stored, by KV cache group and block hash.
+    send:    takes a report to the scheduler; release: ends a hold of the connector.
+    stores:  those that have begun.
+    written: blocks that failed, by (request id, rank) of loads that were written.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        kv_cache: FakeKVCache,
+        *,
+        epoch: int,
+        spoiled_ids: set[str],
+        stored: dict[tuple[int, bytes], tuple[int, ...]],
+        send: Callable[[TransferReport], None],
+        release: Callable[[int], None],
+    ) -> None:
+        self.stores: list[Store] = []
+        self.written: dict[tuple[str, int], set[int]] = {}
+        self._transfers = transfers
+        self._kv_cache = kv_cache
+        self._epoch = epoch
+        self._spoiled_ids = spoiled_ids
+        self._stored = stored
+        self._send = send
+        self._release = release
+
+    def write(
+        self, request_id: str, rank: int, failing: Iterable[int] = (), junk: bool = True
+    ) -> None:
+        """A rank writes what a background load brings; a second time changes nothing."""
+        if (request_id, rank) not in self.written:
+            load = self._transfers.loading[request_id]
+            failed = set(failing) & load.targets
+            memory = self._kv_cache.memory[rank]
+            memory.write_load(load, self._kv_cache.block_sizes, failed, JUNK if junk else None)
+            self.written[request_id, rank] = failed
+
+    def end_load(
+        self, request_id: str, rank: int | None = None, failing: Iterable[int] = ()
+    ) -> None:
+        """A rank (all of them) has ended a background load, and says so."""
+        for each in self._ranks(rank):
+            self.write(request_id, each, failing)
+            failed = self.written.pop((request_id, each))
+            self._spoiled_ids |= {request_id} if failed else set()
+            self._transfers.report("load", request_id, each)
+            self.report(each, receiving=[request_id], failed=sorted(failed))
+
+    def end_send(self, request_id: str, rank: int | None = None) -> None:
+        """A rank (all of them) has read an ended request's blocks, and says so."""
+        for each in self._ranks(rank):
+            self._transfers.report("send", request_id, each)
+            self.report(each, sending=[request_id])
+
+    def end_store(self, store: Store) -> None:
+        """All ranks have read the blocks, and the connector releases them."""
+        size = self._kv_cache.block_sizes[store.group]
+        for memory in self._kv_cache.memory:
+            for block_id, block_hash in zip(store.block_ids, store.block_hashes, strict=True):
+                content = memory.block(block_id, size)
+                before = self._stored.setdefault((store.group, block_hash), content)
+                assert before == content, "two contents have one block hash"
+        self.stores.remove(store)
+        self._release(store.hold_id)
+
+    def end_all(self) -> None:
+        """Everything that has not ended ends well."""
+        for request_id in list(self._transfers.loading):
+            for rank in self._transfers.ranks_left("load", request_id):
+                self.end_load(request_id, rank)
+        for request_id in list(self._transfers.sending):
+            for rank in self._transfers.ranks_left("send", request_id):
+                self.end_send(request_id, rank)
+        for store in list(self.stores):
+            self.end_store(store)
+
+    def report(
+        self,
+        rank: int,
+        *,
+        receiving: Sequence[str] = (),
+        sending: Sequence[str] = (),
+        failed: Sequence[int] = (),
+        epoch: int | None = None,
+        metadata: bytes = b"",
+    ) -> None:
+        """A rank sends a report, true or not."""
+        self._send(
+            TransferReport(
+                self._epoch if epoch is None else epoch,
+                rank,
+                finished_sending=tuple(sending),
+                finished_receiving=tuple(receiving),
+                failed_block_ids=int32_array(list(failed)),
+                connector_metadata=metadata,
+            )
+        )
+
+    def _ranks(self, rank: int | None) -> Sequence[int]:
+        return range(len(self._kv_cache.memory)) if rank is None else [rank]
