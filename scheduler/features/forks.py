@@ -102,7 +102,7 @@ class Forks:
         return self.holds.add(request, HoldKind.FORK, blocks, num_tokens)
 
     def drop(self, request: Request) -> None:
-        """The request has begun or ended."""
+        """The request has begun to run or to load, or it has ended."""
         fork = self.waiting.pop(request, None)
         if fork is not None:
             self.pending.pop(fork, None)

@@ -377,6 +377,8 @@ class Admission:
         transfers.allocated(request, blocks.block_ids, num_external)
         self.kv_cache.count_lookup(request, prefix.num_tokens)
         transfers.count_lookup(request, prefix.num_tokens, num_external)
+        if request in self.forks.waiting:  # its parent must not give it a hold while it loads
+            self.forks.drop(request)
         request.change(RequestChange.LOAD_BEGUN)
         request.asks_connector = False
         transfers.begin_load(

@@ -5,7 +5,6 @@ import random
 import zlib
 from typing import Any, Final
 
-from longshore.connectors.base import Match, Matched, RequestView
 from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.protocol.outputs import FinishReason
 from longshore.scheduler.step.planner import PauseState
@@ -115,21 +114,12 @@ class Player:
 
     def _make_rules(self) -> dict[str, Any]:
         chance = self.chance
-        rules = Mischief(
+        return Mischief(
             match=chance.random(),
             background=chance.random(),
             delay_free=chance.choice([0.0, 0.4]),
             store=chance.choice([0.0, 0.4]),
         ).rules(chance)
-
-        def match(request: RequestView, num_computed_tokens: int) -> Match:
-            # TODO: let forks load in the background once the scheduler drops them from `Forks` when
-            # a load begins. Until then, a parent that ends gives its loading fork a second hold.
-            found: Match = rules["match"](request, num_computed_tokens)
-            is_fork = request.request_id.startswith("fork")
-            return Matched(found.num_tokens) if is_fork and isinstance(found, Matched) else found
-
-        return rules | {"match": match}
 
     def act(self, action: str) -> None:
         """Do it, if it can be done."""

@@ -9,7 +9,7 @@ import pytest
 from longshore.connectors.base import AskLater, FinishAction, Match, Matched, RequestView
 from longshore.protocol.outputs import FinishReason
 from longshore.scheduler.request import RequestStatus
-from tests.harness.connector import has_leading
+from tests.harness.connector import has_leading, has_stored
 from tests.harness.driver import Driver
 from tests.harness.kv_groups import BLOCK_SIZE
 from tests.harness.shared_drivers import connected
@@ -1076,3 +1076,19 @@ def test_the_state_of_a_load_can_be_seen_from_outside() -> None:
     assert "load" in waiting.waits_for
     driver.ranks.end_load("r")
     settle(driver)
+
+
+@pytest.mark.req("POO-11")
+def test_a_fork_that_loads_gets_no_blocks_of_a_parent_that_ends() -> None:
+    """It gets its blocks from the load; a second hold would never be released."""
+    driver = connected(rules={"match": has_stored({"fork": 16})}, max_steps_in_flight=1)
+    parent = driver.add("parent", prompt_of(12), max_tokens=20)
+    driver.steps(2)
+    fork = driver.add("fork", prompt_of(18), fork_of=parent[1])
+    driver.steps(2)
+    assert driver.requests["fork"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    driver.abort(parent)
+    driver.ranks.end_load("fork")
+    driver.run()
+    driver.check_idle()
+    driver.check_complete(fork)
