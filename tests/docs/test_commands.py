@@ -161,12 +161,12 @@ def test_command_line_is_one_that_longshore_takes(command: Command) -> None:
 @pytest.mark.parametrize(
     "words", ["--no-such-flag 1", "--dtype float3", "--port many", "--num-blocks 0", "--plan MODEL"]
 )
-def test_parser_refuses_what_longshore_does_not_take(words: str) -> None:
+def test_parser_rejects_what_longshore_does_not_take(words: str) -> None:
     with pytest.raises((CycloptsError, ConfigError)):
         parse(["serve", *words.split()])
 
 
-def test_settings_that_nothing_reads_are_refused(tmp_path: Path) -> None:
+def test_settings_that_nothing_reads_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text("[serve]\nspeed = 1\n")
     with pytest.raises(CycloptsError, match="speed"):

@@ -72,7 +72,7 @@ def test_an_installed_family_is_named_among_those_supported(
         read_model_config(tmp_path)
 
 
-def test_an_entry_point_that_leads_elsewhere_is_refused(installed: Path, tmp_path: Path) -> None:
+def test_an_entry_point_that_leads_elsewhere_is_rejected(installed: Path, tmp_path: Path) -> None:
     points = installed / "granite-1.0.dist-info" / "entry_points.txt"
     points.write_text("[longshore.models]\nGraniteForCausalLM = granite_config:MULTIPLIERS\n")
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GraniteForCausalLM"]}))

@@ -66,7 +66,7 @@ def test_metrics_that_the_page_names_are_listed_in_theirs() -> None:
         assert f"| `{name}`<br>" in listed
 
 
-def test_the_variable_that_a_kubernetes_service_makes_is_refused_by_name(
+def test_the_variable_that_a_kubernetes_service_makes_is_rejected_by_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LONGSHORE_PORT", "tcp://10.0.0.1:8000")

@@ -265,7 +265,7 @@ def test_the_api_gives_the_beams_of_transformers(
     ],
     ids=str,
 )
-def test_what_a_search_cannot_heed_is_refused_by_name(
+def test_what_a_search_cannot_heed_is_rejected_by_name(
     client: openai.OpenAI, settings: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:

@@ -102,7 +102,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(deployment: Deployment)
     assert terminal.close() == 0
 
 
-def test_no_server_and_a_refusal_are_said_in_a_line() -> None:
+def test_no_server_and_a_rejection_are_said_in_a_line() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "longshore.deploy", "chat", "--url", "http://127.0.0.1:9"],
         capture_output=True,
@@ -115,7 +115,7 @@ def test_no_server_and_a_refusal_are_said_in_a_line() -> None:
     assert "Traceback" not in run.stderr
 
 
-def test_a_refused_question_has_not_been_asked(deployment: Deployment) -> None:
+def test_a_rejected_question_has_not_been_asked(deployment: Deployment) -> None:
     command = [sys.executable, "-m", "longshore.deploy", "chat", "--url", deployment.url]
     run = subprocess.run(
         [*command, "--temperature", "-1"],
@@ -139,7 +139,7 @@ def test_a_pipe_gets_the_answers_and_nothing_else(deployment: Deployment) -> Non
     assert "/help" not in run.stdout
 
 
-def test_a_model_that_the_server_has_not_is_refused_with_what_it_has(
+def test_a_model_that_the_server_has_not_is_rejected_with_what_it_has(
     deployment: Deployment,
 ) -> None:
     run = piped(deployment, "hello\n", "--model", "nope")

@@ -160,7 +160,7 @@ def test_a_request_that_one_rank_cannot_hold_fits_where_two_share_it(
         ({}, {"decode_context_parallel_size": 0}, "decode_context_parallel_size=0"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_by_name_before_anything_starts(
+def test_what_ranks_cannot_share_is_rejected_by_name_before_anything_starts(
     tmp_path: Path, family: dict[str, Any], settings: dict[str, Any], words: str
 ) -> None:
     make_tiny_model("Llama", tmp_path, **family)
@@ -168,7 +168,7 @@ def test_what_ranks_cannot_share_is_refused_by_name_before_anything_starts(
         make_llm(tmp_path, **settings)
 
 
-def test_a_model_with_windows_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_model_with_windows_is_rejected_by_name(tmp_path: Path) -> None:
     make_tiny_model("Gemma2", tmp_path, num_key_value_heads=1, sliding_window=8, head_dim=16)
     with pytest.raises(ConfigError, match=r"has a SlidingWindowSpec.* can be split by"):
         make_llm(tmp_path, **SHARED)

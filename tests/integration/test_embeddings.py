@@ -275,7 +275,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return path, whole
 
 
-def test_a_decoder_without_a_head_gives_vectors_and_refuses_the_rest(
+def test_a_decoder_without_a_head_gives_vectors_and_rejects_the_rest(
     bare: tuple[Path, Any], start_deployment: StartDeployment
 ) -> None:
     path, reference = bare

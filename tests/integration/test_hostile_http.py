@@ -134,7 +134,7 @@ SMUGGLED = b"0\r\n\r\nGET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
     ],
     ids=lambda data: repr(data[36:70]),
 )
-def test_what_is_no_http_is_refused_once_and_the_connection_ends(
+def test_what_is_no_http_is_rejected_once_and_the_connection_ends(
     deployment: Deployment, request_bytes: bytes
 ) -> None:
     with Client(deployment) as client:
@@ -226,7 +226,7 @@ def test_a_body_that_is_not_said_to_be_json_is_a_415(
         assert is_taken or json.loads(answer)["error"]["code"] == "unsupported_media_type"
 
 
-def test_a_body_beyond_the_limit_is_refused_before_it_has_come(deployment: Deployment) -> None:
+def test_a_body_beyond_the_limit_is_rejected_before_it_has_come(deployment: Deployment) -> None:
     with Client(deployment) as client:
         client.send(HEAD + b"Content-Type: application/json\r\nContent-Length: 99999999\r\n\r\n")
         assert client.answer()[0] == 413
@@ -300,7 +300,7 @@ def test_http_1_0_is_answered_and_the_connection_ends(deployment: Deployment) ->
         assert client.rest() == b""
 
 
-def test_a_connection_can_be_used_again_after_every_kind_of_refusal(
+def test_a_connection_can_be_used_again_after_every_kind_of_rejection(
     deployment: Deployment,
 ) -> None:
     wrong: list[tuple[bytes, int]] = [

@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     [{"in_process": True}, {"pipeline_parallel_size": 2}],
     ids=["one rank", "2 stages"],  # 2 shards: Gemma 3 in test_families.py
 )
-def test_windows_far_behind_hits_and_preemptions_change_no_token(
+def test_windows_far_beyond_hits_and_preemptions_change_no_token(
     checkpoint: tuple[Path, Any], ranks: dict[str, Any]
 ) -> None:
     """Prompts of several windows with a common prefix, in a pool that holds only a few of them."""

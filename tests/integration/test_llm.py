@@ -120,7 +120,7 @@ def test_cached_prefix_is_counted(llm: LLM) -> None:
     assert cached == [0, 64]
 
 
-def test_prompts_that_do_not_fit_are_refused_by_number(llm: LLM) -> None:
+def test_prompts_that_do_not_fit_are_rejected_by_number(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"prompts\[1\].*5000 tokens.*4096"):
         llm.generate(["x", {"prompt_token_ids": [5] * 5000}], progress=False)
     with pytest.raises(ValueError, match=r"prompts\[0\].*text"):

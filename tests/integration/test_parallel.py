@@ -341,7 +341,7 @@ def test_stop_while_ranks_wait_for_each_other_is_no_error(
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
     ],
 )
-def test_what_ranks_cannot_do_is_refused_by_name_before_anything_starts(
+def test_what_ranks_cannot_do_is_rejected_by_name_before_anything_starts(
     checkpoint: tuple[Path, Any], settings: dict[str, Any], words: str
 ) -> None:
     before = psutil.Process().children()

@@ -125,7 +125,7 @@ def test_tokens_that_fit_are_those_of_whole_requests_in_all_groups(engine: Engin
         "rank",
     ],
 )
-def test_a_rank_that_does_not_fit_is_refused_and_so_is_the_other(
+def test_a_rank_that_does_not_fit_is_rejected_and_so_is_the_other(
     engine: EngineProcess, differs: dict[str, object], words: tuple[str, ...]
 ) -> None:
     engine.say_hello(0)
@@ -139,7 +139,7 @@ def test_a_rank_that_does_not_fit_is_refused_and_so_is_the_other(
 
 
 @pytest.mark.parametrize("groups", [[["b", "a"]], [["a"]]], ids=["in another order", "fewer"])
-def test_a_shard_with_other_layers_than_the_first_of_its_stage_is_refused(
+def test_a_shard_with_other_layers_than_the_first_of_its_stage_is_rejected(
     groups: list[list[str]],
 ) -> None:
     with running_engine(num_workers=2, num_shards=2) as engine:

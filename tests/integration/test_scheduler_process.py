@@ -66,7 +66,7 @@ def test_configured_number_of_blocks_caps_what_the_worker_offers() -> None:
         ("max_num_seqs", 7),
     ],
 )
-def test_worker_that_differs_is_refused_with_both_values(
+def test_worker_that_differs_is_rejected_with_both_values(
     engine: EngineProcess, field: str, value: object
 ) -> None:
     answer = engine.start_worker(identity=msgspec.structs.replace(IDENTITY, **{field: value}))
@@ -76,7 +76,7 @@ def test_worker_that_differs_is_refused_with_both_values(
     assert engine.wait() == 1
 
 
-def test_pool_that_cannot_hold_the_longest_request_is_refused_at_start(
+def test_pool_that_cannot_hold_the_longest_request_is_rejected_at_start(
     engine: EngineProcess,
 ) -> None:
     answer = engine.start_worker(num_blocks=128)
@@ -144,7 +144,7 @@ def test_garbage_from_a_client_is_dropped_and_the_next_message_served(
     assert client.tokens[1] == [40, 41]
 
 
-def test_a_request_that_cannot_be_read_is_refused_under_its_handle(engine: EngineProcess) -> None:
+def test_a_request_that_cannot_be_read_is_rejected_under_its_handle(engine: EngineProcess) -> None:
     client = ready_engine(engine)
     ScriptedWorker(engine)
     add = msgspec.to_builtins(_request("a", 3, prompt_len=0), builtin_types=(np.ndarray,))
@@ -204,7 +204,7 @@ def test_a_malformed_request_of_a_stranger_is_dropped(engine: EngineProcess) -> 
         assert client.channel.receive() is None
 
 
-def test_request_before_the_hello_is_refused(engine: EngineProcess) -> None:
+def test_request_before_the_hello_is_rejected(engine: EngineProcess) -> None:
     client = ready_engine(engine)
     with engine.context.socket(zmq.DEALER) as stranger:
         stranger.connect(f"ipc://{engine.runtime_dir}/clients")
@@ -215,7 +215,7 @@ def test_request_before_the_hello_is_refused(engine: EngineProcess) -> None:
     assert "ClientHello" in answer.reason
 
 
-def test_client_of_another_model_is_refused_with_both_fingerprints(engine: EngineProcess) -> None:
+def test_client_of_another_model_is_rejected_with_both_fingerprints(engine: EngineProcess) -> None:
     ready_engine(engine)
     _, answer = engine.connect(model_fingerprint="another model")
     assert isinstance(answer, Rejected)

@@ -139,7 +139,7 @@ def test_usage_counts_tokens_found_in_the_prefix_cache(client: openai.OpenAI, mo
         assert details.cached_tokens == expected
 
 
-def test_refusals_reach_the_official_client_as_its_own_errors(
+def test_rejections_reach_the_official_client_as_its_own_errors(
     client: openai.OpenAI, model: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match="best_of is not supported"):

@@ -256,7 +256,7 @@ def test_official_client_translates(
     # the same in every process, but a file created now contains the time
     ids=["format", "timestamps", "chunking", "include", "language", "no sound", "too long"],
 )
-def test_refusals_reach_the_official_client_as_its_own_errors(
+def test_rejections_reach_the_official_client_as_its_own_errors(
     client: openai.OpenAI, model: str, arguments: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=reason):
@@ -265,20 +265,20 @@ def test_refusals_reach_the_official_client_as_its_own_errors(
         )
 
 
-def test_too_large_a_file_is_refused_with_its_limit(client: openai.OpenAI, model: str) -> None:
+def test_too_large_a_file_is_rejected_with_its_limit(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.APIStatusError, match="--max-audio-mib") as caught:
         client.audio.transcriptions.create(model=model, file=b"a" * (1 << 20 | 1))
     assert caught.value.status_code == 413
 
 
-def test_text_is_refused_with_the_endpoint_for_audio(client: openai.OpenAI, model: str) -> None:
+def test_text_is_rejected_with_the_endpoint_for_audio(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError, match="/v1/audio/transcriptions"):
         client.completions.create(model=model, prompt="x")
     with pytest.raises(openai.BadRequestError, match="/v1/audio/transcriptions"):
         client.chat.completions.create(model=model, messages=[{"role": "user", "content": "x"}])
 
 
-def test_audio_is_refused_by_a_model_for_text(deployment: Deployment) -> None:
+def test_audio_is_rejected_by_a_model_for_text(deployment: Deployment) -> None:
     with openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="none", max_retries=0) as client:
         (served,) = client.models.list().data
         with pytest.raises(openai.BadRequestError, match="takes text, not audio"):
@@ -326,7 +326,7 @@ def test_encoder_budget_is_checked_at_start(path: Path) -> None:
         assert llm.settings_in_force["scheduler"]["max_num_encoder_input_tokens"] == 100
 
 
-def test_pipeline_stages_are_refused_by_name(path: Path) -> None:
+def test_pipeline_stages_are_rejected_by_name(path: Path) -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
         LLM(path, pipeline_parallel_size=2, **SETTINGS)
 

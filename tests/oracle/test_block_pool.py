@@ -57,7 +57,7 @@ def test_of_equal_blocks_the_one_named_first_is_found_until_it_goes() -> None:
     assert pool.find(7) is pool.blocks[2]
 
 
-def test_misuse_is_refused() -> None:
+def test_misuse_is_rejected() -> None:
     pool = TextbookBlockPool(3)
     with pytest.raises(OutOfBlocks, match="3 blocks wanted, 2 are free"):
         pool.take(3)
@@ -68,7 +68,7 @@ def test_misuse_is_refused() -> None:
         pool.set_name(pool.blocks[1], 8)
 
 
-def test_a_load_takes_the_oldest_blocks_behind_their_fences() -> None:  # DESIGN 9.3
+def test_a_load_takes_the_oldest_blocks_after_their_fences() -> None:  # DESIGN 9.3
     pool = TextbookBlockPool(6)
     for block, fence in zip(pool.blocks[1:], (0, 4, 2, 5, 3), strict=True):
         block.fence = fence

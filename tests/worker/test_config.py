@@ -50,19 +50,19 @@ IDENTITY = EngineIdentity(
     ],
     ids=str,
 )
-def test_a_wrong_setting_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+def test_a_wrong_setting_is_rejected_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         WorkerConfig(model="m", **changes)
 
 
 @pytest.mark.parametrize("name", ["tpu", "cpu:0", "cuda:x", ""])
-def test_an_unknown_device_is_refused(name: str) -> None:
+def test_an_unknown_device_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match="Use cpu, cuda or cuda:N"):
         open_device(name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
-def test_a_device_that_is_not_here_is_refused() -> None:
+def test_a_device_that_is_not_here_is_rejected() -> None:
     with pytest.raises(ConfigError, match="finds no CUDA device"):
         open_device("cuda")
 
@@ -129,7 +129,7 @@ def test_a_process_takes_its_sizes_from_the_identity_it_shares(tmp_path: Path) -
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, "6 ranks need a rendezvous"),
     ],
 )
-def test_a_wrong_layout_of_ranks_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+def test_a_wrong_layout_of_ranks_is_rejected_by_name(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         RankLayout(**changes)
 
@@ -160,7 +160,7 @@ def test_ranks_share_a_cpu_and_have_a_gpu_each() -> None:
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"model": 1}', '{"model": "m", "colour": 3}'])
-def test_a_file_that_is_no_worker_config_is_refused(text: str | None, tmp_path: Path) -> None:
+def test_a_file_that_is_no_worker_config_is_rejected(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "worker.json"
     if text is not None:
         path.write_text(text)

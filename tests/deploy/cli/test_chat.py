@@ -38,7 +38,7 @@ def stays_silent_after_a_word(engine: FakeEngine, request: AddRequest) -> None:
     engine.send_tokens(request, ids_of("half"))
 
 
-async def test_an_answer_stands_behind_its_question_and_is_counted(
+async def test_an_answer_stands_after_its_question_and_is_counted(
     start_gateway: StartGateway,
 ) -> None:
     async with start_gateway(say("the berth")) as gateway:

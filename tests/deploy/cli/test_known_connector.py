@@ -11,7 +11,7 @@ from longshore.protocol.errors import ConfigError
 KNOWN = "longshore.connectors.base:SchedulerConnector"
 
 
-def test_llm_refuses_a_connector_before_it_starts_a_process(
+def test_llm_rejects_a_connector_before_it_starts_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

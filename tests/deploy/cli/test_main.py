@@ -76,7 +76,7 @@ def test_command_line_loads_neither_torch_nor_a_server() -> None:
         (["bench", "serve", "--url", "nowhere"], ["url='nowhere'"]),
     ],
 )
-def test_wrong_value_is_refused_by_name_without_a_traceback(
+def test_wrong_value_is_rejected_by_name_without_a_traceback(
     arguments: list[str], words: list[str]
 ) -> None:
     run = longshore(*arguments)
@@ -122,7 +122,7 @@ def test_a_setting_comes_from_its_flag_else_a_variable_else_the_file_else_a_defa
         (None, ["--config", "No such file"]),
     ],
 )
-def test_a_settings_file_that_makes_no_sense_is_refused(
+def test_a_settings_file_that_makes_no_sense_is_rejected(
     tmp_path: Path, text: str | None, words: list[str]
 ) -> None:
     file = tmp_path / "longshore.toml"
@@ -144,7 +144,7 @@ def test_a_settings_file_that_makes_no_sense_is_refused(
         ("LONGSHORE_NO_ENABLE_PREFIX_CACHING", "1", "LONGSHORE_ENABLE_PREFIX_CACHING=false"),
     ],
 )
-def test_a_variable_that_would_be_passed_over_is_refused(
+def test_a_variable_that_would_be_passed_over_is_rejected(
     variable: str, value: str, words: str
 ) -> None:
     run = longshore("serve", "/no/such/folder", **{variable: value})

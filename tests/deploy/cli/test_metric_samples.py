@@ -93,6 +93,6 @@ def test_quantiles_of_a_server_that_began_again_are_its_own() -> None:
     assert Window(sample(2.0, (0, 4)), sample(1.0, (50, 40))).quantile("t_seconds", 0.5) == 5.0
 
 
-def test_what_is_no_metrics_is_refused() -> None:
+def test_what_is_no_metrics_is_rejected() -> None:
     with pytest.raises(ValueError, match="html"):
         read_metrics("<html>\n<body>it works</body>", 1.0)

@@ -129,7 +129,7 @@ def test_error_names_the_audio_that_it_is_of(
         texts(speech, ear, [sound(1), (np.array([np.nan]), RATE)], "en")
 
 
-def test_what_cannot_be_opened_is_refused_before_the_work_on_the_others(
+def test_what_cannot_be_opened_is_rejected_before_the_work_on_the_others(
     speech: SpeechModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longshore.deploy.llm.transcriber.MAX_PIECES", 1)
@@ -151,7 +151,7 @@ def test_what_cannot_be_opened_is_refused_before_the_work_on_the_others(
         ([0.1, 0.2], "float"),
     ],
 )
-def test_what_is_no_audio_is_refused_as_the_first(
+def test_what_is_no_audio_is_rejected_as_the_first(
     speech: SpeechModel, audio: Any, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"audio\[0\]: .*{reason}"):

@@ -140,7 +140,7 @@ def test_chat_template_is_the_one_transformers_applies(chat_template: jinja2.Tem
     )
 
 
-def test_chat_template_refuses_an_unknown_role(chat_template: jinja2.Template) -> None:
+def test_chat_template_rejects_an_unknown_role(chat_template: jinja2.Template) -> None:
     with pytest.raises(ValueError, match="system, user and assistant, not tool"):
         chat_template.render(messages=[{"role": "tool", "content": "C417"}])
 
@@ -151,7 +151,7 @@ def test_prompts_are_the_same_for_the_same_seed_and_differ_between_seeds() -> No
 
 
 @pytest.mark.parametrize("num_records", [0, NUM_CONTAINERS])
-def test_prompts_of_an_impossible_size_are_refused(num_records: int) -> None:
+def test_prompts_of_an_impossible_size_are_rejected(num_records: int) -> None:
     with pytest.raises(ValueError, match="between 1 and 999"):
         make_prompt(num_records, 0)
 

@@ -69,7 +69,7 @@ def test_what_is_not_computed_is_named_when_a_vector_is_asked_for(
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '[{"idx": 0}]', "[]", '[{"type": 1, "path": ""}]'])
-def test_a_file_that_is_no_list_of_modules_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_list_of_modules_is_rejected(text: str, tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text(text)
     with pytest.raises(ConfigError, match=r"modules\.json"):
         read_embedding_model(tmp_path, 64)

@@ -120,7 +120,7 @@ def test_yarn_s_original_length_may_stand_beside_the_scaling(tmp_path: Path) -> 
     assert folder(tmp_path, config).max_model_len == 2048
 
 
-def test_scaling_that_is_no_object_is_refused_by_name(tmp_path: Path) -> None:
+def test_scaling_that_is_no_object_is_rejected_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rope_scaling"):
         folder(tmp_path, {"rope_scaling": [1, 2]})
 
@@ -141,7 +141,7 @@ def test_dtype_is_the_checkpoint_s_unless_asked(
     assert folder(tmp_path, {"dtype": stored}).resolve_dtype(asked, device) == expected
 
 
-def test_dtype_that_cannot_be_computed_in_is_refused(tmp_path: Path) -> None:
+def test_dtype_that_cannot_be_computed_in_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="float8_e4m3fn"):
         folder(tmp_path, {"dtype": "float8_e4m3fn"})
 
@@ -161,14 +161,14 @@ def test_dtype_that_cannot_be_computed_in_is_refused(tmp_path: Path) -> None:
         ({}, {"max_new_tokens": 0}, "max_tokens=0"),
     ],
 )
-def test_wrong_settings_are_refused_by_name(
+def test_wrong_settings_are_rejected_by_name(
     tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         folder(tmp_path, config, generation)
 
 
-def test_what_is_no_model_folder_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_model_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is neither a folder"):
         read_model_folder(tmp_path / "meta-llama")
     (tmp_path / "file").touch()

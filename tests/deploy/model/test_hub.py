@@ -140,7 +140,7 @@ def test_a_hub_id_is_fetched_once_and_then_found_without_the_hub(hub: Hub, tmp_p
     assert again.stdout.strip() == str(folder), again.stderr
 
 
-def test_a_model_that_the_hub_does_not_have_is_refused_by_its_name(
+def test_a_model_that_the_hub_does_not_have_is_rejected_by_its_name(
     hub: Hub, tmp_path: Path
 ) -> None:
     result = resolve("no/body", endpoint=hub.url, cache=tmp_path)
@@ -196,6 +196,6 @@ def test_requests_call_a_model_by_its_id_or_by_the_name_of_its_folder(tmp_path: 
 
 
 @pytest.mark.parametrize("model", ["nowhere", "/nowhere/at/all", "a/b/c", "../up", "a/b@"])
-def test_what_is_neither_a_folder_nor_an_id_is_refused(model: str) -> None:
+def test_what_is_neither_a_folder_nor_an_id_is_rejected(model: str) -> None:
     with pytest.raises(ConfigError, match=r"is neither a folder nor a model hub id"):
         resolve_model(model)

@@ -106,7 +106,7 @@ def test_whole_numbers_are_samples_of_full_scale(bits: int) -> None:
         (0.5, "has the type float"),
     ],
 )
-def test_what_is_no_sound_is_refused_with_the_reason(audio: Any, reason: str) -> None:
+def test_what_is_no_sound_is_rejected_with_the_reason(audio: Any, reason: str) -> None:
     with pytest.raises(BadAudio, match=reason):
         read_audio(audio, RATE)
     if "finite" not in reason and "no samples" not in reason:
@@ -114,7 +114,7 @@ def test_what_is_no_sound_is_refused_with_the_reason(audio: Any, reason: str) ->
             longest_s(audio)
 
 
-def test_refusal_says_what_the_library_says_and_nothing_of_this_process() -> None:
+def test_rejection_says_what_the_library_says_and_nothing_of_this_process() -> None:
     with pytest.raises(BadAudio) as caught:
         read_audio(b"no sound at all" * 100, RATE)
     assert "cannot be read as audio: Format not recognised. Supported are" in str(caught.value)

@@ -98,6 +98,6 @@ def test_what_is_found_is_sorted_scored_and_within_its_limits(
     ],
     ids=str,
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], text: str) -> None:
+def test_settings_that_make_no_sense_are_rejected(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         BeamSearchParams(**({"beam_width": 2, "max_tokens": 4} | settings))

@@ -89,7 +89,7 @@ def test_english_model_has_neither_language_nor_task(tmp_path: Path, theirs: Any
         speech.language(None, "translate")
 
 
-def test_unknown_languages_and_tasks_are_refused_with_those_that_are_known(tmp_path: Path) -> None:
+def test_unknown_languages_and_tasks_are_rejected_with_those_that_are_known(tmp_path: Path) -> None:
     speech = speech_model(tmp_path)
     with pytest.raises(BadSpeechRequest, match=r"'klingon'.*de, en, fr, haw") as caught:
         speech.language("klingon", "transcribe")
@@ -131,7 +131,7 @@ def test_folder_without_settings_is_understood_by_its_tokens(tmp_path: Path) -> 
     assert set(read(tmp_path).languages) == set(LANGUAGES)
 
 
-def test_folder_whose_tokens_say_nothing_is_refused(tmp_path: Path) -> None:
+def test_folder_whose_tokens_say_nothing_is_rejected(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match=r"no token <\|startoftranscript\|>"):
         read(tmp_path)
@@ -162,14 +162,14 @@ def test_suppressed_tokens_are_bad_words_for_ever_or_at_the_start(
     [{"suppress_tokens": ["a"]}, {"lang_to_id": [1]}, {"forced_decoder_ids": [1]}],
     ids=str,
 )
-def test_settings_that_make_no_sense_are_refused_with_their_file(
+def test_settings_that_make_no_sense_are_rejected_with_their_file(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=r"generation_config\.json is not in Whisper"):
         speech_model(tmp_path, **settings)
 
 
-def test_more_suppressed_tokens_than_can_be_are_refused(tmp_path: Path) -> None:
+def test_more_suppressed_tokens_than_can_be_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{MAX_BAD_WORDS} are supported"):
         speech_model(tmp_path, suppress_tokens=list(range(256)))
 

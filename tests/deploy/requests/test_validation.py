@@ -41,7 +41,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
         {"stop_token_ids": [5.0]},
     ],
 )
-def test_a_setting_of_another_type_is_refused_by_its_name(settings: dict[str, Any]) -> None:
+def test_a_setting_of_another_type_is_rejected_by_its_name(settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.raises(ValueError, match=name):
         plain_params(SamplingParams(**settings))

@@ -237,7 +237,7 @@ def test_length_is_the_model_s_cut_to_the_blocks_unless_asked(
     assert plan(model_dir, **settings).identity.max_model_len == length
 
 
-def test_length_beyond_the_model_is_refused_with_both_numbers(model_dir: Path) -> None:
+def test_length_beyond_the_model_is_rejected_with_both_numbers(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_model_len=513.*512 tokens"):
         plan(model_dir, max_model_len=513)
 
@@ -289,7 +289,7 @@ def test_length_beyond_the_model_is_refused_with_both_numbers(model_dir: Path) -
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, "chunked prefill"),
     ],
 )
-def test_wrong_setting_is_refused_by_name(
+def test_wrong_setting_is_rejected_by_name(
     model_dir: Path, settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -307,12 +307,12 @@ def test_wrong_setting_is_refused_by_name(
         {"replicas": 2, "device": "cuda:1"},
     ],
 )
-def test_wrong_serving_setting_is_refused_by_name(settings: dict[str, Any]) -> None:
+def test_wrong_serving_setting_is_rejected_by_name(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         ServeOptions(**settings)
 
 
-def test_runtime_directory_too_deep_for_a_socket_is_refused(
+def test_runtime_directory_too_deep_for_a_socket_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = tmp_path / ("d" * 100)
@@ -387,7 +387,7 @@ def test_blocks_are_as_large_as_the_model_likes_them_unless_asked_for(
         ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3'.*MambaSpec"),
     ],
 )
-def test_what_a_model_of_states_cannot_do_is_refused_before_it_is_loaded(
+def test_what_a_model_of_states_cannot_do_is_rejected_before_it_is_loaded(
     tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):

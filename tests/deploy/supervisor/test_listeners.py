@@ -43,7 +43,7 @@ def _accept_all(listener: socket.socket) -> int:
 
 @pytest.mark.parametrize("first", [1, 2])
 @pytest.mark.parametrize("second", [1, 2])
-def test_a_port_that_another_deployment_serves_is_refused(first: int, second: int) -> None:
+def test_a_port_that_another_deployment_serves_is_rejected(first: int, second: int) -> None:
     with bound(first) as listeners:
         for listener in listeners:
             listener.listen()

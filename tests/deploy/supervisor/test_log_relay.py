@@ -144,7 +144,7 @@ def test_a_line_that_cannot_be_written_is_lost_and_the_next_one_is_not() -> None
     assert stream.getvalue() == "noon [worker 0] line 0\nnoon [worker 0] line 2\n"
 
 
-def test_a_record_behind_an_unfinished_line_is_a_record() -> None:
+def test_a_record_after_an_unfinished_line_is_a_record() -> None:
     stream = io.StringIO()
     relay = LogRelay(stream, json_line)
     relay.feed("worker 0", b"progress 10%\rprogress 50%" + framed("it broke", request_id="r"))

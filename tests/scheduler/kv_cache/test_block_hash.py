@@ -102,7 +102,7 @@ def test_a_hash_depends_on_every_token_before_it(tokens: list[int], changed: int
 
 
 @pytest.mark.req("HSH-04")
-def test_same_tokens_behind_another_prefix_have_another_name() -> None:
+def test_same_tokens_after_another_prefix_have_another_name() -> None:
     assert names_of([1, 2, 3, 4, 9, 9, 9, 9])[1] != names_of([5, 6, 7, 8, 9, 9, 9, 9])[1]
     assert names_of([9, 9, 9, 9])[0] != names_of([1, 2, 3, 4, 9, 9, 9, 9])[1]
 
@@ -212,7 +212,7 @@ def test_an_adapter_changes_all_hashes_and_is_no_salt() -> None:
     ("offset", "num_tokens", "first_changed"),
     [(0, 1, 0), (3, 1, 0), (3, 2, 0), (4, 1, 1), (7, 6, 1), (8, 4, 2), (15, 1, 3), (16, 3, 4)],
 )
-def test_an_item_enters_the_blocks_it_overlaps_and_through_the_chain_those_behind(
+def test_an_item_enters_the_blocks_it_overlaps_and_through_the_chain_those_after(
     offset: int, num_tokens: int, first_changed: int
 ) -> None:
     tokens = list(range(16))

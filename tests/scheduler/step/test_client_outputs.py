@@ -66,7 +66,7 @@ def test_a_request_that_never_ran_reports_no_cached_tokens() -> None:
     assert buckets.take()[0][1].finished[0].num_cached_tokens == 0
 
 
-def test_a_refusal_carries_its_text() -> None:
+def test_a_rejection_carries_its_text() -> None:
     buckets = ClientOutputs()
     buckets.add_rejection(1, 9, FinishReason.IGNORED, "too long", 2)
     ((client, outputs),) = buckets.take()

@@ -383,7 +383,7 @@ def test_layers_with_windows_or_states_do_not_support_context_parallelism(kind: 
         shared_backend(kind, None, place)
 
 
-def test_several_kv_heads_of_a_rank_are_refused() -> None:
+def test_several_kv_heads_of_a_rank_are_rejected() -> None:
     place = Parallel(num_shards=2, context_share=ContextShare(0, 2))
     cache = paged_kv(2, num_layers=1, block_size=4, num_kv_heads=2, head_dim=8)
     with pytest.raises(UnsupportedModel, match="2 KV heads per rank"):

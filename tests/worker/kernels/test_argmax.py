@@ -56,7 +56,7 @@ def test_large_values_whose_sum_is_infinite_are_finite(variant: str) -> None:
         assert argmax(torch.full((2, 9), 3e38))[1].tolist() == [0, 0]
 
 
-def test_logits_of_a_wrong_shape_or_dtype_are_refused() -> None:
+def test_logits_of_a_wrong_shape_or_dtype_are_rejected() -> None:
     for wrong in (
         torch.zeros(3),
         torch.zeros(2, 3).half(),

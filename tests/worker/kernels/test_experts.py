@@ -165,7 +165,7 @@ def test_a_replay_computes_other_tokens_with_other_experts(
 
 
 @every_set
-def test_wrong_shapes_and_dtypes_are_refused(variant: str, dtype: torch.dtype) -> None:
+def test_wrong_shapes_and_dtypes_are_rejected(variant: str, dtype: torch.dtype) -> None:
     case = Case(dtype)
     with using(variant):
         packed = case.packed()

@@ -90,7 +90,7 @@ def test_gates_may_alternate_with_up_elements(variant: str, dtype: torch.dtype) 
             torch.testing.assert_close(alternating(in_turn), formula(*apart.chunk(2, dim=1)))
 
 
-def test_a_wrong_shape_of_gate_up_is_refused() -> None:
+def test_a_wrong_shape_of_gate_up_is_rejected() -> None:
     for wrong in (torch.zeros(2, 7), torch.zeros(8), torch.zeros(8, 2).t()):
         with pytest.raises(ValueError, match="must be"):
             Gate(activation="silu")(wrong)

@@ -56,7 +56,7 @@ def test_rows_may_lie_apart_and_columns_too() -> None:
             assert torch.equal(matrix.product(part), matrix.product(part.clone()))
 
 
-def test_wrong_shapes_and_dtypes_are_refused() -> None:
+def test_wrong_shapes_and_dtypes_are_rejected() -> None:
     with using(BEST):
         matrix = PackedMatrix(bfloat16(4, 6, seed=8))
         for wrong in (bfloat16(2, 8, seed=9), torch.zeros(2, 6), bfloat16(6, seed=9)):

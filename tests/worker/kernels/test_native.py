@@ -93,7 +93,7 @@ def test_a_library_of_another_version_is_not_used(
 
 
 @native_only
-def test_an_unknown_instruction_set_is_refused(kernels: Native) -> None:
+def test_an_unknown_instruction_set_is_rejected(kernels: Native) -> None:
     path = library_path()
     assert path is not None
     with pytest.raises(ValueError, match="instruction set 'sse9' is unknown"):

@@ -283,7 +283,7 @@ def test_scores_of_any_size_weigh_values_within_their_range(
 
 
 @native_only
-def test_what_the_kernel_cannot_compute_is_refused(kernels: Native) -> None:
+def test_what_the_kernel_cannot_compute_is_rejected(kernels: Native) -> None:
     step = Step([(4, 1)], head_dim=8, num_kv_heads=2, group=2)
     with pytest.raises(ValueError, match="5 heads over a cache"):
         PagedAttention(kernels, step.cache, num_heads=5, scale=1.0)

@@ -95,7 +95,7 @@ def test_a_line_depends_neither_on_its_neighbours_nor_on_the_threads(
     assert together.isnan().sum() == 515
 
 
-def test_wrong_shapes_and_dtypes_are_refused() -> None:
+def test_wrong_shapes_and_dtypes_are_rejected() -> None:
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match=r"must be torch.float32 or torch.float32 \(8,\)"):
         rms_norm(x, torch.ones(7), EPS)

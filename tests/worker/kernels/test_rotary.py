@@ -66,7 +66,7 @@ def test_heads_of_one_product_are_rotated_in_place_and_values_are_unchanged(
     assert torch.equal(v, values)
 
 
-def test_wrong_shapes_and_dtypes_are_refused() -> None:
+def test_wrong_shapes_and_dtypes_are_rejected() -> None:
     q, k = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
     positions, table = torch.zeros(3, dtype=torch.int64), torch.zeros(5, 2, 4)
     with pytest.raises(ValueError, match=r"heads torch.float32"):

@@ -149,7 +149,7 @@ def test_a_replay_routes_other_tokens(variant: str) -> None:
 
 
 @every_set
-def test_wrong_shapes_and_dtypes_are_refused(variant: str) -> None:
+def test_wrong_shapes_and_dtypes_are_rejected(variant: str) -> None:
     router = make_router(Routing(num_experts=4, top_k=2), 8)
     with using(variant):
         for wrong in (torch.zeros(3, 7), torch.zeros(8, 3).t(), torch.zeros(8)):

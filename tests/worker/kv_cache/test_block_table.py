@@ -201,7 +201,7 @@ def test_every_change_reaches_the_tables_of_all_groups() -> None:
     assert tables.commit() == []
 
 
-def test_blocks_for_a_group_that_is_not_here_are_refused() -> None:
+def test_blocks_for_a_group_that_is_not_here_are_rejected() -> None:
     tables = MultiGroupBlockTable([table_of()])
     with pytest.raises(PlanMismatch, match="KV cache group 1; there are 1"):
         tables.append_rows(1, ints([0]), ints([1]))

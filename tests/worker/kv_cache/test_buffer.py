@@ -170,7 +170,7 @@ def test_clearing_blocks_touches_no_other() -> None:
     assert [bool(block.any()) for block in cache.buffer] == [True, False, True, False, True]
 
 
-def test_a_cache_that_cannot_hold_the_longest_request_is_refused(
+def test_a_cache_that_cannot_hold_the_longest_request_is_rejected(
     checkpoint: tuple[Path, Any],
 ) -> None:
     with pytest.raises(KVCacheTooSmall, match="max_model_len=256"):

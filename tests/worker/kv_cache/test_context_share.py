@@ -192,7 +192,7 @@ def test_ranks_that_fit_are_accepted() -> None:
         CrossAttentionSpec(16, 1, 8, 2, max_encoder_tokens=4),
     ],
 )
-def test_layers_without_full_attention_are_refused_by_name(spec: KVCacheSpec) -> None:
+def test_layers_without_full_attention_are_rejected_by_name(spec: KVCacheSpec) -> None:
     with pytest.raises(
         UnsupportedModel,
         match=f"decode_context_parallel_size=2: b of this model has a {type(spec).__name__}",
@@ -209,6 +209,6 @@ def test_layers_without_full_attention_are_refused_by_name(spec: KVCacheSpec) ->
         ({"interleave": 32}, "cp_kv_cache_interleave_size=32 does not divide block_size=16"),
     ],
 )
-def test_ranks_that_do_not_fit_are_refused_by_name(changes: dict[str, int], words: str) -> None:
+def test_ranks_that_do_not_fit_are_rejected_by_name(changes: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_context_parallel({"a": FULL}, **FIT | changes)

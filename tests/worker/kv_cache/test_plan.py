@@ -200,7 +200,7 @@ def test_a_plan_is_made_without_torch() -> None:
     assert shown.stdout.strip() == "[]"
 
 
-def test_keys_and_values_of_different_sizes_are_refused_by_layer_and_setting() -> None:
+def test_keys_and_values_of_different_sizes_are_rejected_by_layer_and_setting() -> None:
     same = FullAttentionSpec(16, num_kv_heads=1, head_size=8, dtype_bytes=2, head_size_v=8)
     check_cache_specs({"model.layers.0": same, "model.layers.1": state(3)}, "auto")
     differs = FullAttentionSpec(16, num_kv_heads=1, head_size=8, dtype_bytes=2, head_size_v=4)

@@ -287,6 +287,6 @@ def test_a_correction_chooses_experts_of_negative_merit_inside_the_best_groups_o
         {"num_experts": 4, "top_k": 1, "num_groups": 4, "has_correction": True},
     ],
 )
-def test_inconsistent_numbers_of_experts_and_groups_are_refused(wrong: dict[str, int]) -> None:
+def test_inconsistent_numbers_of_experts_and_groups_are_rejected(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"cannot be chosen|must be 1 to [24],|groups have one"):
         Routing(**wrong)

@@ -101,7 +101,7 @@ def test_missing_and_unused_tensors_are_named_as_they_are_stored(tmp_path: Path)
         open_worker(tmp_path)
 
 
-def test_an_unknown_bare_architecture_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_bare_architecture_is_rejected(tmp_path: Path) -> None:
     make_tiny_model("Llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for name in ("Llama", "LlamaBidirectionalModel", "LlamaForSequenceClassification"):

@@ -96,7 +96,7 @@ BROKEN_CONFIGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "named"), UNSUPPORTED_CONFIGS, ids=str)
-def test_a_config_that_is_not_computed_is_refused_by_name(
+def test_a_config_that_is_not_computed_is_rejected_by_name(
     changes: dict[str, Any], named: str, folder: Path
 ) -> None:
     edit_json(folder / "config.json", **changes)
@@ -105,7 +105,7 @@ def test_a_config_that_is_not_computed_is_refused_by_name(
 
 
 @pytest.mark.parametrize(("changes", "named"), BROKEN_CONFIGS, ids=str)
-def test_a_config_that_makes_no_sense_is_refused_by_key_and_value(
+def test_a_config_that_makes_no_sense_is_rejected_by_key_and_value(
     changes: dict[str, Any], named: str, folder: Path
 ) -> None:
     edit_json(folder / "config.json", **changes)
@@ -113,26 +113,26 @@ def test_a_config_that_makes_no_sense_is_refused_by_key_and_value(
         load(folder)
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BrokenCheckpoint, match=r"config\.json does not exist"):
         load(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
-def test_a_config_that_is_no_json_object_is_refused(text: str, folder: Path) -> None:
+def test_a_config_that_is_no_json_object_is_rejected(text: str, folder: Path) -> None:
     (folder / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(BrokenCheckpoint, match=r"config\.json"):
         load(folder)
 
 
-def test_weights_in_another_format_are_refused(folder: Path) -> None:
+def test_weights_in_another_format_are_rejected(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(BrokenCheckpoint, match="Only safetensors files"):
         load(folder)
 
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.5, 0.999])
-def test_a_truncated_file_is_refused(part: float, folder: Path) -> None:
+def test_a_truncated_file_is_rejected(part: float, folder: Path) -> None:
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * part)])
@@ -140,7 +140,7 @@ def test_a_truncated_file_is_refused(part: float, folder: Path) -> None:
         load(folder)
 
 
-def test_a_missing_tensor_is_refused_by_name(folder: Path) -> None:
+def test_a_missing_tensor_is_rejected_by_name(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(BrokenCheckpoint, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
         load(folder)
@@ -152,7 +152,7 @@ def test_many_missing_tensors_are_counted_rather_than_listed(folder: Path) -> No
         load(folder)
 
 
-def test_a_tensor_without_a_place_is_refused_by_name(folder: Path) -> None:
+def test_a_tensor_without_a_place_is_rejected_by_name(folder: Path) -> None:
     def add(tensors: dict[str, Any]) -> None:
         tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
 
@@ -161,7 +161,7 @@ def test_a_tensor_without_a_place_is_refused_by_name(folder: Path) -> None:
         load(folder)
 
 
-def test_a_wrong_shape_is_refused_with_both_shapes(folder: Path) -> None:
+def test_a_wrong_shape_is_rejected_with_both_shapes(folder: Path) -> None:
     def shrink(tensors: dict[str, Any]) -> None:
         tensors["model.norm.weight"] = torch.ones(63)
 
@@ -170,7 +170,7 @@ def test_a_wrong_shape_is_refused_with_both_shapes(folder: Path) -> None:
         load(folder)
 
 
-def test_weights_that_are_not_floats_are_refused(folder: Path) -> None:
+def test_weights_that_are_not_floats_are_rejected(folder: Path) -> None:
     def quantise(tensors: dict[str, Any]) -> None:
         tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
 
@@ -190,7 +190,7 @@ def test_tensors_that_the_model_derives_itself_are_ignored(tmp_path: Path) -> No
     assert "lm_head.weight" not in load(tmp_path).model.checkpoint_tensors()
 
 
-def test_a_tied_head_that_differs_from_the_embeddings_is_refused(tmp_path: Path) -> None:
+def test_a_tied_head_that_differs_from_the_embeddings_is_rejected(tmp_path: Path) -> None:
     make_tiny_llama(tmp_path, tie_word_embeddings=True)
 
     def add(tensors: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ def test_a_tied_head_that_differs_from_the_embeddings_is_refused(tmp_path: Path)
         load(tmp_path)
 
 
-def test_a_missing_shard_is_refused_by_name(sharded: Path, tmp_path: Path) -> None:
+def test_a_missing_shard_is_rejected_by_name(sharded: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sharded, tmp_path / "model"))
     shard = sorted(folder.glob("model-*.safetensors"))[1]
     shard.unlink()
@@ -209,7 +209,7 @@ def test_a_missing_shard_is_refused_by_name(sharded: Path, tmp_path: Path) -> No
         load(folder)
 
 
-def test_an_index_of_another_checkpoint_is_refused(sharded: Path, tmp_path: Path) -> None:
+def test_an_index_of_another_checkpoint_is_rejected(sharded: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sharded, tmp_path / "model"))
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -221,7 +221,7 @@ def test_an_index_of_another_checkpoint_is_refused(sharded: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("weight_map", [None, {}, {"model.norm.weight": "../model.safetensors"}])
-def test_an_index_that_cannot_be_followed_is_refused(
+def test_an_index_that_cannot_be_followed_is_rejected(
     weight_map: Any, sharded: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(sharded, tmp_path / "model"))
@@ -230,7 +230,7 @@ def test_an_index_that_cannot_be_followed_is_refused(
         load(folder)
 
 
-def test_every_refusal_is_a_config_error() -> None:
+def test_every_rejection_is_a_config_error() -> None:
     assert issubclass(BrokenCheckpoint, ConfigError)
     assert issubclass(UnsupportedModel, ConfigError)
 

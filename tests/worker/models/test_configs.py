@@ -172,7 +172,7 @@ def test_gemma_3_supports_at_most_the_length_in_its_config(tmp_path: Path) -> No
         ("Gemma3", {"layer_types": ["linear_attention"] * 4}),
     ],
 )
-def test_layers_that_a_family_does_not_have_are_refused_by_name(
+def test_layers_that_a_family_does_not_have_are_rejected_by_name(
     architecture: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModel, match=r"sliding_window|layer_types"):
@@ -211,7 +211,7 @@ def test_phi_3_s_names_for_longrope_mean_it(name: str, tmp_path: Path) -> None:
         ("Phi3", {"rope_scaling": {"type": "su", **LONGROPE}}, "original_max_position_embeddings"),
     ],
 )  # fmt: skip
-def test_settings_that_make_no_sense_are_refused_by_key_and_value(
+def test_settings_that_make_no_sense_are_rejected_by_key_and_value(
     architecture: str, settings: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BrokenCheckpoint, match=named):
@@ -234,7 +234,7 @@ def test_settings_that_make_no_sense_are_refused_by_key_and_value(
         ("Mamba2", {"is_causal": False}),
     ],
 )
-def test_what_a_family_does_not_compute_is_refused_by_name(
+def test_what_a_family_does_not_compute_is_rejected_by_name(
     architecture: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     key = list(settings)[-1].replace("rope_scaling", "partial_rotary_factor")

@@ -54,7 +54,7 @@ def read(folder: Path, version: int, **settings: Any) -> DeepseekConfig:
     ],
     ids=str,
 )
-def test_what_the_family_does_not_compute_is_refused_by_name(
+def test_what_the_family_does_not_compute_is_rejected_by_name(
     version: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModel, match=next(iter(settings))):

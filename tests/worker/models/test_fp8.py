@@ -197,7 +197,7 @@ def test_scales_make_numbers_that_are_out_of_range_as_exact_as_others(
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, [1.0, 2.0]], ids=str)
-def test_an_invalid_scale_is_refused(llama: Path, tmp_path: Path, scale: object) -> None:
+def test_an_invalid_scale_is_rejected(llama: Path, tmp_path: Path, scale: object) -> None:
     broken = with_tensors(llama, tmp_path / "broken", scales(scale, 1.0))
     with pytest.raises(BrokenCheckpoint, match=r"layers\.0\.self_attn\.k_scale is .* one positive"):
         worker_of(broken, "fp8_e4m3")
@@ -211,6 +211,6 @@ def test_nan_survives_the_cache(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", cases(NOT_KEPT), ids=str)
-def test_latents_and_states_are_refused_by_name(case: Case, checkpoint_of: CheckpointOf) -> None:
+def test_latents_and_states_are_rejected_by_name(case: Case, checkpoint_of: CheckpointOf) -> None:
     with pytest.raises(UnsupportedModel, match=rf"fp8_e4m3.*{NOT_KEPT[case.name]}.*'auto'"):
         worker_of(checkpoint_of(case).path, "fp8_e4m3")

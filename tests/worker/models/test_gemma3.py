@@ -87,6 +87,6 @@ def test_defaults_of_a_published_file_are_those_of_the_4b_model(tmp_path: Path) 
     assert config.activation == "gelu_tanh"
 
 
-def test_quantised_weights_of_all_parts_are_refused_by_name(tmp_path: Path) -> None:
+def test_quantised_weights_of_all_parts_are_rejected_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="quantization_config"):
         read_model_config(write(tmp_path, text_config=TEXT, quantization_config={"bits": 4}))

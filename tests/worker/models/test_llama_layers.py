@@ -141,7 +141,7 @@ def test_bfloat16_logits_stay_near_the_float32_reference(checkpoint: tuple[Path,
     assert (got - wanted).abs().mean() < 1.5 * (rounded - wanted).abs().mean()
 
 
-def test_dynamic_rope_is_refused_beyond_the_trained_length(tmp_path: Path) -> None:
+def test_dynamic_rope_is_rejected_beyond_the_trained_length(tmp_path: Path) -> None:
     make_tiny_llama(tmp_path, rope_parameters=dict(ROPES["dynamic"]))
     with pytest.raises(UnsupportedModel, match=r"max_model_len=257 .* 256 .* dynamic rope"):
         open_worker(tmp_path, max_model_len=257)

@@ -65,7 +65,7 @@ def test_shards_cut_heads_and_groups_or_copy_a_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_shards", "num_groups"), [(3, 2), (16, 2), (4, 6), (2, 3)])
-def test_what_cannot_be_cut_is_refused_by_name(
+def test_what_cannot_be_cut_is_rejected_by_name(
     tmp_path: Path, num_shards: int, num_groups: int
 ) -> None:
     config = read(tmp_path, "Mamba2", num_heads=12 if num_groups % 3 == 0 else 8,
@@ -92,7 +92,7 @@ def test_a_limit_that_limits_nothing_is_none(family: str, unlimited: Any, tmp_pa
         ("GraniteMoeHybrid", {"position_embedding_type": "alibi"}, "position_embedding_type"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(
+def test_what_is_not_computed_is_rejected_by_name(
     family: str, settings: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModel, match=named):
@@ -113,7 +113,7 @@ def test_what_is_not_computed_is_refused_by_name(
         ("GraniteMoeHybrid", {"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(
+def test_what_makes_no_sense_is_rejected_by_name(
     family: str, settings: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BrokenCheckpoint, match=named):

@@ -87,7 +87,7 @@ def test_more_experts_per_token_than_there_are_make_no_sense(
         read(tmp_path, architecture, num_experts_per_tok=5)
 
 
-def test_four_bit_experts_are_refused_by_name(tmp_path: Path) -> None:
+def test_four_bit_experts_are_rejected_by_name(tmp_path: Path) -> None:
     quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     with pytest.raises(UnsupportedModel, match=r"quantization_config=.*mxfp4.* not supported"):
         read(tmp_path, "GptOss", quantization_config=quantised)
@@ -101,14 +101,14 @@ def test_four_bit_experts_are_refused_by_name(tmp_path: Path) -> None:
         ("Llama4", {"moe_layers": 3}, "moe_layers"),
     ],
 )
-def test_lists_of_layers_that_make_no_sense_are_refused(
+def test_lists_of_layers_that_make_no_sense_are_rejected(
     architecture: str, settings: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(BrokenCheckpoint, match=named):
         read(tmp_path, architecture, **settings)
 
 
-def test_a_rope_that_also_stretches_keys_is_refused_where_a_norm_would_undo_it(
+def test_a_rope_that_also_stretches_keys_is_rejected_where_a_norm_would_undo_it(
     tmp_path: Path,
 ) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -126,7 +126,7 @@ def test_a_rope_that_also_stretches_keys_is_refused_where_a_norm_would_undo_it(
         ("Llama4", {"intermediate_size_mlp": 90}, "intermediate_size_mlp=90"),
     ],
 )
-def test_experts_that_cannot_be_cut_evenly_are_refused_by_name(
+def test_experts_that_cannot_be_cut_evenly_are_rejected_by_name(
     architecture: str, settings: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     config = read(tmp_path, architecture, **settings)

@@ -138,7 +138,7 @@ def test_a_shard_holds_its_part_of_every_matrix(case: Case, checkpoint_of: Check
             assert sum(shard[name] for shard in shards) == size, name
 
 
-def test_what_cannot_be_cut_evenly_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_cannot_be_cut_evenly_is_rejected_by_name(tmp_path: Path) -> None:
     make_tiny_llama(tmp_path, intermediate_size=90)
     config = read_model_config(tmp_path)
     with pytest.raises(UnsupportedModel, match=r"num_attention_heads=4, num_key_value_heads=2 of"):
@@ -159,7 +159,7 @@ def test_a_stage_takes_a_checkpoint_with_a_tied_head_in_it(stage: int, tmp_path:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_tensor_that_no_stage_has_a_place_for_is_refused(stage: int, tmp_path: Path) -> None:
+def test_a_tensor_that_no_stage_has_a_place_for_is_rejected(stage: int, tmp_path: Path) -> None:
     make_tiny_llama(tmp_path, num_hidden_layers=3)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
@@ -167,7 +167,7 @@ def test_a_tensor_that_no_stage_has_a_place_for_is_refused(stage: int, tmp_path:
         PagedModel(tmp_path, parallel=Parallel(stage=stage, num_stages=2))
 
 
-def test_a_stage_whose_layers_are_missing_is_refused(tmp_path: Path) -> None:
+def test_a_stage_whose_layers_are_missing_is_rejected(tmp_path: Path) -> None:
     make_tiny_llama(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))

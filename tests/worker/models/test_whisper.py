@@ -425,12 +425,12 @@ def test_blocks_of_cross_attention_have_the_bytes_that_its_heads_need(plain: Hea
     assert halves == 8_192
 
 
-def test_pipeline_stages_are_refused_by_name(plain: Heard) -> None:
+def test_pipeline_stages_are_rejected_by_name(plain: Heard) -> None:
     with pytest.raises(UnsupportedModel, match=r"pipeline_parallel_size=2: models with an enc"):
         PagedModel(plain.path, parallel=Parallel(num_stages=2))
 
 
-def test_heads_that_cannot_be_cut_are_refused_by_name(plain: Heard) -> None:
+def test_heads_that_cannot_be_cut_are_rejected_by_name(plain: Heard) -> None:
     with pytest.raises(UnsupportedModel, match="encoder_attention_heads=4, encoder_ffn_dim=96"):
         read_model_config(plain.path).check_split(num_shards=64)
 
@@ -473,7 +473,7 @@ def edited(heard: Heard, folder: Path, file_name: str, changes: dict[str, object
         ("preprocessor_config.json", {"n_fft": 32_000}, BrokenCheckpoint, "twice the 16000 samp"),
     ],
 )
-def test_settings_that_cannot_be_served_are_refused_by_name(
+def test_settings_that_cannot_be_served_are_rejected_by_name(
     file_name: str,
     changes: dict[str, object],
     error: type[Exception],

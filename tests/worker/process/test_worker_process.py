@@ -187,7 +187,7 @@ def test_a_process_reports_its_cache_and_computes_like_a_worker_in_process(
     assert worker.wait() == 0
 
 
-def test_a_refused_worker_says_why_and_fails(
+def test_a_rejected_worker_says_why_and_fails(
     start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any]
 ) -> None:
     worker = start(checkpoint[0])

@@ -130,7 +130,7 @@ def test_a_row_of_all_states_must_begin_at_its_first_token(
         runner.submit(plans.plan({0: 24}, added=[entry]), print)
 
 
-def test_a_rewound_row_begins_its_sum_again_or_is_refused(
+def test_a_rewound_row_begins_its_sum_again_or_is_rejected(
     worker: Worker, checkpoint: tuple[Path, Any]
 ) -> None:
     runner, plans = worker.start(), planner()

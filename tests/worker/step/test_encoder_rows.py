@@ -102,18 +102,18 @@ REFUSED: dict[str, tuple[Callable[[SchedulerOutput], SchedulerOutput], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_encoder_inputs_that_do_not_match_the_rows_are_refused(case: str) -> None:
+def test_encoder_inputs_that_do_not_match_the_rows_are_rejected(case: str) -> None:
     change, reason = REFUSED[case]
     with pytest.raises(PlanMismatch, match=reason):
         take(change(plan_of([1, 2])))
 
 
-def test_an_item_of_a_row_that_computes_nothing_is_refused() -> None:
+def test_an_item_of_a_row_that_computes_nothing_is_rejected() -> None:
     with pytest.raises(PlanMismatch, match="row 1, which computes nothing"):
         take(plan_of([1, 2]), count=0)
 
 
-def test_items_are_refused_where_there_is_no_encoder() -> None:
+def test_items_are_rejected_where_there_is_no_encoder() -> None:
     with pytest.raises(PlanMismatch, match="does not support multimodal inputs"):
         take(plan_of([1]), max_tokens=0)
     rows, _ = take(msgspec.structs.replace(plan_of([1]), encoder_inputs=()), max_tokens=0)

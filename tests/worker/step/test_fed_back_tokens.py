@@ -86,7 +86,7 @@ def test_a_rewound_row_gets_its_last_known_token() -> None:
         ([2, 5], [20, -1], r"outside 0\.\.99"),
     ],
 )
-def test_a_plan_without_the_sampled_tokens_that_it_computes_is_refused(
+def test_a_plan_without_the_sampled_tokens_that_it_computes_is_rejected(
     sampled_rows: list[int], sampled_tokens: list[int], words: str
 ) -> None:
     stage = Stage()

@@ -518,7 +518,7 @@ REFUSED: dict[str, tuple[Callable[[Planner], SchedulerOutput], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_plan_that_cannot_be_executed_exactly_is_refused(
+def test_a_plan_that_cannot_be_executed_exactly_is_rejected(
     case: str, open_runner: OpenRunner
 ) -> None:
     make_plan, reason = REFUSED[case]
@@ -527,7 +527,7 @@ def test_a_plan_that_cannot_be_executed_exactly_is_refused(
         runner.execute(make_plan(plans))
 
 
-def test_a_step_of_more_tokens_than_the_buffers_hold_is_refused(
+def test_a_step_of_more_tokens_than_the_buffers_hold_is_rejected(
     checkpoint: tuple[Path, Any],
 ) -> None:
     config = WorkerConfig(

@@ -124,7 +124,7 @@ def test_a_plan_without_copies_has_none() -> None:
     ],
     ids=["nobody's", "more than a block of its group"],
 )
-def test_a_copy_that_no_started_row_takes_whole_is_refused(
+def test_a_copy_that_no_started_row_takes_whole_is_rejected(
     copies: list[tuple[int, int, int]], reason: str
 ) -> None:
     rows = worker_rows()

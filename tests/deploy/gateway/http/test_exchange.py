@@ -179,7 +179,7 @@ async def test_length_of_an_answer_may_come_from_the_model(start_gateway: StartG
         ("/health", {}, 405, ["/health"]),
     ],
 )
-async def test_bad_request_is_refused_in_the_api_s_own_shape(
+async def test_bad_request_is_rejected_in_the_api_s_own_shape(
     start_gateway: StartGateway, path: str, body: Any, status: int, words: list[str]
 ) -> None:
     async with start_gateway() as gateway:
@@ -222,7 +222,7 @@ async def test_client_that_goes_away_is_aborted(start_gateway: StartGateway, str
 @pytest.mark.parametrize(
     ("reason", "status"), [(FinishReason.IGNORED, 400), (FinishReason.ERROR, 500)]
 )
-async def test_engine_s_refusal_has_a_status_even_for_a_stream(
+async def test_engine_s_rejection_has_a_status_even_for_a_stream(
     start_gateway: StartGateway, reason: FinishReason, status: int
 ) -> None:
     def refuse(engine: FakeEngine, request: AddRequest) -> None:
@@ -287,7 +287,7 @@ async def test_broken_connection_to_the_engine_is_noticed(start_gateway: StartGa
         assert "the engine has stopped" in error_of(answer)["message"]
 
 
-async def test_gateway_of_another_model_is_refused_by_the_engine(
+async def test_gateway_of_another_model_is_rejected_by_the_engine(
     start_gateway: StartGateway,
 ) -> None:
     with pytest.raises(HandshakeRejected, match="another"):
@@ -341,7 +341,7 @@ async def test_live_stream_is_finished_when_the_gateway_is_told_to_stop(
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "late"
 
 
-async def test_stop_token_that_the_model_does_not_have_is_refused_by_name(
+async def test_stop_token_that_the_model_does_not_have_is_rejected_by_name(
     start_gateway: StartGateway,
 ) -> None:
     async with start_gateway() as gateway:

@@ -46,7 +46,7 @@ async def test_a_request_without_an_id_gets_one_that_its_response_names(
 
 
 @pytest.mark.parametrize("given", ["x" * 129, "two words", "é"])
-async def test_an_id_that_no_log_should_hold_is_refused(
+async def test_an_id_that_no_log_should_hold_is_rejected(
     start_gateway: StartGateway, given: str
 ) -> None:
     async with start_gateway() as gateway:

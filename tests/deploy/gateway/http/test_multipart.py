@@ -47,7 +47,7 @@ def test_form_comes_back_as_it_was_sent(content: bytes, fields: dict[str, str]) 
     ],
     ids=range(9),
 )
-def test_what_is_no_form_is_refused(kind: bytes, body: bytes, reason: str) -> None:
+def test_what_is_no_form_is_rejected(kind: bytes, body: bytes, reason: str) -> None:
     with pytest.raises(ApiError, match=reason) as caught:
         parse_form(kind, body)
     assert caught.value.status == 400

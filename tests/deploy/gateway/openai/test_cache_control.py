@@ -73,7 +73,7 @@ async def test_reading_alone_can_be_left_out(start_gateway: StartGateway) -> Non
         ),
     ],
 )
-async def test_what_contradicts_is_refused_by_name(
+async def test_what_contradicts_is_rejected_by_name(
     start_gateway: StartGateway, extra: dict[str, Any], param: str
 ) -> None:
     async with start_gateway(never_answer) as gateway:

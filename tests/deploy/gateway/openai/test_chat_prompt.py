@@ -73,7 +73,7 @@ def test_a_template_gets_the_words_that_it_is_given() -> None:
         ("{{ raise_exception('no system here') }}", {}, "messages", "no system here"),
     ],
 )
-def test_what_contradicts_itself_is_refused_by_name(
+def test_what_contradicts_itself_is_rejected_by_name(
     template: str, form: dict[str, Any], param: str, says: str
 ) -> None:
     with pytest.raises(ApiError, match=says) as refusal:

@@ -121,7 +121,7 @@ async def test_a_vector_is_made_as_the_folder_says_unless_the_request_does(
         (b"{", None, "not JSON"),
     ],
 )
-async def test_what_cannot_be_embedded_is_refused_by_name(
+async def test_what_cannot_be_embedded_is_rejected_by_name(
     body: Any, param: str | None, says: str, start_gateway: StartGateway
 ) -> None:
     async with start_gateway(pooled, embedding=MODEL, max_body_bytes=1 << 16) as gateway:
@@ -134,7 +134,7 @@ async def test_what_cannot_be_embedded_is_refused_by_name(
         assert gateway.engine.requests == []
 
 
-async def test_a_folder_whose_way_is_not_computed_is_refused_with_what_it_has(
+async def test_a_folder_whose_way_is_not_computed_is_rejected_with_what_it_has(
     start_gateway: StartGateway,
 ) -> None:
     model = EmbeddingModel(4, problem="modules.json has a module Dense that is not supported")
@@ -150,7 +150,7 @@ async def test_a_model_that_takes_no_text_gives_no_vectors(start_gateway: StartG
         assert "is a speech model and has no embeddings" in error["message"]
 
 
-async def test_without_a_tokenizer_token_ids_are_embedded_and_texts_refused(
+async def test_without_a_tokenizer_token_ids_are_embedded_and_texts_rejected(
     start_gateway: StartGateway,
 ) -> None:
     async with start_gateway(pooled, embedding=MODEL, tokenizer=False) as gateway:

@@ -41,7 +41,7 @@ def test_prompt_is_one_or_many_as_text_or_token_ids(prompt: Any, expected: Any) 
 
 
 @pytest.mark.parametrize("prompt", [[], ["text", 5], [5, [6]], ["text", [5]], ["x"] * 1025])
-def test_prompts_of_no_or_mixed_kind_or_too_many_are_refused(prompt: Any) -> None:
+def test_prompts_of_no_or_mixed_kind_or_too_many_are_rejected(prompt: Any) -> None:
     with pytest.raises(ApiError) as refusal:
         completion(prompt=prompt).prompts()
     assert refusal.value.body.param == "prompt"
@@ -91,7 +91,7 @@ def test_parameters_that_ask_for_nothing_are_accepted(parameters: dict[str, Any]
         ("seed", 1.5),
     ],
 )
-def test_what_would_change_the_answer_is_refused_by_name(name: str, value: Any) -> None:
+def test_what_would_change_the_answer_is_rejected_by_name(name: str, value: Any) -> None:
     with pytest.raises(ApiError) as refusal:
         chat(**{name: value})
     assert refusal.value.status == 400
@@ -101,7 +101,7 @@ def test_what_would_change_the_answer_is_refused_by_name(name: str, value: Any) 
 
 
 @pytest.mark.parametrize("n", [0, -1, 129])
-def test_a_number_of_answers_that_cannot_be_is_refused(n: int) -> None:
+def test_a_number_of_answers_that_cannot_be_is_rejected(n: int) -> None:
     with pytest.raises(ApiError, match="n=") as refusal:
         _ = chat(n=n).num_samples
     assert refusal.value.body.param == "n"
@@ -149,7 +149,7 @@ def test_missing_field_is_named() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b"\xff\xfe", b'"' + b"[" * 5000])
-def test_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+def test_body_that_is_no_json_object_is_rejected(body: bytes) -> None:
     with pytest.raises(ApiError, match="JSON"):
         parse_request(ChatRequest, body)
 
@@ -167,7 +167,7 @@ def test_text_parts_of_a_message_are_joined() -> None:
         {"role": "tool", "content": "42"},
     ],
 )
-def test_message_that_cannot_be_served_is_refused(message: dict[str, Any]) -> None:
+def test_message_that_cannot_be_served_is_rejected(message: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refusal:
         template_input(chat(messages=[*CHAT, message]).messages)
     assert refusal.value.body.param == "messages"
@@ -185,7 +185,7 @@ parameter_names = st.sampled_from(
 
 
 @given(st.dictionaries(parameter_names, json_values))
-def test_any_json_is_either_a_request_or_refused_as_one(parameters: dict[str, Any]) -> None:
+def test_any_json_is_either_a_request_or_rejected_as_one(parameters: dict[str, Any]) -> None:
     for kind in (ChatRequest, CompletionRequest):
         with contextlib.suppress(ApiError):
             parse_request(kind, json.dumps(parameters).encode())

@@ -97,7 +97,7 @@ async def test_bad_words_are_forbidden_in_both_spellings(start_gateway: StartGat
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_a_setting_out_of_range_is_refused_by_its_name(
+async def test_a_setting_out_of_range_is_rejected_by_its_name(
     start_gateway: StartGateway, parameters: dict[str, Any], param: str
 ) -> None:
     async with start_gateway(scored_echo) as gateway:

@@ -42,7 +42,7 @@ def dies_behind_the_stop(engine: FakeEngine, request: AddRequest) -> None:
 
 @pytest.mark.parametrize("script", [endless, in_one_message, dies_behind_the_stop])
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_an_answer_ends_before_its_stop_and_counts_nothing_behind_it(
+async def test_an_answer_ends_before_its_stop_and_counts_nothing_after_it(
     start_gateway: StartGateway, script: Any, is_stream: bool
 ) -> None:
     body = {
@@ -118,7 +118,7 @@ async def test_log_probabilities_end_with_the_answer(start_gateway: StartGateway
         ([3], "Expected `str`"),
     ],
 )
-async def test_a_stop_that_makes_no_sense_is_refused(
+async def test_a_stop_that_makes_no_sense_is_rejected(
     start_gateway: StartGateway, stop: Any, problem: str
 ) -> None:
     async with start_gateway() as gateway:

@@ -58,7 +58,7 @@ async def test_detokenize_undoes_it(start_gateway: StartGateway) -> None:
         ("/detokenize", {"tokens": "x"}, "tokens", "Expected `array`"),
     ],
 )
-async def test_what_makes_no_sense_is_refused_by_name(
+async def test_what_makes_no_sense_is_rejected_by_name(
     start_gateway: StartGateway, path: str, body: dict[str, Any], param: str, words: str
 ) -> None:
     async with start_gateway() as gateway:
@@ -68,7 +68,7 @@ async def test_what_makes_no_sense_is_refused_by_name(
         assert words in error_of(answer)["message"]
 
 
-async def test_another_model_and_a_broken_body_are_refused(start_gateway: StartGateway) -> None:
+async def test_another_model_and_a_broken_body_are_rejected(start_gateway: StartGateway) -> None:
     async with start_gateway() as gateway:
         other = await gateway.post("/tokenize", {"prompt": "a", "model": "large"})
         assert other.status == 404
@@ -84,7 +84,7 @@ async def test_a_model_without_a_tokenizer_has_no_text(start_gateway: StartGatew
 
 
 @pytest.mark.parametrize("messages", [False, True])
-async def test_a_text_that_the_model_can_never_take_is_refused(
+async def test_a_text_that_the_model_can_never_take_is_rejected(
     start_gateway: StartGateway, messages: bool
 ) -> None:
     text = "x " * MAX_INLINE_CHARACTERS
@@ -97,7 +97,7 @@ async def test_a_text_that_the_model_can_never_take_is_refused(
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
-async def test_more_messages_than_any_chat_has_are_refused(
+async def test_more_messages_than_any_chat_has_are_rejected(
     start_gateway: StartGateway, path: str
 ) -> None:
     async with start_gateway(max_body_bytes=1 << 20) as gateway:

@@ -296,7 +296,7 @@ async def test_no_more_answers_are_under_way_than_are_taken(
     ],
     ids=str,
 )
-async def test_what_is_not_served_is_refused_by_name(
+async def test_what_is_not_served_is_rejected_by_name(
     start: Start, fields: dict[str, Any], param: str, reason: str
 ) -> None:
     async with start() as gateway:
@@ -308,7 +308,7 @@ async def test_what_is_not_served_is_refused_by_name(
         assert error["type"] == "invalid_request_error"
 
 
-async def test_what_is_no_audio_is_refused(start: Start) -> None:
+async def test_what_is_no_audio_is_rejected(start: Start) -> None:
     async with start(max_audio_s=1.0) as gateway:
         for file, reason in (
             (None, "the form has no file"),
@@ -333,7 +333,7 @@ async def test_file_beyond_the_limit_is_a_413(start: Start) -> None:
             assert "--max-audio-mib" in error_of(answer)["message"]
 
 
-async def test_body_that_is_no_form_and_another_model_are_refused(start: Start) -> None:
+async def test_body_that_is_no_form_and_another_model_are_rejected(start: Start) -> None:
     async with start() as gateway:
         answer = await gateway.post(PATH, {"file": "sound"})
         assert answer.status == 400
@@ -348,7 +348,7 @@ async def test_body_that_is_no_form_and_another_model_are_refused(start: Start) 
         assert "send it as a file" in error_of(answer)["message"]
 
 
-async def test_english_model_refuses_to_translate(
+async def test_english_model_rejects_to_translate(
     start: Start, tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
     save_whisper_settings(tmp_path, is_multilingual=False)
@@ -379,7 +379,7 @@ async def test_each_model_names_the_endpoint_that_serves_it(
                 assert "/v1/chat/completions" in error_of(answer)["message"]
 
 
-async def test_engine_s_refusal_and_failure_are_errors(start: Start) -> None:
+async def test_engine_s_rejection_and_failure_are_errors(start: Start) -> None:
     reasons = {FinishReason.IGNORED: 400, FinishReason.ERROR: 500}
     for reason, status in reasons.items():
 

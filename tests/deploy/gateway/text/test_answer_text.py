@@ -88,7 +88,7 @@ def test_of_stops_that_end_together_the_longest_is_cut() -> None:
     assert "".join(shown) == "b"
 
 
-def test_tokens_behind_the_one_that_ends_a_stop_do_not_count() -> None:
+def test_tokens_after_the_one_that_ends_a_stop_do_not_count() -> None:
     tokenizer = TOKENIZERS["byte level"]
     _, answer = read(tokenizer, tokenizer.encode("a the b"), StopStrings((" th",)), sizes=(5,))
     assert answer.is_stopped

@@ -87,7 +87,7 @@ async def test_header_that_says_too_much_counts_until_the_sound_is_known(
             pass
 
 
-async def test_what_is_refused_is_not_held(speech: SpeechModel) -> None:
+async def test_what_is_rejected_is_not_held(speech: SpeechModel) -> None:
     decoder = AudioDecoder(max_bytes=4 * SECOND_BYTES)
     bad = as_file(np.full(2 * RATE, np.nan, np.float32))
     async with decoder.features(as_file(tone(1.0)), speech, MAX_S):

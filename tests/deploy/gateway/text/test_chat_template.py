@@ -62,7 +62,7 @@ def test_templates_find_what_transformers_gives_them(source: str, expected: str)
         "{{ 5 | format('a') }}",
     ],
 )
-def test_template_that_fails_refuses_the_messages(source: str) -> None:
+def test_template_that_fails_rejects_the_messages(source: str) -> None:
     with pytest.raises(TemplateRejected):
         ChatTemplate(source, {}).render(CHAT)
 
@@ -94,7 +94,7 @@ def test_folder_without_tokenizer_has_none(
     assert "prompts must be token ids" in caplog.text
 
 
-def test_template_can_refuse_messages() -> None:
+def test_template_can_reject_messages() -> None:
     template = ChatTemplate("{{ raise_exception('no system role here') }}", {})
     with pytest.raises(TemplateRejected, match="no system role here"):
         template.render(CHAT)
@@ -121,12 +121,12 @@ def test_template_cannot_leave_its_sandbox(source: str) -> None:
         ChatTemplate(source, {}).render(CHAT)
 
 
-def test_template_that_does_not_compile_is_refused_at_start() -> None:
+def test_template_that_does_not_compile_is_rejected_at_start() -> None:
     with pytest.raises(ConfigError, match=r"does not compile.*--chat-template"):
         ChatTemplate("{% for %}", {})
 
 
-def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
+def test_unreadable_files_are_rejected_by_name(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not JSON"):

@@ -66,7 +66,7 @@ def peak_bytes() -> int:
         "{{ lipsum(n=10 ** 6) }}",
     ],
 )  # fmt: skip
-def test_a_template_without_end_is_refused_before_it_takes_the_memory(source: str) -> None:
+def test_a_template_without_end_is_rejected_before_it_takes_the_memory(source: str) -> None:
     template = ChatTemplate(source, {})
     before = peak_bytes()
     with pytest.raises(TemplateRejected):
