@@ -14,7 +14,7 @@ from longshore.protocol.errors import LongshoreError
 from longshore.protocol.plan import SampleMask
 from longshore.protocol.requests import StructuredOutput
 from longshore.scheduler.request import Request, RequestChange
-from longshore.scheduler.step.in_flight import PastOccupant, PlannedStep, StepsInFlight
+from longshore.scheduler.step.in_flight import PlannedStep, StepsInFlight
 
 
 class GrammarError(LongshoreError):
@@ -110,10 +110,10 @@ class Grammars:
             row, drafts = int(planned.rows[index]), planned.draft_token_ids(index)
             bits = np.zeros((1 + len(drafts), width), np.uint8)
             occupant = self._in_flight.occupant(row, int(planned.generations[index]))
-            if not isinstance(occupant, PastOccupant):
+            if occupant.expects_output_of(planned.step):
                 self._grammars[occupant.request].fill_masks(drafts, bits)
             else:
-                bits[:] = 0xFF  # the request has lost its row, but the worker waits for a mask
+                bits[:] = 0xFF  # its tokens are void, but the worker waits for a mask
             rows += [row] * len(bits)
             masks.append(bits.reshape(-1))
         return SampleMask(self._epoch, planned.step, int32_array(rows), np.concatenate(masks))

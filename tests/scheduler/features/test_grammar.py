@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from longshore.protocol.arrays import int32_array
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput
 from longshore.scheduler.request import RequestStatus
+from tests.harness.connector import has_leading
 from tests.harness.driver import Driver
 from tests.harness.grammar import FakeCompiler, grammar_for
-from tests.harness.shared_drivers import pressed
+from tests.harness.shared_drivers import connected, pressed
 from tests.harness.tokens import expected_output, prompt_of, steady_token
 
 ODD = 5  # every grammar allows it, and no request ever samples it
@@ -142,8 +143,8 @@ def test_a_mask_comes_once() -> None:
     driver.run()
 
 
-def test_a_mask_is_sent_although_its_request_has_gone() -> None:
-    """The workers wait for it all the same; whatever they sample there is dropped."""
+def test_a_mask_is_sent_although_its_request_has_ended() -> None:
+    """The workers wait for it; what they sample there is void."""
     driver, _ = restricted({"r"}, max_steps_in_flight=2)
     key = add(driver, "r")
     driver.plan()
@@ -154,6 +155,51 @@ def test_a_mask_is_sent_although_its_request_has_gone() -> None:
     assert (mask.step, mask.rows.tolist()) == (2, [0])
     assert (mask.bits == 0xFF).all()
     driver.run()
+
+
+def test_the_mask_of_void_tokens_allows_everything() -> None:
+    """Step 2 follows a token of step 1 that is void, so it has no state of the grammar."""
+    driver = connected(
+        rules={"match": has_leading(4, is_async=False)},
+        fail_sync=lambda load: load.block_ids[0][:1],
+        grammars=FakeCompiler({"r"}),
+    )
+    key = add(driver, "r")
+    driver.plan()
+    driver.plan()
+    driver.answer()
+    (mask,) = driver.masks.values()
+    assert (mask.step, mask.rows.tolist()) == (2, [0])
+    assert (mask.bits == 0xFF).all()
+    driver.run()
+    driver.check_complete(key)
+
+
+def test_a_token_that_is_delivered_after_a_preemption_is_masked() -> None:
+    """Step 3 preempts a request before the mask of its token in step 2 can be made."""
+    driver = Driver(
+        grammars=FakeCompiler({"r"}),
+        num_blocks=8,
+        max_model_len=28,
+        max_steps_in_flight=3,
+        feed_back_tokens=True,
+        long_prefill_token_threshold=8,
+        cache={"watermark": 0.0},
+    )
+    long = driver.add("long", prompt_of(24), max_tokens=4)
+    driver.plan()
+    key = driver.add("r", prompt_of(8, 40), structured_output=grammar_for("r"))
+    driver.plan()
+    plan = driver.plan()
+    assert plan is not None
+    assert plan.preempted_rows.tolist() == [1]
+    driver.answer()
+    (mask,) = driver.masks.values()
+    assert (mask.step, mask.rows.tolist()) == (2, [1])
+    allowed = np.flatnonzero(np.unpackbits(mask.bits, bitorder="little"))
+    assert set(allowed.tolist()) == {steady_token("r", 0), *range(1, 100, 2)}
+    driver.run()
+    driver.check_complete(long, key)
 
 
 def test_a_token_against_the_grammar_ends_its_request() -> None:
