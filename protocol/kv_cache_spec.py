@@ -282,7 +282,7 @@ def num_blocks_needed(groups: Sequence[KVCacheGroup], longest: LongestRequest) -
 def tokens_that_fit(
     groups: Sequence[KVCacheGroup], num_blocks: int, longest: LongestRequest
 ) -> int:
-    """Number of tokens that a pool of `num_blocks` blocks holds if all its requests are such."""
+    """Number of tokens that a pool of `num_blocks` blocks holds if every request is this long."""
     usable = max(0, num_blocks - num_reserved_blocks(groups))
     return usable * longest.num_tokens // max_blocks(groups, longest)
 

@@ -186,7 +186,7 @@ def digest_changes(
     copy_num_tokens: Int32Array = EMPTY_INT32,
 ) -> int:
     """CRC-32 of all changes of rows and all block copies, chained on the digest of the previous
-    plan."""
+    plan. Of the data of multimodal items and prompt embeddings, only the size counts."""
     # Lengths first: else an element that moves from one part to the next keeps the digest.
     lengths = (len(finished_rows), len(preempted_rows), len(rewound), len(added), len(appended))
     crc = zlib.crc32(_encoder.encode((*lengths, len(scheduled_rows))), previous_digest)
@@ -215,7 +215,7 @@ _CHANGES: Final = tuple(digest_changes.__kwdefaults__ or ())  # all are fields o
 
 
 def _digested(array: np.ndarray) -> bytes | int:
-    """Token and block ids; of bytes such as images only the number, because they are many."""
+    """The bytes of token and block ids. Data such as images is large, so only its size counts."""
     return array.tobytes() if array.dtype == np.int32 else len(array)
 
 

@@ -102,7 +102,9 @@ class SamplingParams(
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
         for name, low, high in _RANGES:
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
+            if value is None and name.endswith("logprobs"):
+                continue
+            if value is None or not low <= value <= high:
                 raise ValueError(f"{name}={value} must lie within {low:g}..{high:g}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed={self.seed} does not fit in 64 bits")

@@ -197,7 +197,7 @@ class Worker:
 
     @property
     def _longest_request(self) -> LongestRequest:
-        """The longest request that its steps in flight allow."""
+        """The longest request, with what may be in flight of it: this bounds its blocks."""
         config = self._config
         num_steps = config.max_steps_in_flight
         if num_steps is None:

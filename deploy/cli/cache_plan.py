@@ -196,7 +196,7 @@ def _totals(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield (
         f"a request of {cache.max_model_len:,} tokens",
         f"{byte_size(request_blocks * cache.block_bytes)}: {_blocks(request_blocks)}, "
-        f"{cache.padding_share:.1%} of which padding",
+        f"of which {cache.padding_share:.1%} is padding",
     )
     if cache.num_blocks_in_flight:
         yield (

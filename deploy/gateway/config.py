@@ -30,7 +30,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     unread_timeout_s:  seconds after which a client that reads nothing of a response is
                        disconnected.
     report_timeout_s:  seconds that the scheduler has to answer /engine/report.
-    seed:              derives the seeds of requests without a seed, so that they are reproducible.
+    seed:              the seeds of requests without a seed are derived from it, to be reproducible.
     """
 
     model: str

@@ -87,7 +87,8 @@ class LLM:
             )
             self._decoder = self._speech.tokenizer
         self._requests = LiveRequests(seed_source(options.seed))
-        self._request_ids = (f"llm-{number}" for number in itertools.count(1))
+        # No generator: an interrupt inside one would end it.
+        self._request_ids = map("llm-{}".format, itertools.count(1))
         self._engine: EngineConnection = InProcessEngine(plan) if in_process else RemoteEngine(plan)
         self._client = BlockingClient(self._requests, self._engine)
         self._finalizer = weakref.finalize(self, _close_in_owner, self._engine, os.getpid())

@@ -122,7 +122,8 @@ class EncoderCache:
             self._release_one(request, index)
 
     def advanced(self, request: Request, num_computed: int) -> None:
-        """Its first `num_computed` tokens are planned: release its references to their items."""
+        """Its first `num_computed` tokens are planned: release its references to
+        the items that end within them."""
         self.pending[request.request_id] = request
         for index, item in enumerate(request.multimodal):
             if item.offset + item.num_tokens > num_computed:

@@ -30,7 +30,7 @@ class BlockHashMap:
         """One block per hash, up to the first hash without a block. Later hashes are not looked
         up, so the cost depends on the hits alone."""
         found: list[int] = []
-        if not hashes or hashes[0] not in self._first:  # the exception would cost 1 µs
+        if not hashes or hashes[0] not in self._first:  # common; an exception costs 1 µs
             return found
         try:
             found.extend(map(self._first.__getitem__, hashes))

@@ -177,7 +177,8 @@ class KVCacheManager:
         """
         hits = computed.block_ids
         num_unheld = sum(map(self.pool.num_unheld, hits)) if computed.num_tokens else 0
-        if len(self._managers) == 1 and not self._windowed:  # 5% of churn
+        # A path of its own, because it saves 5% of a step in which a tenth of the requests changes.
+        if len(self._managers) == 1 and not self._windowed:
             end = self._managers[0].num_positions(num_tokens, num_encoder_tokens)
             first = len(hits[0])
             num_new = end - first

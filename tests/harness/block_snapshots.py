@@ -1,4 +1,4 @@
-"""What a `BlockSnapshot` must say, read block by block from the books of all holders."""
+"""What a `BlockSnapshot` must say, computed block by block from all holders."""
 
 from collections import Counter, defaultdict
 
@@ -8,7 +8,7 @@ from longshore.scheduler.scheduler import Scheduler
 
 
 def make_block_snapshot(scheduler: Scheduler, now: float) -> BlockSnapshot:
-    """One that was not made before, however soon it is asked for."""
+    """A new snapshot; the cached one is discarded."""
     scheduler._snapshots._latest = None
     return scheduler.make_block_snapshot(now, "engine")
 
@@ -51,7 +51,7 @@ def expected_states(scheduler: Scheduler) -> list[BlockState]:
 
 
 def check_block_map(scheduler: Scheduler, now: float) -> BlockSnapshot:
-    """The picture is true, and lists every holder with its blocks, while few are there."""
+    """The snapshot is correct, and lists all holders with their blocks if they are few."""
     block_map = make_block_snapshot(scheduler, now)
     states = block_map.states.tolist()
     assert states == expected_states(scheduler)

@@ -47,8 +47,8 @@ class Clients:
         self._num_given[key] = len(outputs)
 
     def collect(self, outputs: Iterable[tuple[int, EngineOutputs]], *, is_ours: bool) -> None:
-        """Take what they are sent. is_ours: all tokens come from the workers, so each is the next
-        one of its request."""
+        """Record the outputs that the clients are sent. is_ours: all tokens come from the workers,
+        so each is the next one of its request."""
         for client, each in outputs:
             for handle, token in zip(each.handles.tolist(), each.tokens.tolist(), strict=True):
                 self._add_token((client, handle), token, is_ours=is_ours)

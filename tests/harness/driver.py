@@ -51,7 +51,7 @@ class Driver(Engine):
     scheduled:  request id -> tokens it got in the latest plan.
     unanswered: plans whose output the scheduler does not have, oldest first.
     stored:     content of each block that was stored, by KV cache group and block hash.
-    spoiled_ids: requests that read invalid KV; not_finite: those whose logits were not finite.
+    invalid_ids: requests that read invalid KV; not_finite: those whose logits were not finite.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Driver(Engine):
         self._fail_sync = fail_sync
         self._encoder: Encoder[ToWorker] = Encoder()
         self._decoder: Decoder[ToWorker] = Decoder(ToWorker)
-        self.spoiled_ids: set[str] = set()
+        self.invalid_ids: set[str] = set()
         self.not_finite: set[str] = set()
         self.stored: dict[tuple[int, bytes], tuple[int, ...]] = {}
         self._start_workers()
@@ -84,7 +84,7 @@ class Driver(Engine):
             epoch=self.epoch,
             num_ranks=self.num_ranks,
             contents=self.contents,
-            spoiled_ids=self.spoiled_ids,
+            invalid_ids=self.invalid_ids,
             sample=self._sample,
             draft=self._draft,
         )
@@ -92,7 +92,7 @@ class Driver(Engine):
             self.transfers,
             self.workers.kv_cache,
             epoch=self.epoch,
-            spoiled_ids=self.spoiled_ids,
+            invalid_ids=self.invalid_ids,
             stored=self.stored,
             send=self._apply_report,
             release=lambda hold_id: self.adversary.release(hold_id),
@@ -123,7 +123,7 @@ class Driver(Engine):
         check_rows(self.scheduler, self.workers)
         self.unanswered.append(step)
         self.scheduled = {step.request_ids[row]: count for row, count in step.num_scheduled.items()}
-        self._spoil_rows(step, {row for row in step.samples if step.request_ids[row] in nan_ids})
+        self._mark_invalid(step, {row for row in step.samples if step.request_ids[row] in nan_ids})
         self._begin_sync_loads(step)
         used = used_blocks(self.scheduler, step.tables)
         self.transfers.check_plan(received, set().union(*used.values()))
@@ -152,9 +152,9 @@ class Driver(Engine):
         for load in loads:
             if failing := set(self._fail_sync(load)) & load.targets:
                 step.failing |= failing
-                self.spoiled_ids.add(load.request_id)
+                self.invalid_ids.add(load.request_id)
 
-    def _spoil_rows(self, step: Step, nan_rows: set[int]) -> None:
+    def _mark_invalid(self, step: Step, nan_rows: set[int]) -> None:
         assert not nan_rows or step.output is None, "it was executed with finite logits"
         step.nan_rows |= nan_rows
         self.not_finite |= {step.request_ids[row] for row in nan_rows}
@@ -176,7 +176,7 @@ class Driver(Engine):
     def answer(self, nan_rows: Sequence[int] = (), *, with_drafts: bool = True) -> None:
         """Hand the oldest output to the scheduler."""
         step = self.unanswered[0]
-        self._spoil_rows(step, set(nan_rows))
+        self._mark_invalid(step, set(nan_rows))
         output = self.take_output()
         if not with_drafts:
             output = msgspec.structs.replace(

@@ -283,7 +283,7 @@ class Player:
     # The end
 
     def finish(self) -> None:
-        """From now on everything only comes late: in the end each request has ended."""
+        """No new events: what is pending completes, until every request has ended."""
         driver = self.driver
         driver.scheduler.set_pause(PauseState.UNPAUSED)
         self.compiler.ready.add("all")
@@ -318,7 +318,7 @@ class Player:
                 assert (
                     is_namesake
                     or request_id in driver.not_finite
-                    or (was_hit and request_id in driver.spoiled_ids)
+                    or (was_hit and request_id in driver.invalid_ids)
                     or "load_timeout_s" in (end.message or "")
                 ), f"{request_id} failed without a cause: {end.message}"
             elif end.reason is FinishReason.LENGTH_CAPPED and "session" not in request_id:

@@ -13,7 +13,7 @@ from tests.harness.transfers import Store, Transfers
 class RankTransfers:
     """All ranks of one epoch.
 
-    spoiled_ids: gets the requests whose load fails.
+    invalid_ids: gets the requests whose load fails.
     stored:  content of each block that was stored, by KV cache group and block hash.
     send:    takes a report to the scheduler; release: ends a hold of the connector.
     stores:  those that have begun.
@@ -26,7 +26,7 @@ class RankTransfers:
         kv_cache: FakeKVCache,
         *,
         epoch: int,
-        spoiled_ids: set[str],
+        invalid_ids: set[str],
         stored: dict[tuple[int, bytes], tuple[int, ...]],
         send: Callable[[TransferReport], None],
         release: Callable[[int], None],
@@ -36,7 +36,7 @@ class RankTransfers:
         self._transfers = transfers
         self._kv_cache = kv_cache
         self._epoch = epoch
-        self._spoiled_ids = spoiled_ids
+        self._invalid_ids = invalid_ids
         self._stored = stored
         self._send = send
         self._release = release
@@ -59,7 +59,7 @@ class RankTransfers:
         for each in self._ranks(rank):
             self.write(request_id, each, failing)
             failed = self.written.pop((request_id, each))
-            self._spoiled_ids |= {request_id} if failed else set()
+            self._invalid_ids |= {request_id} if failed else set()
             self._transfers.report("load", request_id, each)
             self.report(each, receiving=[request_id], failed=sorted(failed))
 

@@ -35,7 +35,7 @@ class Workers:
     rows:     as of the latest step executed.
     table, tables, request_ids: columns, block tables and occupants of rows, as of the latest plan
               received.
-    spoiled_ids: gets the requests that have read invalid KV, or whose logits were not finite.
+    invalid_ids: gets the requests that have read invalid KV, or whose logits were not finite.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Workers:
         epoch: int,
         num_ranks: int,
         contents: Mapping[str, Content],
-        spoiled_ids: set[str],
+        invalid_ids: set[str],
         sample: Sample,
         draft: Draft,
     ) -> None:
@@ -59,7 +59,7 @@ class Workers:
         self.table = RowTable(config.max_num_seqs)
         self._follower = PlanFollower(self.table, epoch=epoch)
         self._contents = contents
-        self._spoiled_ids = spoiled_ids
+        self._invalid_ids = invalid_ids
         self._sample = sample
         self._draft = draft
         self._masked_rows: set[int] = set()
@@ -139,10 +139,10 @@ class Workers:
             self._first_stage.execute(plan, {row: self.rows[row].tokens for row in ends})
         else:
             assert (len(plan.sampled_rows), len(plan.sampled_tokens)) == (0, 0)
-        spoiled = self._compute(step, ends, drafts)
+        invalid = self._compute(step, ends, drafts)
         first_sampled = {row: len(self.rows[row].tokens) for row in step.samples}
         for row in step.samples:
-            step.sampled[row] = self._verify(row, drafts[row], is_spoiled=row in spoiled)
+            step.sampled[row] = self._verify(row, drafts[row], is_invalid=row in invalid)
         self._note_rejected(step, drafts)
         scores = [
             score
@@ -214,17 +214,17 @@ class Workers:
             )
             for row, end in ends.items()
         }
-        spoiled = self.kv_cache.compute(
+        invalid = self.kv_cache.compute(
             work,
             step=step.plan.step,
             answered_step=step.plan.answered_step,
             nan_rows=step.nan_rows,
             references=step.references,
         )
-        self._spoiled_ids |= {self.rows[row].request_id for row in spoiled}
+        self._invalid_ids |= {self.rows[row].request_id for row in invalid}
         for row, end in ends.items():
             self.rows[row].num_computed = end
-        return spoiled
+        return invalid
 
     def _check_held_blocks(self, step: Step) -> None:
         """No row writes after tokens in a block that a waiting request or a send holds."""
@@ -245,16 +245,16 @@ class Workers:
             drafts[row].append(mine[len(drafts[row])] if token == -1 else token)
         return drafts
 
-    def _verify(self, row_index: int, drafts: list[int], *, is_spoiled: bool) -> list[int]:
+    def _verify(self, row_index: int, drafts: list[int], *, is_invalid: bool) -> list[int]:
         """What a row samples: as many drafts as were right, and one token more."""
         row = self.rows[row_index]
         assert row.num_computed == len(row.tokens) + len(drafts), (
             f"{row.request_id} samples before its turn"
         )
         first = row.num_outputs
-        tokens = [GARBAGE if is_spoiled else self._sample(row.request_id, first)]
+        tokens = [GARBAGE if is_invalid else self._sample(row.request_id, first)]
         while (
-            not is_spoiled and len(tokens) <= len(drafts) and drafts[len(tokens) - 1] == tokens[-1]
+            not is_invalid and len(tokens) <= len(drafts) and drafts[len(tokens) - 1] == tokens[-1]
         ):
             tokens.append(self._sample(row.request_id, first + len(tokens)))
         row.tokens += tokens

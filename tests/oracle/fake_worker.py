@@ -114,10 +114,10 @@ class FakeWorker:
             for entry in plan.scheduled
         }
         # The driver sees wrong tokens of rows that read invalid KV, whenever that is reported.
-        spoiled = self._kv_cache.compute(work, step=plan.step, answered_step=-1, nan_rows=set())
+        invalid = self._kv_cache.compute(work, step=plan.step, answered_step=-1, nan_rows=set())
         tokens = {
             entry.request_id: self._sample(
-                entry, drafts[entry.request_id], is_spoiled=entry.request_id in spoiled
+                entry, drafts[entry.request_id], is_invalid=entry.request_id in invalid
             )
             for entry in plan.scheduled
         }
@@ -127,7 +127,7 @@ class FakeWorker:
             tokens=sampled,
             drafts={id_: proposed for id_ in sampled if (proposed := self._propose(id_))},
             pooled={
-                id_: (-1.0,) if id_ in spoiled else pooled_vector(id_)
+                id_: (-1.0,) if id_ in invalid else pooled_vector(id_)
                 for id_ in sampled
                 if self.rows[id_].is_pooling
             },
@@ -219,7 +219,7 @@ class FakeWorker:
             assert num_old == row.num_computed // self._block_size, f"{entry} has other hits"
 
     def _sample(
-        self, entry: ScheduledRequest, drafts: list[int], *, is_spoiled: bool
+        self, entry: ScheduledRequest, drafts: list[int], *, is_invalid: bool
     ) -> tuple[int, ...]:
         """The tokens that the step brings: drafts as far as they are right, and one more."""
         row = self.rows[entry.request_id]
@@ -231,7 +231,7 @@ class FakeWorker:
         for index in range(len(drafts) + 1):
             position = num_new + index - row.num_prompt
             token = sample_token(row.token_key, position, self._vocab_size)
-            if is_spoiled:
+            if is_invalid:
                 token = (token + 1) % self._vocab_size
             sampled.append(token)
             if index == len(drafts) or drafts[index] != token:

@@ -28,6 +28,8 @@ from longshore.protocol.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
             {"stop_token_ids": tuple(range(MAX_STOP_TOKEN_IDS + 1))},
             r"stop_token_ids has 129 ids; at most 128 are allowed",
         ),
+        ({"min_p": None}, r"min_p=None must lie within 0..1"),
+        ({"presence_penalty": None}, r"presence_penalty=None must lie within -2..2"),
     ],
 )
 def test_a_setting_out_of_range_is_reported_by_name(settings: dict[str, Any], message: str) -> None:

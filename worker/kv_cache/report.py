@@ -93,6 +93,7 @@ def report_on(
         )
         for group in groups
     )
+    assert longest.num_in_flight is not None
     needed = sum(report.max_blocks for report in reports)
     padding_bytes = sum(report.max_blocks * report.padding_bytes for report in reports)
     num_reserved = num_reserved_blocks(groups)
@@ -107,7 +108,7 @@ def report_on(
         num_tokens=tokens_that_fit(groups, num_blocks, longest),
         padding_share=padding_bytes / (needed * size_bytes),
         num_steps=longest.num_steps,
-        max_tokens_in_flight=longest.num_in_flight or 0,
+        max_tokens_in_flight=longest.num_in_flight,
         num_blocks_in_flight=needed
         - max_blocks(groups, longest._replace(num_in_flight=1, num_steps=1)),
         expanded_bytes=expanded_bytes(groups) if context_parallel_size == 1 else 0,

@@ -124,7 +124,7 @@ class StepLauncher:
 
         sampling:  settings of all rows.
         prepare:   see DeviceStep.
-        on_answer: called with the step's inputs as `on_done` of ComputeQueue.submit.
+        on_answer: called like `on_done` of ComputeQueue.submit, with the step's inputs first.
         The other arguments: see StepInputsBuilder.build and DeviceStep.
         """
         tables = self.tables

@@ -24,7 +24,7 @@ class Engines:
     inside a running loop.
 
     number, num_gateways: number of this gateway, and of gateways that use the engines.
-    seed:     derives the seeds of requests without a seed, so that they are reproducible; they
+    seed:     the seeds of requests without a seed are derived from it, to be reproducible; they
               differ between gateways.
     on_stats: called with an engine's number and its statistics.
     why_stopped: see EngineClient.

@@ -162,7 +162,7 @@ def test_the_plan_says_what_is_in_flight_and_that_no_request_fits(
 ) -> None:
     shown, lines = shown_plan(capsys, windowed[0])
     assert "sliding window of 40" in shown
-    assert lines["a request of 256 tokens"] == "320.00 KiB: 40 blocks, 0.0% of which padding"
+    assert lines["a request of 256 tokens"] == "320.00 KiB: 40 blocks, of which 0.0% is padding"
     assert lines["of which for steps in flight"] == (
         "16 blocks: at most 128 tokens in 2 steps (--max-num-batched-tokens)"
     )
