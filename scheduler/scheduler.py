@@ -204,6 +204,7 @@ class Scheduler:
             plan=self._plan,
             lifecycle=self._lifecycle,
             admission=self._admission,
+            transfers=self._transfers,
             encoder=self._encoder,
             drafts=self._drafts,
             allow_steady=not (
@@ -244,6 +245,7 @@ class Scheduler:
             kv_cache=self.kv_cache,
             in_flight=self._in_flight,
             gates=self._gates,
+            planner=self._planner,
             holds=self._holds,
             loras=self._loras,
             transfers=self._transfers,
@@ -453,7 +455,7 @@ class Scheduler:
             steps_in_flight=len(self._in_flight),
             idle_s=self.idle_s(now),
             pause=self._planner.pause.value,
-            waiting=self._reasons.describe(self._planner.pause, now, MAX_REPORTED),
+            waiting=self._reasons.describe(now, MAX_REPORTED),
         )
 
     def make_block_snapshot(self, now: float, engine_id: str) -> BlockSnapshot:

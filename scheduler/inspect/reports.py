@@ -14,7 +14,7 @@ from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Request, RequestStatus
 from longshore.scheduler.step.admission import AdmissionGates
 from longshore.scheduler.step.in_flight import StepsInFlight
-from longshore.scheduler.step.planner import PauseState
+from longshore.scheduler.step.planner import PauseState, StepPlanner
 from longshore.scheduler.step.running import RunningTable
 
 
@@ -28,15 +28,16 @@ class WaitingReasons:
     kv_cache: KVCacheManager
     in_flight: StepsInFlight
     gates: AdmissionGates
+    planner: StepPlanner
     holds: Holds
     loras: LoRASlots | None
     transfers: Transfers | None
     encoder: EncoderCache | None
 
-    def describe(self, pause: PauseState, now: float, limit: int) -> tuple[WaitingReport, ...]:
+    def describe(self, now: float, limit: int) -> tuple[WaitingReport, ...]:
         """The first `limit` waiting requests, in the order in which they are tried."""
         reports: list[WaitingReport] = []
-        for request, waits_for in self._reasons(pause, now):
+        for request, waits_for in self._reasons(now):
             if len(reports) == limit:
                 break
             reports.append(
@@ -51,20 +52,20 @@ class WaitingReasons:
             )
         return tuple(reports)
 
-    def _reasons(self, pause: PauseState, now: float) -> Iterator[tuple[Request, str]]:
+    def _reasons(self, now: float) -> Iterator[tuple[Request, str]]:
         num_ahead = 0
         for request in self.waiting:
-            own = self._own_reason(request, pause, now)
+            own = self._own_reason(request, now)
             if own is not None:
                 yield request, own
             elif num_ahead:
                 yield request, f"its turn: {num_ahead} ahead of it could run first"
                 num_ahead += 1
             else:
-                yield request, self._shared_reason(request, pause)
+                yield request, self._shared_reason(request)
                 num_ahead += 1
 
-    def _own_reason(self, request: Request, pause: PauseState, now: float) -> str | None:
+    def _own_reason(self, request: Request, now: float) -> str | None:
         """A reason that concerns this request alone; later requests can be admitted."""
         match request.status:
             case RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
@@ -87,12 +88,17 @@ class WaitingReasons:
                 f"a slot for its adapter {request.lora_name!r}: max_loras="
                 f"{self.config.max_loras} others run"
             )
-        return request.waits_for if pause is PauseState.UNPAUSED else None
+        return request.waits_for if self.planner.pause is PauseState.UNPAUSED else None
 
-    def _shared_reason(self, request: Request, pause: PauseState) -> str:
+    def _shared_reason(self, request: Request) -> str:
         """A reason that blocks the head of the queue, and all requests after it."""
-        if pause is not PauseState.UNPAUSED:
+        if (pause := self.planner.pause) is not PauseState.UNPAUSED:
             return f"the engine to be unpaused: it is {pause.value}"
+        if self.planner.waits_for_transfers:
+            return (
+                "transfers to end: the running request needs more blocks than are free"
+                + self._blocks_of_transfers()
+            )
         if self.running.num_rows == self.running.max_num_seqs:
             return f"a row: all max_num_seqs={self.running.max_num_seqs} are held"
         num_free = self.kv_cache.num_free_blocks

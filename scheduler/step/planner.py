@@ -17,6 +17,7 @@ from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.features.drafts import Drafts
 from longshore.scheduler.features.encoder import EncoderCache
 from longshore.scheduler.features.logprobs import ScoredRows
+from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
@@ -43,7 +44,8 @@ class StepPlanner:
     """Plans the steps.
 
     allow_steady: False if connectors or workers need full information about every step.
-    encoder, drafts: None unless configured.
+    transfers, encoder, drafts: None unless configured.
+    waits_for_transfers: in the last step, the only running request lacked blocks that they own.
     """
 
     config: SchedulerConfig
@@ -56,10 +58,12 @@ class StepPlanner:
     plan: PlanBuilder
     lifecycle: Lifecycle
     admission: Admission
+    transfers: Transfers | None
     encoder: EncoderCache | None
     drafts: Drafts | None
     allow_steady: bool
     pause: PauseState = PauseState.UNPAUSED
+    waits_for_transfers: bool = False
     _steady: SteadyDecode | None = None
     _token_budget: int = field(init=False)
     _sampling: SamplingRows = field(init=False)
@@ -70,6 +74,7 @@ class StepPlanner:
 
     def plan_step(self, now: float) -> SchedulerOutput | None:
         """The next plan; None if there is nothing to plan."""
+        self.waits_for_transfers = False
         if (plan := self._plan_steady_step()) is not None:
             return plan
         budget = 0 if self.pause is PauseState.PAUSED_ALL else self._token_budget
@@ -77,12 +82,12 @@ class StepPlanner:
             self.encoder.begin_step()
         if self.kv_cache.frees_skipped:
             self._free_skipped_blocks()
-        was_preempted, num_scheduled = False, np.zeros(self.running.max_num_seqs, np.int64)
+        is_short, num_scheduled = False, np.zeros(self.running.max_num_seqs, np.int64)
         if self.running.num_rows:
-            num_scheduled, was_preempted = self._schedule_running(budget, now)
+            num_scheduled, is_short = self._schedule_running(budget, now)
             self._cache_full_blocks(num_scheduled)
         num_tokens = int(num_scheduled.sum())
-        if not was_preempted and self.pause is PauseState.UNPAUSED:
+        if not is_short and self.pause is PauseState.UNPAUSED:
             num_tokens += self.admission.admit_waiting(budget - num_tokens, num_scheduled, now)
         assert num_tokens <= budget
         if not num_tokens and not self.plan.must_be_sent:
@@ -129,7 +134,8 @@ class StepPlanner:
     # Running requests
 
     def _schedule_running(self, budget: int, now: float) -> tuple[Int64Array, bool]:
-        """Tokens per row for the running requests, and whether one was preempted."""
+        """Tokens per row for the running requests, and whether blocks are so short that one was
+        preempted or waits."""
         running = self.running
         wanted = running.wanted()
         if self.config.long_prefill_token_threshold:
@@ -193,7 +199,11 @@ class StepPlanner:
         self, wanted: Int64Array, num_left: int, now: float
     ) -> tuple[Int64Array, bool]:
         """`_schedule_running` when blocks are short, one request after the other: holds are
-        released, then the policy's victims are preempted, until the blocks suffice."""
+        released, then the policy's victims are preempted, until the blocks suffice.
+
+        The last one is not preempted while transfers own blocks, but waits for their end: without
+        its own blocks it would be admitted and preempted again and again.
+        """
         running = self.running
         num_scheduled = np.zeros_like(wanted)
         requests = running.requests_in_order()
@@ -219,6 +229,9 @@ class StepPlanner:
                     or (len(requests) == 1 and self.holds.release_youngest(loaded=True))
                 ):
                     continue
+                if len(requests) == 1 and self.transfers is not None and len(self.transfers):
+                    self.waits_for_transfers = True
+                    return num_scheduled, True
                 victim_index = self.policy.pick_victim(requests)
                 victim = requests.pop(victim_index)
                 # Roll back what the victim got in this step.

@@ -26,9 +26,12 @@ def schedule_running(scheduler: "TextbookScheduler", step: Step) -> None:
         end = scheduler.with_lookahead(request.num_computed + num_tokens)
         new_blocks = scheduler.tables.allocate(request, [], end)
         while new_blocks is None:
-            victim = scheduler.queues.victim(scheduler.running)
             is_last = len(scheduler.running) == 1
             if not is_last or not scheduler.release_youngest_load(keep=request):
+                if is_last and (scheduler.transfers.loads or scheduler.transfers.sends):
+                    step.waits_for_transfers = True
+                    return
+                victim = scheduler.queues.victim(scheduler.running)
                 scheduler.preempt(victim, step)
                 if victim is request:
                     break

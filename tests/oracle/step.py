@@ -15,6 +15,7 @@ class Step:
     new_blocks: appended to a request's table in this step.
     drafts:     ids that a request verifies.
     encoded:    items whose outputs are made in this step.
+    waits_for_transfers: the last running request lacks blocks that transfers own.
     """
 
     budget: int
@@ -26,6 +27,7 @@ class Step:
     encoded: list[Use] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     preempted: list[TextbookRequest] = field(default_factory=list)
+    waits_for_transfers: bool = False
 
     def schedule(
         self,

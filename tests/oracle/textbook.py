@@ -309,7 +309,8 @@ class TextbookScheduler:
         )
         schedule_running(self, step)
         self._name_running(step)
-        if not step.preempted and self.pause is PauseState.UNPAUSED:
+        is_short = step.preempted or step.waits_for_transfers
+        if not is_short and self.pause is PauseState.UNPAUSED:
             Admissions(self, step, now).run()
         has_news = step.scheduled or step.preempted or self._finished_ids or self._rewound
         if not has_news and not (self.connector is not None and self.connector.has_pending_work):

@@ -1078,6 +1078,36 @@ def test_the_state_of_a_load_can_be_seen_from_outside() -> None:
     settle(driver)
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_the_only_running_request_waits_for_transfers_and_keeps_its_blocks(in_flight: int) -> None:
+    """It would be admitted and preempted again and again, and its blocks stored each time."""
+    stores = True
+    driver = connected(
+        num_blocks=12,
+        max_model_len=40,
+        max_num_batched_tokens=8,
+        max_steps_in_flight=in_flight,
+        rules={"stores": lambda: stores},
+    )
+    ended = driver.add("ended", prompt_of(24, 40), max_tokens=1)
+    driver.run_until_idle()
+    assert driver.num_free_blocks == 5  # its stores own the others
+    num_before = len(driver.plans)
+    big = driver.add("big", prompt_of(25), max_tokens=4, skip_reading_prefix_cache=True)
+    small = driver.add("small", prompt_of(3, 60), max_tokens=1)
+    driver.steps(30)
+    assert driver.running == ["big"]
+    assert sum(plan.num_scheduled_tokens for plan in driver.plans[num_before:]) == 16
+    (waiting,) = driver.scheduler.make_report(driver.now, "engine").waiting
+    assert waiting.waits_for == (
+        "transfers to end: the running request needs more blocks than are free"
+    )
+    stores = False
+    settle(driver)
+    assert driver.scheduler.make_stats().num_preemptions == 0
+    driver.check_complete(ended, big, small)
+
+
 @pytest.mark.req("POO-11")
 def test_a_fork_that_loads_gets_no_blocks_of_a_parent_that_ends() -> None:
     """It gets its blocks from the load; a second hold would never be released."""
