@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long",
         action="store_true",
-        help="run the scheduler's random tests with all their seeds, which takes hours",
+        help="run the scheduler's random tests with all their seeds, about 15 minutes more",
     )
 
 
