@@ -31,7 +31,8 @@ def test_no_request_computes_on_the_block_of_another_whatever_transfers_do(shard
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         seen.update(player.seen())
-    assert min(seen.values()) > 0, seen
+    assert seen.pop("drafts against a grammar") > 0  # the rarest: it takes two features and luck
+    assert min(seen.values()) > 5, seen
 
 
 @pytest.mark.slow
