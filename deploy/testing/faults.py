@@ -1,0 +1,476 @@
+"""A connector that makes another one misbehave, at random but reproducibly.
+
+`FaultyConnector` wraps the scheduler half, `FaultyWorker` the worker half of the connector that its
+options name. Everything it does is allowed by the contract in `connectors/base.py`, or is a failure
+that the engine must survive. It is an ordinary connector, so it works in every process.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import msgspec
+
+from longshore.connectors.base import (
+    AskLater,
+    BlockHolds,
+    ConnectorConfig,
+    ConnectorOutput,
+    ConnectorStats,
+    FinishAction,
+    FinishedTransfers,
+    KVCaches,
+    Match,
+    Matched,
+    RequestView,
+    SchedulerConnector,
+    StepTokens,
+    StepView,
+    SwapSize,
+    TransferQueue,
+    TransferQueues,
+    WorkerConnector,
+    WorkerConnectorConfig,
+)
+from longshore.connectors.registry import load_scheduler_connector, load_worker_connector
+from longshore.protocol.arrays import Int32Array
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.events import KVEvent
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
+from longshore.protocol.statistics import TransferOperation
+
+if TYPE_CHECKING:
+    import torch
+
+FAULTY_CONNECTOR: Final = "longshore.testing.faults:FaultyConnector"
+"""Value of `--kv-connector`."""
+
+POLL_INTERVAL_S: Final = 0.005
+MAX_POLLS: Final = 8
+"""A late report waits for at most so many calls of `get_finished`."""
+
+JUNK: Final = (0x3F, 0xFF)
+"""Bytes of overwritten blocks: in float32 a plausible number, and one that is not finite."""
+
+
+class InjectedFault(Exception):
+    """Raised by a hook on purpose."""
+
+
+class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What goes wrong; chances are between 0 and 1.
+
+    ask_later:     chance that a lookup answers AskLater.
+    partial:       chance that a match is cut to fewer blocks.
+    failed_lookup: chance that a lookup raises.
+    failed_load:   chance that blocks of a load are overwritten with junk and reported as failed.
+    late:          chance that a report of the workers waits.
+    duplicate:     chance that a report is repeated, together with one of an unknown request.
+    unreported:    chance that the end of a background load is never reported, until the loads that
+                   were not reported have `max_unreported_blocks` blocks.
+    raise_in:      `FaultyConnector.HOOK` or `FaultyWorker.HOOK`, which raises from its call number
+                   `raise_at` on.
+    """
+
+    ask_later: float = 0.0
+    partial: float = 0.0
+    failed_lookup: float = 0.0
+    failed_load: float = 0.0
+    late: float = 0.0
+    duplicate: float = 0.0
+    unreported: float = 0.0
+    max_unreported_blocks: int = 0
+    raise_in: str = ""
+    raise_at: int = 1
+
+
+class FaultyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of a FaultyConnector. connector, options: the wrapped connector, as in
+    `--kv-connector` and `--kv-connector-config`."""
+
+    connector: str
+    options: dict[str, Any] = {}
+    seed: int = 0
+    faults: Faults = Faults()
+
+
+class BegunLoad(msgspec.Struct, frozen=True, array_like=True):
+    """A load. block_ids: the blocks that it fills; owned: these and all others that it holds."""
+
+    request_id: str
+    is_async: bool
+    block_ids: list[int]
+    owned: list[int]
+
+
+class FaultyMetadata(msgspec.Struct, frozen=True, array_like=True):
+    """Metadata of a plan. wrapped: that of the wrapped connector."""
+
+    wrapped: bytes
+    loads: list[BegunLoad]
+
+
+def faulty_options(config: ConnectorConfig) -> FaultyOptions:
+    """Raises ConfigError."""
+    try:
+        return msgspec.convert(dict(config.options), FaultyOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--kv-connector-config of {FAULTY_CONNECTOR}: {error}") from None
+
+
+class _Chance:
+    """Draws the faults of one half, and counts the calls of its hooks."""
+
+    def __init__(self, options: FaultyOptions, half: str, rank: int = 0) -> None:
+        self.faults = options.faults
+        self.random = Random(f"{options.seed} {half} {rank}")
+        self.num_calls: Counter[str] = Counter()
+        self._half = half
+
+    def has(self, chance: float) -> bool:
+        return self.random.random() < chance
+
+    def called(self, hook: str) -> None:
+        """A hook is called. Raises InjectedFault if it is the chosen one."""
+        self.num_calls[hook] += 1
+        faults = self.faults
+        is_chosen = faults.raise_in == f"{self._half}.{hook}"
+        if is_chosen and self.num_calls[hook] >= faults.raise_at:
+            raise InjectedFault(f"call {self.num_calls[hook]} of {hook}")
+
+    def some(self, block_ids: Sequence[int]) -> list[int]:
+        """At least one of these blocks."""
+        return self.random.sample(block_ids, self.random.randint(1, len(block_ids)))
+
+
+class FaultyConnector(SchedulerConnector):
+    """The scheduler half. `num_calls` counts the calls of its hooks."""
+
+    contract_version: ClassVar[int] = 1
+    uses_shared_memory: ClassVar[bool] = True  # in case the wrapped connector does
+    worker_half: ClassVar[str] = "longshore.testing.faults:FaultyWorker"
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+        options = faulty_options(config)
+        self._chance = _Chance(options, "FaultyConnector")
+        self.wrapped = load_scheduler_connector(
+            options.connector, replace(config, options=options.options)
+        )
+        self.supports_hma = self.wrapped.supports_hma
+        self.can_swap = self.wrapped.can_swap
+        self.needs_every_step = self.wrapped.needs_every_step
+        self.reads_ahead = self.wrapped.reads_ahead
+        self._matched: dict[str, tuple[int, bool]] = {}  # computed tokens, is_async
+        self._loads: list[BegunLoad] = []
+
+    @property
+    def num_calls(self) -> Counter[str]:
+        return self._chance.num_calls
+
+    def bind_blocks(self, holds: BlockHolds) -> None:
+        self._chance.called("bind_blocks")
+        self.wrapped.bind_blocks(holds)
+
+    def on_new_request(self, request: RequestView) -> None:
+        self._chance.called("on_new_request")
+        self.wrapped.on_new_request(request)
+
+    def skips_prefix_cache(self, request: RequestView) -> bool:
+        self._chance.called("skips_prefix_cache")
+        return self.wrapped.skips_prefix_cache(request)
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        chance, faults = self._chance, self._chance.faults
+        chance.called("get_num_new_matched_tokens")
+        if chance.has(faults.ask_later / 2):
+            return AskLater()
+        match = self.wrapped.get_num_new_matched_tokens(request, num_computed_tokens)
+        if chance.has(faults.ask_later / 2):
+            return AskLater()
+        if chance.has(faults.failed_lookup):
+            raise InjectedFault("a lookup")
+        if not isinstance(match, Matched):
+            return match
+        # Where groups free skipped blocks, a load cannot end after any block.
+        if self.config.num_groups == 1 and chance.has(faults.partial):
+            num_blocks = chance.random.randint(0, match.num_tokens // self.config.block_size)
+            match = replace(match, num_tokens=num_blocks * self.config.block_size)
+        self._matched[request.request_id] = (num_computed_tokens, match.is_async)
+        return match
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: tuple[Int32Array, ...], num_external_tokens: int
+    ) -> None:
+        self._chance.called("update_state_after_alloc")
+        self.wrapped.update_state_after_alloc(request, block_ids, num_external_tokens)
+        num_computed, is_async = self._matched.pop(request.request_id)
+        targets: list[int] = []
+        if len(block_ids) == 1:
+            block_size = self.config.block_size
+            last = math.ceil((num_computed + num_external_tokens) / block_size)
+            targets = block_ids[0][num_computed // block_size : last].tolist()
+        owned = [block_id for ids in block_ids for block_id in ids.tolist()]
+        self._loads.append(BegunLoad(request.request_id, is_async, targets, owned))
+
+    def build_connector_meta(self, step: StepView) -> bytes:
+        self._chance.called("build_connector_meta")
+        wrapped = self.wrapped.build_connector_meta(step)
+        loads, self._loads = self._loads, []
+        if not (wrapped or loads):
+            return b""
+        return msgspec.msgpack.encode(FaultyMetadata(wrapped, loads))
+
+    def update_connector_output(self, output: ConnectorOutput) -> None:
+        self._chance.called("update_connector_output")
+        self.wrapped.update_connector_output(output)
+
+    def request_finished(
+        self, request: RequestView, block_ids: tuple[Int32Array, ...]
+    ) -> FinishAction:
+        self._chance.called("request_finished")
+        self._matched.pop(request.request_id, None)
+        return self.wrapped.request_finished(request, block_ids)
+
+    def load_abandoned(self, request_id: str) -> None:
+        self._chance.called("load_abandoned")
+        self.wrapped.load_abandoned(request_id)
+
+    def swap_size(
+        self, request: RequestView, block_ids: tuple[Int32Array, ...], num_computed_tokens: int
+    ) -> SwapSize:
+        self._chance.called("swap_size")
+        return self.wrapped.swap_size(request, block_ids, num_computed_tokens)
+
+    def swap_out(
+        self, request: RequestView, block_ids: tuple[Int32Array, ...], num_computed_tokens: int
+    ) -> bool:
+        self._chance.called("swap_out")
+        return self.wrapped.swap_out(request, block_ids, num_computed_tokens)
+
+    def release_swap(self, request_id: str) -> None:
+        self._chance.called("release_swap")
+        self.wrapped.release_swap(request_id)
+
+    @property
+    def has_pending_work(self) -> bool:
+        self._chance.called("has_pending_work")
+        return self.wrapped.has_pending_work
+
+    def take_events(self) -> list[KVEvent]:
+        self._chance.called("take_events")
+        return self.wrapped.take_events()
+
+    def get_kv_connector_stats(self) -> ConnectorStats:
+        self._chance.called("get_kv_connector_stats")
+        return self.wrapped.get_kv_connector_stats()
+
+    def reset_cache(self) -> bool:
+        self._chance.called("reset_cache")
+        return self.wrapped.reset_cache()
+
+    def on_new_epoch(self, epoch: int) -> None:
+        self._chance.called("on_new_epoch")
+        self._matched.clear()
+        self._loads.clear()
+        self.wrapped.on_new_epoch(epoch)
+
+    def shutdown(self) -> None:
+        self.wrapped.shutdown()
+        self._chance.called("shutdown")
+
+
+@dataclass
+class BoundPlan:
+    """The decoded metadata of one plan.
+
+    wrapped: that of the wrapped connector; it is not called for this plan if `has_wrapped` is
+             False.
+    failed:  blocks of synchronous loads that were overwritten.
+    """
+
+    loads: Sequence[BegunLoad]
+    wrapped: Any = None
+    has_wrapped: bool = False
+    failed: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Report:
+    """A report that waits for `num_polls` more calls of `get_finished`."""
+
+    num_polls: int
+    finished: FinishedTransfers
+    metadata: bytes
+
+
+class FaultyWorker(WorkerConnector[BoundPlan]):
+    """The worker half.
+
+    num_calls: counts the calls of its hooks.
+    unreported_blocks, unreported_ids: blocks and request ids of loads whose end it has not
+        reported, and never will.
+    """
+
+    contract_version: ClassVar[int] = 1
+
+    def __init__(self, config: WorkerConnectorConfig) -> None:
+        super().__init__(config)
+        options = faulty_options(config)
+        self._chance = _Chance(options, "FaultyWorker", config.rank)
+        self.wrapped = load_worker_connector(
+            options.connector, replace(config, options=options.options)
+        )
+        self.has_layer_hooks = self.wrapped.has_layer_hooks
+        self.has_hidden_states_hook = self.wrapped.has_hidden_states_hook
+        self.poll_interval_s = self.wrapped.poll_interval_s
+        if options.faults.late:
+            self.poll_interval_s = POLL_INTERVAL_S
+        self._loads: dict[str, BegunLoad] = {}  # in the background, by request id
+        self._reports: deque[_Report] = deque()
+        self._metadata = b""
+        self.unreported_blocks: set[int] = set()
+        self.unreported_ids: set[str] = set()
+        self._kv_caches: KVCaches
+        self._queue: TransferQueue
+
+    @property
+    def num_calls(self) -> Counter[str]:
+        return self._chance.num_calls
+
+    def register_kv_caches(self, kv_caches: KVCaches, queues: TransferQueues) -> None:
+        self._chance.called("register_kv_caches")
+        self._kv_caches = kv_caches
+        self._queue = queues.open("faults")
+        self.wrapped.register_kv_caches(kv_caches, queues)
+
+    # On the loop thread
+
+    def bind_connector_metadata(self, data: bytes) -> BoundPlan:
+        self._chance.called("bind_connector_metadata")
+        metadata = msgspec.msgpack.decode(data, type=FaultyMetadata)
+        if not metadata.wrapped:
+            return BoundPlan(metadata.loads)
+        wrapped = self.wrapped.bind_connector_metadata(metadata.wrapped)
+        return BoundPlan(metadata.loads, wrapped, has_wrapped=True)
+
+    def handle_preemptions(self, metadata: BoundPlan) -> None:
+        self._chance.called("handle_preemptions")
+        if metadata.has_wrapped:
+            self.wrapped.handle_preemptions(metadata.wrapped)
+
+    def start_load_kv(self, metadata: BoundPlan) -> None:
+        self._chance.called("start_load_kv")
+        self._loads |= {load.request_id: load for load in metadata.loads if load.is_async}
+        if metadata.has_wrapped:
+            self.wrapped.start_load_kv(metadata.wrapped)
+
+    def get_finished(self, finished_request_ids: Sequence[str]) -> FinishedTransfers:
+        self._chance.called("get_finished")
+        finished = self._tampered(self.wrapped.get_finished(finished_request_ids))
+        metadata = self.wrapped.build_connector_worker_meta()
+        if finished.sent or finished.received or metadata:
+            num_polls = 0
+            if self._chance.has(self._chance.faults.late):
+                num_polls = self._chance.random.randint(1, MAX_POLLS)
+            self._reports.append(_Report(num_polls, finished, metadata))
+        return self._next_report()
+
+    def _next_report(self) -> FinishedTransfers:
+        """The oldest report, if it has waited long enough. Their order does not change, because
+        a connector may depend on it."""
+        if self._reports and self._reports[0].num_polls == 0:
+            report = self._reports.popleft()
+            self._metadata = report.metadata
+            return report.finished
+        if self._reports:
+            self._reports[0].num_polls -= 1
+        return FinishedTransfers()
+
+    def _tampered(self, finished: FinishedTransfers) -> FinishedTransfers:
+        chance, faults = self._chance, self._chance.faults
+        received, failed = [], list(finished.failed_block_ids)
+        for request_id in finished.received:
+            load = self._loads.pop(request_id)
+            unreported = self.unreported_blocks.union(load.owned) - {NULL_BLOCK}
+            if len(unreported) <= faults.max_unreported_blocks and chance.has(faults.unreported):
+                self.unreported_blocks = unreported
+                self.unreported_ids.add(request_id)
+                continue
+            if load.block_ids and chance.has(faults.failed_load):
+                failed += (overwritten := chance.some(load.block_ids))
+                self._queue.submit(partial(self._overwrite, overwritten)).wait()
+            received.append(request_id)
+        sent = list(finished.sent)
+        if (received or sent) and chance.has(faults.duplicate):
+            sent, received = [*sent, *sent, "unknown"], [*received, *received, "unknown"]
+        return FinishedTransfers(sent, received, failed)
+
+    def _overwrite(self, block_ids: Iterable[int]) -> None:
+        (group,) = self._kv_caches.groups
+        for block_id in block_ids:
+            group.blocks[block_id].fill_(self._chance.random.choice(JUNK))
+
+    def build_connector_worker_meta(self) -> bytes:
+        self._chance.called("build_connector_worker_meta")
+        metadata, self._metadata = self._metadata, b""
+        return metadata
+
+    def get_kv_connector_stats(self) -> Sequence[TransferOperation]:
+        self._chance.called("get_kv_connector_stats")
+        return self.wrapped.get_kv_connector_stats()
+
+    # On the compute queue
+
+    def wait_for_load(self, metadata: BoundPlan) -> None:
+        self._chance.called("wait_for_load")
+        if metadata.has_wrapped:
+            self.wrapped.wait_for_load(metadata.wrapped)
+        chance = self._chance
+        for load in metadata.loads:
+            if load.block_ids and not load.is_async and chance.has(chance.faults.failed_load):
+                overwritten = chance.some(load.block_ids)
+                self._overwrite(overwritten)
+                metadata.failed += overwritten
+
+    def wait_for_layer_load(self, metadata: BoundPlan, layer_name: str) -> None:
+        self._chance.called("wait_for_layer_load")
+        if metadata.has_wrapped:
+            self.wrapped.wait_for_layer_load(metadata.wrapped, layer_name)
+
+    def save_kv_layer(
+        self,
+        metadata: BoundPlan,
+        layer_name: str,
+        kv_layer: "torch.Tensor | tuple[torch.Tensor, ...]",
+    ) -> None:
+        self._chance.called("save_kv_layer")
+        if metadata.has_wrapped:
+            self.wrapped.save_kv_layer(metadata.wrapped, layer_name, kv_layer)
+
+    def save_hidden_states(
+        self, metadata: BoundPlan, tokens: StepTokens, hidden_states: "torch.Tensor"
+    ) -> None:
+        self._chance.called("save_hidden_states")
+        if metadata.has_wrapped:
+            self.wrapped.save_hidden_states(metadata.wrapped, tokens, hidden_states)
+
+    def wait_for_save(self, metadata: BoundPlan) -> None:
+        self._chance.called("wait_for_save")
+        if metadata.has_wrapped:
+            self.wrapped.wait_for_save(metadata.wrapped)
+
+    def get_block_ids_with_load_errors(self, metadata: BoundPlan) -> Sequence[int]:
+        self._chance.called("get_block_ids_with_load_errors")
+        failed = list(metadata.failed)
+        if metadata.has_wrapped:
+            failed += self.wrapped.get_block_ids_with_load_errors(metadata.wrapped)
+        return failed
+
+    def shutdown(self) -> None:
+        self.wrapped.shutdown()
+        self._chance.called("shutdown")
