@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from longshore.protocol.errors import HandshakeRejected
-from longshore.protocol.kv_cache_spec import KVCacheConfig
+from longshore.protocol.kv_cache_spec import HeadShare, KVCacheConfig
 from longshore.protocol.outputs import (
     EngineFailed,
     EngineOutputs,
@@ -33,8 +33,12 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 8
+PROTOCOL_VERSION: Final = 12
 """Increased by every change of a message; both sides must have the same version."""
+
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""Limit of the safetensors format for a file's header."""
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
@@ -88,20 +92,28 @@ class Feature(enum.Enum):
 
 
 class WorkerHello(msgspec.Struct, tag="worker_hello", frozen=True):
-    """A rank has loaded its weights; its memory can hold `kv_cache.num_blocks` blocks."""
+    """A rank has loaded its weights; its memory can hold `kv_cache.num_blocks` blocks.
+
+    kv_cache, heads: what the rank stores: its layers in each group, and its KV heads.
+    """
 
     rank: int
     identity: EngineIdentity
     kv_cache: KVCacheConfig
+    heads: HeadShare
     features: tuple[Feature, ...] = ()
 
 
 class WorkerAccepted(msgspec.Struct, tag="accepted", frozen=True, forbid_unknown_fields=True):
-    """The rank belongs to this engine. Plans will have this `epoch` and use `num_blocks` blocks."""
+    """The rank belongs to this engine. Plans will have this `epoch` and use `num_blocks` blocks.
+
+    rank_block_bytes: bytes that a block needs on each rank, for connectors; empty without one.
+    """
 
     epoch: int
     num_blocks: int
     verify_plan: bool = False
+    rank_block_bytes: tuple[int, ...] = ()
 
 
 class WorkerReady(msgspec.Struct, tag="worker_ready", frozen=True, forbid_unknown_fields=True):
@@ -150,15 +162,74 @@ ToClient: TypeAlias = (
 )
 
 
-def model_fingerprint(model_dir: Path) -> str:
-    """Identifies a model folder by its config and the names and sizes of its weight files.
+SAMPLES_PER_FILE: Final = 256
+SAMPLE_BYTES: Final = 512
+SMALL_TENSOR_BYTES: Final = 16_384
+"""Tensors up to this size, such as scales, biases and norms, are read whole: samples at equal
+distances would miss them."""
 
-    No weight is read, so it is cheap, but two sets of weights of one model have the same one.
+
+def model_fingerprint(model_dir: Path) -> str:
+    """Identifies a model folder by its config and by the names, sizes and headers of its weight
+    files, their small tensors, and `SAMPLES_PER_FILE` samples of their content at equal distances.
+
+    Not all weights are read, so it is cheap. Two sets of weights that differ in fewer places than
+    are sampled can have the same one; sets that were trained differently have not.
     """
     state = hashlib.sha256((model_dir / "config.json").read_bytes())
     for path in sorted(model_dir.glob("*.safetensors")):
-        state.update(f"{path.name}:{path.stat().st_size};".encode())
+        size_bytes = path.stat().st_size
+        state.update(f"{path.name}:{size_bytes};".encode())
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = file.read(min(header_bytes, MAX_HEADER_BYTES))
+            state.update(header)
+            for first, end in _small_tensors(header) if len(header) == header_bytes else ():
+                file.seek(8 + header_bytes + first)
+                state.update(file.read(end - first))
+            for number in range(SAMPLES_PER_FILE):
+                file.seek(size_bytes * number // SAMPLES_PER_FILE)
+                state.update(file.read(SAMPLE_BYTES))
     return state.hexdigest()[:32]
+
+
+class _TensorEntry(msgspec.Struct):
+    """An entry of the header of a safetensors file; that of the metadata has no offsets."""
+
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+def _small_tensors(header: bytes) -> list[tuple[int, int]]:
+    """Where the small tensors begin and end after the header, in order. Empty for a header that is
+    not valid: the loader rejects such a file."""
+    try:
+        tensors = msgspec.json.decode(header, type=dict[str, _TensorEntry])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []
+    offsets = (entry.data_offsets for entry in tensors.values())
+    return sorted(
+        (first, end) for first, end in offsets if 0 <= first < end <= first + SMALL_TENSOR_BYTES
+    )
+
+
+def kv_namespace(identity: EngineIdentity, kv_cache: KVCacheConfig, num_ranks: int) -> str:
+    """Identifies everything that the stored KV of a block depends on besides its block hash. Equal
+    on all ranks of an engine; `num_blocks` and the layers of a pipeline stage do not count."""
+    fields = (
+        identity.protocol_version,
+        identity.model_fingerprint,
+        identity.dtype,
+        identity.hash_seed_digest,
+        identity.block_size,
+        identity.decode_context_parallel_size,
+        identity.cp_kv_cache_interleave_size,
+        kv_cache.dtype,
+        kv_cache.layout,
+        kv_cache.rotation,
+        [group.spec for group in kv_cache.groups],
+        num_ranks,
+    )
+    return hashlib.sha256(msgspec.msgpack.encode(fields)).hexdigest()[:32]
 
 
 def hash_seed_digest(seed: bytes) -> str:

@@ -23,8 +23,9 @@ NULL_BLOCK: Final = 0
 DEFAULT_STEPS_IN_FLIGHT: Final = 2
 """Default for the number of unanswered plans: one step is planned ahead."""
 
-CROSS_LAYER_LAYOUT: Final = "num_blocks,num_layers,2,block_size,num_kv_heads,head_size"
-"""A block's bytes are contiguous over all layers of its group, so one copy moves one block."""
+CROSS_LAYER_LAYOUT: Final = "num_blocks,num_kv_heads,num_layers,2,block_size,head_size"
+"""A block's bytes are contiguous over all layers of its group, so one copy moves one block. KV
+heads are outermost, so one copy moves any tensor parallel share of it too."""
 
 
 class LongestRequest(NamedTuple):
@@ -253,13 +254,46 @@ class KVCacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(self.layer_names) * self.spec.page_size_bytes
 
 
+class HeadShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The KV heads of the model that a rank holds: `count` heads from `first` on, of `total`.
+
+    Ranks hold copies of a head if there are fewer heads than shards. Latents are one head. Raises
+    BadSpec.
+    """
+
+    first: int
+    count: int
+    total: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.first + self.count <= self.total:
+            raise BadSpec(
+                f"{self.count} KV heads from {self.first} on are not part of {self.total} heads"
+            )
+
+    @classmethod
+    def of_shard(cls, shard: int, num_shards: int, total: int) -> "HeadShare":
+        """The share of a tensor parallel shard. `total` is a multiple or a divisor of
+        `num_shards`."""
+        return cls(shard * total // num_shards, max(1, total // num_shards), total)
+
+
 class KVCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The KV cache of one rank: all groups share one pool of `num_blocks` blocks."""
+    """The KV cache of one rank: all groups share one pool of `num_blocks` blocks.
+
+    rotation: by what keys are rotated, where the model's files leave a choice; empty: they do not.
+    """
 
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
     dtype: str
     layout: str = CROSS_LAYER_LAYOUT
+    rotation: str = ""
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """Bytes that a block of any group needs on this rank."""
+        return max(group.block_size_bytes for group in self.groups)
 
 
 def max_encoder_tokens(groups: tuple[KVCacheGroup, ...]) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from longshore.protocol.arrays import EMPTY_FLOAT32, EMPTY_INT32, Float32Array, Int32Array
-from longshore.protocol.statistics import SchedulerStats
+from longshore.protocol.statistics import SchedulerStats, TransferOperation
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -76,18 +76,23 @@ class TransferReport(
 
     Every rank reports every id once. A transfer has ended when all ranks have reported it.
 
+    step:               not 0: the report of a step with `has_loads`, of a rank that does not
+                        sample; `failed_block_ids` are those of its synchronous loads.
     finished_sending:   requests whose blocks will not be read any more.
     finished_receiving: requests whose asynchronous load has succeeded or failed.
     failed_block_ids:   blocks that those loads failed to fill.
     connector_metadata: data of the connector's worker half, opaque here.
+    operations:         what was moved, for statistics.
     """
 
     epoch: int
     rank: int
+    step: int = 0
     finished_sending: tuple[str, ...] = ()
     finished_receiving: tuple[str, ...] = ()
     failed_block_ids: Int32Array = EMPTY_INT32
     connector_metadata: bytes = b""
+    operations: tuple[TransferOperation, ...] = ()
 
 
 class WorkerFailed(msgspec.Struct, tag="failed", frozen=True, forbid_unknown_fields=True):

@@ -10,6 +10,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, UInt8Array
+from longshore.protocol.events import Medium
 
 STEP_SECONDS_BOUNDS: Final = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
@@ -21,6 +22,11 @@ STEP_TOKENS_BOUNDS: Final = (
 )  # fmt: skip
 """The same for the histogram of steps by number of tokens."""
 
+OPERATION_BYTES_BOUNDS: Final = (
+    1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30,
+)  # fmt: skip
+"""The same for the histogram of transfer operations by bytes."""
+
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 StepsBySeconds: TypeAlias = Annotated[
@@ -31,6 +37,78 @@ StepsByTokens: TypeAlias = Annotated[
     tuple[Count, ...],
     msgspec.Meta(min_length=len(STEP_TOKENS_BOUNDS) + 1, max_length=len(STEP_TOKENS_BOUNDS) + 1),
 ]
+OperationsByBytes: TypeAlias = Annotated[
+    tuple[Count, ...],
+    msgspec.Meta(
+        min_length=len(OPERATION_BYTES_BOUNDS) + 1, max_length=len(OPERATION_BYTES_BOUNDS) + 1
+    ),
+]
+
+
+class TransferOperation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One rank has moved blocks from one medium to another, in one operation that has ended.
+
+    num_blocks, num_bytes: moved by this rank.
+    seconds:     that the operation took, without waiting for its turn.
+    num_failed_blocks:  not moved, because reading or writing them failed.
+    num_corrupt_blocks: not moved, because they did not match their checksums.
+    """
+
+    source: Medium
+    destination: Medium
+    num_blocks: Count
+    num_bytes: Count
+    seconds: Seconds
+    num_failed_blocks: Count = 0
+    num_corrupt_blocks: Count = 0
+
+
+class TransferStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All transfers of an engine from one medium to another, summed over ranks. See
+    TransferOperation.
+
+    operations_by_bytes: histogram of operations by bytes.
+    num_queued_blocks: offloaded blocks whose transfer is planned and has not ended.
+    """
+
+    source: Medium
+    destination: Medium
+    operations_by_bytes: OperationsByBytes
+    num_blocks: Count = 0
+    num_bytes: Count = 0
+    seconds: Seconds = 0.0
+    num_failed_blocks: Count = 0
+    num_corrupt_blocks: Count = 0
+    num_queued_blocks: Count = 0
+
+    @property
+    def num_operations(self) -> int:
+        return sum(self.operations_by_bytes)
+
+
+class TierStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tier of a connector.
+
+    num_blocks, capacity_blocks: offloaded blocks that it has, and for which it has room; a capacity
+                        of 0 is not known.
+    num_hit_tokens:     tokens whose KV requests have loaded from this tier.
+    num_dropped_blocks: blocks that were to be stored and were not, because there was no room or
+                        the tier was too slow.
+    num_failed_operations: reads, writes and lookups that failed or took too long, of all ranks.
+    num_rejected_operations: those that did not begin, because a circuit breaker was open.
+    num_breaker_openings, num_open_breakers: how often circuit breakers have opened, and how many
+                        are open now: one for reads and one for writes, on each rank.
+    """
+
+    medium: Medium
+    num_blocks: Count
+    capacity_blocks: Count
+    num_hit_tokens: Count = 0
+    num_dropped_blocks: Count = 0
+    num_failed_operations: Count = 0
+    num_rejected_operations: Count = 0
+    num_breaker_openings: Count = 0
+    num_open_breakers: Count = 0
 
 
 class WorkerStats(msgspec.Struct, tag="stats", frozen=True, forbid_unknown_fields=True):
@@ -76,6 +154,13 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encoder_cache_usage: used share of the encoder cache.
     num_quarantined_blocks: targets of abandoned loads that may still write to them.
     num_rewinds:     requests rewound because KV that they depended on was wrong.
+    num_swapped_*:   requests swapped out, and those whose KV was loaded again; the blocks that the
+                     former freed, and that the latter were to fill.
+    num_swaps_refused: swaps for which there was no room in host memory.
+    num_swaps_too_slow: swaps not begun because recomputing takes less time.
+    num_failed_lookups: lookups in which the connector raised.
+    num_failed_loads: loads that did not fill all of their blocks.
+    tiers, transfers: of the connector, if it reports them.
     workers:         the latest report of each rank that has sent one, by rising rank.
     """
 
@@ -101,6 +186,16 @@ class SchedulerStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encoder_cache_usage: float = 0.0
     num_quarantined_blocks: int = 0
     num_rewinds: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    num_swaps_refused: int = 0
+    num_swaps_too_slow: int = 0
+    num_failed_lookups: int = 0
+    num_failed_loads: int = 0
+    tiers: tuple[TierStats, ...] = ()
+    transfers: tuple[TransferStats, ...] = ()
     workers: tuple[WorkerStats, ...] = ()
 
 

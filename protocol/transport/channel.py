@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
@@ -54,12 +55,24 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def open_socket(
-    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: Endpoint, *, bind: bool
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    kind: int,
+    endpoint: Endpoint,
+    *,
+    bind: bool,
+    max_queued: int = 100_000,
+    allow_loopback: bool = False,
 ) -> "zmq.Socket[bytes]":
-    """Returns a bound or connected socket. Raises ConfigError if the address is not private."""
+    """Returns a bound or connected socket. Raises ConfigError if the address is not private, or
+    cannot be bound.
+
+    max_queued: unsent messages per peer.
+    allow_loopback: accept TCP without keys on a loopback address, which every user of this host can
+                    connect to.
+    """
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 1000)
-    socket.setsockopt(zmq.SNDHWM, 100_000)
+    socket.setsockopt(zmq.SNDHWM, max_queued)
     socket.setsockopt(zmq.RCVHWM, 100_000)
     # A last line of defence, per frame and silent; the decoder's limit is lower and is reported.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_MESSAGE_BYTES)
@@ -67,15 +80,30 @@ def open_socket(
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     try:
-        _secure(context, socket, endpoint, bind=bind)
+        if not (allow_loopback and is_loopback(endpoint)):
+            _secure(context, socket, endpoint, bind=bind)
         if bind:
             socket.bind(endpoint.address)
         else:
             socket.connect(endpoint.address)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ConfigError(f"endpoint {endpoint.address!r} cannot be used: {error}") from error
     except BaseException:
         socket.close(linger=0)
         raise
     return socket
+
+
+def is_loopback(endpoint: Endpoint) -> bool:
+    """Whether this is TCP without keys that other hosts cannot reach."""
+    host, _, _ = endpoint.address.removeprefix("tcp://").rpartition(":")
+    if endpoint.curve is not None or not endpoint.address.startswith("tcp://"):
+        return False
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _secure(

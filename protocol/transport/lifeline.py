@@ -1,22 +1,30 @@
 """The lifeline between a process and its supervisor: one inherited socket.
 
-The child reports that it is ready, or why it failed. The supervisor sends nothing; it asks for an
-orderly shutdown with STOP_SIGNAL. When the supervisor's end closes, for any reason, the child
-removes the runtime directory and exits at once, so that no orphan and no socket file remains. When
-the child's end closes, the supervisor knows that it died.
+The child reports that it is ready, or why it failed, and then regularly that it is alive, from the
+loop that does its work: a process that hangs reports nothing. The supervisor sends nothing; it asks
+for an orderly shutdown with STOP_SIGNAL. When the supervisor's end closes, for any reason, the
+child removes the runtime directory and exits at once, so that no orphan and no socket file remains.
+When the child's end closes, the supervisor knows that it died.
 """
 
 import os
 import shutil
 import signal
 import socket
+import struct
 import threading
+import time
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import msgspec
 
 EXIT_SUPERVISOR_GONE: Final = 75
+
+REPORT_TIMEOUT_S: Final = 2
+
+ALIVE_INTERVAL_S: Final = 1.0
+"""How often a process reports that it is alive, once it is ready."""
 
 STOP_SIGNAL: Final = signal.SIGUSR1
 """Asks a supervised process for an orderly shutdown."""
@@ -55,7 +63,13 @@ class Progress(msgspec.Struct, tag="progress", frozen=True, forbid_unknown_field
     doing: str
 
 
-LifelineReport: TypeAlias = Ready | Failed | Progress
+class Alive(msgspec.Struct, tag="alive", frozen=True, forbid_unknown_fields=True):
+    """The process's loop runs. `late`: what takes longer than it may; None: nothing."""
+
+    late: str | None = None
+
+
+LifelineReport: TypeAlias = Ready | Failed | Progress | Alive
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[LifelineReport] = msgspec.json.Decoder(LifelineReport)
@@ -73,8 +87,12 @@ class Lifeline:
     def __init__(self, fd: int | None, runtime_dir: Path | None = None) -> None:
         self._socket = None if fd is None else socket.socket(fileno=fd)
         self._runtime_dir = runtime_dir
+        self._next_alive_s = 0.0
         if self._socket is not None:
             self._socket.setblocking(True)
+            # A supervisor that does not read must not keep this process from ending.
+            timeout = struct.pack("ll", REPORT_TIMEOUT_S, 0)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
             threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def report(self, report: LifelineReport) -> None:
@@ -83,6 +101,18 @@ class Lifeline:
             return
         try:
             self._socket.sendall(_encoder.encode(report) + b"\n")
+        except OSError:
+            return
+
+    def report_alive(self, late: str | None = None) -> None:
+        """Report Alive, at most every ALIVE_INTERVAL_S. Never blocks: a supervisor that does not
+        read its reports gets no more of them."""
+        now_s = time.monotonic()
+        if self._socket is None or now_s < self._next_alive_s:
+            return
+        self._next_alive_s = now_s + ALIVE_INTERVAL_S
+        try:
+            self._socket.send(_encoder.encode(Alive(late)) + b"\n", socket.MSG_DONTWAIT)
         except OSError:
             return
 

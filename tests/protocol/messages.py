@@ -1,11 +1,12 @@
 """Hypothesis strategies for every message of the protocol."""
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
+from longshore.protocol.events import Medium
 from longshore.protocol.handshake import (
     ClientHello,
     EngineIdentity,
@@ -21,6 +22,7 @@ from longshore.protocol.kv_cache_spec import (
     CrossAttentionSpec,
     CustomSpec,
     FullAttentionSpec,
+    HeadShare,
     KVCacheConfig,
     KVCacheGroup,
     MambaSpec,
@@ -61,6 +63,7 @@ from longshore.protocol.requests import (
 )
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 from longshore.protocol.statistics import (
+    OPERATION_BYTES_BOUNDS,
     STEP_SECONDS_BOUNDS,
     STEP_TOKENS_BOUNDS,
     BlockHolder,
@@ -71,6 +74,9 @@ from longshore.protocol.statistics import (
     EngineReport,
     GroupUse,
     SchedulerStats,
+    TierStats,
+    TransferOperation,
+    TransferStats,
     WaitingReport,
     WorkerStats,
 )
@@ -210,6 +216,9 @@ caches = st.builds(
     ).map(tuple),
     dtype=texts,
 )
+head_shares = st.tuples(counts, st.integers(1, 9), counts).map(
+    lambda drawn: HeadShare(drawn[0], drawn[1], sum(drawn))
+)
 ends = st.builds(
     FinishedRequest,
     handle=counts,
@@ -242,13 +251,30 @@ worker_stats = st.builds(
     resident_bytes=counts,
     device_bytes=counts,
 )
+media = st.sampled_from(get_args(Medium))
+tiers = st.builds(TierStats, media, *[counts] * 8)
+transfers = st.builds(
+    TransferStats,
+    media,
+    media,
+    st.tuples(*[counts] * (len(OPERATION_BYTES_BOUNDS) + 1)),
+    counts,
+    counts,
+    st.floats(0, 9),
+    *[counts] * 3,
+)
+operations = st.builds(
+    TransferOperation, media, media, counts, counts, st.floats(0, 9), counts, counts
+)
 stats = st.builds(
     SchedulerStats,
     **{
         field: counts if field.startswith("num_") else st.floats(0, 2)
         for field in SchedulerStats.__struct_fields__
-        if field != "workers"
+        if field not in ("workers", "tiers", "transfers")
     },
+    tiers=st.lists(tiers, max_size=2).map(tuple),
+    transfers=st.lists(transfers, max_size=2).map(tuple),
     workers=st.lists(worker_stats, max_size=2).map(tuple),
 )
 adds = st.builds(
@@ -311,6 +337,7 @@ FROM_WORKER = {
         finished_receiving=st.lists(texts, max_size=2).map(tuple),
         failed_block_ids=int32s,
         connector_metadata=st.binary(max_size=9),
+        operations=st.lists(operations, max_size=2).map(tuple),
     ),
     WorkerStats: worker_stats,
     WorkerFailed: st.builds(WorkerFailed, counts, counts, texts, st.booleans()),
@@ -319,6 +346,7 @@ FROM_WORKER = {
         counts,
         identities,
         caches,
+        head_shares,
         st.lists(st.sampled_from(Feature), max_size=2).map(tuple),
     ),
     WorkerReady: st.builds(WorkerReady, counts),

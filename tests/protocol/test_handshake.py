@@ -1,5 +1,6 @@
 """Which peers are rejected, and with which message."""
 
+import struct
 from pathlib import Path
 
 import msgspec
@@ -84,6 +85,55 @@ def test_the_fingerprint_depends_on_the_config_and_the_weight_files_only(tmp_pat
         make_model(tmp_path / "swapped", model_a=4, model_b=8),
     ]
     assert len({same[0], *map(model_fingerprint, others)}) == 6
+
+
+def write_weights(path: Path, scale: float, *, num_elements: int = 2_000_000) -> None:
+    """A file in the format of safetensors: a matrix, with a scale before and after it."""
+    size = 4 * num_elements
+    offsets = {"a_scale": (0, 4), "matrix": (4, 4 + size), "z_scale": (4 + size, 8 + size)}
+    header = msgspec.json.encode(
+        {"__metadata__": {"format": "pt"}}
+        | {
+            name: {"dtype": "F32", "shape": [(end - first) // 4], "data_offsets": (first, end)}
+            for name, (first, end) in offsets.items()
+        }
+    )
+    header += b" " * (600 - len(header))  # longer than a sample: the scales are not in the first
+    number = struct.pack("<f", scale)
+    content = len(header).to_bytes(8, "little") + header + number + bytes(size) + number
+    path.write_bytes(content)
+
+
+def test_small_tensors_belong_to_the_fingerprint(tmp_path: Path) -> None:
+    """A scale of an fp8 KV cache changes all KV, and is too small to be sampled."""
+    found = []
+    for scale in (1.0, 2.0, 1.0):
+        folder = make_model(tmp_path / str(len(found)))
+        write_weights(folder / "model.safetensors", scale)
+        found.append(model_fingerprint(folder))
+    assert found[0] != found[1]
+    assert found[0] == found[2]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not JSON",
+        b'{"t": {"data_offsets": [8, 4]}}',
+        b'{"t": {"data_offsets": [-4, 4]}}',
+        b'{"t": {"data_offsets": [0, 1e30]}}',
+        b'{"t": [1, 2]}',
+        b"[]",
+    ],
+)
+def test_a_file_that_is_no_safetensors_file_has_a_fingerprint(
+    tmp_path: Path, header: bytes
+) -> None:
+    """Whether it can be loaded is decided elsewhere."""
+    folder = make_model(tmp_path / "model")
+    (folder / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(9))
+    (folder / "b.safetensors").write_bytes(b"")
+    assert model_fingerprint(folder) == model_fingerprint(folder)
 
 
 def test_digests_distinguish_two_seeds_without_revealing_them() -> None:

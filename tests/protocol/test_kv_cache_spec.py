@@ -2,13 +2,17 @@
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longshore.protocol.errors import ConfigError, KVCacheTooSmall
 from longshore.protocol.kv_cache_spec import (
+    BadSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     CustomSpec,
     FullAttentionSpec,
+    HeadShare,
     KVCacheConfig,
     KVCacheGroup,
     KVCacheSpec,
@@ -173,6 +177,66 @@ def test_bytes_of_fifteen_empty_slots() -> None:
     assert round(100 * wasted / (80 * 10**9), 3) == 0.006
 
 
+SOURCE_GIGA = 1024 * 10**6
+"""What the source divides by as a gigabyte: 1,024 decimal megabytes."""
+
+
+@pytest.mark.req("NUM-21", "ERR-02")
+@pytest.mark.parametrize(
+    ("gigabytes_per_s", "right_ms", "source_ms"),
+    [(28, 0.187, 0.183), (7, 0.749, 0.731), (450, 0.0117, 0.011)],
+)
+def test_time_to_copy_a_block_in_decimal_units(
+    gigabytes_per_s: int, right_ms: float, source_ms: float
+) -> None:
+    size = llama_70b().block_size_bytes
+    digits = len(f"{right_ms}".partition(".")[2])
+    assert round(1e3 * size / (gigabytes_per_s * 10**9), digits) == right_ms
+    wrong_ms = 1e3 * size / (gigabytes_per_s * SOURCE_GIGA)
+    assert round(wrong_ms, 3) == source_ms
+
+
+@pytest.mark.req("NUM-22", "ERR-02")
+def test_time_to_copy_the_blocks_of_4096_tokens() -> None:
+    num_blocks = llama_70b().spec.max_blocks(LongestRequest(4096))
+    assert num_blocks == 256
+    size = num_blocks * llama_70b().block_size_bytes
+    assert round(1e3 * size / 28e9, 1) == 47.9
+    assert round(1e3 * size / (28 * SOURCE_GIGA), 1) == 46.8
+
+
+@pytest.mark.req("NUM-23")
+@pytest.mark.parametrize(
+    ("num_tokens", "source_ms", "recompute_ms"),
+    [(64, 0.7, 16), (256, 2.9, 64), (1024, 11.7, 256), (4096, 46.8, 1024), (16_384, 187, 4096)],
+)
+def test_the_sources_table_of_swapping_follows_from_the_size_of_a_block(
+    num_tokens: int, source_ms: float, recompute_ms: int
+) -> None:
+    num_blocks = llama_70b().spec.max_blocks(LongestRequest(num_tokens))
+    one_way_ms = 1e3 * num_blocks * llama_70b().block_size_bytes / (28 * SOURCE_GIGA)
+    assert one_way_ms == pytest.approx(source_ms, rel=0.05)
+    assert 1e3 * num_tokens / 4000 == recompute_ms
+    if num_tokens == 4096:
+        assert (round(recompute_ms / one_way_ms), round(recompute_ms / one_way_ms / 2)) == (22, 11)
+
+
+@pytest.mark.req("ERR-07")
+@pytest.mark.parametrize(("block_size", "kib"), [(1, 4), (8, 32), (16, 64), (32, 128), (64, 256)])
+def test_bytes_to_copy_of_one_layer_by_block_size(block_size: int, kib: int) -> None:
+    spec = FullAttentionSpec(block_size, num_kv_heads=8, head_size=128, dtype_bytes=2)
+    assert spec.page_size_bytes == kib << 10
+
+
+@pytest.mark.req("ERR-05")
+@pytest.mark.parametrize("num_in_flight", [None, 16, 512, 131_072])
+def test_chunks_do_not_change_how_many_blocks_full_attention_needs(
+    num_in_flight: int | None,
+) -> None:
+    """Nor therefore how many requests fit at the same time."""
+    assert llama_70b().spec.max_blocks(LongestRequest(131_072, num_in_flight)) == 8192
+
+
 def test_a_pool_that_cannot_hold_a_request_is_rejected_with_advice() -> None:
     full = FullAttentionSpec(16, 1, 2, 4)
     window = SlidingWindowSpec(16, 1, 2, 4, sliding_window=33)
@@ -198,3 +262,26 @@ def test_ranks_that_share_the_tokens_of_a_block_need_fewer_blocks(length: int, b
     longest = LongestRequest(length, context_parallel_size=4)
     assert max_blocks(groups, longest) == blocks
     assert tokens_that_fit(groups, 1 + 2 * blocks, longest) == 2 * length
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.booleans())
+def test_the_shards_hold_every_kv_head_equally_often_and_in_order(
+    fewer: int, times: int, has_more_heads: bool
+) -> None:
+    num_shards, total = (fewer, fewer * times) if has_more_heads else (fewer * times, fewer)
+    shares = [HeadShare.of_shard(shard, num_shards, total) for shard in range(num_shards)]
+    held = [head for share in shares for head in range(share.first, share.first + share.count)]
+    copies = 1 if has_more_heads else times
+    assert held == [head for head in range(total) for _ in range(copies)]
+
+
+@pytest.mark.parametrize(
+    "share", [(-1, 1, 4), (0, 0, 4), (3, 2, 4), (0, 1, 0)], ids=["before", "none", "after", "total"]
+)
+def test_a_share_of_heads_that_the_model_does_not_have_is_rejected(
+    share: tuple[int, int, int],
+) -> None:
+    with pytest.raises(BadSpec, match="are not part of"):
+        HeadShare(*share)
+    with pytest.raises(msgspec.ValidationError, match="are not part of"):
+        msgspec.convert(dict(zip(("first", "count", "total"), share, strict=True)), HeadShare)
