@@ -3,32 +3,70 @@ installed connectors cost nothing and may lack their dependencies.
 """
 
 import importlib
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from longshore.connectors.adapter import ConnectorRole, OneClassAdapter, OneClassConnector
-from longshore.connectors.base import ConnectorConfig, SchedulerConnector
+from longshore.connectors.adapter import (
+    ConnectorRole,
+    OneClassAdapter,
+    OneClassConnector,
+    OneClassWorkerAdapter,
+)
+from longshore.connectors.base import (
+    CONTRACT_VERSION,
+    ConnectorConfig,
+    SchedulerConnector,
+    WorkerConnector,
+    WorkerConnectorConfig,
+)
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.handshake import EngineIdentity, kv_namespace
+from longshore.protocol.kv_cache_spec import KVCacheConfig, of_all_ranks
 
 ENTRY_POINT_GROUP: Final = "longshore.connectors"
+
+BUILT_IN: Final = {
+    "decode_bench": "longshore.connectors.decode_bench.scheduler:DecodeBenchConnector",
+    "example": "longshore.connectors.example.scheduler:ExampleConnector",
+    "hidden_states": "longshore.connectors.hidden_states.scheduler:HiddenStatesConnector",
+    "lmcache": "longshore.connectors.lmcache.scheduler:LMCacheConnector",
+    "multi": "longshore.connectors.multi.scheduler:MultiConnector",
+    "offloading": "longshore.connectors.offloading.connector:OffloadingConnector",
+    "simple_cpu": "longshore.connectors.simple_cpu:SimpleCPUConnector",
+}
+"""Connectors of this package: name -> package.module:Class of the scheduler half. Other packages
+cannot take these names."""
+
+EXTRAS: Final[dict[str, str]] = {}
+"""The extra of this package that installs a connector's optional dependency, by module."""
+
+_SchedulerClass: TypeAlias = type[SchedulerConnector] | type[OneClassConnector]
+_WorkerClass: TypeAlias = type[WorkerConnector[Any]] | type[OneClassConnector]
 
 
 def load_scheduler_connector(name: str, config: ConnectorConfig) -> SchedulerConnector:
     """Build the scheduler half of a connector.
 
-    name: `package.module:Class`, or the name of an entry point in the group `longshore.connectors`.
-          The class is a subclass of `SchedulerConnector` or `OneClassConnector`.
+    name: of a built-in connector, of an entry point in the group `longshore.connectors`, or
+          `package.module:Class` of a `SchedulerConnector` or `OneClassConnector`.
 
-    Raises ConfigError if the name, the module, the class or a dependency does not exist, or if the
-    connector does not support several KV cache groups. Other errors of the class are not caught.
+    Raises ConfigError if the name, the module, the class or a dependency does not exist, if the
+    class was written for another version of the contract, or if the connector does not support
+    several KV cache groups. Other errors of the class are not caught.
     """
-    entry_point = _entry_point(name)
-    try:
-        connector = _build(_load(name, entry_point), config)
-    except ModuleNotFoundError as error:
-        raise _missing_module(name, entry_point.module, error) from error
+    chosen = _scheduler_class(name)
+    connector: SchedulerConnector
+    with _naming_missing_packages(name, chosen.__module__):
+        if issubclass(chosen, OneClassConnector):
+            connector = OneClassAdapter(chosen(config, ConnectorRole.SCHEDULER), config)
+        else:
+            connector = chosen(config)
     if config.num_groups > 1 and not connector.supports_hma:
         raise ConfigError(
             f"--kv-connector {name} supports only one KV cache group, but the model has "
@@ -38,41 +76,105 @@ def load_scheduler_connector(name: str, config: ConnectorConfig) -> SchedulerCon
     return connector
 
 
-def check_connector(name: str) -> None:
-    """Raise ConfigError if `load_scheduler_connector` could not load this name. Imports the module,
-    but constructs nothing."""
-    entry_point = _entry_point(name)
-    try:
-        _load(name, entry_point)
-    except ModuleNotFoundError as error:
-        raise _missing_module(name, entry_point.module, error) from error
+def load_worker_connector(name: str, config: WorkerConnectorConfig) -> WorkerConnector[Any]:
+    """Build the worker half of the connector that `load_scheduler_connector` builds for this name.
+    Raises ConfigError as that does."""
+    chosen = _worker_class(name)
+    with _naming_missing_packages(name, chosen.__module__):
+        if issubclass(chosen, OneClassConnector):
+            return OneClassWorkerAdapter(chosen(config, ConnectorRole.WORKER), config)
+        return chosen(config)
+
+
+def engine_fields(
+    identity: EngineIdentity,
+    kv_cache: KVCacheConfig,
+    *,
+    options: Mapping[str, Any],
+    rank_block_bytes: tuple[int, ...],
+    engine_id: str,
+    epoch: int,
+) -> dict[str, Any]:
+    """The fields of ConnectorConfig, the same in all processes of one engine."""
+    num_sharing = identity.decode_context_parallel_size
+    return {
+        "options": options,
+        "block_size": identity.block_size * num_sharing,
+        "num_blocks": kv_cache.num_blocks,
+        "num_groups": len(kv_cache.groups),
+        "specs": tuple(of_all_ranks(group.spec, num_sharing) for group in kv_cache.groups),
+        "num_ranks": len(rank_block_bytes),
+        "rank_block_bytes": rank_block_bytes,
+        "engine_id": f"{engine_id}.{epoch}",
+        "identity": identity,
+        "kv_dtype": kv_cache.dtype,
+        "kv_layout": kv_cache.layout,
+        "namespace": kv_namespace(identity, kv_cache, len(rank_block_bytes)),
+    }
+
+
+def check_connector(name: str, options: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError if `load_scheduler_connector` could not load this name, if its class names
+    no worker half, or if its `check_options` rejects the options. Imports the module, but
+    constructs nothing."""
+    found = _scheduler_class(name)
+    if issubclass(found, SchedulerConnector):
+        _worker_path(name, found)
+        if options is not None:
+            with _naming_missing_packages(name, found.__module__):
+                found.check_options(options)
+
+
+def check_worker_half(name: str) -> None:
+    """Raise ConfigError if `load_worker_connector` could not load this name. Imports the modules of
+    both halves, but constructs nothing."""
+    _worker_class(name)
+
+
+def uses_shared_memory(name: str) -> bool:
+    """Whether the worker halves of this connector share memory. Raises ConfigError."""
+    found = _scheduler_class(name)
+    return issubclass(found, SchedulerConnector) and found.uses_shared_memory
+
+
+def check_verify_kv(name: str) -> None:
+    """Raise ConfigError if this connector has no option `verify_kv`."""
+    found = _scheduler_class(name)
+    if not (issubclass(found, SchedulerConnector) and found.has_verify_kv):
+        hint = " Set it in the options of its connectors." if name == "multi" else " Remove it."
+        raise ConfigError(
+            f"--verify-kv is not an option of --kv-connector {name}, which verifies no checksums "
+            f"itself.{hint}"
+        )
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """Parse the value of `--kv-connector-config`. Raises ConfigError unless it is a JSON object."""
+    """Parse the value of `--kv-connector-config`: a JSON object, or the path of a TOML file, whose
+    table it is. Raises ConfigError if it is neither."""
+    if text.endswith(".toml"):
+        try:
+            return tomllib.loads(Path(text).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"--kv-connector-config {text} cannot be read: {error}") from None
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
-        raise ConfigError(f"--kv-connector-config is not a JSON object: {error}") from None
-
-
-def no_worker_half(name: str) -> ConfigError:
-    """The error for any connector, as long as workers have no connector half."""
-    return ConfigError(
-        f"--kv-connector {name}: the workers have no connector half that could move blocks; this "
-        "version does not support connectors yet. Start without --kv-connector."
-    )
+        raise ConfigError(
+            f"--kv-connector-config is neither a JSON object nor the path of a .toml file: {error}"
+        ) from None
 
 
 def installed_connectors() -> list[str]:
     """Names of all installed connectors, sorted; none of them is imported."""
-    return sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})
+    return sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def _entry_point(name: str) -> EntryPoint:
     module, colon, attribute = name.partition(":")
     if colon and module and attribute:
         return EntryPoint(name, name, ENTRY_POINT_GROUP)
+    if name in BUILT_IN:
+        return EntryPoint(name, BUILT_IN[name], ENTRY_POINT_GROUP)
     found = {entry.value: entry for entry in entry_points(group=ENTRY_POINT_GROUP, name=name)}
     if len(found) == 1:
         return found.popitem()[1]
@@ -84,34 +186,79 @@ def _entry_point(name: str) -> EntryPoint:
     installed = ", ".join(installed_connectors()) or "none"
     raise ConfigError(
         f"--kv-connector {name} is unknown. Installed connectors: {installed}. "
-        "For a class of your own use package.module:Class. Note that the workers of this version "
-        "cannot move blocks for a connector yet."
+        "For a class of your own use package.module:Class."
     )
 
 
-def _load(name: str, entry_point: EntryPoint) -> type[SchedulerConnector | OneClassConnector]:
-    found: Any = importlib.import_module(entry_point.module)
-    for attribute in entry_point.attr.split("."):
+def _scheduler_class(name: str) -> _SchedulerClass:
+    entry_point = _entry_point(name)
+    found = _load(name, entry_point.module, entry_point.attr)
+    if not (isinstance(found, type) and issubclass(found, SchedulerConnector | OneClassConnector)):
+        raise ConfigError(
+            f"--kv-connector {name} is neither a SchedulerConnector nor a OneClassConnector. "
+            "Inherit from one of them; see docs/connectors.md."
+        )
+    _check_version(name, found)
+    return found
+
+
+def _worker_class(name: str) -> _WorkerClass:
+    scheduler_class = _scheduler_class(name)
+    if issubclass(scheduler_class, OneClassConnector):
+        return scheduler_class
+    module, attribute = _worker_path(name, scheduler_class)
+    found = _load(name, module, attribute)
+    if not (isinstance(found, type) and issubclass(found, WorkerConnector)):
+        raise ConfigError(
+            f"--kv-connector {name}: its worker half {scheduler_class.worker_half} is not a "
+            "WorkerConnector. Inherit from it; see docs/connectors.md."
+        )
+    _check_version(name, found)
+    return found
+
+
+def _worker_path(name: str, scheduler_class: type[SchedulerConnector]) -> tuple[str, str]:
+    """Module and class name of the worker half. Raises ConfigError if there is none."""
+    module, colon, attribute = scheduler_class.worker_half.partition(":")
+    if colon and module and attribute:
+        return module, attribute
+    raise ConfigError(
+        f"--kv-connector {name} has no worker half, so nothing would move its blocks: "
+        f"{scheduler_class.__name__}.worker_half is {scheduler_class.worker_half!r}. Set it to the "
+        "package.module:Class of a WorkerConnector."
+    )
+
+
+def _check_version(name: str, found: _SchedulerClass | _WorkerClass) -> None:
+    if found.contract_version != CONTRACT_VERSION:
+        raise ConfigError(
+            f"--kv-connector {name}: {found.__name__} was written for version "
+            f"{found.contract_version} of the connector contract, and this is version "
+            f"{CONTRACT_VERSION}. Install a release of the connector that supports it."
+        )
+
+
+def _load(name: str, module: str, attributes: str) -> Any:
+    """What `module:attributes` names. Raises ConfigError if it does not exist."""
+    with _naming_missing_packages(name, module):
+        found: Any = importlib.import_module(module)
+    for attribute in attributes.split("."):
         try:
             found = getattr(found, attribute)
         except AttributeError:
             raise ConfigError(
-                f"--kv-connector {name}: module {entry_point.module} has no {entry_point.attr}"
+                f"--kv-connector {name}: module {module} has no {attributes}"
             ) from None
-    if isinstance(found, type) and issubclass(found, SchedulerConnector | OneClassConnector):
-        return found
-    raise ConfigError(
-        f"--kv-connector {name} is neither a SchedulerConnector nor a OneClassConnector. Inherit "
-        "from one of them; see docs/connectors.md."
-    )
+    return found
 
 
-def _build(
-    chosen: type[SchedulerConnector | OneClassConnector], config: ConnectorConfig
-) -> SchedulerConnector:
-    if issubclass(chosen, OneClassConnector):
-        return OneClassAdapter(chosen(config, ConnectorRole.SCHEDULER), config)
-    return chosen(config)
+@contextmanager
+def _naming_missing_packages(name: str, module: str) -> Iterator[None]:
+    """Turn the error for a module that cannot be imported into a ConfigError."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise _missing_module(name, module, error) from error
 
 
 def _missing_module(name: str, module: str, error: ModuleNotFoundError) -> ConfigError:
@@ -121,4 +268,10 @@ def _missing_module(name: str, module: str, error: ModuleNotFoundError) -> Confi
             f"--kv-connector {name}: there is no module {missing}. Install its package, or correct "
             "the name."
         )
-    return ConfigError(f"--kv-connector {name} needs the package {missing}. Install it.")
+    package = missing.partition(".")[0]
+    extra = EXTRAS.get(package)
+    command = f"pip install {package}" if extra is None else f'pip install "longshore[{extra}]"'
+    return ConfigError(
+        f"--kv-connector {name} needs the package {package}, which is not installed. Install it: "
+        f"{command}"
+    )

@@ -1,5 +1,7 @@
-"""The example connector of docs/connectors.md, taken from the page, in a scheduler."""
+"""The example connector of docs/connectors.md, taken from the page: its scheduler half with a model
+of the workers, and both halves in engines."""
 
+import os
 import random
 import re
 import sys
@@ -11,10 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from longshore import LLM, SamplingParams
 from longshore.connectors.base import ConnectorConfig, SchedulerConnector
-from longshore.connectors.registry import load_scheduler_connector
+from longshore.connectors.registry import BUILT_IN, load_scheduler_connector
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.plan import SchedulerOutput
+from tests.connectors.engine import prompts_of
 from tests.harness.driver import Driver
 from tests.harness.kv_groups import BLOCK_SIZE
 from tests.harness.shared_drivers import CONNECTED
@@ -26,16 +31,25 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "connectors.md"
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The page's code, importable as `host_cache`."""
-    (source,) = re.findall(
-        r'^```python\n("""host_cache\.py.*?)^```$', PAGE.read_text(), re.M | re.S
-    )
-    (tmp_path / "host_cache.py").write_text(source)
+    """The page's code, importable as `host_cache` and `host_cache_worker`, also in processes that
+    the test starts."""
+    for name in ("host_cache", "host_cache_worker"):
+        (source,) = re.findall(
+            rf'^```python\n("""{name}\.py.*?)^```$', PAGE.read_text(), re.M | re.S
+        )
+        (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     import host_cache  # type: ignore[import-not-found]
 
     yield host_cache
     del sys.modules["host_cache"]
+    sys.modules.pop("host_cache_worker", None)
+
+
+def test_the_page_lists_every_connector_of_the_package() -> None:
+    for name in BUILT_IN:
+        assert f"\n| `{name}` | " in PAGE.read_text(), name
 
 
 def build(module: ModuleType, **options: Any) -> SchedulerConnector:
@@ -55,6 +69,8 @@ class HostCacheDriver(Driver):
         super().__init__(connector=connector, **(CONNECTED | settings))
 
     def commands_of(self, plan: SchedulerOutput) -> Commands:
+        if not plan.connector_metadata:
+            return Commands()
         commands = msgspec.msgpack.decode(plan.connector_metadata, type=self._commands)
         self.to_store += commands.stores
         loads = []
@@ -133,7 +149,7 @@ def test_host_memory_is_bounded_and_can_be_reset(module: ModuleType) -> None:
 
 
 def test_an_invalid_option_is_rejected(module: ModuleType) -> None:
-    with pytest.raises(ConfigError, match="capacity_blocks=0 must be at least 1"):
+    with pytest.raises(ConfigError, match="capacity_blocks=0 must be a number of blocks"):
         build(module, capacity_blocks=0)
 
 
@@ -164,3 +180,33 @@ def test_random_requests_get_their_tokens_and_leave_no_block_held(
     settle(driver)
     driver.check_complete(*keys)
     assert not driver.connector.storing  # type: ignore[attr-defined]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.req("CON-16")
+@pytest.mark.parametrize(
+    "settings",
+    [{"in_process": True}, {}, {"tensor_parallel_size": 2}],
+    ids=["one process", "processes", "two ranks"],
+)
+def test_an_engine_with_it_gives_the_tokens_of_one_without(
+    module: ModuleType, settings: dict[str, Any]
+) -> None:
+    shared: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
+    shared |= {"max_model_len": 256, "max_num_seqs": 4}
+    prompts = [{"prompt_token_ids": ids} for ids in prompts_of(100, 130, 60, 150)]
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(DEMO_MODEL_DIR, in_process=True, num_blocks=100, **shared) as plain:
+        wanted = [each.token_ids for each in plain.generate(prompts, greedy, progress=False)]
+    with LLM(
+        DEMO_MODEL_DIR,
+        num_blocks=18,  # of one request
+        kv_connector="host_cache:HostCache",
+        kv_connector_config='{"capacity_blocks": 100}',
+        **shared,
+        **settings,
+    ) as llm:
+        for _ in range(2):
+            outputs = [llm.generate([each], greedy, progress=False)[0] for each in prompts]
+            assert [output.token_ids for output in outputs] == wanted
+    assert [output.num_cached_tokens for output in outputs] == [96, 128, 48, 144]

@@ -4,27 +4,38 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from longshore.connectors.adapter import OneClassAdapter
-from longshore.connectors.base import ConnectorConfig, SchedulerConnector
+from longshore.connectors.adapter import OneClassAdapter, OneClassWorkerAdapter
+from longshore.connectors.base import ConnectorConfig, SchedulerConnector, WorkerConnectorConfig
 from longshore.connectors.registry import (
     check_connector,
+    check_worker_half,
     installed_connectors,
     load_scheduler_connector,
+    load_worker_connector,
     parse_options,
 )
 from longshore.protocol.errors import ConfigError
 
+NO_RANK = WorkerConnectorConfig()
+
 TWO_CLASSES = """
-from longshore.connectors.base import SchedulerConnector
+from longshore.connectors.base import SchedulerConnector, WorkerConnector
+
+class Half(WorkerConnector):
+    pass
 
 class Mine(SchedulerConnector):
+    worker_half = "theirs:Half"
+
     class Inner(SchedulerConnector):
         pass
 
 class Wide(SchedulerConnector):
+    worker_half = "needy_half:Half"
     supports_hma = True
 """
 ONE_CLASS = """
@@ -106,7 +117,7 @@ def test_a_dependency_missing_at_construction_is_reported_by_name(
     [
         (
             "unheard-of",
-            "unheard-of is unknown. Installed connectors: .*mine.* cannot move blocks .* yet",
+            "unheard-of is unknown. Installed connectors: .*mine.* package.module:Class",
         ),
         ("theirs:", "theirs: is unknown"),
         (":Mine", ":Mine is unknown"),
@@ -135,6 +146,34 @@ def test_a_name_is_checked_without_constructing_anything(package: Callable[..., 
     check_connector("theirs:Wide")
     with pytest.raises(RuntimeError):
         load_scheduler_connector("theirs:Wide", ConnectorConfig())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("offloading", {}, "needs cpu_bytes_to_use"),
+        ("offloading", {"cpu_bytes_to_use": 1, "eviction_policy": "lfu"}, "eviction policy 'lfu'"),
+        ("simple_cpu", {"cpu_bytes_to_use": "8 apples"}, "is not a size"),
+        ("lmcache", {}, "needs 'cpu_bytes_to_use'"),
+        ("example", {}, "needs the option 'path'"),
+        ("hidden_states", {"path": "/tmp/states", "requests": "some"}, "'requests' to be"),
+        ("decode_bench", {"fill": 1}, "no option 'fill'"),
+        ("multi", {"connectors": [{"connector": "example"}] * 2}, "needs the option 'path'"),
+    ],
+)
+def test_wrong_options_are_found_without_constructing_anything(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    check_connector(name)
+    with pytest.raises(ConfigError, match=message):
+        check_connector(name, options)
+
+
+def test_the_options_of_a_connector_without_a_check_are_accepted(
+    package: Callable[..., None],
+) -> None:
+    package(theirs=TWO_CLASSES)
+    check_connector("theirs:Wide", {"any": "thing"})
 
 
 def test_a_name_that_two_packages_provide_is_rejected_with_both(
@@ -186,9 +225,87 @@ def test_a_connector_of_one_class_is_wrapped(package: Callable[..., None]) -> No
     assert connector.config.block_size == 8
 
 
-def test_options_are_a_json_object() -> None:
+def test_options_are_a_json_object_or_a_toml_file(tmp_path: Path) -> None:
+    table = tmp_path / "options.toml"
+    table.write_text('depth = 3\n[tier]\npath = "/kv"\n')
+    assert parse_options(str(table)) == {"depth": 3, "tier": {"path": "/kv"}}
+    table.write_text("depth =")
+    for path in (table, tmp_path / "missing.toml"):
+        with pytest.raises(ConfigError, match=f"{path} cannot be read"):
+            parse_options(str(path))
     assert parse_options('{"depth": 3, "path": "/kv"}') == {"depth": 3, "path": "/kv"}
     assert parse_options("") == {}
     for text in ("[1]", "3", "{", '{"a": }', "\ud800"):
-        with pytest.raises(ConfigError, match="--kv-connector-config is not a JSON object"):
+        with pytest.raises(ConfigError, match="--kv-connector-config is neither a JSON object"):
             parse_options(text)
+
+
+@pytest.mark.req("CON-01", "CON-16")
+def test_the_worker_half_is_loaded_by_the_name_in_the_scheduler_half(
+    package: Callable[..., None],
+) -> None:
+    package({"mine": "theirs:Mine"}, theirs=TWO_CLASSES, one=ONE_CLASS)
+    config = WorkerConnectorConfig({"depth": 3}, rank=2)
+    for name in ("mine", "theirs:Mine"):
+        check_worker_half(name)
+        half = load_worker_connector(name, config)
+        assert type(half).__name__ == "Half"
+        assert half.config == config
+    one = load_worker_connector("one:Both", config)
+    assert isinstance(one, OneClassWorkerAdapter)
+    assert one.connector.half == "WORKER"  # type: ignore[attr-defined]
+
+
+@pytest.mark.req("CRG-14")
+def test_a_package_that_only_the_worker_half_needs_is_named_with_the_command_to_install_it(
+    package: Callable[..., None],
+) -> None:
+    package(theirs=TWO_CLASSES, needy_half="import a_missing_transport.api")
+    check_connector("theirs:Wide")
+    for load in (check_worker_half, lambda name: load_worker_connector(name, NO_RANK)):
+        with pytest.raises(ConfigError, match="Install it: pip install a_missing_transport"):
+            load("theirs:Wide")
+
+
+@pytest.mark.parametrize(
+    ("half", "message"),
+    [
+        ("", "has no worker half, so nothing would move its blocks"),
+        ("theirs", "has no worker half"),
+        ("theirs:Missing", "module theirs has no Missing"),
+        ("theirs:Mine", "worker half theirs:Mine is not a WorkerConnector"),
+        ("no_such_half:Half", "there is no module no_such_half"),
+        ("theirs:Old", "Old was written for version 0 of the connector contract"),
+    ],
+)
+def test_a_worker_half_that_cannot_be_loaded_is_rejected(
+    package: Callable[..., None], half: str, message: str
+) -> None:
+    old = "class Old(Half):\n    contract_version = 0\n"
+    package(theirs=TWO_CLASSES.replace("needy_half:Half", half) + old)
+    with pytest.raises(ConfigError, match=message):
+        load_worker_connector("theirs:Wide", NO_RANK)
+    with pytest.raises(ConfigError, match=message):
+        check_worker_half("theirs:Wide")
+
+
+def test_a_connector_of_another_contract_version_is_rejected(package: Callable[..., None]) -> None:
+    package(theirs=TWO_CLASSES + "class Old(Mine):\n    contract_version = 9\n")
+    with pytest.raises(ConfigError, match="version 9 of the connector contract, and this is vers"):
+        check_connector("theirs:Old")
+
+
+@pytest.mark.req("CRG-14")
+def test_no_connector_of_this_package_is_imported_before_it_is_chosen() -> None:
+    program = (
+        "import sys\n"
+        "from longshore.connectors.registry import BUILT_IN, check_connector\n"
+        "modules = {path.partition(':')[0] for path in BUILT_IN.values()}\n"
+        "assert not modules & set(sys.modules)\n"
+        "for name in BUILT_IN: check_connector(name)\n"
+        "print('torch' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout == "False\n", run.stderr

@@ -1,0 +1,73 @@
+"""The KV connector contract: how KV is loaded from, and stored to, memory beyond the device.
+
+A connector is two small classes. `SchedulerConnector` plans, without torch and without I/O: its
+hooks run in the scheduler's only thread and must not block. `WorkerConnector` moves the bytes, in
+each worker process. They get views, never the engine's own objects, and talk to each other in
+bytes of their own: metadata in plans and in reports. Hooks have the names of vLLM's connectors;
+results with several forms are closed types.
+
+Order in a step of the scheduler: `get_num_new_matched_tokens` and `update_state_after_alloc` per
+admitted request, `request_finished` per request that ends, `build_connector_meta` once per plan
+that may concern the connector, and `update_connector_output` after each answer with news and each
+transfer report has been applied.
+
+Order in a step of a worker: `bind_connector_metadata`, `handle_preemptions` and `start_load_kv` as
+soon as the plan arrives; then, on the compute queue, `wait_for_load`, the layers, and
+`wait_for_save`.
+"""
+
+from longshore.connectors.base.scheduler_half import SchedulerConnector
+from longshore.connectors.base.views import (
+    CONTRACT_VERSION,
+    AdmittedRequest,
+    AskLater,
+    BlockHolds,
+    CachedBlocks,
+    ConnectorConfig,
+    ConnectorOutput,
+    ConnectorStats,
+    FinishAction,
+    Match,
+    Matched,
+    RequestView,
+    StepView,
+    SwapSize,
+)
+from longshore.connectors.base.worker_half import (
+    FinishedTransfers,
+    GroupBlocks,
+    KVCaches,
+    QueueEvent,
+    StepTokens,
+    TransferQueue,
+    TransferQueues,
+    WorkerConnector,
+    WorkerConnectorConfig,
+)
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "AdmittedRequest",
+    "AskLater",
+    "BlockHolds",
+    "CachedBlocks",
+    "ConnectorConfig",
+    "ConnectorOutput",
+    "ConnectorStats",
+    "FinishAction",
+    "FinishedTransfers",
+    "GroupBlocks",
+    "KVCaches",
+    "Match",
+    "Matched",
+    "QueueEvent",
+    "RequestView",
+    "SchedulerConnector",
+    "StepTokens",
+    "StepView",
+    "SwapSize",
+    "TransferQueue",
+    "TransferQueues",
+    "WorkerConnector",
+    "WorkerConnectorConfig",
+]

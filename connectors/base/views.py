@@ -1,0 +1,211 @@
+"""What a connector is created with, and what the scheduler half sees and returns."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeAlias
+
+import msgspec
+
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array
+from longshore.protocol.events import Medium
+from longshore.protocol.handshake import EngineIdentity
+from longshore.protocol.kv_cache_spec import KVCacheSpec
+from longshore.protocol.statistics import TierStats
+
+CONTRACT_VERSION: Final = 1
+"""Version of this contract, increased by every change that breaks a connector. A connector states
+the version that it was written for as `contract_version`; any other is rejected by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """Configuration of a connector, the same for both halves.
+
+    options:    from `--kv-connector-config`; the connector defines their keys.
+    block_size: tokens per block of each KV cache group.
+    specs:      of each KV cache group; `block_size` is the tokens per block, also where several
+                ranks share a block (context parallelism).
+    hash_block_size: tokens per entry of `RequestView.block_hashes`; 0 in a worker.
+    num_ranks:  number of workers; a transfer has ended when all of them have reported it.
+    rank_block_bytes: bytes that a block of the largest group needs on each rank.
+    engine_id:  identifies the engine and its epoch.
+    model_name: for messages; empty in the scheduler.
+    identity, kv_dtype, kv_layout: of the engine and its KV cache.
+    namespace:  digest of everything that stored KV depends on besides its block hash: model, dtype,
+                layout and hash seed. KV that was stored in another namespace must not be loaded.
+    publishes_events: whether `take_events` is called. If not, keep no events.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    block_size: int = 16
+    num_blocks: int = 0
+    num_groups: int = 1
+    specs: tuple[KVCacheSpec, ...] = ()
+    hash_block_size: int = 0
+    num_ranks: int = 1
+    rank_block_bytes: tuple[int, ...] = ()
+    engine_id: str = ""
+    model_name: str = ""
+    identity: EngineIdentity | None = None
+    kv_dtype: str = ""
+    kv_layout: str = ""
+    namespace: str = ""
+    publishes_events: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A connector's view of one request.
+
+    token_ids:    (num_tokens,) prompt and output so far; read-only.
+    block_hashes: hashes of its full blocks known so far, one per `ConnectorConfig.hash_block_size`
+                  tokens. Do not keep it: it grows.
+    waiting_s:    in a lookup, time since the request arrived.
+    """
+
+    request_id: str
+    token_ids: Int32Array
+    num_prompt_tokens: int
+    block_hashes: Sequence[bytes]
+    kv_transfer_params: Mapping[str, Any] | None = None
+    cache_salt: str | None = None
+    lora_name: str | None = None
+    job_id: str | None = None
+    waiting_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """`num_tokens` tokens after the local ones can be loaded: within the step, before it computes,
+    or in the background while the request waits (`is_async`)."""
+
+    num_tokens: int
+    is_async: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AskLater:
+    """The number is not known yet. The request is skipped in this step, and the connector is asked
+    again in the next one."""
+
+
+Match: TypeAlias = Matched | AskLater
+
+
+@dataclass(frozen=True, slots=True)
+class SwapSize:
+    """What it takes to swap a request out and to load it again; bytes are those of one rank.
+
+    store_bytes:  to copy out; what is stored already needs no copy.
+    load_bytes:   to load when the request continues.
+    queued_store_bytes, queued_load_bytes: of other transfers that come first.
+    num_found_tokens, found_bytes: what could be loaded if the request were preempted without a
+                  swap, because it is stored already.
+    """
+
+    store_bytes: int
+    load_bytes: int
+    queued_store_bytes: int = 0
+    queued_load_bytes: int = 0
+    num_found_tokens: int = 0
+    found_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FinishAction:
+    """What to do with the blocks of a request that ends.
+
+    delay_free: free them only when the workers report the request in `finished_sending`.
+    params:     `kv_transfer_params` for the client, which passes them to the engine that continues
+                the request.
+    """
+
+    delay_free: bool = False
+    params: dict[str, Any] | None = None
+
+
+class CachedBlocks(msgspec.Struct, frozen=True):
+    """Full blocks of one request and KV cache group that this plan adds to the prefix cache. A
+    connector may store them once the plan is answered. `block_hashes[i]` is the hash of
+    `block_ids[i]`, and `positions[i]` its index in the request's block table."""
+
+    request_id: str
+    group: int
+    block_ids: Sequence[int]
+    block_hashes: Sequence[bytes]
+    positions: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRequest:
+    """A request that got a row. block_ids: its block table per KV cache group, with the blocks that
+    were found in the prefix cache or loaded; later blocks follow in `StepView.cached`."""
+
+    request_id: str
+    block_ids: tuple[Int32Array, ...]
+
+
+class StepView(msgspec.Struct, frozen=True):
+    """A connector's view of one plan: only what changed since the previous one.
+
+    answered_step: the latest answer that has been applied.
+    admitted:  requests that got a row, in order.
+    uncached:  block ids of earlier plans' `cached` that were uncached because their content is
+               invalid (failed load, logits not finite). Applies before `cached`.
+    cached:    see `CachedBlocks`; in the order in which they were cached. Provisional: do not store
+               a block before `step` is answered, or if a later plan lists it in `uncached`.
+    preempted, finished: requests that lost their row since the previous plan.
+    """
+
+    step: int
+    answered_step: int
+    admitted: Sequence[AdmittedRequest] = ()
+    uncached: Sequence[int] = ()
+    cached: Sequence[CachedBlocks] = ()
+    preempted: Sequence[str] = ()
+    finished: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOutput:
+    """What workers reported with the answer to plan `step`, or what one worker reported in a
+    transfer report (`step` 0).
+
+    rank:     the worker that reported.
+    finished_sending, finished_receiving: request ids whose transfer has ended on all ranks.
+    metadata: opaque messages of the worker half, in order; empty if it sent none.
+    """
+
+    step: int = 0
+    rank: int = 0
+    finished_sending: Sequence[str] = ()
+    finished_receiving: Sequence[str] = ()
+    failed_block_ids: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+    metadata: Sequence[bytes] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorStats:
+    """What the scheduler half knows for operators.
+
+    tiers:         those with the same medium are added up.
+    queued_blocks: by (source, destination), offloaded blocks whose transfer is planned and has not
+                   ended on all ranks.
+    """
+
+    tiers: Sequence[TierStats] = ()
+    queued_blocks: Mapping[tuple[Medium, Medium], int] = field(default_factory=dict)
+
+
+class BlockHolds(Protocol):
+    """Lets a connector hold blocks while it stores them, even if their request frees them."""
+
+    def hold(self, block_ids: Sequence[int]) -> int:
+        """Add a reference to each block; returns an id for `release`."""
+
+    def release(self, hold_id: int) -> None:
+        """End a hold, after all transfers from its blocks. Raises KeyError for an unknown id."""

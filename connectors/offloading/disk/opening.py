@@ -1,0 +1,141 @@
+"""Opens the files of one rank's store, and makes them consistent with each other."""
+
+import logging
+import shutil
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from longshore.connectors.offloading.disk.capacity import lower_capacity
+from longshore.connectors.offloading.disk.errors import DiskStoreError
+from longshore.connectors.offloading.disk.identity import (
+    IDENTITY_FILE,
+    StoreIdentity,
+    read_identity,
+    write_identity,
+)
+from longshore.connectors.offloading.disk.index import (
+    HEADER_BYTES,
+    INDEX_FILE,
+    RECORD_BYTES,
+    Geometry,
+    IndexDamaged,
+    SlotIndex,
+)
+from longshore.connectors.offloading.disk.lock import LOCK_FILE, StoreLock
+from longshore.connectors.offloading.disk.segments import (
+    SegmentFiles,
+    supports_direct_io,
+    whole_pages,
+)
+from longshore.protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_MIN_SEGMENT_BYTES: Final = 64 << 20
+_MAX_SEGMENTS: Final = 256
+
+
+@dataclass(frozen=True)
+class StoreFiles:
+    """The open files of a store."""
+
+    directory: Path
+    lock: StoreLock
+    index: SlotIndex
+    segments: SegmentFiles
+
+    def close(self) -> None:
+        self.segments.close()
+        self.index.close()
+        self.lock.close()
+
+
+def open_files(
+    path: Path, identity: StoreIdentity, rank: int, slot_bytes: int, capacity_bytes: int
+) -> StoreFiles:
+    """Open or create the store. Raises ConfigError, StoreInUse or DiskStoreError."""
+    stride = whole_pages(slot_bytes)
+    num_slots = (capacity_bytes - HEADER_BYTES) // (stride + RECORD_BYTES)
+    if num_slots < 1:
+        raise ConfigError(
+            f"the disk tier's capacity of {capacity_bytes} bytes per rank holds no block of "
+            f"{stride} bytes; give it at least {stride + RECORD_BYTES + HEADER_BYTES}"
+        )
+    directory = path / identity.digest / f"rank-{rank}"
+    try:
+        with ExitStack() as cleanup:
+            for folder in (path, directory.parent, directory):
+                folder.mkdir(mode=0o700, parents=folder is path, exist_ok=True)
+            _check_space(path, identity.num_ranks * capacity_bytes)
+            lock = StoreLock(directory)
+            cleanup.callback(lock.close)
+            _check_identity(directory.parent, identity)
+            index = _open_index(directory, stride, num_slots, capacity_bytes)
+            cleanup.callback(index.close)
+            segments = SegmentFiles(
+                directory, index.geometry, index.num_slots, direct=supports_direct_io(directory)
+            )
+            cleanup.callback(segments.close)
+            _clear_lost(directory, index, segments)
+            if index.num_slots > num_slots:
+                lower_capacity(directory, index, segments, num_slots)
+            cleanup.pop_all()
+    except OSError as error:
+        raise DiskStoreError(
+            f"the disk tier cannot use {path}: {error}. Give it a writable path with enough space."
+        ) from error
+    return StoreFiles(directory, lock, index, segments)
+
+
+def _check_space(path: Path, capacity_bytes: int) -> None:
+    """capacity_bytes: of all ranks. Raises ConfigError if the whole disk is smaller."""
+    disk_bytes = shutil.disk_usage(path).total
+    if capacity_bytes > disk_bytes:
+        raise ConfigError(
+            f"the disk tier's capacity of {capacity_bytes} bytes is more than the disk of {path} "
+            f"has, {disk_bytes} bytes. Lower disk_bytes, or use another disk_path."
+        )
+
+
+def _check_identity(directory: Path, identity: StoreIdentity) -> None:
+    """The directory is named by the digest of the identity, so a damaged file can be replaced."""
+    if read_identity(directory) is None:
+        if (directory / IDENTITY_FILE).exists():
+            logger.warning("disk store: %s was damaged; written again", directory / IDENTITY_FILE)
+        write_identity(directory, identity)
+
+
+def _open_index(directory: Path, stride: int, num_slots: int, capacity_bytes: int) -> SlotIndex:
+    path = directory / INDEX_FILE
+    try:
+        index, num_damaged = SlotIndex.load(path, stride, num_slots)
+    except FileNotFoundError:
+        pass
+    except IndexDamaged as error:
+        logger.warning("disk store: %s is unusable: %s; the store is emptied", path, error)
+    else:
+        if num_damaged:
+            logger.warning("disk store: %s has %d damaged records; removed", path, num_damaged)
+        return index
+    for file in directory.iterdir():
+        if file.name != LOCK_FILE:
+            file.unlink()
+    segment_bytes = max(_MIN_SEGMENT_BYTES, capacity_bytes // _MAX_SEGMENTS)
+    return SlotIndex.create(path, Geometry(stride, max(1, segment_bytes // stride)), num_slots)
+
+
+def _clear_lost(directory: Path, index: SlotIndex, segments: SegmentFiles) -> None:
+    """Remove the entries whose segment is missing or cut off."""
+    slots = index.slots()
+    per_segment = index.geometry.slots_per_segment
+    ends = (slots % per_segment + 1) * index.geometry.slot_bytes
+    lost = slots[ends > segments.present_bytes()[slots // per_segment]]
+    if len(lost):
+        logger.warning(
+            "disk store: %d blocks are lost, because segment files in %s are missing or cut off",
+            len(lost),
+            directory,
+        )
+        index.clear(lost.tolist())

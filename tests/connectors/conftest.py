@@ -1,0 +1,78 @@
+"""Small checkpoints with different kinds of attention, which the tests of connectors share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.models import make_tiny_model
+
+KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
+    "full": ("Llama", {}),
+    "windows": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "sliding_window": 40,
+            "head_dim": 16,
+            "initializer_range": 0.1,
+        },
+    ),
+    "chunks": (
+        "Llama4",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "attention_chunk_size": 48,
+            "no_rope_layer_interval": 2,
+            "floor_scale": 16,
+        },
+    ),
+    "latents": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 48,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "states": (
+        "Bamba",
+        {
+            "mamba_n_heads": 8,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 2,
+            "attn_layer_indices": [1],
+            "initializer_range": 0.2,
+        },
+    ),
+}
+"""Models by kind of attention: family and settings."""
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """The checkpoint of a kind in KINDS, and its transformers model."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def make(kind: str) -> tuple[Path, Any]:
+        if kind not in made:
+            family, settings = KINDS[kind]
+            path = tmp_path_factory.mktemp(kind)
+            made[kind] = path, make_tiny_model(family, path, **settings)
+        return made[kind]
+
+    return make
