@@ -1,14 +1,18 @@
 """Settings of the scheduler, of its KV cache and of the scheduler process."""
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.events import KVEventsConfig
 from longshore.protocol.handshake import EngineIdentity
 from longshore.protocol.kv_cache_spec import KVCacheSpec, LongestRequest, MambaSpec
 from longshore.protocol.transport.channel import Endpoint
+
+KVRole: TypeAlias = Literal["kv_both", "kv_producer", "kv_consumer"]
+PreemptionMode: TypeAlias = Literal["recompute", "swap", "auto"]
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,10 +32,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                              used with cross attention.
     num_speculative_tokens:  maximum number of drafts per request and step.
     num_lookahead_tokens:    slots kept after a request's tokens for a drafter that writes KV.
+    kv_role:                 whether the connector loads and stores (kv_both), only stores
+                             (kv_producer), or only loads (kv_consumer).
+    preemption_mode:         what happens to the KV of a preempted request: it is recomputed,
+                             swapped out (from `preempt_threshold` on), or what is cheaper (auto).
     load_failure_policy:     whether a request recomputes KV that could not be loaded, or fails.
     load_timeout_s:          how long a request waits for an asynchronous load.
     max_loading_blocks:      limit for the blocks of requests that are loading, or have loaded and
-                             do not run yet; None: half of the pool.
+                             do not run yet; None: half of the pool. One request alone may exceed
+                             it.
     max_steps_in_flight:     plans that may be unanswered; 1 is synchronous scheduling.
     feed_back_tokens:        plans carry sampled ids to the first pipeline stage, which does not
                              sample; a request that expects a token is not in another step.
@@ -50,6 +59,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     encoder_cache_size: int | None = None
     num_speculative_tokens: int = 0
     num_lookahead_tokens: int = 0
+    kv_role: KVRole = "kv_both"
+    preemption_mode: PreemptionMode = "recompute"
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     load_timeout_s: float = 60.0
     max_loading_blocks: int | None = None
@@ -85,6 +96,20 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
             raise ConfigError("long_prefill_token_threshold needs chunked prefill, which is off")
+        if self.kv_role not in get_args(KVRole):
+            raise ConfigError(
+                f"kv_role={self.kv_role!r} is unknown; use one of {', '.join(get_args(KVRole))}"
+            )
+        if self.preemption_mode not in get_args(PreemptionMode):
+            raise ConfigError(
+                f"preemption_mode={self.preemption_mode!r} is unknown; use one of "
+                f"{', '.join(get_args(PreemptionMode))}"
+            )
+        if self.preemption_mode != "recompute" and self.kv_role != "kv_both":
+            raise ConfigError(
+                f"preemption_mode={self.preemption_mode!r} needs kv_role='kv_both': a swapped "
+                f"request is stored and loaded, and kv_role is {self.kv_role!r}"
+            )
         if self.load_failure_policy not in ("recompute", "fail"):
             raise ConfigError(
                 f"load_failure_policy={self.load_failure_policy!r} is unknown; use 'recompute' or "
@@ -134,7 +159,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     watermark:   share of the blocks that admissions leave free for running requests.
     preempt_threshold, admit_threshold: admissions stop when the share of held blocks rises above
                  the first, and continue when it falls below the second. 1.0 never stops them.
-    enable_kv_cache_events: publish which blocks are stored and removed.
+    enable_kv_cache_events: record events of which blocks are stored and removed. Something must
+                 take them regularly.
     log_stats:   count the tokens looked up in the prefix cache, and hits.
     use_eagle:   recompute the last cached block, because a drafter needs its hidden states.
     decode_context_parallel_size, prefill_context_parallel_size: ranks that share the tokens of a
@@ -199,9 +225,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.block_size * self.context_parallel_size
 
 
-def check_states(
-    config: SchedulerConfig, specs: Iterable[KVCacheSpec], *, has_connector: bool
-) -> None:
+def check_states(config: SchedulerConfig, specs: Iterable[KVCacheSpec]) -> None:
     """Raise ConfigError for settings that a model with states does not support."""
     if not any(isinstance(spec, MambaSpec) for spec in specs):
         return
@@ -210,10 +234,18 @@ def check_states(
         why = "num_speculative_tokens: a state cannot be rewound after a rejected draft"
     elif not config.enable_chunked_prefill:
         why = "enable_chunked_prefill=false: prompts must be chunked at block boundaries"
-    elif has_connector:
-        why = "kv_connector: connectors move KV of tokens, not states"
     if why is not None:
         raise ConfigError(f"this model keeps states (Mamba layers) and cannot run with {why}")
+
+
+def check_preemption_mode(config: SchedulerConfig, cache: CacheConfig) -> None:
+    """Raise ConfigError if the preemption mode has no effect with this cache."""
+    if config.preemption_mode != "recompute" and cache.preempt_threshold == 1:
+        raise ConfigError(
+            f"preemption_mode={config.preemption_mode} begins when more than preempt_threshold of "
+            "the blocks are held, and preempt_threshold=1 disables it. Set it below 1, for "
+            "example to 0.95."
+        )
 
 
 class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -229,6 +261,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     clients:     where gateways connect.
     kv_connector: name of a registered connector, or package.module:Class.
     kv_connector_config: JSON with options that the connector defines.
+    kv_events:   publish the events of the cache; None: do not.
     lifeline_fd: inherited socket to the supervisor; None when started by hand.
     """
 
@@ -247,6 +280,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     verify_plan: bool = False
     kv_connector: str | None = None
     kv_connector_config: str = "{}"
+    kv_events: KVEventsConfig | None = None
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -259,6 +293,11 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
                 "cache do not match the identity that workers are compared with, which has "
                 f"decode_context_parallel_size={self.identity.decode_context_parallel_size}. Set "
                 "both to the same value, and the prefill size to 1, which is all workers support."
+            )
+        if self.cache.enable_kv_cache_events != (self.kv_events is not None):
+            raise ConfigError(
+                f"enable_kv_cache_events={self.cache.enable_kv_cache_events} needs kv_events to be "
+                "set if it is true, and None otherwise"
             )
         if not 0 <= self.sampling_rank < len(self.workers):
             raise ConfigError(

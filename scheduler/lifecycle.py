@@ -3,9 +3,11 @@
 Every end goes through `Lifecycle.end_all`: rows and queues first, then blocks, connector, client.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from longshore.protocol.errors import LongshoreError
 from longshore.protocol.outputs import FinishReason, RequestEvent
 from longshore.protocol.requests import AddRequest, Malformed
 from longshore.scheduler.config import SchedulerConfig
@@ -20,7 +22,7 @@ from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.queue.queues import WaitingRequests
-from longshore.scheduler.request import HoldKind, Outcome, Request, RequestChange, RequestStatus
+from longshore.scheduler.request import Outcome, Request, RequestChange, RequestStatus
 from longshore.scheduler.step.client_outputs import ClientOutputs
 from longshore.scheduler.step.in_flight import StepsInFlight
 from longshore.scheduler.step.plan_builder import PlanBuilder
@@ -34,6 +36,7 @@ class Lifecycle:
 
     eos_token_ids: end-of-sequence ids, which end a request unless it ignores them.
     transfers, encoder, loras, grammars: None unless configured.
+    num_restored: loads that have restored all KV of a swapped request.
     """
 
     config: SchedulerConfig
@@ -53,6 +56,7 @@ class Lifecycle:
     grammars: Grammars | None
     log: RequestLog = field(default_factory=RequestLog)
     num_preemptions: int = 0
+    num_restored: int = 0
     sessions: Sessions = field(init=False)
     _requests: dict[tuple[int, int], Request] = field(default_factory=dict)
     _request_ids: set[str] = field(default_factory=set)
@@ -80,6 +84,19 @@ class Lifecycle:
     def handles_of(self, client: int) -> list[int]:
         """Handles of a client's live requests."""
         return [handle for owner, handle in self._requests if owner == client]
+
+    def check(self) -> None:
+        """Raise LongshoreError unless each live request has one row or one position in a queue, and
+        no other request has one."""
+        waiting = list(self.waiting)
+        live = Counter(self._requests.values())
+        if live != Counter([*self.running.requests_in_order(), *waiting]):
+            raise LongshoreError(
+                f"{len(live)} requests are live, but {self.running.num_rows} run and "
+                f"{len(waiting)} wait"
+            )
+        if len(waiting) != len(self.waiting) or {r.request_id for r in live} != self._request_ids:
+            raise LongshoreError("waiting requests or the ids of live ones are counted wrongly")
 
     # Adding requests
 
@@ -145,6 +162,11 @@ class Lifecycle:
         self.kv_cache.release(*self._vacate_rows([request], is_void=False))
         self._requeue(request, now)
 
+    def swap_out(self, request: Request, now: float) -> None:
+        """Preempt a running request whose KV the connector keeps."""
+        request.is_swapped = True
+        self.preempt(request, now)
+
     def _requeue(self, request: Request, now: float) -> None:
         request.is_resumed = True
         request.num_preemptions += 1
@@ -156,26 +178,22 @@ class Lifecycle:
 
     def end_load(self, load: EndedLoad, now: float) -> None:
         """A load has ended: the tokens that it has written count as computed. With the policy
-        `fail`, a failed load fails its request."""
+        `fail`, a failed load fails its request, except for one that was swapped out: that it lost
+        its blocks was the engine's choice."""
         request = load.request
         request.change(RequestChange.LOAD_OVER)
         self.waiting.unpark(request)
-        self.holds.add(
-            request,
-            HoldKind.LOADED,
-            load.blocks,
-            min(load.num_good_tokens, len(request.token_ids) - 1),
-            order=load.order,
-            unwritten_block_ids=load.unwritten_block_ids,
-        )
-        if not load.is_whole and self.config.load_failure_policy == "fail":
+        self.holds.add(request, load.hold)
+        if request.is_swapped:
+            self.num_restored += load.is_whole
+        elif not load.is_whole and self.config.load_failure_policy == "fail":
             text = "its KV could not be loaded, and load_failure_policy is 'fail'"
             self.end(request, Outcome(FinishReason.ERROR, text), now)
 
     def expire_load(self, request: Request, now: float) -> None:
         """The load of a waiting request has passed its deadline: depending on the policy, the
         request computes everything itself or fails. The load keeps its blocks."""
-        if self.config.load_failure_policy == "fail":
+        if self.config.load_failure_policy == "fail" and not request.is_swapped:
             text = f"its KV was not loaded within load_timeout_s={self.config.load_timeout_s:g}"
             self.end(request, Outcome(FinishReason.ERROR, text), now)
             return
@@ -254,11 +272,11 @@ class Lifecycle:
             self.forks.parent_ends(request)
         self.forks.drop(request)
         self.waiting.remove(request)
-        if request.hold is not None:
-            return self.holds.take(request)
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             self._abandon_load(request)
-        return None
+        if request.is_swapped and self.transfers is not None:
+            self.transfers.release_swap(request)
+        return None if request.hold is None else self.holds.take(request)
 
     def _vacate_rows(self, requests: Sequence[Request], *, is_void: bool) -> list[HeldBlocks]:
         """Empty the rows of these requests and return their blocks. is_void: the tokens that they
@@ -269,10 +287,10 @@ class Lifecycle:
             for request in requests:
                 if request in self.forks.parents:
                     self.forks.parent_ends(request)
-        rows = [request.row for request in requests]
-        blocks = self.kv_cache.detach(rows)
+        blocks = self.kv_cache.detach([request.row for request in requests])
         if self.in_flight.steps:  # unanswered plans may still compute on these blocks
-            self._note_vacated(requests, rows, blocks, is_void=is_void)
+            self.kv_cache.fence(blocks, self.in_flight.newest_step)
+            self.in_flight.note_vacated(requests, blocks, is_void=is_void)
         self.running.release(requests)
         if self.loras is not None:
             for request in requests:
@@ -281,33 +299,6 @@ class Lifecycle:
             for request in requests:
                 self.encoder.release(request)
         return blocks
-
-    def _note_vacated(
-        self,
-        requests: Sequence[Request],
-        rows: list[int],
-        blocks: Sequence[HeldBlocks],
-        *,
-        is_void: bool,
-    ) -> None:
-        running, newest_step = self.running, self.in_flight.newest_step
-        self.kv_cache.fence(blocks, newest_step)
-        columns = zip(
-            requests,
-            running.generation[rows].tolist(),
-            running.num_placeholders[rows].tolist(),
-            running.void_through[rows].tolist(),
-            blocks,
-            strict=True,
-        )
-        for request, generation, num_expected, void_through, held in columns:
-            self.in_flight.note_vacated(
-                request,
-                generation,
-                tables=held.block_ids,
-                expects_tokens=num_expected > 0,
-                void_through=newest_step if is_void else void_through,
-            )
 
     def begin_epoch(self, now: float) -> None:
         """The workers are gone, and with them all rows and blocks. Running requests return to the
@@ -324,6 +315,7 @@ class Lifecycle:
         for request in self._requests.values():
             request.resume_after_step = 0
             request.asks_connector = True
+            request.is_swapped = False  # the connector has dropped its copy
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 request.change(RequestChange.LOAD_OVER)
                 self.waiting.unpark(request)

@@ -159,6 +159,7 @@ class Request:
     num_hit_tokens: at its last admission, tokens that others had computed.
     waits_for:     for reports: why admission set it aside, if its status does not say it.
     is_resumed:    it was preempted and has not run since then.
+    is_swapped:    likewise, and the connector keeps its KV.
     queue_position: its position among requests set aside, under FCFS.
     keeps_blocks:  a session holds its KV while it waits for input.
     next_chunks:   queued inputs of a session.
@@ -166,7 +167,8 @@ class Request:
     must_compute_prompt: no part of its KV may come from the prefix cache or a connector, because
                    log probabilities of its prompt are still to be delivered, or its vector depends
                    on all hidden states.
-    skip_reading_prefix_cache: for that reason, or at its client's request (`wants_no_hits`).
+    skip_reading_prefix_cache: for that reason, or because its client or the connector wants no hits
+                   (`wants_no_hits`).
     is_scored:     log probabilities of some of its tokens are requested.
     is_special:    its output needs more than appending a token: it has a grammar, detects
                    repetition or is a pooling request.
@@ -190,6 +192,7 @@ class Request:
     stop_reason: int | None = None
     waits_for: str | None = None
     is_resumed = False
+    is_swapped = False
     queue_position: int | None = None
     asks_connector = True
 
@@ -282,6 +285,10 @@ class Request:
             raise IllegalTransition(
                 f"{self.request_id} is {self.status.name}, which does not allow {change.name}"
             ) from None
+
+    def skip_prefix_cache(self) -> None:
+        """From now on, it does not begin with cached blocks."""
+        self.wants_no_hits = self.skip_reading_prefix_cache = True
 
     def prompt_was_scored(self, num_tokens: int) -> None:
         """Log probabilities of its first `num_tokens` prompt tokens have been delivered."""

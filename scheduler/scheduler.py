@@ -11,6 +11,7 @@ import msgspec
 
 from longshore.connectors.base import ConnectorOutput, SchedulerConnector
 from longshore.protocol.arrays import Int32Array, int32_array
+from longshore.protocol.events import KVEvent
 from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
@@ -32,7 +33,11 @@ from longshore.protocol.statistics import (
     SchedulerStats,
     WorkerStats,
 )
-from longshore.scheduler.config import CacheConfig, SchedulerConfig, check_states
+from longshore.scheduler.config import (
+    CacheConfig,
+    SchedulerConfig,
+    check_states,
+)
 from longshore.scheduler.features.drafts import Drafts
 from longshore.scheduler.features.encoder import check_encoder, make_encoder
 from longshore.scheduler.features.forks import Forks
@@ -40,6 +45,8 @@ from longshore.scheduler.features.grammar import GrammarCompiler, Grammars
 from longshore.scheduler.features.lora import LoRASlots
 from longshore.scheduler.features.metrics import BlockMetrics
 from longshore.scheduler.features.recovery import Recovery
+from longshore.scheduler.features.swap import Swaps, check_swaps
+from longshore.scheduler.features.swap_cost import PrefillRate
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.inspect.block_snapshot import BlockSnapshots
 from longshore.scheduler.inspect.reports import WaitingReasons
@@ -96,168 +103,141 @@ class Scheduler:
         block_metrics: BlockMetrics | None = None,
     ) -> None:
         num_encoder_tokens = max_encoder_tokens(kv_cache.groups)
-        _check(config, cache, kv_cache, has_connector=connector is not None)
+        longest = config.longest_request(cache.context_parallel_size)
+        check_holds_one_request(kv_cache.groups, kv_cache.num_blocks, longest)
+        check_states(config, [group.spec for group in kv_cache.groups])
+        check_encoder(config, kv_cache, has_connector=connector is not None)
+        check_swaps(config, cache, connector)
         if num_encoder_tokens is not None:  # equal tokens need not have equal KV
             cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
         self.config = config
         self._num_bad_reports = self._sum_in_flight = self._num_steps_reported = 0
         self._advanced_at_s: float | None = None
+        can_swap = config.preemption_mode != "recompute"
 
         # Tables
-        self.kv_cache = KVCacheManager(
+        blocks = self.kv_cache = KVCacheManager(
             cache,
             kv_cache,
+            longest,
             max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            max_num_batched_tokens=config.max_tokens_in_flight,
-            max_steps_in_flight=config.max_steps_in_flight,
             hash_seed=hash_seed,
             metrics=block_metrics,
-            record_cached=connector is not None,
+            record_cached=connector is not None and config.kv_role != "kv_consumer",
         )
         policy = load_policy(config.policy) if policy is None else checked(policy)
-        self.waiting = WaitingRequests(policy)
-        self.running = RunningTable(
+        waiting = self.waiting = WaitingRequests(policy)
+        running = self.running = RunningTable(
             config.max_num_seqs, config.max_model_len, config.num_speculative_tokens
         )
-        self._in_flight = StepsInFlight(self.running)
-        self._holds = Holds(self.kv_cache)
-        self._outputs = ClientOutputs()
-        self._gates = AdmissionGates(cache, kv_cache.num_blocks, self.kv_cache.num_usable_blocks)
+        in_flight = self._in_flight = StepsInFlight(running)
+        holds = self._holds = Holds(blocks)
+        outputs = self._outputs = ClientOutputs()
+        gates = self._gates = AdmissionGates(
+            cache, kv_cache.num_blocks, blocks.num_usable_blocks, swaps=can_swap
+        )
 
         # Features: forks are always there, the others only if configured
-        self._forks = Forks(self.running, self.waiting, self.kv_cache, self._holds, self._in_flight)
-        self._transfers = self._encoder = self._loras = self._grammars = self._drafts = None
+        forks = self._forks = Forks(running, waiting, blocks, holds, in_flight)
+        transfers = masks = drafts = swaps = None
         if connector is not None:
-            self._transfers = Transfers(connector, self.kv_cache, num_ranks=num_ranks)
-        self._encoder = make_encoder(config, kv_cache)
-        if config.max_loras:
-            self._loras = LoRASlots(config.max_loras)
+            may_load = config.kv_role != "kv_producer"
+            transfers = Transfers(connector, blocks, num_ranks=num_ranks, may_load=may_load)
+        encoder = make_encoder(config, kv_cache)
+        loras = LoRASlots(config.max_loras) if config.max_loras else None
         if grammars is not None:
-            self._grammars = Grammars(grammars, self._in_flight, vocab_size=vocab_size, epoch=epoch)
+            masks = Grammars(grammars, in_flight, vocab_size=vocab_size, epoch=epoch)
         if config.num_speculative_tokens:
-            is_async = config.max_steps_in_flight > 1
-            self._drafts = Drafts(self.running, self._grammars, is_async)
+            drafts = Drafts(running, masks, is_async=config.max_steps_in_flight > 1)
 
         # Decisions
-        self._plan = PlanBuilder(
-            self.running,
-            self.kv_cache,
+        plan = self._plan = PlanBuilder(
+            running,
+            blocks,
             epoch=epoch,
-            encoder=self._encoder,
-            drafts=self._drafts,
-            connector=connector,
+            encoder=encoder,
+            drafts=drafts,
+            transfers=transfers,
             feed_back_tokens=config.feed_back_tokens,
-            has_grammars=grammars is not None,
+            has_grammars=masks is not None,
             verify_plan=verify_plan,
         )
         validator = RequestValidator(
             config,
             vocab_size=vocab_size,
             features=features,
-            has_connector=connector is not None,
-            has_grammars=grammars is not None,
+            has_connector=transfers is not None,
+            has_grammars=masks is not None,
             max_encoder_tokens=num_encoder_tokens,
         )
-        self._lifecycle = Lifecycle(
+        lifecycle = self._lifecycle = Lifecycle(
             config=config,
             validator=validator,
-            running=self.running,
-            waiting=self.waiting,
-            forks=self._forks,
-            holds=self._holds,
-            kv_cache=self.kv_cache,
-            in_flight=self._in_flight,
-            outputs=self._outputs,
-            plan=self._plan,
+            running=running,
+            waiting=waiting,
+            forks=forks,
+            holds=holds,
+            kv_cache=blocks,
+            in_flight=in_flight,
+            outputs=outputs,
+            plan=plan,
             eos_token_ids=eos_token_ids,
-            transfers=self._transfers,
-            encoder=self._encoder,
-            loras=self._loras,
-            grammars=self._grammars,
+            transfers=transfers,
+            encoder=encoder,
+            loras=loras,
+            grammars=masks,
         )
-        self._admission = Admission(
+        admission = Admission(
             config=config,
-            running=self.running,
-            waiting=self.waiting,
-            forks=self._forks,
-            holds=self._holds,
-            kv_cache=self.kv_cache,
-            in_flight=self._in_flight,
-            gates=self._gates,
-            plan=self._plan,
-            lifecycle=self._lifecycle,
+            running=running,
+            waiting=waiting,
+            forks=forks,
+            holds=holds,
+            kv_cache=blocks,
+            in_flight=in_flight,
+            gates=gates,
+            plan=plan,
+            lifecycle=lifecycle,
             max_loading_blocks=config.max_loading_blocks or kv_cache.num_blocks // 2,
-            transfers=self._transfers,
-            encoder=self._encoder,
-            loras=self._loras,
-            grammars=self._grammars,
+            transfers=transfers,
+            encoder=encoder,
+            loras=loras,
+            grammars=masks,
         )
+        if transfers is not None and can_swap:
+            rate = PrefillRate() if config.preemption_mode == "auto" else None
+            swaps = Swaps(policy, running, blocks, in_flight, gates, transfers, lifecycle, rate)
+        needs_all_plans = verify_plan or config.feed_back_tokens or drafts is not None
         self._planner = StepPlanner(
             config=config,
             policy=policy,
-            running=self.running,
-            waiting=self.waiting,
-            holds=self._holds,
-            kv_cache=self.kv_cache,
-            in_flight=self._in_flight,
-            plan=self._plan,
-            lifecycle=self._lifecycle,
-            admission=self._admission,
-            transfers=self._transfers,
-            encoder=self._encoder,
-            drafts=self._drafts,
-            allow_steady=not (
-                connector is not None
-                or verify_plan
-                or config.feed_back_tokens
-                or config.num_speculative_tokens
-            ),
+            running=running,
+            waiting=waiting,
+            holds=holds,
+            kv_cache=blocks,
+            in_flight=in_flight,
+            plan=plan,
+            lifecycle=lifecycle,
+            admission=admission,
+            transfers=transfers,
+            encoder=encoder,
+            drafts=drafts,
+            swaps=swaps,
+            allow_steady=not needs_all_plans,
         )
-        self._recovery = Recovery(
-            config=config,
-            running=self.running,
-            holds=self._holds,
-            kv_cache=self.kv_cache,
-            in_flight=self._in_flight,
-            plan=self._plan,
-            lifecycle=self._lifecycle,
-            transfers=self._transfers,
-            encoder=self._encoder,
+        recovery = self._recovery = Recovery(
+            config, running, holds, blocks, in_flight, plan, lifecycle, transfers, encoder
         )
+        checks = OutputValidator(running, in_flight, vocab_size)
         self._processor = OutputProcessor(
-            running=self.running,
-            in_flight=self._in_flight,
-            outputs=self._outputs,
-            plan=self._plan,
-            lifecycle=self._lifecycle,
-            recovery=self._recovery,
-            validator=OutputValidator(self.running, self._in_flight, vocab_size),
-            drafts=self._drafts,
-            grammars=self._grammars,
+            running, in_flight, outputs, plan, lifecycle, recovery, checks, drafts, masks
         )
+        self._transfers, self._encoder, self._loras = transfers, encoder, loras
+        self._grammars, self._drafts, self._swaps = masks, drafts, swaps
 
         # Reports
-        self._reasons = WaitingReasons(
-            config=config,
-            running=self.running,
-            waiting=self.waiting,
-            kv_cache=self.kv_cache,
-            in_flight=self._in_flight,
-            gates=self._gates,
-            planner=self._planner,
-            holds=self._holds,
-            loras=self._loras,
-            transfers=self._transfers,
-            encoder=self._encoder,
-        )
-        self._snapshots = BlockSnapshots(
-            kv_cache,
-            running=self.running,
-            holds=self._holds,
-            transfers=self._transfers,
-            kv_cache=self.kv_cache,
-        )
+        self._reasons = WaitingReasons(self._planner)
+        self._snapshots = BlockSnapshots(kv_cache, running, holds, transfers, blocks)
 
     # Requests
 
@@ -304,7 +284,7 @@ class Scheduler:
         policy is in `StepPlanner.plan_step`."""
         if len(self._in_flight.steps) >= self.config.max_steps_in_flight:
             return None
-        if self._transfers is not None:
+        if self._transfers is not None and self._transfers.loads:
             for request in self._transfers.expired(now):
                 self._lifecycle.expire_load(request, now)
         plan = self._planner.plan_step(now)
@@ -323,25 +303,42 @@ class Scheduler:
     # An output
 
     def update_from_output(self, output: ModelRunnerOutput, now: float) -> None:
-        """Apply the output of the oldest unanswered plan.
+        """Apply the output of the oldest unanswered plan. If the plan loads KV within the step, the
+        output waits until all other ranks have reported their loads.
 
         An output of another epoch is counted and dropped. Raises InvalidOutput, and nothing has
         changed, if the output does not fit its plan.
         """
-        was_due = self._processor.apply(output, now)
+        transfers = self._transfers
+        if transfers is not None and transfers.step_loads and output.epoch == self._plan.epoch:
+            transfers.step_loads.hold(output)
+            for ready in transfers.step_loads.take_ready():
+                self._apply_output(ready, now)
+        else:
+            self._apply_output(output, now)
+
+    def _apply_output(self, output: ModelRunnerOutput, now: float) -> None:
+        self._processor.apply(output, now)
+        if self._swaps is not None and output.epoch == self._plan.epoch:
+            self._swaps.answered(output.step, now)
         if self._forks.pending:
             self._forks.answered()
-        if was_due and self._transfers is not None:
+        if (
+            self._transfers is not None
+            and (output.connector_metadata or len(output.failed_block_ids))
+            and output.epoch == self._plan.epoch
+        ):
             metadata = (output.connector_metadata,) if output.connector_metadata else ()
-            self._transfers.connector.update_connector_output(
-                ConnectorOutput(
-                    output.step, failed_block_ids=output.failed_block_ids, metadata=metadata
-                )
+            failed = output.failed_block_ids
+            self._transfers.hooks.update_output(
+                ConnectorOutput(output.step, failed_block_ids=failed, metadata=metadata)
             )
 
     def update_drafts(self, rows: Int32Array, token_ids: Int32Array) -> None:
-        """Receive drafts, separately from an output, for the next step of rows that decode."""
+        """Receive drafts, separately from an output, for the next step of rows that decode. Raises
+        InvalidOutput, and nothing has changed, if they are not one token id per row."""
         if self._drafts is not None:
+            self._processor.validator.check_drafts(rows, token_ids)
             self._drafts.receive(rows, token_ids)
 
     def update_from_transfers(self, report: TransferReport, now: float) -> None:
@@ -349,10 +346,15 @@ class Scheduler:
         if report.epoch != self._plan.epoch or self._transfers is None:
             self._num_bad_reports += 1
             return
+        if report.step:
+            self._num_bad_reports += not self._transfers.step_loads.receive(report)
+            for ready in self._transfers.step_loads.take_ready():
+                self._apply_output(ready, now)
+            return
         output, ended = self._transfers.apply(report)
         for load in ended:
             self._lifecycle.end_load(load, now)
-        self._transfers.connector.update_connector_output(output)
+        self._transfers.hooks.update_output(output)
 
     # The whole engine
 
@@ -371,6 +373,8 @@ class Scheduler:
         if self._encoder is not None:
             self._encoder.clear()
         self._plan.begin_epoch(epoch)
+        if self._swaps is not None:
+            self._swaps.begin_epoch()
         if self._grammars is not None:
             self._grammars.begin_epoch(epoch)
         self._sum_in_flight = self._num_steps_reported = 0
@@ -378,7 +382,7 @@ class Scheduler:
     def shutdown(self) -> None:
         """No hook of the connector is called after this."""
         if self._transfers is not None:
-            self._transfers.connector.shutdown()
+            self._transfers.hooks.shutdown()
 
     # Outputs, events and reports
 
@@ -386,12 +390,12 @@ class Scheduler:
         """(client, message) for each client with outputs since the last call."""
         return self._outputs.take()
 
-    def take_kv_events(self) -> list[Any]:
+    def take_kv_events(self) -> list[KVEvent]:
         """Events of blocks cached or evicted, as far as outputs have proven them, and of the
         connector's tiers."""
-        events: list[Any] = [*self.kv_cache.take_events(self._in_flight.last_answered_step)]
+        events = self.kv_cache.take_events(self._in_flight.last_answered_step)
         if self._transfers is not None:
-            events += self._transfers.connector.take_events()
+            events += self._transfers.hooks.take_events()
         return events
 
     def has_unfinished_requests(self) -> bool:
@@ -409,22 +413,42 @@ class Scheduler:
         """Whether rows were emptied that the workers still hold."""
         return self._plan.has_drops
 
+    def has_pending_work(self) -> bool:
+        """Whether the connector has instructions for the workers, which the next plan takes."""
+        return self._transfers is not None and self._transfers.hooks.has_pending_work
+
     @property
     def num_steps_in_flight(self) -> int:
         """Plans not answered yet."""
-        return len(self._in_flight)
+        return len(self._in_flight.steps)
 
     @property
     def num_steps(self) -> int:
         """Plans built in this epoch."""
         return self._plan.step
 
+    @property
+    def num_transfer_operations(self) -> int:
+        """Transfers that ranks have reported."""
+        return 0 if self._transfers is None else self._transfers.statistics.num_operations
+
     def get_request_counts(self) -> tuple[int, int]:
         """(running, waiting)."""
         return self.running.num_rows, len(self.waiting)
 
-    def reset_prefix_cache(self) -> bool:
-        """Uncache all prefixes; False while any block is held."""
+    def reset_prefix_cache(self, now: float = 0.0, *, reset_running_requests: bool = False) -> bool:
+        """Uncache all prefixes; False while any block is held.
+
+        reset_running_requests: take the blocks of running requests, which are preempted at `now`,
+                and of waiting ones. All of them recompute their KV. False, and nothing has changed,
+                while transfers own blocks; only their end releases those.
+        """
+        if reset_running_requests:
+            if self._transfers is not None and len(self._transfers):
+                return False
+            for request in reversed(self.running.requests_in_order()):
+                self._lifecycle.preempt(request, now)
+            self._holds.release_all()
         return self.kv_cache.reset_prefix_cache()
 
     def reset_encoder_cache(self) -> bool:
@@ -433,10 +457,22 @@ class Scheduler:
 
     def reset_connector_cache(self) -> bool:
         """Make the connector drop its stored KV. False if it cannot, or if there is none."""
-        return self._transfers is not None and self._transfers.connector.reset_cache()
+        return self._transfers is not None and self._transfers.hooks.reset_cache()
 
     def check(self) -> None:
-        """Raise LongshoreError unless every block is accounted for. For tests and idle times."""
+        """Raise LongshoreError unless every block is accounted for and every count is what a
+        recount gives. For tests and idle times."""
+        self.running.check()
+        self._lifecycle.check()
+        waiting, running = list(self.waiting), self.running.requests_in_order()
+        self._holds.check(waiting)
+        self._forks.check(waiting)
+        if self._transfers is not None:
+            self._transfers.check(waiting)
+        if self._encoder is not None:
+            self._encoder.check(running)
+        if self._loras is not None:
+            self._loras.check(request.lora_name for request in running)
         owners = [request.hold.blocks for request in self._holds if request.hold is not None]
         if self._transfers is not None:
             owners += [blocks for _, _, blocks in self._transfers.owners()]
@@ -452,7 +488,7 @@ class Scheduler:
             num_blocks=self.kv_cache.num_blocks,
             num_free_blocks=self.kv_cache.num_free_blocks,
             kv_usage=self.kv_cache.usage,
-            steps_in_flight=len(self._in_flight),
+            steps_in_flight=len(self._in_flight.steps),
             idle_s=self.idle_s(now),
             pause=self._planner.pause.value,
             waiting=self._reasons.describe(now, MAX_REPORTED),
@@ -481,7 +517,14 @@ class Scheduler:
         steps_in_flight = self._sum_in_flight / num_steps if num_steps else 0.0
         self._num_steps_reported, self._sum_in_flight = self._plan.step, 0
         num_running, num_waiting = self.get_request_counts()
-        prefixes, transfers, drafts = self.kv_cache.stats, self._transfers, self._drafts
+        prefixes = self.kv_cache.stats
+        num_bad_messages += self._num_bad_reports
+        if self._transfers is not None:
+            num_bad_messages += self._transfers.num_bad_reports
+        of_features: dict[str, Any] = {}
+        for feature in (self._transfers, self._drafts, self._swaps):
+            if feature is not None:
+                of_features |= feature.counts()
         return SchedulerStats(
             num_running=num_running,
             num_waiting=num_waiting,
@@ -496,26 +539,9 @@ class Scheduler:
             num_preempted_queried_tokens=prefixes.num_preempted_queried_tokens,
             num_preempted_hit_tokens=prefixes.num_preempted_hit_tokens,
             num_stale_tokens=self._processor.num_stale_tokens,
-            num_bad_messages=num_bad_messages
-            + self._num_bad_reports
-            + (0 if transfers is None else transfers.num_bad_reports),
-            num_external_queried_tokens=0 if transfers is None else transfers.num_queried_tokens,
-            num_external_hit_tokens=0 if transfers is None else transfers.num_hit_tokens,
-            num_draft_tokens=0 if drafts is None else drafts.num_draft_tokens,
-            num_accepted_tokens=0 if drafts is None else drafts.num_accepted_tokens,
-            num_invalid_draft_tokens=0 if drafts is None else drafts.num_invalid_draft_tokens,
+            num_bad_messages=num_bad_messages,
             encoder_cache_usage=0.0 if self._encoder is None else self._encoder.usage,
-            num_quarantined_blocks=0 if transfers is None else transfers.num_quarantined_blocks,
             num_rewinds=self._recovery.num_rewinds,
             workers=workers,
+            **of_features,
         )
-
-
-def _check(
-    config: SchedulerConfig, cache: CacheConfig, kv_cache: KVCacheConfig, *, has_connector: bool
-) -> None:
-    """Raise ConfigError for settings that these KV cache groups do not support."""
-    longest = config.longest_request(cache.context_parallel_size)
-    check_holds_one_request(kv_cache.groups, kv_cache.num_blocks, longest)
-    check_states(config, [group.spec for group in kv_cache.groups], has_connector=has_connector)
-    check_encoder(config, kv_cache, has_connector=has_connector)

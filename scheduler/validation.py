@@ -122,12 +122,9 @@ class RequestValidator:
             return f"handle {message.handle} is not in 0..{MAX_HANDLE}"
         if not 0 <= message.age_s < math.inf:
             return f"age_s={message.age_s} must be a finite number of seconds, at least 0"
-        if len(message.request_id) > MAX_NAME_CHARACTERS:
-            return f"request_id is longer than {MAX_NAME_CHARACTERS} characters"
-        if message.cache_salt is not None and len(message.cache_salt) > MAX_NAME_CHARACTERS:
-            return f"cache_salt is longer than {MAX_NAME_CHARACTERS} characters"
-        if message.job_id is not None and len(message.job_id) > MAX_NAME_CHARACTERS:
-            return f"job_id is longer than {MAX_NAME_CHARACTERS} characters"
+        for name in ("request_id", "cache_salt", "job_id"):
+            if len(getattr(message, name) or "") > MAX_NAME_CHARACTERS:
+                return f"{name} is longer than {MAX_NAME_CHARACTERS} characters"
         if not len(message.prompt_token_ids):
             return "the prompt has no tokens; there is nothing to continue"
         num_bytes = 4 * num_tokens

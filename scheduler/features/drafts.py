@@ -92,6 +92,14 @@ class Drafts:
                 ids = ids[:num_valid]
             running.set_drafts(row, ids)
 
+    def counts(self) -> dict[str, int]:
+        """Fields of SchedulerStats."""
+        return {
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "num_invalid_draft_tokens": self.num_invalid_draft_tokens,
+        }
+
     def _sampled_in(self, planned: PlannedStep, row: int) -> bool:
         index = int(np.searchsorted(planned.rows, row))
         is_there = index < len(planned.rows) and planned.rows[index] == row

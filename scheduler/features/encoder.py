@@ -6,9 +6,9 @@ its request's chunk ends just before it. After vLLM's encoder cache manager.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from longshore.protocol.errors import ConfigError
+from longshore.protocol.errors import ConfigError, LongshoreError
 from longshore.protocol.kv_cache_spec import KVCacheConfig, max_encoder_tokens
 from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.request import Request
@@ -20,10 +20,14 @@ class EncoderCache:
 
     capacity: tokens of output that fit.
     budget:   tokens encoded per step.
+    lookahead: positions that a drafter reads beyond those of a step. An output is held until the
+              drafter has passed it too, or until its request cannot advance in a step: it may wait
+              for the capacity that it holds.
     """
 
-    def __init__(self, *, capacity: int, budget: int) -> None:
+    def __init__(self, *, capacity: int, budget: int, lookahead: int = 0) -> None:
         self.capacity = capacity
+        self._lookahead = lookahead
         self._budget = budget
         self._budget_left = budget
         self._sizes: dict[str, int] = {}
@@ -32,7 +36,7 @@ class EncoderCache:
         self._unheld: OrderedDict[str, None] = OrderedDict()
         self._encoded_now: dict[str, None] = {}
         self._freed: list[str] = []
-        # Requests with items after their computed tokens, by id.
+        # Requests with items that the model or a drafter has not passed, by id.
         self.pending: dict[str, Request] = {}
 
     @property
@@ -53,6 +57,8 @@ class EncoderCache:
         or can be in this step. Takes budget, capacity and references for these items. Items with
         the same hash but different sizes differ: one waits until the other's output is evicted."""
         num_allowed, wanted = self._look_ahead(request, num_computed, num_tokens)
+        if num_tokens and not num_allowed and self.release_passed(request, num_computed):
+            num_allowed, wanted = self._look_ahead(request, num_computed, num_tokens)
         for index, victims in wanted.items():
             item = request.multimodal[index]
             if victims is None:
@@ -87,7 +93,8 @@ class EncoderCache:
         wanted: dict[int, list[str] | None] = {}
         if not num_tokens:
             return 0, wanted
-        sizes, unheld, budget = dict(self._sizes), list(self._unheld), self._budget_left
+        sizes, budget = dict(self._sizes), self._budget_left
+        unheld = list(self._unheld)
         num_free = self.capacity - sum(sizes.values())
         for index, item in enumerate(request.multimodal):
             if item.offset >= num_computed + num_tokens:
@@ -114,6 +121,19 @@ class EncoderCache:
             num_free -= item.num_tokens
         return num_tokens, wanted
 
+    def release_passed(self, request: Request, num_computed: int) -> bool:
+        """The request cannot advance in this step: release what it holds for a drafter alone. False
+        if there is nothing."""
+        passed = [
+            index
+            for index, item in enumerate(request.multimodal if self._lookahead else ())
+            if item.offset + item.num_tokens <= num_computed
+            and (request.request_id, index) in self._holders.get(item.hash, ())
+        ]
+        for index in passed:
+            self._release_one(request, index)
+        return bool(passed)
+
     def release(self, request: Request) -> None:
         """The request has lost its row: release its references, and do not encode items that only
         it needs."""
@@ -122,11 +142,11 @@ class EncoderCache:
             self._release_one(request, index)
 
     def advanced(self, request: Request, num_computed: int) -> None:
-        """Its first `num_computed` tokens are planned: release its references to
-        the items that end within them."""
+        """Its first `num_computed` tokens are planned: release its references to the items that end
+        within them and that a drafter does not read any more."""
         self.pending[request.request_id] = request
         for index, item in enumerate(request.multimodal):
-            if item.offset + item.num_tokens > num_computed:
+            if item.offset + item.num_tokens + self._lookahead > num_computed:
                 return
             self._release_one(request, index)
         del self.pending[request.request_id]
@@ -151,7 +171,7 @@ class EncoderCache:
 
     def checkpoint(self) -> "EncoderCache":
         """A copy to `restore` from."""
-        copy = EncoderCache(capacity=self.capacity, budget=self._budget)
+        copy = EncoderCache(capacity=self.capacity, budget=self._budget, lookahead=self._lookahead)
         copy.restore(self)
         return copy
 
@@ -164,6 +184,21 @@ class EncoderCache:
         self._encoded_now = dict(other._encoded_now)
         self._freed = list(other._freed)
         self.pending = dict(other.pending)
+
+    def check(self, running: Collection[Request]) -> None:
+        """Raise LongshoreError unless each output is held by `running` requests or by none, and
+        all outputs fit."""
+        requests = [request for holders in self._holders.values() for request in holders.values()]
+        if not {*requests, *self.pending.values()} <= set(running):
+            raise LongshoreError("a request without a row needs an encoder output")
+        outputs = [*self._holders, *self._unheld]
+        if sorted(outputs) != sorted(self._sizes) or not all(self._holders.values()):
+            raise LongshoreError(
+                f"{len(self._sizes)} encoder outputs are cached, but {len(self._holders)} are held "
+                f"and {len(self._unheld)} are not"
+            )
+        if sum(self._sizes.values()) > self.capacity:
+            raise LongshoreError("the encoder outputs exceed their capacity")
 
     def reset(self) -> bool:
         """Evict all outputs; False while a request refers to one."""
@@ -241,7 +276,11 @@ def make_encoder(config: SchedulerConfig, kv_cache: KVCacheConfig) -> EncoderCac
     budget = config.max_num_encoder_input_tokens
     if max_encoder_tokens(kv_cache.groups) is not None:
         return RowEncoder(budget=budget)
-    return EncoderCache(capacity=config.encoder_capacity, budget=budget) if budget else None
+    if not budget:
+        return None
+    # A drafter that writes KV computes a position from the token after it.
+    lookahead = min(config.num_lookahead_tokens, 1)
+    return EncoderCache(capacity=config.encoder_capacity, budget=budget, lookahead=lookahead)
 
 
 def check_encoder(config: SchedulerConfig, kv_cache: KVCacheConfig, *, has_connector: bool) -> None:

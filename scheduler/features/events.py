@@ -1,44 +1,11 @@
-"""Events of the prefix cache for subscribers such as routers, tiers and dashboards.
+"""When KV events are published: an event is withheld until the step that it is about is answered.
 
 Events are about block hashes, not blocks: `BlockStored` is published with the first block that has
 a hash, `BlockRemoved` with the last. A hash is provisional until the step that computes the block
 has been answered; until then no event is published, and none at all if it is removed before.
 """
 
-from typing import TypeAlias
-
-import msgspec
-
-from longshore.protocol.arrays import Int32Array
-
-MEDIUM_GPU = "gpu"
-
-
-class BlockStored(msgspec.Struct, frozen=True, tag="stored"):
-    """A full block was cached. `parent_hash` is the hash of the block before it, None for the
-    first block. token_ids: (block_size,) int32."""
-
-    block_hash: bytes
-    parent_hash: bytes | None
-    token_ids: Int32Array
-    group: int
-    lora_name: str | None = None
-    medium: str = MEDIUM_GPU
-
-
-class BlockRemoved(msgspec.Struct, frozen=True, tag="removed"):
-    """The last block with this hash was evicted or uncached."""
-
-    block_hash: bytes
-    group: int
-    medium: str = MEDIUM_GPU
-
-
-class AllBlocksCleared(msgspec.Struct, frozen=True, tag="cleared"):
-    """Nothing is cached any more; all earlier events are void."""
-
-
-KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+from longshore.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 
 class KVEventLog:
@@ -52,6 +19,13 @@ class KVEventLog:
     def stored(self, event: BlockStored, step: int) -> None:
         """A hash got its first block, which plan `step` computes; 0: it is computed already."""
         self._provisional.setdefault((event.group, event.block_hash), (step, event))
+
+    def copied(self, block_hash: bytes, group: int, step: int) -> None:
+        """A hash got another block, which plan `step` computes. A provisional hash waits for it,
+        because the block before may turn out to be invalid."""
+        known = self._provisional.get((group, block_hash))
+        if known is not None:
+            self._provisional[group, block_hash] = max(known[0], step), known[1]
 
     def removed(self, block_hash: bytes, group: int) -> None:
         """A hash lost its last block."""

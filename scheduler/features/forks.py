@@ -7,11 +7,13 @@ copy of it before its first step, unless it is the only holder (copy-on-write, a
 Kwon et al., 2023, section 4.4).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from longshore.protocol.arrays import Int32Array
+from longshore.protocol.errors import LongshoreError
 from longshore.protocol.requests import AddRequest
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
@@ -99,7 +101,9 @@ class Forks:
             tables = parent.hold.blocks.block_ids
             num_tokens = min(fork.num_common, parent.hold.num_computed_tokens)
         blocks = self.kv_cache.fork(tables, num_tokens)
-        return self.holds.add(request, HoldKind.FORK, blocks, num_tokens)
+        hold = Hold(HoldKind.FORK, blocks, num_tokens, self.holds.next_order())
+        self.holds.add(request, hold)
+        return hold
 
     def drop(self, request: Request) -> None:
         """The request has begun to run or to load, or it has ended."""
@@ -141,6 +145,28 @@ class Forks:
     def begin_epoch(self) -> None:
         """All KV is lost; parents recompute it, and their forks keep waiting for them."""
         self.pending.clear()
+
+    def check(self, waiting: Iterable[Request]) -> None:
+        """Raise LongshoreError unless all forks are among the `waiting` requests, have no blocks
+        or load yet, and are recorded with their parents, which have not ended."""
+        of_parents = [fork for forks in self.parents.values() for fork in forks]
+        wrong: list[_Fork] = [
+            fork
+            for fork in of_parents
+            if self.waiting.get(fork.request) is not fork
+            or fork not in self.parents.get(fork.parent, ())
+            or fork.parent.is_finished
+            or fork.request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        ]
+        wrong += [fork for fork in self.pending if fork not in of_parents or not fork.is_parked]
+        if wrong:
+            raise LongshoreError(f"the fork {wrong[0].request.request_id} is recorded wrongly")
+        if len(of_parents) != len(self.waiting) or not all(self.parents.values()):
+            raise LongshoreError(
+                f"{len(of_parents)} forks have a parent, but {len(self.waiting)} wait"
+            )
+        if not self.waiting.keys() <= set(waiting):
+            raise LongshoreError("a fork is recorded that does not wait")
 
     def _tokens_of(self, parent: Request) -> Int32Array:
         return self.running.tokens_of(parent.row) if parent.row >= 0 else parent.token_ids

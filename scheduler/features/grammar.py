@@ -96,8 +96,10 @@ class Grammars:
 
     def take_masks(self) -> list[SampleMask]:
         """The mask of the oldest unanswered plan, once: all tokens before it are known."""
-        planned = self._in_flight.oldest()
-        if planned is None or planned.is_masked is None or planned.step == self._last_masked_step:
+        if not self._in_flight.steps:
+            return []
+        planned = self._in_flight.steps[0]
+        if planned.is_masked is None or planned.step == self._last_masked_step:
             return []
         self._last_masked_step = planned.step
         return [self._make_mask(planned, planned.is_masked)]

@@ -1,6 +1,9 @@
 """Slots for LoRA adapters: limits how many different adapters run at the same time."""
 
 from collections import Counter
+from collections.abc import Iterable
+
+from longshore.protocol.errors import LongshoreError
 
 
 class LoRASlots:
@@ -18,6 +21,12 @@ class LoRASlots:
         """A request with this adapter was admitted."""
         if name is not None:
             self._running[name] += 1
+
+    def check(self, names: Iterable[str | None]) -> None:
+        """Raise LongshoreError unless these are the adapters of the running requests."""
+        expected = Counter(name for name in names if name is not None)
+        if expected != self._running:
+            raise LongshoreError(f"adapters run as {dict(expected)}, not as {dict(self._running)}")
 
     def release(self, name: str | None) -> None:
         """A request with this adapter has lost its row."""

@@ -44,7 +44,7 @@ class _Holder:
     num_good: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Recovery:
     """Finds the requests that bad blocks have made invalid, and rewinds their rows.
 
@@ -63,17 +63,23 @@ class Recovery:
     num_rewinds: int = 0
 
     def fail_loads(self, failed: Int32Array, planned: PlannedStep, now: float) -> None:
-        """Loads within the answered step failed to fill these blocks."""
+        """Loads failed to fill these blocks: loads within the answered step, or background loads
+        whose failures were reported with it."""
         sources = {}
+        is_other = np.ones(len(failed), np.bool_)
         for row, generation in planned.loads:
-            tables = zip(self._tables(row, generation), self.kv_cache.block_sizes, strict=True)
-            firsts = [
-                int(has_failed.argmax()) * size
-                for table, size in tables
-                if (has_failed := np.isin(table, failed)).any()
-            ]
+            firsts = []
+            for table, size in zip(
+                self._tables(row, generation), self.kv_cache.block_sizes, strict=True
+            ):
+                is_other &= ~np.isin(failed, table)
+                has_failed = np.isin(table, failed)
+                if has_failed.any():
+                    firsts.append(int(has_failed.argmax()) * size)
             if firsts:
                 sources[generation] = min(firsts)
+        if self.transfers is not None:
+            self.transfers.note_failed(failed[is_other])
         if not sources:
             about = fields(step_id=planned.step, blocks=len(failed))
             logger.warning("a worker reported failed blocks that no load was filling", extra=about)
@@ -187,17 +193,31 @@ class Recovery:
         self.lifecycle.log.rewound(request, step=newest_step, num_tokens=num_tokens)
 
     def _holders(self, sources: dict[int, int]) -> Iterator[_Holder]:
+        """Running requests and past occupants, the latter without the blocks that were allocated
+        again since, because those have other content now."""
         running, longest_block = self.running, max(self.kv_cache.block_sizes)
+        is_reallocated = np.zeros(self.kv_cache.num_blocks, np.bool_)
         for request in running.requests_in_order():
             generation = int(running.generation[request.row])
             num_good = sources.get(generation, int(running.num_computed[request.row]))
             tables = self.kv_cache.block_ids(request.row)
-            yield _Holder(request, generation, True, tables, request.num_hit_tokens, num_good)
-        for generation, past in self.in_flight.past_occupants():
+            holder = _Holder(request, generation, True, tables, request.num_hit_tokens, num_good)
+            for block_ids in self._allocated_for(holder):
+                is_reallocated[block_ids] = True
+            yield holder
+        for generation, past in reversed(self.in_flight.past_occupants()):  # the last one first
             num_good = sources.get(generation, max(map(len, past.tables)) * longest_block)
-            yield _Holder(
-                past.request, generation, False, past.tables, past.num_hit_tokens, num_good
-            )
+            tables = tuple([table.copy() for table in past.tables])
+            holder = _Holder(past.request, generation, False, tables, past.num_hit_tokens, num_good)
+            for block_ids in self._allocated_for(holder):
+                block_ids[is_reallocated[block_ids]] = NULL_BLOCK
+                is_reallocated[block_ids] = True
+            yield holder
+
+    def _allocated_for(self, holder: _Holder) -> Iterator[Int32Array]:
+        """Views of the holder's tables without its prefix hits: blocks allocated for it."""
+        for table, size in zip(holder.tables, self.kv_cache.block_sizes, strict=True):
+            yield table[holder.num_hit_tokens // size :]
 
     def _mark(self, holder: _Holder, bad: BoolArray) -> None:
         for table, size in zip(holder.tables, self.kv_cache.block_sizes, strict=True):

@@ -17,6 +17,7 @@ from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import (
     NOT_SCHEDULED,
+    Hold,
     HoldKind,
     Outcome,
     Request,
@@ -82,7 +83,8 @@ class Sessions:
             if is_computed and request.keeps_blocks and self.kv_cache.can_fork:
                 num_computed = request.num_tokens - 1
                 kept, blocks = self.kv_cache.cut(blocks, num_computed)
-                self.holds.add(request, HoldKind.SESSION, kept, num_computed)
+                order = self.holds.next_order()
+                self.holds.add(request, Hold(HoldKind.SESSION, kept, num_computed, order))
             self.kv_cache.release(blocks)
         self.outputs.add_finish(request, reason, session_continues=True)
         request.change(RequestChange.OUTPUT_ENDED)

@@ -7,24 +7,30 @@ not the ownership: the blocks stay in quarantine until every rank has reported t
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from longshore.connectors.base import (
     AskLater,
     ConnectorOutput,
     FinishAction,
     Matched,
-    RequestView,
     SchedulerConnector,
+    SwapSize,
 )
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array
+from longshore.protocol.errors import LongshoreError
+from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import TransferReport
 from longshore.protocol.statistics import BlockState
+from longshore.scheduler.features.connector_hooks import ConnectorHooks, view_of
+from longshore.scheduler.features.step_loads import StepLoads
+from longshore.scheduler.features.transfer_statistics import TransferStatistics, sums_by_medium
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.manager import KVCacheManager
-from longshore.scheduler.request import Request
+from longshore.scheduler.request import Hold, HoldKind, Request, RequestStatus
 
 logger = logging.getLogger(__name__)
 
@@ -51,63 +57,93 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True)
 class EndedLoad:
-    """A load that all ranks have reported, and whose request waits for it. The request owns
-    `blocks` now.
-
-    num_good_tokens: leading tokens whose KV is valid; `is_whole` if nothing failed.
-    unwritten_block_ids: blocks that the load did not write.
-    """
+    """A load that all ranks have reported, and the hold that it leaves to the request that waits
+    for it. is_whole: no block failed."""
 
     request: Request
-    blocks: HeldBlocks
-    num_good_tokens: int
-    unwritten_block_ids: Sequence[int]
+    hold: Hold
     is_whole: bool
-    order: int
 
 
 class Transfers:
     """Loads and sends by request id, held blocks by number.
 
+    may_load: whether the connector is asked what it can load.
     num_ranks: each rank reports every transfer once.
+    hooks:     calls those of the connector.
+    loads:     in the background, by request id.
+    step_loads: synchronous loads.
     num_bad_reports: reports of unknown or already reported transfers, which are ignored.
     num_loading_blocks: blocks of loads that a request waits for.
     num_queried_tokens, num_hit_tokens: tokens looked up in the connector, and hits.
+    num_failed_lookups: lookups in which the connector raised; they count as misses.
+    num_swapped_in_blocks: blocks of loads that restore swapped requests.
+    num_failed_loads: loads in the background that did not fill all of their blocks.
+    statistics: what the ranks have moved.
     """
 
     def __init__(
-        self, connector: SchedulerConnector, kv_cache: KVCacheManager, *, num_ranks: int
+        self,
+        connector: SchedulerConnector,
+        kv_cache: KVCacheManager,
+        *,
+        num_ranks: int,
+        may_load: bool = True,
     ) -> None:
         self.connector = connector
+        self._may_load = may_load
+        self.hooks = ConnectorHooks(connector)
         self._kv_cache = kv_cache
         self._num_ranks = num_ranks
-        self._loads: dict[str, _Transfer] = {}
+        self.loads: dict[str, _Transfer] = {}
         self._sends: dict[str, _Transfer] = {}
         self._holds: dict[int, HeldBlocks] = {}
+        self.step_loads = StepLoads(num_ranks)
+        self._leaving: set[int] = set()  # holds of swapped requests
         self._last_hold_id = 0
         self.num_bad_reports = 0
-        self.num_loading_blocks = 0
-        self.num_queried_tokens = self.num_hit_tokens = 0
-        connector.bind_blocks(self)
+        self.num_loading_blocks = self.num_swapped_in_blocks = 0
+        self.num_queried_tokens = self.num_hit_tokens = self.num_failed_lookups = 0
+        self.num_failed_loads = 0
+        self.statistics = TransferStatistics()
+        self.hooks.call(connector.bind_blocks, self)
 
     # Hooks about one request
 
     def added(self, request: Request) -> None:
         """A request was queued."""
-        self.connector.on_new_request(view_of(request))
+        if self.connector.reads_ahead:
+            self._kv_cache.extend_hashes(request)
+        view = view_of(request)
+        self.hooks.call(self.connector.on_new_request, view)
+        if self.hooks.call(self.connector.skips_prefix_cache, view):
+            request.skip_prefix_cache()
 
-    def match(self, request: Request, num_local: int) -> Matched | AskLater:
-        """What the connector can load after the first `num_local` tokens."""
-        match = self.connector.get_num_new_matched_tokens(view_of(request), num_local)
-        if isinstance(match, Matched) and match.num_tokens < 0:
-            raise ValueError(f"the connector matched {match.num_tokens} tokens")
+    def match(self, request: Request, num_local: int, now: float) -> Matched | AskLater:
+        """What the connector can load after the first `num_local` tokens. A lookup that raises is a
+        miss: it has reserved nothing."""
+        if not self._may_load:
+            return Matched(0)
+        try:
+            self.hooks.may_have_work = True
+            view = view_of(request, waiting_s=now - request.arrival_time)
+            match = self.connector.get_num_new_matched_tokens(view, num_local)
+            if isinstance(match, Matched) and match.num_tokens < 0:
+                raise ValueError(f"matched {match.num_tokens} tokens")
+        except Exception:
+            self.num_failed_lookups += 1
+            about = fields(request_id=request.request_id)
+            name = type(self.connector).__name__
+            logger.exception("a lookup in the connector %s failed; a miss", name, extra=about)
+            return Matched(0)
         return match
 
     def allocated(
         self, request: Request, block_ids: tuple[Int32Array, ...], num_external: int
     ) -> None:
         """The request got blocks for tokens that the connector loads."""
-        self.connector.update_state_after_alloc(view_of(request), block_ids, num_external)
+        hook = self.connector.update_state_after_alloc
+        self.hooks.call(hook, view_of(request), block_ids, num_external)
 
     def count_lookup(self, request: Request, num_local: int, num_external: int) -> None:
         """The request is admitted or begins to load, with these numbers of hit tokens."""
@@ -120,7 +156,7 @@ class Transfers:
         block_ids = (EMPTY_INT32,) * self._kv_cache.num_groups
         if blocks is not None:
             block_ids = blocks.block_ids
-        action = self.connector.request_finished(view_of(request), block_ids)
+        action = self.hooks.call(self.connector.request_finished, view_of(request), block_ids)
         if action.delay_free and blocks is not None:
             self._sends[request.request_id] = _Transfer(blocks)
         return action
@@ -138,27 +174,67 @@ class Transfers:
     ) -> None:
         """A load fills `blocks` up to `num_tokens` tokens while the request waits."""
         load = _Transfer(blocks, request, num_tokens, deadline, order)
-        self._loads[request.request_id] = load
+        self.loads[request.request_id] = load
         self.num_loading_blocks += blocks.num_blocks
 
     def abandon_load(self, request: Request) -> None:
         """The request no longer waits; the blocks of its load are put into quarantine."""
-        load = self._loads[request.request_id]
+        load = self.loads[request.request_id]
         load.request = None
         self.num_loading_blocks -= load.blocks.num_blocks
-        self.connector.load_abandoned(request.request_id)
+        self.hooks.call(self.connector.load_abandoned, request.request_id)
+
+    # Swaps
+
+    def swap_size(
+        self,
+        request: Request,
+        token_ids: Int32Array,
+        block_ids: tuple[Int32Array, ...],
+        num_computed_tokens: int,
+    ) -> SwapSize:
+        """What a swap of this running request would move."""
+        view = view_of(request, token_ids)
+        return self.hooks.call(self.connector.swap_size, view, block_ids, num_computed_tokens)
+
+    def swap_out(
+        self,
+        request: Request,
+        token_ids: Int32Array,
+        block_ids: tuple[Int32Array, ...],
+        num_computed_tokens: int,
+    ) -> bool:
+        """Have the connector keep the KV of a running request, which no unanswered plan uses. The
+        caller preempts it if this returns True."""
+        last_hold_id = self._last_hold_id
+        view = view_of(request, token_ids)
+        if not self.hooks.call(self.connector.swap_out, view, block_ids, num_computed_tokens):
+            return False
+        self._leaving.update(range(last_hold_id + 1, self._last_hold_id + 1))
+        return True
+
+    def release_swap(self, request: Request) -> None:
+        """A swapped request needs its copy no longer."""
+        request.is_swapped = False
+        self.hooks.call(self.connector.release_swap, request.request_id)
+
+    @property
+    def num_leaving_blocks(self) -> int:
+        """Blocks of swapped requests that are free when their copies have ended, unless others use
+        them too."""
+        return sum(self._holds[hold_id].num_blocks for hold_id in self._leaving)
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose load has passed its deadline."""
         return [
             load.request
-            for load in self._loads.values()
+            for load in self.loads.values()
             if load.request is not None and load.deadline <= now
         ]
 
     def deadline(self, request: Request) -> float:
         """When the request stops waiting for its load."""
-        return self._loads[request.request_id].deadline
+        return self.loads[request.request_id].deadline
 
     # What ranks report
 
@@ -166,14 +242,14 @@ class Transfers:
         """Apply a report. Returns the transfers that have ended on all ranks, for the connector,
         and the ended loads that requests wait for."""
         sent, received, ended = [], [], []
-        if len(report.failed_block_ids):
-            failed = set(report.failed_block_ids.tolist())
-            for load in self._loads.values():
-                load.failed |= failed & load.blocks.ids()
+        self.note_failed(report.failed_block_ids)
+        for operation in report.operations:
+            self.statistics.add(operation)
         for request_id in report.finished_receiving:
-            load_over = self._done(self._loads, request_id, report.rank)
+            load_over = self._done(self.loads, request_id, report.rank)
             if load_over is None:
                 continue
+            self.num_failed_loads += bool(load_over.failed)
             received.append(request_id)
             if load_over.request is None:
                 self._kv_cache.release(load_over.blocks)
@@ -185,6 +261,7 @@ class Transfers:
                 sent.append(request_id)
                 self._kv_cache.release(send.blocks)
         output = ConnectorOutput(
+            rank=report.rank,
             finished_sending=sent,
             finished_receiving=received,
             failed_block_ids=report.failed_block_ids,
@@ -192,10 +269,17 @@ class Transfers:
         )
         return output, ended
 
+    def note_failed(self, block_ids: Int32Array) -> None:
+        """Loads in the background did not fill these blocks, if they were to."""
+        if len(block_ids):
+            failed = set(block_ids.tolist())
+            for load in self.loads.values():
+                load.failed |= failed & load.blocks.ids()
+
     def note_invalid(self, block_ids: Int32Array) -> None:
         """These blocks hold wrong KV; they may precede blocks that are being loaded."""
         invalid = set(block_ids.tolist())
-        for load in self._loads.values():
+        for load in self.loads.values():
             load.invalid |= invalid & load.blocks.ids()
 
     def _done(
@@ -230,7 +314,9 @@ class Transfers:
             blocks, rest = self._kv_cache.cut(blocks, num_good)
             self._kv_cache.release(rest)
             unwritten = unwritten & blocks.ids()
-        return EndedLoad(request, blocks, num_good, sorted(unwritten), not load.failed, load.order)
+        num_computed = min(num_good, len(request.token_ids) - 1)
+        hold = Hold(HoldKind.LOADED, blocks, num_computed, load.order, sorted(unwritten))
+        return EndedLoad(request, hold, not load.failed)
 
     # `BlockHolds` of the connector contract
 
@@ -243,25 +329,41 @@ class Transfers:
     def release(self, hold_id: int) -> None:
         """See `BlockHolds.release`."""
         self._kv_cache.release(self._holds.pop(hold_id))
+        self._leaving.discard(hold_id)
 
     # All of them
 
+    def counts(self) -> dict[str, Any]:
+        """Fields of SchedulerStats."""
+        stats = self.hooks.call(self.connector.get_kv_connector_stats)
+        return {
+            "num_external_queried_tokens": self.num_queried_tokens,
+            "num_external_hit_tokens": self.num_hit_tokens,
+            "num_quarantined_blocks": self.num_quarantined_blocks,
+            "num_failed_lookups": self.num_failed_lookups,
+            "num_failed_loads": self.num_failed_loads,
+            "tiers": sums_by_medium(stats.tiers),
+            "transfers": self.statistics.totals(stats.queued_blocks),
+        }
+
     def has(self, request_id: str) -> bool:
         """Whether a transfer of this request id is under way."""
-        return request_id in self._loads or request_id in self._sends
+        return request_id in self.loads or request_id in self._sends
 
     def __len__(self) -> int:
-        return len(self._loads) + len(self._sends) + len(self._holds)
+        return len(self.loads) + len(self._sends) + len(self._holds)
 
     @property
     def num_quarantined_blocks(self) -> int:
         """Blocks of abandoned loads that have not ended."""
-        return sum(load.blocks.num_blocks for load in self._loads.values() if load.request is None)
+        abandoned = [load.blocks.ids() for load in self.loads.values() if load.request is None]
+        # They may share blocks that were prefix hits.
+        return len(set[int]().union(*abandoned) - {NULL_BLOCK})
 
     def owners(self) -> Iterator[tuple[BlockState, str, HeldBlocks]]:
         """The blocks of each transfer, with their state and the id of the request that began it
         ("" for blocks that the connector holds)."""
-        for request_id, load in self._loads.items():
+        for request_id, load in self.loads.items():
             is_awaited = load.request is not None
             state = BlockState.TRANSFER if is_awaited else BlockState.QUARANTINED
             yield state, request_id, load.blocks
@@ -270,24 +372,35 @@ class Transfers:
         for blocks in self._holds.values():
             yield BlockState.TRANSFER, "", blocks
 
+    def check(self, waiting: Iterable[Request]) -> None:
+        """Raise LongshoreError unless exactly the loading ones of the `waiting` requests have a
+        load, none of them holds blocks of its own, and the blocks of these loads are counted."""
+        awaited = [load for load in self.loads.values() if load.request is not None]
+        loading = {
+            request for request in waiting if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        }
+        if {load.request for load in awaited} != loading or len(awaited) != len(loading):
+            raise LongshoreError(
+                f"{len(loading)} requests wait for loads, but {len(awaited)} loads are waited for"
+            )
+        holding = [request.request_id for request in loading if request.hold is not None]
+        if holding:
+            raise LongshoreError(f"{holding[0]} holds blocks beside those of its load")
+        num_blocks = sum(load.blocks.num_blocks for load in awaited)
+        if num_blocks != self.num_loading_blocks:
+            raise LongshoreError(
+                f"loads hold {num_blocks} blocks, but num_loading_blocks is "
+                f"{self.num_loading_blocks}"
+            )
+        transfers = (*self.loads.items(), *self._sends.items())
+        over = [key for key, each in transfers if len(each.ranks_done) >= self._num_ranks]
+        if over:
+            raise LongshoreError(f"the transfer of {over[0]} is over on all ranks, but goes on")
+
     def begin_epoch(self, epoch: int) -> None:
         """A new epoch has no transfers."""
-        self._loads, self._sends, self._holds = {}, {}, {}
+        self.loads, self._sends, self._holds = {}, {}, {}
+        self.step_loads.clear()
+        self._leaving.clear()
         self.num_loading_blocks = 0
-        self.connector.on_new_epoch(epoch)
-
-
-def view_of(request: Request) -> RequestView:
-    """A connector's view of a request that does not run."""
-    token_ids = request.token_ids.view()
-    token_ids.setflags(write=False)
-    return RequestView(
-        request_id=request.request_id,
-        token_ids=token_ids,
-        num_prompt_tokens=request.num_prompt_tokens,
-        block_hashes=request.block_hashes,
-        kv_transfer_params=request.kv_transfer_params,
-        cache_salt=request.cache_salt,
-        lora_name=request.lora_name,
-        job_id=request.job_id,
-    )
+        self.hooks.call(self.connector.on_new_epoch, epoch)

@@ -65,7 +65,6 @@ class BlockSnapshots:
     def __init__(
         self,
         config: KVCacheConfig,
-        *,
         running: RunningTable,
         holds: Holds,
         transfers: Transfers | None,

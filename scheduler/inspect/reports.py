@@ -4,35 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from longshore.protocol.statistics import WaitingReport
-from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.features.encoder import EncoderCache
-from longshore.scheduler.features.lora import LoRASlots
-from longshore.scheduler.features.transfers import Transfers
-from longshore.scheduler.kv_cache.holds import Holds
-from longshore.scheduler.kv_cache.manager import KVCacheManager
-from longshore.scheduler.queue.queues import WaitingRequests
 from longshore.scheduler.request import Request, RequestStatus
-from longshore.scheduler.step.admission import AdmissionGates
-from longshore.scheduler.step.in_flight import StepsInFlight
 from longshore.scheduler.step.planner import PauseState, StepPlanner
-from longshore.scheduler.step.running import RunningTable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WaitingReasons:
-    """Finds what each waiting request waits for, from the tables that admission reads."""
+    """Finds what each waiting request waits for, from the tables that planning reads."""
 
-    config: SchedulerConfig
-    running: RunningTable
-    waiting: WaitingRequests
-    kv_cache: KVCacheManager
-    in_flight: StepsInFlight
-    gates: AdmissionGates
     planner: StepPlanner
-    holds: Holds
-    loras: LoRASlots | None
-    transfers: Transfers | None
-    encoder: EncoderCache | None
 
     def describe(self, now: float, limit: int) -> tuple[WaitingReport, ...]:
         """The first `limit` waiting requests, in the order in which they are tried."""
@@ -54,7 +34,7 @@ class WaitingReasons:
 
     def _reasons(self, now: float) -> Iterator[tuple[Request, str]]:
         num_ahead = 0
-        for request in self.waiting:
+        for request in self.planner.waiting:
             own = self._own_reason(request, now)
             if own is not None:
                 yield request, own
@@ -67,47 +47,50 @@ class WaitingReasons:
 
     def _own_reason(self, request: Request, now: float) -> str | None:
         """A reason that concerns this request alone; later requests can be admitted."""
+        planner, loras = self.planner, self.planner.admission.loras
         match request.status:
             case RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 return "its grammar, which is being compiled"
             case RequestStatus.WAITING_FOR_REMOTE_KVS:
-                assert self.transfers is not None
-                left_s = self.transfers.deadline(request) - now
+                assert planner.transfers is not None
+                left_s = planner.transfers.deadline(request) - now
                 return (
                     f"its KV, which is being loaded; recomputed after {left_s:.1f} s at the latest"
                 )
             case RequestStatus.WAITING_FOR_STREAMING_REQ:
                 return "the next input of its session, from its client"
-        if request.resume_after_step > self.in_flight.last_answered_step:
+        if request.resume_after_step > planner.in_flight.last_answered_step:
             return (
                 f"the output of step {request.resume_after_step}, which has a token sampled "
                 "before its preemption"
             )
-        if self.loras is not None and not self.loras.has_slot(request.lora_name):
+        if loras is not None and not loras.has_slot(request.lora_name):
             return (
                 f"a slot for its adapter {request.lora_name!r}: max_loras="
-                f"{self.config.max_loras} others run"
+                f"{planner.config.max_loras} others run"
             )
-        return request.waits_for if self.planner.pause is PauseState.UNPAUSED else None
+        return request.waits_for if planner.pause is PauseState.UNPAUSED else None
 
     def _shared_reason(self, request: Request) -> str:
         """A reason that blocks the head of the queue, and all requests after it."""
-        if (pause := self.planner.pause) is not PauseState.UNPAUSED:
-            return f"the engine to be unpaused: it is {pause.value}"
-        if self.planner.waits_for_transfers:
+        planner, gates = self.planner, self.planner.admission.gates
+        running, kv_cache = planner.running, planner.kv_cache
+        if planner.pause is not PauseState.UNPAUSED:
+            return f"the engine to be unpaused: it is {planner.pause.value}"
+        if planner.waits_for_transfers:
             return (
                 "transfers to end: the running request needs more blocks than are free"
                 + self._blocks_of_transfers()
             )
-        if self.running.num_rows == self.running.max_num_seqs:
-            return f"a row: all max_num_seqs={self.running.max_num_seqs} are held"
-        num_free = self.kv_cache.num_free_blocks
-        if self.gates.is_closed and self.running.num_rows:
+        if running.num_rows == running.max_num_seqs:
+            return f"a row: all max_num_seqs={running.max_num_seqs} are held"
+        num_free = kv_cache.num_free_blocks
+        if gates.is_closed and running.num_rows:
             return (
-                f"memory pressure to fall: {self.kv_cache.usage:.0%} of the blocks are held; "
+                f"memory pressure to fall: {kv_cache.usage:.0%} of the blocks are held; "
                 "admissions continue below admit_threshold"
             )
-        num_kept = self.gates.watermark_blocks if self.running.num_rows else 0
+        num_kept = gates.watermark_blocks if running.num_rows else 0
         num_needed = self._num_blocks_needed(request)
         if num_free - num_needed < num_kept:
             return (
@@ -115,22 +98,23 @@ class WaitingReasons:
                 + (f", of which {num_kept} are reserved" if num_kept else "")
                 + self._blocks_of_transfers()
             )
-        reason = None if self.encoder is None else self.encoder.waits_for(request)
+        reason = None if planner.encoder is None else planner.encoder.waits_for(request)
         return reason or "the next step"
 
     def _num_blocks_needed(self, request: Request) -> int:
         """Free blocks that the request takes if it starts with all the tokens a step may give."""
-        kv_cache, config, hold = self.kv_cache, self.config, request.hold
+        planner, hold = self.planner, request.hold
+        kv_cache, config = planner.kv_cache, planner.config
         prefix = kv_cache.get_computed_blocks(request)
         num_computed = prefix.num_tokens if hold is None else hold.num_computed_tokens
         num_now = config.long_prefill_token_threshold or config.token_budget
         num_now = min(num_now, config.token_budget)
         num_slots = min(request.num_tokens, num_computed + num_now)
         num_slots = min(num_slots + config.num_lookahead_tokens, config.max_model_len)
-        if config.scheduler_reserve_full_isl and self.running.num_rows:
+        if config.scheduler_reserve_full_isl and planner.running.num_rows:
             num_slots = max(num_slots, request.num_tokens)
         if hold is not None:
-            answered_step = self.in_flight.last_answered_step
+            answered_step = planner.in_flight.last_answered_step
             return kv_cache.num_blocks_to_resume(
                 hold.blocks, num_computed, num_slots, answered_step
             )
@@ -138,9 +122,10 @@ class WaitingReasons:
         return demand.num_needed
 
     def _blocks_of_transfers(self) -> str:
-        if self.transfers is None:
+        transfers = self.planner.transfers
+        if transfers is None:
             return ""
-        loading = self.transfers.num_loading_blocks + self.holds.num_loaded_blocks
-        quarantined = self.transfers.num_quarantined_blocks
+        loading = transfers.num_loading_blocks + self.planner.holds.num_loaded_blocks
+        quarantined = transfers.num_quarantined_blocks
         text = f"; loads hold {loading}" if loading else ""
         return text + (f"; {quarantined} are in quarantine" if quarantined else "")

@@ -67,7 +67,8 @@ class RequestLog:
                 tokens=request.num_tokens,
                 preemptions=request.num_preemptions,
             )
-            logger.debug("preempted: all its tokens will be recomputed", extra=about)
+            fate = "loaded again" if request.is_swapped else "recomputed"
+            logger.debug("preempted: all its tokens will be %s", fate, extra=about)
 
     def rewound(self, request: Request, *, step: int, num_tokens: int) -> None:
         """KV after the request's first `num_tokens` tokens was wrong."""

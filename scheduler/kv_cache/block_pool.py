@@ -1,9 +1,9 @@
 """The blocks of the KV cache: their references, their hashes, and which is allocated next.
 
 One pool serves all groups. A block without a reference keeps its hash and its content until it is
-allocated again, so the free queue is also the prefix cache, evicted in LRU order. Blocks are
-integers, which index the columns here. These are read one by one or in bulk, whichever is faster
-for the number of blocks.
+allocated again, so the free queue is also the prefix cache, evicted in LRU order once no block
+without a hash is free. Blocks are integers, which index the columns here. These are read one by one
+or in bulk, whichever is faster for the number of blocks.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,9 @@ class BlockPool:
         self._start_empty()
 
     def _start_empty(self) -> None:
-        self.free_queue = FreeQueue(self.num_blocks, self._num_set_aside)
+        self._is_cached_item = bytearray(self.num_blocks)
+        self._is_cached: UInt8Array = np.frombuffer(self._is_cached_item, np.uint8)
+        self.free_queue = FreeQueue(self._is_cached_item, self._num_set_aside)
         # The position of a block in the free queue, or minus its number of references if it is
         # held: so it cannot be both free and held.
         self._position, self._position_item = (
@@ -66,8 +68,6 @@ class BlockPool:
             self.free_queue.position_item,
         )
         self._hashes: list[bytes | None] = [None] * self.num_blocks
-        self._is_cached: UInt8Array = np.zeros(self.num_blocks, np.uint8)
-        self._is_cached_item = memoryview(self._is_cached)
         self._group = np.zeros(self.num_blocks if len(self._prefixes) > 1 else 0, np.int16)
         self._fence: Int64Array = np.zeros(self.num_blocks, np.int64)
         self._fence_item = memoryview(self._fence)
@@ -96,7 +96,7 @@ class BlockPool:
     # Blocks
 
     def get_new_blocks(self, count: int) -> BlockIds:
-        """Allocate the blocks freed first; cached ones are evicted. Raises OutOfBlocks."""
+        """Allocate the first free blocks; cached ones are evicted. Raises OutOfBlocks."""
         if count > FEW_BLOCKS:
             block_ids = self.free_queue.popleft_n(count)
             self._evict(block_ids.tolist())
@@ -128,8 +128,10 @@ class BlockPool:
         return found
 
     def free_blocks(self, block_ids: BlockIds, step: int = 0) -> None:
-        """Release one reference each. Blocks without another one are appended to the free queue in
-        this order and stay cached. step: the newest plan that may still refer to them; 0: none.
+        """Release one reference each, in this order. A block without another one stays cached at
+        the tail of the free queue if it has a hash; without a hash it goes to the head and is
+        reused before any cached one. step: the newest plan that may still refer to these blocks;
+        0: none.
 
         Raises NotTaken, and nothing has changed, if a block has too few references.
         """
@@ -212,7 +214,8 @@ class BlockPool:
 
     def uncache_blocks(self, block_ids: BlockIds) -> None:
         """Remove these blocks from the prefix cache; others with the same hashes stay."""
-        self._uncache(block_ids if isinstance(block_ids, list) else block_ids.tolist())
+        uncached = self._uncache(block_ids if isinstance(block_ids, list) else block_ids.tolist())
+        self.free_queue.move_to_head(uncached)
 
     def num_leading_cached(self, block_ids: Int32Array) -> int:
         """How many leading blocks are cached or null."""
@@ -314,6 +317,9 @@ class BlockPool:
                 f"{len(set(free))} blocks are in the free queue, which counts {self.num_free}; "
                 f"{num_held} are held; {self.num_usable} are usable"
             )
+        is_cached = self._is_cached[free]
+        if (is_cached[:-1] > is_cached[1:]).any():
+            raise LongshoreError("a cached block is reused before a free one without a hash")
         cached = [
             block_id for block_id, block_hash in enumerate(self._hashes) if block_hash is not None
         ]

@@ -16,17 +16,18 @@ import numpy as np
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import (
-    DEFAULT_STEPS_IN_FLIGHT,
     NULL_BLOCK,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     CustomSpec,
     FullAttentionSpec,
     KVCacheConfig,
+    LongestRequest,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    of_all_ranks,
 )
 from longshore.scheduler.config import CacheConfig
 from longshore.scheduler.kv_cache.block_pool import BlockPool
@@ -35,18 +36,14 @@ from longshore.scheduler.kv_cache.full import (
     CrossAttentionManager,
     FullAttentionManager,
     SingleTypeManager,
-    SinkFullAttentionManager,
 )
-from longshore.scheduler.kv_cache.windowed import (
-    ChunkedLocalManager,
-    MambaManager,
-    SlidingWindowManager,
-)
+from longshore.scheduler.kv_cache.states import MambaManager
+from longshore.scheduler.kv_cache.windowed import ChunkedLocalManager, SlidingWindowManager
 
 _MANAGERS: Final[dict[type, type[SingleTypeManager]]] = {
     FullAttentionSpec: FullAttentionManager,
     MLAAttentionSpec: FullAttentionManager,
-    SinkFullAttentionSpec: SinkFullAttentionManager,
+    SinkFullAttentionSpec: FullAttentionManager,  # no table has the blocks of the sink
     CrossAttentionSpec: CrossAttentionManager,
     SlidingWindowSpec: SlidingWindowManager,
     ChunkedLocalAttentionSpec: ChunkedLocalManager,
@@ -121,6 +118,12 @@ class KVCacheCoordinator:
         multiple of all their block sizes, or 0."""
         raise NotImplementedError
 
+    def find_junction(self, hashes: Sequence[bytes], max_tokens: int) -> int:
+        """The longest prefix of at most `max_tokens` tokens that all groups have that keep every
+        block: another request had computed it, even if no state at its end was kept. A multiple of
+        all block sizes, or 0."""
+        return 0
+
 
 class NoPrefixCacheCoordinator(KVCacheCoordinator):
     """Any number of groups; nothing is cached."""
@@ -179,6 +182,12 @@ class HybridCoordinator(KVCacheCoordinator):
             if len(hits[group]) > num_blocks:
                 hits[group] = hits[group][:num_blocks]
         return tuple(hits), length
+
+    def find_junction(self, hashes: Sequence[bytes], max_tokens: int) -> int:
+        length, hits = max_tokens if self._keeping else 0, list(self._no_hits)
+        for kind in self._keeping:
+            length = self._kept(kind, hashes, length, hits)
+        return length
 
     def _kept(
         self,
@@ -273,25 +282,30 @@ def make_coordinator(
     cache: CacheConfig,
     *,
     max_num_seqs: int,
-    max_model_len: int,
-    max_num_batched_tokens: int | None = None,
-    max_steps_in_flight: int = DEFAULT_STEPS_IN_FLIGHT,
+    longest: LongestRequest,
 ) -> KVCacheCoordinator:
     """The coordinator for these groups. Raises ConfigError if a kind of attention has no manager
     or a block does not consist of whole hash blocks."""
+    classes = [manager_class(group.spec) for group in kv_cache.groups]
+    alignment = math.lcm(
+        *(
+            of_all_ranks(group.spec, longest.context_parallel_size).block_size
+            for group, kind in zip(kv_cache.groups, classes, strict=True)
+            if kind.caches_prefixes
+        )
+    )
     managers = [
-        manager_class(group.spec)(
+        kind(
             group.spec,
             pool,
             group=index,
             max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_steps_in_flight=max_steps_in_flight,
-            context_parallel_size=cache.context_parallel_size,
+            longest=longest,
             tokens_per_hash=cache.tokens_per_hash,
+            hit_alignment=alignment,
+            num_dropped=alignment if cache.use_eagle else 0,
         )
-        for index, group in enumerate(kv_cache.groups)
+        for index, (group, kind) in enumerate(zip(kv_cache.groups, classes, strict=True))
     ]
     caching = [manager for manager in managers if manager.caches_prefixes]
     if not cache.enable_prefix_caching or not caching:

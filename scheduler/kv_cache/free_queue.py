@@ -1,11 +1,15 @@
-"""The order in which free blocks are allocated: least recently freed first.
+"""The order in which free blocks are allocated: first those without a hash, which nobody can find,
+the last freed first; then the cached ones, least recently freed first.
+
+Blocks without a hash form a stack at the head. A request frees its tail first, so its blocks come
+from the stack in ascending order of position, and the next request gets the same contiguous run.
 
 A log of block ids with lazy deletion, instead of a linked list: `ring[position] = block` and
-`position[block] = position`, and an entry is live only while the two agree. Appending or removing n
+`position[block] = position`, and an entry is live only while the two agree. Adding or removing n
 blocks takes a few vector operations instead of n changes of links, and removing one from the middle
-takes one store. When the log is full, its live entries move to the front; it is twice as long as
-the number of blocks, so this costs O(1) per append. There are no links to repair and no sentinel
-nodes, hence no edge cases for them.
+takes one store. When an end of the log is reached, its live entries move to the middle; it is three
+times as long as the number of blocks, so this costs O(1) per block. There are no links to repair
+and no sentinel nodes, hence no edge cases for them.
 """
 
 from collections.abc import Iterator
@@ -13,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, UInt8Array
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 
@@ -39,6 +43,7 @@ class FreeQueue:
     """Blocks 1..num_blocks-1, all free at first, in ascending order. The first `num_set_aside` of
     them, like the null block, are never in the queue.
 
+    is_cached: a byte per block, kept by the owner: whether it has a hash.
     position: (num_blocks,) int32, the position of a free block, 0 or more; of a held one, minus its
               number of references, so no block can be both free and held. The null block is PINNED.
               Blocks set aside always have one reference.
@@ -47,18 +52,19 @@ class FreeQueue:
     Block ids are int32 arrays or, if they are few, lists. `num_free` is always exact.
     """
 
-    def __init__(self, num_blocks: int, num_set_aside: int = 0) -> None:
-        first = NULL_BLOCK + 1 + num_set_aside
+    def __init__(self, is_cached: bytearray, num_set_aside: int = 0) -> None:
+        num_blocks, first = len(is_cached), NULL_BLOCK + 1 + num_set_aside
+        self._is_cached_item = is_cached
+        self._is_cached: UInt8Array = np.frombuffer(is_cached, np.uint8)
         self.num_free = num_blocks - first
-        self.position: Int32Array = np.arange(-first, self.num_free, dtype=np.int32)
-        self.position[:first] = TAKEN
+        self.position: Int32Array = np.full(num_blocks, TAKEN, np.int32)
         self.position[NULL_BLOCK] = PINNED
         self.position_item = memoryview(self.position)
-        self._capacity = 2 * num_blocks
+        self._middle, self._capacity = num_blocks, 3 * num_blocks
+        self._head = self._tail = num_blocks
         self._ring: Int32Array = np.zeros(self._capacity, np.int32)
         self._ring_item = memoryview(self._ring)
-        self._ring[: self.num_free] = np.arange(first, num_blocks)
-        self._head, self._tail = 0, self.num_free
+        self._fill(np.arange(first, num_blocks, dtype=np.int32))
 
     def __len__(self) -> int:
         return self.num_free
@@ -74,8 +80,7 @@ class FreeQueue:
             yield entries[live]
 
     def popleft_n(self, count: int) -> Int32Array:
-        """Remove the `count` blocks that were freed first; each gets one reference. Raises
-        OutOfBlocks."""
+        """Remove the first `count` blocks; each gets one reference. Raises OutOfBlocks."""
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks are needed, {self.num_free} are free")
         self.num_free -= count
@@ -113,27 +118,35 @@ class FreeQueue:
         return popped
 
     def release_few(self, block_ids: list[int]) -> None:
-        """Release one reference each; blocks without another one are appended in this order.
-        Raises NotTaken, and nothing has changed, if a block has none."""
-        if self._tail + len(block_ids) > self._capacity:
-            self._move_to_front()
-        first = tail = self._tail
-        ring, position = self._ring_item, self.position_item
-        for index, block_id in enumerate(block_ids):
-            left = position[block_id] + 1
-            if left == 0:
-                ring[tail] = block_id
-                position[block_id] = tail
-                tail += 1
-            elif left > 0:
-                for freed in reversed(block_ids[:index]):
-                    position[freed] = TAKEN if position[freed] >= first else position[freed] - 1
+        """Release one reference each, in this order; a block without another one goes to the tail
+        if it is cached, else to the head. Raises NotTaken, and nothing has changed, if a block has
+        none."""
+        if len(block_ids) > self._head or self._tail + len(block_ids) > self._capacity:
+            self._move_to_middle()
+        head, tail = first_head, first_tail = self._head, self._tail
+        ring, position, is_cached = self._ring_item, self.position_item, self._is_cached_item
+        remaining = iter(block_ids)
+        for block_id in remaining:
+            before = position[block_id]
+            if before == TAKEN:
+                if is_cached[block_id]:
+                    ring[tail] = block_id
+                    position[block_id] = tail
+                    tail += 1
+                else:
+                    head -= 1
+                    ring[head] = block_id
+                    position[block_id] = head
+            elif before >= 0:
+                num_done = len(block_ids) - 1 - len(list(remaining))
+                for freed in reversed(block_ids[:num_done]):
+                    position[freed] = TAKEN if position[freed] >= 0 else position[freed] - 1
                 position[NULL_BLOCK] = PINNED
                 raise NotTaken(f"block {block_id} cannot be freed: it has no reference")
             elif block_id != NULL_BLOCK:
-                position[block_id] = left
-        self._tail = tail
-        self.num_free += tail - first
+                position[block_id] = before + 1
+        self._head, self._tail = head, tail
+        self.num_free += tail - first_tail + first_head - head
 
     def release_n(self, block_ids: Int32Array) -> bool:
         """`release_few` for many blocks. False, and nothing has changed, if a block is repeated,
@@ -147,24 +160,45 @@ class FreeQueue:
             if np.count_nonzero(before >= 0):
                 block_id = index[(before >= 0).argmax()]
                 raise NotTaken(f"block {block_id} cannot be freed: it has no reference")
-        count = len(index)
-        if self._tail + count > self._capacity:
-            self._move_to_front()
-        tail = self._tail
-        order = np.arange(tail, tail + count, dtype=np.int32)
-        position[index] = order  # of a repeated block, the last one remains
-        if np.count_nonzero(position[index] != order):
-            position[index] = before
-            return False
-        if has_others:
+            order = np.arange(len(index), dtype=np.int32)
+            position[index] = order  # of a repeated block, the last one remains
+            if np.count_nonzero(position[index] != order):
+                position[index] = before
+                return False
             position[index] = before + 1
             index = index[before == TAKEN]
-            count = len(index)
-            position[index] = order[:count]
-        self._ring[tail : tail + count] = index
-        self._tail = tail + count
+        count = len(index)
+        if count > self._head or self._tail + count > self._capacity:
+            self._move_to_middle()
+        is_cached = self._is_cached[index]
+        num_new = count - int(np.count_nonzero(is_cached))  # at the head
+        head, tail = self._head, self._tail
+        if num_new == count:
+            order = np.arange(head - 1, head - 1 - num_new, -1, dtype=np.int32)
+        else:
+            order = np.arange(tail - num_new, tail - num_new + count, dtype=np.int32)
+            if num_new:
+                order[:num_new] = np.arange(head - 1, head - 1 - num_new, -1)
+                if np.count_nonzero(is_cached[:num_new]):  # several requests, not one's tail
+                    index = np.concatenate((index[is_cached == 0], index[is_cached != 0]))
+        position[index] = order
+        if not has_others and np.count_nonzero(position[index] != order):
+            position[index] = TAKEN
+            return False
+        if num_new < count:
+            self._ring[tail : tail + count - num_new] = index[num_new:]
+        if num_new:
+            self._ring[head - num_new : head] = index[:num_new][::-1]
+        self._head, self._tail = head - num_new, tail + count - num_new
         self.num_free += count
         return True
+
+    def move_to_head(self, block_ids: list[int]) -> None:
+        """Of these blocks, which have lost their hashes, those that are free go to the head."""
+        free = [block_id for block_id in block_ids if self.position_item[block_id] >= 0]
+        for block_id in free:
+            self.remove(block_id)
+        self.release_few(free)
 
     def acquire_few(self, block_ids: list[int]) -> None:
         """Add one reference each; a block that had none is removed."""
@@ -215,9 +249,12 @@ class FreeQueue:
         positions = self.position[entries.astype(np.int64)]
         return entries, np.flatnonzero(positions == np.arange(start, end, dtype=np.int32))
 
-    def _move_to_front(self) -> None:
+    def _move_to_middle(self) -> None:
         entries, live = self._live(self._head, self._tail)
-        count = len(live)
-        self._ring[:count] = entries[live]
-        self.position[self._ring[:count]] = np.arange(count, dtype=np.int32)
-        self._head, self._tail = 0, count
+        self._fill(entries[live])
+
+    def _fill(self, block_ids: Int32Array) -> None:
+        """Make these the entries of the log, in its middle."""
+        self._head, self._tail = self._middle, self._middle + len(block_ids)
+        self._ring[self._head : self._tail] = block_ids
+        self.position[block_ids] = np.arange(self._head, self._tail, dtype=np.int32)

@@ -5,12 +5,14 @@ free blocks early are in `windowed`; `coordinator` chooses the class for a spec.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import compress
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
-from longshore.protocol.kv_cache_spec import DEFAULT_STEPS_IN_FLIGHT, LongestRequest, of_all_ranks
+from longshore.protocol.arrays import EMPTY_INT32, BoolArray, Int32Array, Int64Array, int32_array
+from longshore.protocol.kv_cache_spec import LongestRequest, of_all_ranks
 from longshore.scheduler.kv_cache.block_pool import BlockPool
 from longshore.scheduler.kv_cache.blocks import BlockIds
 
@@ -25,6 +27,9 @@ class SingleTypeManager:
     num_blocks: (max_num_seqs,) int64, table entries in use.
     num_cached_blocks: (max_num_seqs,) int64, leading entries that need no caching.
     block_size: tokens per block, on all ranks that share its tokens.
+
+    hit_alignment: every prefix hit has a multiple of this many tokens; None: of `block_size`.
+    num_dropped: tokens, a multiple of that, by which a found prefix is longer than its hit.
 
     caches_prefixes: full blocks have hashes and can be found.
     frees_skipped:   some positions need no block (any more) and have the null block.
@@ -46,27 +51,25 @@ class SingleTypeManager:
         *,
         group: int,
         max_num_seqs: int,
-        max_model_len: int,
-        max_num_batched_tokens: int | None = None,
-        max_steps_in_flight: int = DEFAULT_STEPS_IN_FLIGHT,
-        context_parallel_size: int = 1,
+        longest: LongestRequest,
         tokens_per_hash: int | None = None,
+        hit_alignment: int | None = None,
+        num_dropped: int = 0,
     ) -> None:
         self.spec = spec
         self.group = group
-        shared = of_all_ranks(spec, context_parallel_size)
+        shared = of_all_ranks(spec, longest.context_parallel_size)
         self.block_size: int = shared.block_size
         self.hashes_per_block = self.block_size // (tokens_per_hash or self.block_size)
-        self._max_model_len = max_model_len
-        self._max_blocks: int = shared.max_blocks(
-            LongestRequest(max_model_len, max_num_batched_tokens, max_steps_in_flight)
-        )
+        self._max_model_len = longest.num_tokens
+        self._max_blocks: int = shared.max_blocks(longest)
         self._pool = pool
         self.table: np.ndarray[tuple[int, int], np.dtype[np.int32]] = np.zeros(
             (max_num_seqs, self._max_positions()), np.int32
         )
         self.num_blocks: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.num_cached_blocks: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._hit_alignment, self._num_dropped = hit_alignment or self.block_size, num_dropped
         # The same memory for one row at a time, which costs half as much as through numpy.
         self._num_blocks_item = memoryview(self.num_blocks)
         self._num_cached_item = memoryview(self.num_cached_blocks)
@@ -74,6 +77,12 @@ class SingleTypeManager:
     def _max_positions(self) -> int:
         """Table entries of the longest request."""
         return -(-self._max_model_len // self.block_size)
+
+    @cached_property
+    def _serves_hits(self) -> BoolArray | None:
+        """(positions,) whether some hit needs the block at a position; None if all do. Blocks that
+        no hit needs are not cached."""
+        return None
 
     # How many blocks
 
@@ -224,10 +233,21 @@ class SingleTypeManager:
         if num_full > first:
             block_ids = self.table[row, first:num_full].tolist()
             if self.hashes_per_block > 1:
-                self._cache_blocks(block_ids, self.hashes_of_blocks(hashes, first, num_full))
+                hashes = self.hashes_of_blocks(hashes, first, num_full)
             else:
-                self._cache_blocks(block_ids, hashes[first:num_full])
+                hashes = hashes[first:num_full]
+            if self._serves_hits is not None:
+                serves = self._serves_hits[first:num_full].tolist()
+                block_ids, hashes = list(compress(block_ids, serves)), [*compress(hashes, serves)]
+            self._cache_blocks(block_ids, hashes)
             self._num_cached_item[row] = num_full
+
+    def serves_hits(self, first: int, last: int) -> Sequence[bool]:
+        """Whether some hit needs the blocks at positions [first, last)."""
+        if self._serves_hits is None:
+            return [True] * (last - first)
+        serves: list[bool] = self._serves_hits[first:last].tolist()
+        return serves
 
     def cache_rows(
         self, rows: Int64Array, num_full: Int64Array, chains: Sequence[Sequence[bytes]]
@@ -235,6 +255,11 @@ class SingleTypeManager:
         """`cache_row` for each row `rows[i]`, with `num_full[i]` and `chains[i]`, in order."""
         first = self.num_cached_blocks[rows]
         if (num_full - first == 1).all():
+            if self._serves_hits is not None:
+                serves = self._serves_hits[first]
+                self.num_cached_blocks[rows] = num_full
+                rows, first, num_full = rows[serves], first[serves], num_full[serves]
+                chains = list(compress(chains, serves.tolist()))
             last_links = (num_full * self.hashes_per_block - 1).tolist()
             last_hashes = [chain[link] for chain, link in zip(chains, last_links, strict=True)]
             block_ids = self.table[rows, first].tolist()
@@ -276,10 +301,6 @@ class SingleTypeManager:
 
 class FullAttentionManager(SingleTypeManager):
     """Tokens attend to all earlier tokens; also multi-head latent attention."""
-
-
-class SinkFullAttentionManager(FullAttentionManager):
-    """The same with a sink, whose blocks are reserved by the pool and are in no table."""
 
 
 class CrossAttentionManager(SingleTypeManager):

@@ -11,8 +11,9 @@ import numpy as np
 
 from longshore.connectors.base import CachedBlocks
 from longshore.protocol.arrays import Int32Array, Int64Array
+from longshore.protocol.events import BlockStored
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
-from longshore.scheduler.features.events import BlockStored, KVEventLog
+from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
 from longshore.scheduler.kv_cache.block_pool import BlockPool
 from longshore.scheduler.kv_cache.full import SingleTypeManager
@@ -27,6 +28,7 @@ class FullBlocks:
     caching: their managers.
     events:  receives each hash with its first block.
     record_cached: keep newly cached blocks for `take_cached`.
+    recorded: these blocks, some of which may have been evicted.
     """
 
     def __init__(
@@ -42,7 +44,8 @@ class FullBlocks:
         self._pool = pool
         self._hasher = hasher
         self._events = events
-        self._cached: list[CachedBlocks] | None = [] if record_cached else None
+        self._record_cached = record_cached
+        self.recorded: list[CachedBlocks] = []
         self._has_listeners = record_cached or events is not None
 
     def rows_to_cache(self, num_tokens: Int64Array) -> Int64Array:
@@ -133,21 +136,23 @@ class FullBlocks:
 
     def take_cached(self) -> list[CachedBlocks]:
         """Blocks that were cached since the last call and still are, in order."""
-        assert self._cached is not None
-        recorded, self._cached = self._cached, []
+        recorded, self.recorded = self.recorded, []
         cached = []
         for record in recorded:
-            pairs = zip(record.block_ids, record.block_hashes, strict=True)
-            kept = [pair for pair in pairs if self._pool.block_hash(pair[0]) == pair[1]]
+            hashes = list(map(self._pool.block_hash, record.block_ids))
+            if hashes == record.block_hashes:
+                cached.append(record)
+                continue
+            blocks = zip(record.block_ids, record.block_hashes, record.positions, strict=True)
+            kept = [block for block in blocks if self._pool.block_hash(block[0]) == block[1]]
             if kept:
-                block_ids, hashes = zip(*kept, strict=True)
-                cached.append(CachedBlocks(record.request_id, record.group, block_ids, hashes))
+                columns = zip(*kept, strict=True)
+                cached.append(CachedBlocks(record.request_id, record.group, *columns))
         return cached
 
     def clear(self) -> None:
         """Discard recorded blocks that have not been taken."""
-        if self._cached is not None:
-            self._cached = []
+        self.recorded = []
 
     def _tell(
         self,
@@ -162,19 +167,29 @@ class FullBlocks:
         group, size, first = manager.group, manager.block_size, int(manager.num_cached_blocks[row])
         if num_full <= first:
             return
-        hashes = manager.hashes_of_blocks(request.block_hashes, 0, num_full)
+        chain, positions = request.block_hashes, range(first, num_full)
+        hashes = manager.hashes_of_blocks(chain, first, num_full)
         block_ids = manager.table[row, first:num_full].tolist()
-        if self._cached is not None:
-            record = CachedBlocks(request.request_id, group, block_ids, hashes[first:])
-            self._cached.append(record)
+        for index, is_kept in enumerate(manager.serves_hits(first, num_full)):
+            if not is_kept:
+                block_ids[index] = NULL_BLOCK
+        if self._record_cached:
+            record = CachedBlocks(request.request_id, group, block_ids, hashes, positions)
+            self.recorded.append(record)
         if self._events is None:
             return
-        for index, block_id in enumerate(block_ids, first):
-            is_first = self._pool.get_cached_block(hashes[index], (group,)) is None
-            if is_first and block_id != NULL_BLOCK:
+        parents = manager.hashes_of_blocks(chain, first - 1, first) if first else [None]
+        for index, block_id, block_hash, parent_hash in zip(
+            positions, block_ids, hashes, [*parents, *hashes], strict=False
+        ):
+            if block_id == NULL_BLOCK:
+                continue
+            if self._pool.get_cached_block(block_hash, (group,)) is not None:
+                self._events.copied(block_hash, group, step)
+            else:
                 event = BlockStored(
-                    block_hash=hashes[index],
-                    parent_hash=hashes[index - 1] if index else None,
+                    block_hash=block_hash,
+                    parent_hash=parent_hash,
                     token_ids=token_ids[index * size : (index + 1) * size].copy(),
                     group=group,
                     lora_name=request.lora_name,

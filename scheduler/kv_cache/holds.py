@@ -4,8 +4,9 @@ No hold is necessary: when blocks are short, holds are released, the youngest fi
 requests recompute everything when they are admitted.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
+from longshore.protocol.errors import LongshoreError
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.request import Hold, HoldKind, Request
@@ -33,25 +34,12 @@ class Holds:
         self._last_order += 1
         return self._last_order
 
-    def add(
-        self,
-        request: Request,
-        kind: HoldKind,
-        blocks: HeldBlocks,
-        num_computed_tokens: int,
-        *,
-        order: int | None = None,
-        unwritten_block_ids: Sequence[int] = (),
-    ) -> Hold:
-        """Give a request without a row these references, which hold the KV of its first
-        `num_computed_tokens` tokens. order: see `Hold`; None makes it the youngest."""
-        order = self.next_order() if order is None else order
-        hold = Hold(kind, blocks, num_computed_tokens, order, unwritten_block_ids)
+    def add(self, request: Request, hold: Hold) -> None:
+        """Give the references of a hold to a request without a row."""
         request.hold = hold
         self.holders[request] = None
-        if kind is HoldKind.LOADED:
-            self.num_loaded_blocks += blocks.num_blocks
-        return hold
+        if hold.kind is HoldKind.LOADED:
+            self.num_loaded_blocks += hold.blocks.num_blocks
 
     def take(self, request: Request) -> HeldBlocks:
         """End the hold; the caller owns its references."""
@@ -76,7 +64,7 @@ class Holds:
         if loaded and not self.num_loaded_blocks:
             return False
         found = [
-            (request.hold.order, request)
+            request
             for request in self.holders
             if request is not besides
             and request.hold is not None
@@ -84,8 +72,28 @@ class Holds:
         ]
         if not found:
             return False
-        self.release(max(found, key=lambda pair: pair[0])[1])
+        self.release(max(found, key=_order))
         return True
+
+    def release_all(self) -> None:
+        """Release all holds, the youngest first."""
+        for request in sorted(self.holders, key=_order, reverse=True):
+            self.release(request)
+
+    def check(self, waiting: Iterable[Request]) -> None:
+        """Raise LongshoreError unless the holders are exactly those of the `waiting` requests that
+        have a hold, and the blocks of loaded ones are counted."""
+        holds = {request: request.hold for request in waiting if request.hold is not None}
+        if holds.keys() != self.holders.keys():
+            raise LongshoreError(
+                f"{len(holds)} waiting requests hold blocks, but {len(self.holders)} are recorded"
+            )
+        loaded = [hold.blocks.num_blocks for hold in holds.values() if hold.kind is HoldKind.LOADED]
+        if sum(loaded) != self.num_loaded_blocks:
+            raise LongshoreError(
+                f"loaded requests hold {sum(loaded)} blocks, but num_loaded_blocks is "
+                f"{self.num_loaded_blocks}"
+            )
 
     def begin_epoch(self) -> None:
         """All KV is lost. No reference is released, because the pool is reset."""
@@ -93,3 +101,8 @@ class Holds:
             request.hold = None
         self.holders.clear()
         self.num_loaded_blocks = 0
+
+
+def _order(holder: Request) -> int:
+    assert holder.hold is not None
+    return holder.hold.order

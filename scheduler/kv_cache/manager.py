@@ -12,15 +12,16 @@ from operator import methodcaller
 import numpy as np
 
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, UInt8Array, int32_array
+from longshore.protocol.events import KVEvent
 from longshore.protocol.kv_cache_spec import (
-    DEFAULT_STEPS_IN_FLIGHT,
     NULL_BLOCK,
     KVCacheConfig,
+    LongestRequest,
     sink_block_ids,
 )
 from longshore.protocol.plan import AppendedBlocks
 from longshore.scheduler.config import CacheConfig
-from longshore.scheduler.features.events import KVEvent, KVEventLog
+from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.features.metrics import BlockMetrics
 from longshore.scheduler.kv_cache.block_hash import BlockHasher
 from longshore.scheduler.kv_cache.block_pool import BlockPool
@@ -34,7 +35,8 @@ from longshore.scheduler.kv_cache.blocks import (
 )
 from longshore.scheduler.kv_cache.coordinator import FreeOrder, make_coordinator
 from longshore.scheduler.kv_cache.full_blocks import FullBlocks
-from longshore.scheduler.kv_cache.windowed import MambaManager, SettledCounts, WindowedManager
+from longshore.scheduler.kv_cache.states import StateGroups
+from longshore.scheduler.kv_cache.windowed import SettledCounts, WindowedManager
 from longshore.scheduler.request import Request
 
 
@@ -51,32 +53,31 @@ class PrefixCacheStats:
 class KVCacheManager:
     """Blocks of all rows and groups.
 
+    longest:   the longest request; what it has in flight bounds what a windowed group holds.
     hash_seed: the deployment's seed of block hashes.
-    max_num_batched_tokens: limit for the tokens of one request in all `max_steps_in_flight` steps
-               in flight; None sets no limit. It bounds what a windowed group holds.
     metrics:   receives what happens to blocks.
     record_cached: keep newly cached blocks for `full_blocks.take_cached`.
 
     pool:        the blocks, for checks in tests; the scheduler uses the methods here.
     full_blocks: hashes and caches blocks that are full.
     frees_skipped: some group frees blocks while a request runs; see `free_skipped`.
+    states:      the groups with states, which limit the chunks of a step.
+    has_states:  there are some.
     follows_from_tokens: equal tokens have equal KV in all groups.
     can_fork:  a request can begin with any part of another one's KV: no group frees blocks early.
 
     Arrays indexed by row are (max_num_seqs,) int64. `num_tokens` of a row counts everything that
-    needs a slot, including lookahead, and is limited to `max_model_len`.
+    needs a slot, including lookahead, and is limited to that of the longest request.
     """
 
     def __init__(
         self,
         cache: CacheConfig,
         kv_cache: KVCacheConfig,
+        longest: LongestRequest,
         *,
         max_num_seqs: int,
-        max_model_len: int,
         hash_seed: bytes,
-        max_num_batched_tokens: int | None = None,
-        max_steps_in_flight: int = DEFAULT_STEPS_IN_FLIGHT,
         metrics: BlockMetrics | None = None,
         record_cached: bool = False,
     ) -> None:
@@ -93,20 +94,18 @@ class KVCacheManager:
             self.pool,
             cache,
             max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_steps_in_flight=max_steps_in_flight,
+            longest=longest,
         )
         self._managers = self._coordinator.managers
         self._caching = self._coordinator.caching
         self._windowed = [m for m in self._managers if isinstance(m, WindowedManager)]
-        self._states = [m for m in self._managers if isinstance(m, MambaManager)]
         self._settled = SettledCounts()
         self.num_blocks, self.num_usable_blocks = kv_cache.num_blocks, self.pool.num_usable
         self.num_groups = len(self._managers)
         self.block_sizes = tuple(manager.block_size for manager in self._managers)
         self.frees_skipped = bool(self._windowed)
-        self.has_states = bool(self._states)
+        self.states = StateGroups(self._managers, max_num_seqs)
+        self.has_states = bool(self.states)
         self.follows_from_tokens = all(m.caches_prefixes for m in self._managers)
         self.can_fork = self.follows_from_tokens and not self.frees_skipped
         self._free_order = FreeOrder(self.block_sizes, [m.frees_skipped for m in self._managers])
@@ -140,6 +139,18 @@ class KVCacheManager:
             request.block_hashes, len(request.token_ids) - 1
         )
         return ComputedBlocks(hits, num_hit_tokens) if num_hit_tokens else self._nothing_computed
+
+    def extend_hashes(self, request: Request) -> None:
+        """Compute the block hashes of a waiting request that `get_computed_blocks` needs."""
+        if self._caching and not request.skip_reading_prefix_cache:
+            self.full_blocks.extend_hashes(request, request.token_ids)
+
+    def find_junction(self, request: Request) -> int:
+        """Where the prefix of a request that starts ends, as far as the groups without states have
+        it cached. Later requests that share it can begin there if they find a state."""
+        if request.skip_reading_prefix_cache:
+            return 0
+        return self._coordinator.find_junction(request.block_hashes, len(request.token_ids) - 1)
 
     def count_lookup(self, request: Request, num_hit_tokens: int) -> None:
         """The request is admitted with this many cached tokens. Lookups alone are not counted,
@@ -213,26 +224,17 @@ class KVCacheManager:
             tables.append(manager.start(row, hits, block_ids))
         return tuple(tables)
 
-    def reserve(
-        self, demand: BlockDemand, *, answered_step: int | None = None
-    ) -> HeldBlocks | None:
-        """The blocks that `start` would give a row, without a row. None, and nothing has changed,
-        if there are too few free ones.
-
-        answered_step: the new blocks are targets of a load, so no later plan may refer to them.
-        """
+    def reserve(self, demand: BlockDemand, *, answered_step: int) -> HeldBlocks | None:
+        """The blocks that `start` would give a row, without a row, as targets of a load: no plan
+        after `answered_step` refers to the new ones. None, and nothing has changed, if there are
+        too few free ones."""
         if demand.num_needed > self.num_free_blocks:
             return None
         all_hits = np.concatenate([int32_array(hits) for hits in demand.computed.block_ids])
-        if answered_step is None:
-            self.pool.touch(all_hits)
-            new = int32_array(self.pool.get_new_blocks(demand.num_new))
-        else:
-            settled = self.pool.get_settled_blocks(demand.num_new, answered_step, all_hits)
-            if settled is None:
-                return None
-            self.pool.touch(all_hits)
-            new = settled
+        new = self.pool.get_settled_blocks(demand.num_new, answered_step, all_hits)
+        if new is None:
+            return None
+        self.pool.touch(all_hits)
         tables = []
         for hits, positions, end in zip(
             demand.computed.block_ids, demand.positions, demand.ends, strict=True
@@ -374,28 +376,8 @@ class KVCacheManager:
             block_ids = manager.free_skipped(settled, generation, only_cached=only_cached)
             if len(block_ids):
                 self.pool.free_blocks(block_ids, step - 1)
-        for manager in self._states:
-            manager.step_begins()
-
-    def aligned_chunk(self, num_computed: int, num_new: int) -> int:
-        """How many of `num_new` tokens, at least one, a step may compute after `num_computed`:
-        groups with states need chunks that end at block boundaries (`MambaManager`)."""
-        allowed = 0
-        while self._states and allowed != num_new:
-            allowed = num_new
-            for manager in self._states:
-                num_new = manager.aligned_chunk(num_computed, num_new)
-        return num_new
-
-    def aligned_chunks(self, num_computed: Int64Array, num_new: Int64Array) -> Int64Array:
-        """`aligned_chunk` for columns."""
-        is_cut = bool(self._states)
-        while is_cut:
-            before = num_new
-            for manager in self._states:
-                num_new = manager.aligned_chunks(num_computed, num_new)
-            is_cut = bool((num_new != before).any())
-        return num_new
+        if self.has_states:
+            self.states.begin_step()
 
     def resume_point(self, tables: Sequence[Int32Array], num_good: int) -> int:
         """The most tokens, up to `num_good`, after which a request with these tables can resume,

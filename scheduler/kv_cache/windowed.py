@@ -1,4 +1,4 @@
-"""Groups whose layers do not attend to all earlier tokens: sliding windows, chunks, states.
+"""Groups whose layers do not attend to all earlier tokens: sliding windows, chunks, `states`.
 
 Blocks that no later token reads are freed while the request runs, and a prefix hit does not need
 its first blocks. The kinds differ in one function, `num_skipped_tokens`: how many leading tokens
@@ -9,16 +9,17 @@ position.
 
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 
-from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
+from longshore.protocol.arrays import EMPTY_INT32, BoolArray, Int32Array, Int64Array
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from longshore.scheduler.kv_cache.blocks import BlockIds
 from longshore.scheduler.kv_cache.full import SingleTypeManager
 
-_Tokens = TypeVar("_Tokens", int, Int64Array)
+Tokens = TypeVar("Tokens", int, Int64Array)
 
 
 class WindowedManager(SingleTypeManager):
@@ -31,10 +32,21 @@ class WindowedManager(SingleTypeManager):
         super().__init__(*args, **settings)
         self.num_freed: Int64Array = np.zeros_like(self.num_blocks)
 
-    def num_skipped_tokens(self, num_tokens: _Tokens) -> _Tokens:
+    def num_skipped_tokens(self, num_tokens: Tokens) -> Tokens:
         """Leading tokens that the token after `num_tokens` others does not read; negative means
         none. Never decreases as `num_tokens` increases."""
         raise NotImplementedError
+
+    @cached_property
+    def _serves_hits(self) -> BoolArray | None:
+        # A hit that needs a block needs also the ones between it and the end of the found prefix,
+        # and the later that ends, the fewer leading blocks it needs: the next possible end decides.
+        alignment, num_dropped = self._hit_alignment, self._num_dropped
+        positions = np.arange(self._max_positions())
+        ends = (positions * self.block_size // alignment + 1) * alignment
+        hits = np.maximum(ends, alignment + num_dropped) - num_dropped
+        serves = np.maximum(self.num_skipped_tokens(hits), 0) // self.block_size <= positions
+        return None if serves.all() else serves
 
     def first_needed(self, num_tokens: int) -> int:
         return max(self.num_skipped_tokens(num_tokens), 0) // self.block_size
@@ -96,7 +108,7 @@ class WindowedManager(SingleTypeManager):
 class SlidingWindowManager(WindowedManager):
     """Tokens attend to themselves and to the `sliding_window - 1` tokens before."""
 
-    def num_skipped_tokens(self, num_tokens: _Tokens) -> _Tokens:
+    def num_skipped_tokens(self, num_tokens: Tokens) -> Tokens:
         window: int = self.spec.sliding_window
         return num_tokens - window + 1
 
@@ -104,68 +116,9 @@ class SlidingWindowManager(WindowedManager):
 class ChunkedLocalManager(WindowedManager):
     """Tokens attend to themselves and to earlier tokens of their chunk."""
 
-    def num_skipped_tokens(self, num_tokens: _Tokens) -> _Tokens:
+    def num_skipped_tokens(self, num_tokens: Tokens) -> Tokens:
         size: int = self.spec.attention_chunk_size
         return num_tokens // size * size
-
-
-class MambaManager(WindowedManager):
-    """States instead of KV: the next token needs only the last one.
-
-    A step reads the state in the block of the last token computed before it, and writes to the
-    block of its own last token; blocks in between are null. A step ends in the block in which it
-    begins, or at a block boundary, which is the next one if it begins within a block
-    (`aligned_chunk`). So a full block that is not null holds the state at its end: a snapshot that
-    every request with the same prefix can use, but not in the step that computes it, which reads
-    the states of all rows before it writes any.
-    """
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self._cached_in_step: set[int] = set()
-
-    def num_skipped_tokens(self, num_tokens: _Tokens) -> _Tokens:
-        return num_tokens - 1
-
-    def aligned_chunk(self, num_computed: int, num_new: int) -> int:
-        """How many of `num_new` tokens a step may compute after `num_computed`."""
-        size, offset = self.block_size, num_computed % self.block_size
-        if offset + num_new <= size:
-            return num_new
-        return size - offset if offset else num_new - num_new % size
-
-    def aligned_chunks(self, num_computed: Int64Array, num_new: Int64Array) -> Int64Array:
-        """`aligned_chunk` for columns."""
-        size, offset = self.block_size, num_computed % self.block_size
-        allowed = np.where(offset > 0, size - offset, num_new - num_new % size)
-        return np.where(offset + num_new <= size, num_new, allowed)
-
-    def positions(self, first: int, last: int, num_computed: int) -> Sequence[int]:
-        wanted = {self.first_needed(num_computed), last - 1} if num_computed else {last - 1}
-        return sorted(position for position in wanted if first <= position < last)
-
-    def rows_short(self, num_tokens: Int64Array) -> tuple[Int64Array, Int64Array, int]:
-        rows, counts, _ = super().rows_short(num_tokens)
-        return rows, counts, len(rows)
-
-    def lay_out(self, counts: Int64Array, block_ids: BlockIds) -> Int32Array:
-        entries = np.zeros(counts.sum(), np.int32)
-        entries[np.cumsum(counts) - 1] = int32_array(block_ids)
-        return entries
-
-    def step_begins(self) -> None:
-        """A new step begins: it can read all states cached so far."""
-        self._cached_in_step.clear()
-
-    def find(self, hashes: Sequence[bytes]) -> BlockIds:
-        found = super().find(hashes)
-        if self._cached_in_step and not self._cached_in_step.isdisjoint(found):
-            return found[: [block_id in self._cached_in_step for block_id in found].index(True)]
-        return found
-
-    def _cache_blocks(self, block_ids: list[int], hashes: Sequence[bytes]) -> None:
-        super()._cache_blocks(block_ids, hashes)
-        self._cached_in_step.update(block_ids)
 
 
 class SettledCounts:

@@ -9,9 +9,9 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import assert_never
+from typing import Any, assert_never
 
 from longshore.protocol.errors import EngineDead, LongshoreError, ProtocolError
 from longshore.protocol.handshake import (
@@ -47,6 +47,7 @@ from longshore.protocol.transport.channel import Channel, ServerChannel, SocketW
 from longshore.protocol.transport.lifeline import stop_signals
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.inspect.worker_statistics import WorkerStatistics
+from longshore.scheduler.process.event_publisher import EventPublisher
 from longshore.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class EngineError(LongshoreError):
 
 class Engine:
     """One scheduler, its workers (by rank) and its clients. `run` returns when the process is
-    stopped, or raises EngineError."""
+    stopped, or raises EngineError. events: None: KV events are not published."""
 
     def __init__(
         self,
@@ -72,11 +73,15 @@ class Engine:
         scheduler: Scheduler,
         workers: Sequence[Channel[ToWorker, FromWorker]],
         clients: ServerChannel[ToClient, ToEngine],
+        events: EventPublisher | None = None,
+        report_alive: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
         self._workers = workers
         self._clients = clients
+        self._events = events
+        self._report_alive = report_alive
         self._engine_id = f"{config.engine_id}.{config.epoch}"
         self._index_of_peer: dict[bytes, int] = {}
         self._peer_of_index: dict[int, bytes] = {}
@@ -102,14 +107,19 @@ class Engine:
             ),
             SocketWatcher(self._clients.socket, self._guarded(self._on_clients)),
         ]
-        reporter = asyncio.create_task(self._report_regularly())
+        tasks = [asyncio.create_task(self._run_task(self._report_regularly()))]
+        if self._events is not None:
+            watcher = SocketWatcher(self._events.requests, self._events.on_readable)
+            self._watchers.append(watcher)
+            tasks.append(asyncio.create_task(self._run_task(self._events.serve_requests())))
         # Objects built so far live as long as the process: the garbage collector can skip them.
         gc.collect()
         gc.freeze()
         try:
             await self._stopping.wait()
         finally:
-            reporter.cancel()
+            for task in tasks:
+                task.cancel()
             if self._poll is not None:
                 self._poll.cancel()
             for watcher in self._watchers:
@@ -117,6 +127,8 @@ class Engine:
             reason = str(self._failure or "the engine is shutting down")
             for peer in self._peer_of_index.values():
                 self._clients.send(peer, EngineFailed(reason))
+            if self._failure is None:
+                self._publish_events()
             self._scheduler.shutdown()
             for worker in self._workers:
                 with contextlib.suppress(EngineDead):  # the worker has already ended
@@ -247,7 +259,20 @@ class Engine:
         for index, outputs in self._scheduler.take_outputs():
             self._send(index, outputs)
         self._send_plans()
+        self._publish_events()
         self._poll_if_idle()
+
+    def _publish_events(self) -> None:
+        if self._events is not None:
+            self._events.publish(self._scheduler.take_kv_events())
+
+    async def _run_task(self, task: Coroutine[Any, Any, None]) -> None:
+        try:
+            await task
+        except Exception as error:
+            if not isinstance(error, LongshoreError):
+                logger.exception("internal error; the engine stops")
+            self._fail(error)
 
     def _poll_if_idle(self) -> None:
         """Schedule again soon if a request waits for an event without a message (a grammar, a
@@ -332,18 +357,21 @@ class Engine:
     async def _report_regularly(self) -> None:
         while True:
             await asyncio.sleep(STATS_INTERVAL_S)
+            self._report_alive()
             self._check_answers()
             self._warn_of_stall()
             workers = self._statistics.latest()
             num_worker_steps = sum(stats.num_steps for stats in workers)
             counts = self._scheduler.get_request_counts()
-            state = (self._scheduler.num_steps, num_worker_steps, *counts)
+            num_operations = self._scheduler.num_transfer_operations
+            state = (self._scheduler.num_steps, num_worker_steps, num_operations, *counts)
             if state == self._reported_state:
                 continue
             self._reported_state = state
             num_bad = self._clients.num_bad.total()
             num_bad += sum(worker.num_bad.total() for worker in self._workers)
             num_bad += self._statistics.num_dropped
+            num_bad += 0 if self._events is None else self._events.num_bad.total()
             stats = self._scheduler.make_stats(num_bad, workers)
             for index in list(self._peer_of_index):
                 self._send(index, EngineOutputs(stats=stats))

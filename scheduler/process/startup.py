@@ -8,15 +8,20 @@ import msgspec
 import zmq
 
 from longshore.connectors.base import ConnectorConfig, SchedulerConnector
-from longshore.connectors.registry import load_scheduler_connector, no_worker_half, parse_options
+from longshore.connectors.registry import engine_fields, load_scheduler_connector, parse_options
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature, FromWorker, ToClient, ToEngine
-from longshore.protocol.kv_cache_spec import KVCacheConfig, tokens_that_fit
+from longshore.protocol.kv_cache_spec import tokens_that_fit
 from longshore.protocol.transport.channel import Channel, ServerChannel, close_context, open_socket
 from longshore.protocol.transport.lifeline import Lifeline, Progress, Ready
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.process.engine_loop import Engine
-from longshore.scheduler.process.worker_handshake import WorkerChannel, accept_workers
+from longshore.scheduler.process.event_publisher import EventPublisher, EventSockets
+from longshore.scheduler.process.worker_handshake import (
+    AcceptedWorkers,
+    WorkerChannel,
+    accept_workers,
+)
 from longshore.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -25,17 +30,19 @@ logger = logging.getLogger(__name__)
 def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
     """Run the engine until it is stopped. Raises LongshoreError for errors that an operator can
     cause."""
-    if config.cache.enable_kv_cache_events:
-        raise ConfigError("enable_kv_cache_events: this version publishes no events; disable it")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     workers: list[WorkerChannel] = []
+    event_sockets: EventSockets | None = None
     try:
+        if config.kv_events is not None:
+            event_sockets = EventSockets.open(context, config.kv_events)
         for endpoint in config.workers:
             worker_socket = open_socket(context, zmq.DEALER, endpoint, bind=True)
             workers.append(Channel(worker_socket, FromWorker))
-        kv_cache, features = accept_workers(
+        accepted = accept_workers(
             workers, config, on_progress=lambda doing: lifeline.report(Progress(doing))
         )
+        kv_cache, features = accepted.kv_cache, accepted.features
         if config.scheduler.num_speculative_tokens and Feature.DRAFTS not in features:
             raise ConfigError(
                 f"num_speculative_tokens={config.scheduler.num_speculative_tokens}, but the "
@@ -51,13 +58,18 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             epoch=config.epoch,
             verify_plan=config.verify_plan,
             features=features,
-            connector=_load_connector(config, features, kv_cache),
+            connector=_load_connector(config, accepted),
             num_ranks=len(workers),
         )
         clients: ServerChannel[ToClient, ToEngine] = ServerChannel(
             open_socket(context, zmq.ROUTER, config.clients, bind=True), ToEngine
         )
         num_sharing = config.cache.context_parallel_size
+        events = None
+        if config.kv_events is not None and event_sockets is not None:
+            events = EventPublisher(
+                event_sockets, config.kv_events, kv_cache, context_parallel_size=num_sharing
+            )
         longest = config.scheduler.longest_request(num_sharing)
         tokens = tokens_that_fit(kv_cache.groups, kv_cache.num_blocks, longest)
         block_sizes = sorted({group.spec.block_size * num_sharing for group in kv_cache.groups})
@@ -72,35 +84,39 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
         )
         logger.info("ready: %d blocks, which hold %d tokens", kv_cache.num_blocks, tokens)
         try:
-            _run(Engine(config, scheduler, workers, clients))
+            _run(Engine(config, scheduler, workers, clients, events, lifeline.report_alive))
         finally:
             clients.close()
     finally:
+        if event_sockets is not None:
+            event_sockets.close()
         for worker in workers:
             worker.close()
         close_context(context)
 
 
 def _load_connector(
-    config: SchedulerProcessConfig, features: frozenset[Feature], kv_cache: KVCacheConfig
+    config: SchedulerProcessConfig, accepted: AcceptedWorkers
 ) -> SchedulerConnector | None:
-    """Raises ConfigError if there is no worker half, which would fill the loaded blocks."""
+    """Raises ConfigError if the connector cannot be loaded, or if a worker has none."""
     if config.kv_connector is None:
         return None
-    connector = load_scheduler_connector(
-        config.kv_connector,
-        ConnectorConfig(
-            parse_options(config.kv_connector_config),
-            block_size=config.cache.block_size * config.cache.context_parallel_size,
-            num_blocks=kv_cache.num_blocks,
-            num_groups=len(kv_cache.groups),
-            num_ranks=len(config.workers),
-            engine_id=f"{config.engine_id}.{config.epoch}",
-        ),
+    if Feature.KV_CONNECTOR not in accepted.features:
+        raise ConfigError(
+            f"--kv-connector {config.kv_connector}: a worker was started without it, so nothing "
+            "would move its blocks. Start scheduler and workers with the same --kv-connector."
+        )
+    fields = engine_fields(
+        config.identity,
+        accepted.kv_cache,
+        options=parse_options(config.kv_connector_config),
+        rank_block_bytes=accepted.rank_block_bytes,
+        engine_id=config.engine_id,
+        epoch=config.epoch,
     )
-    if Feature.KV_CONNECTOR not in features:
-        raise no_worker_half(config.kv_connector)
-    return connector
+    fields["hash_block_size"] = config.cache.tokens_per_hash
+    fields["publishes_events"] = config.kv_events is not None
+    return load_scheduler_connector(config.kv_connector, ConnectorConfig(**fields))
 
 
 def _run(engine: Engine) -> None:

@@ -6,7 +6,7 @@ any order. The first one that fails ends the startup, with its error as the reas
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import zmq
@@ -22,7 +22,11 @@ from longshore.protocol.handshake import (
     WorkerReady,
     check_identity,
 )
-from longshore.protocol.kv_cache_spec import KVCacheConfig, check_holds_one_request
+from longshore.protocol.kv_cache_spec import (
+    HeadShare,
+    KVCacheConfig,
+    check_holds_one_request,
+)
 from longshore.protocol.outputs import WorkerFailed
 from longshore.protocol.transport.channel import Channel
 from longshore.scheduler.config import SchedulerProcessConfig
@@ -31,16 +35,28 @@ WorkerChannel: TypeAlias = Channel[ToWorker, FromWorker]
 Message = TypeVar("Message", WorkerHello, WorkerReady)
 
 
+class AcceptedWorkers(NamedTuple):
+    """What the ranks of the engine have agreed on.
+
+    kv_cache: equal on all ranks except for its layers, here those of rank 0.
+    features: those that all ranks support.
+    rank_block_bytes: by rank, bytes that a block of the largest group needs.
+    """
+
+    kv_cache: KVCacheConfig
+    features: frozenset[Feature]
+    rank_block_bytes: tuple[int, ...]
+
+
 def accept_workers(
     workers: Sequence[WorkerChannel],
     config: SchedulerProcessConfig,
     on_progress: Callable[[str], None] = lambda doing: None,
-) -> tuple[KVCacheConfig, frozenset[Feature]]:
+) -> AcceptedWorkers:
     """Compare all ranks, agree on the number of blocks, and wait until all are warmed up.
 
-    workers: by rank. Returns the KV cache, equal on all ranks except for its layers, and the
-    features that all ranks support. Waits without a timeout: the supervisor notices a rank
-    that dies. Raises EngineDead if a rank fails, HandshakeRejected or ConfigError if one differs.
+    workers: by rank. Waits without a timeout: the supervisor notices a rank that dies. Raises
+    EngineDead if a rank fails, HandshakeRejected or ConfigError if one differs.
     """
     on_progress(_waiting_for(workers, "load the model"))
     hellos = _receive_from_all(workers, WorkerHello)
@@ -52,15 +68,27 @@ def accept_workers(
                 )
             check_identity(config.identity, hello.identity, peer=f"worker {rank}")
         kv_cache = _agree_on_blocks([hello.kv_cache for hello in hellos], config)
+        _check_heads(hellos, num_shards=len(hellos) - config.sampling_rank)
     except (HandshakeRejected, ConfigError) as error:
         for worker in workers:
             worker.send(Rejected(str(error)))
         raise
+    rank_block_bytes = tuple(hello.kv_cache.largest_block_bytes for hello in hellos)
+    reply = WorkerAccepted(
+        config.epoch,
+        kv_cache.num_blocks,
+        config.verify_plan,
+        rank_block_bytes if config.kv_connector is not None else (),
+    )
     for worker in workers:
-        worker.send(WorkerAccepted(config.epoch, kv_cache.num_blocks, config.verify_plan))
+        worker.send(reply)
     on_progress(_waiting_for(workers, "warm up"))
     _receive_from_all(workers, WorkerReady)
-    return kv_cache, frozenset.intersection(*(frozenset(hello.features) for hello in hellos))
+    return AcceptedWorkers(
+        kv_cache,
+        frozenset.intersection(*(frozenset(hello.features) for hello in hellos)),
+        rank_block_bytes,
+    )
 
 
 def _waiting_for(workers: Sequence[WorkerChannel], what: str) -> str:
@@ -69,7 +97,8 @@ def _waiting_for(workers: Sequence[WorkerChannel], what: str) -> str:
 
 
 def _receive_from_all(workers: Sequence[WorkerChannel], kind: type[Message]) -> list[Message]:
-    """One message from each rank, by rank. Raises EngineDead if a rank sends another message."""
+    """One message from each rank, by rank. Raises EngineDead if a rank sends another message. What
+    a rank sends after it is ready is for the engine, and is not received here."""
     poller = zmq.Poller()
     for worker in workers:
         poller.register(worker.socket, zmq.POLLIN)
@@ -77,6 +106,8 @@ def _receive_from_all(workers: Sequence[WorkerChannel], kind: type[Message]) -> 
     while len(received) < len(workers):
         poller.poll()
         for rank, worker in enumerate(workers):
+            if kind is WorkerReady and rank in received:
+                continue
             message = worker.receive()
             match message:
                 case None:
@@ -85,6 +116,8 @@ def _receive_from_all(workers: Sequence[WorkerChannel], kind: type[Message]) -> 
                     raise EngineDead(f"worker {message.rank} failed: {message.reason}")
                 case _ if isinstance(message, kind) and rank not in received:
                     received[rank] = message
+                    if kind is WorkerReady:
+                        poller.unregister(worker.socket)
                 case _:
                     raise EngineDead(
                         f"worker {rank} sent {type(message).__name__} instead of {kind.__name__}"
@@ -102,7 +135,7 @@ def _agree_on_blocks(
     """
     first = offered[0]
     for rank, theirs in enumerate(offered):
-        for field in ("dtype", "layout"):
+        for field in ("dtype", "layout", "rotation"):
             _check_equal(field, (rank, getattr(theirs, field)), (0, getattr(first, field)))
         specs = [[group.spec for group in one.groups] for one in (theirs, first)]
         _check_equal("KV cache groups", (rank, specs[0]), (0, specs[1]))
@@ -141,6 +174,26 @@ def _check_layers(offered: Sequence[KVCacheConfig], *, num_shards: int) -> None:
                     "Start all with the same configuration."
                 )
             holders[name] = rank
+
+
+def _check_heads(hellos: Sequence[WorkerHello], *, num_shards: int) -> None:
+    """Check that each rank has the KV heads of its shard, and as many as its blocks."""
+    total = hellos[0].heads.total
+    for rank, hello in enumerate(hellos):
+        expected = HeadShare.of_shard(rank % num_shards, num_shards, total)
+        if hello.heads != expected:
+            raise HandshakeRejected(
+                f"worker {rank} has {hello.heads}, but the share of shard {rank % num_shards} of "
+                f"{num_shards} is {expected}. Start all with the same configuration."
+            )
+        for group in hello.kv_cache.groups:
+            num_heads = getattr(group.spec, "num_kv_heads", expected.count)
+            if num_heads != expected.count:
+                raise HandshakeRejected(
+                    f"worker {rank} has {expected.count} KV heads, but its blocks of "
+                    f"{type(group.spec).__name__} have {num_heads}. Start all with the same "
+                    "configuration."
+                )
 
 
 def _check_equal(what: str, theirs: tuple[int, object], others: tuple[int, object]) -> None:

@@ -18,7 +18,7 @@ from longshore.scheduler.features.forks import Forks
 from longshore.scheduler.features.grammar import GrammarError, Grammars
 from longshore.scheduler.features.lora import LoRASlots
 from longshore.scheduler.features.transfers import Transfers
-from longshore.scheduler.kv_cache.blocks import ComputedBlocks
+from longshore.scheduler.kv_cache.blocks import BlockDemand, ComputedBlocks, HeldBlocks
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
@@ -46,8 +46,13 @@ class AdmissionGates:
     queue would wait forever.
     """
 
-    def __init__(self, cache: CacheConfig, num_blocks: int, num_usable: int) -> None:
-        self.watermark_blocks = int(num_blocks * cache.watermark)
+    def __init__(
+        self, cache: CacheConfig, num_blocks: int, num_usable: int, *, swaps: bool = False
+    ) -> None:
+        """swaps: requests are swapped out above `preempt_threshold`, so none is admitted that would
+        exceed it."""
+        share = max(cache.watermark, 1 - cache.preempt_threshold) if swaps else cache.watermark
+        self.watermark_blocks = int(num_blocks * share)
         self._num_usable = num_usable
         self._preempt_threshold = cache.preempt_threshold
         self._admit_threshold = cache.admit_threshold
@@ -55,14 +60,20 @@ class AdmissionGates:
 
     def has_room(self, num_needed: int, *, num_free: int, nothing_runs: bool) -> bool:
         """Whether a request that needs `num_needed` of `num_free` blocks may be admitted."""
-        usage = (self._num_usable - num_free) / self._num_usable
-        if usage > self._preempt_threshold:
+        if self.is_short(num_free):
             self.is_closed = True
-        elif usage < self._admit_threshold:
+        elif self._usage(num_free) < self._admit_threshold:
             self.is_closed = False
         if nothing_runs:
             return num_needed <= num_free
         return not self.is_closed and num_free - num_needed >= self.watermark_blocks
+
+    def is_short(self, num_free: int) -> bool:
+        """Whether more than `preempt_threshold` of the blocks are held."""
+        return self._usage(num_free) > self._preempt_threshold
+
+    def _usage(self, num_free: int) -> float:
+        return (self._num_usable - num_free) / self._num_usable
 
 
 class Attempt(enum.Enum):
@@ -83,7 +94,8 @@ _NOTHING: Final = Matched(0)
 class Admission:
     """Admits waiting requests.
 
-    max_loading_blocks: limit for the blocks of requests that are loading, or have loaded and wait.
+    max_loading_blocks: limit for the blocks of requests that are loading, or have loaded and wait,
+        if there are several.
     transfers, encoder, loras, grammars: None unless configured.
     """
 
@@ -180,7 +192,10 @@ class Admission:
             num_computed = source.num_computed_tokens
         else:
             num_computed = min(source.num_tokens + num_external, len(request.token_ids) - 1)
-        need = self._num_tokens_now(request, num_computed)
+        junction = self.kv_cache.find_junction(request) if self.kv_cache.has_states else 0
+        need = self._num_tokens_now(request, num_computed, junction)
+        if isinstance(source, Hold) and source.kind is HoldKind.LOADED:
+            need = self.kv_cache.states.chunk_after_load(num_computed, need)
         if need == 0:
             return Attempt.NO_TOKENS
         num_slots = num_computed + need + self.config.num_lookahead_tokens
@@ -191,15 +206,16 @@ class Admission:
             tables = self._allocate(request, source, num_slots, num_computed, num_external)
         if tables is None:
             return Attempt.NO_BLOCKS
+        self.kv_cache.states.junctions[self.running.next_row] = junction
         self._enter(request, tables, num_computed, need)
         if num_external:
             row = request.row
             self.plan.loads.append((row, int(self.running.generation[row])))
         return Attempt.ADMITTED
 
-    def _num_tokens_now(self, request: Request, num_computed: int) -> int:
+    def _num_tokens_now(self, request: Request, num_computed: int, junction: int) -> int:
         """Tokens that the request computes in this step after `num_computed`; 0 if it does not fit
-        into the step."""
+        into the step. junction: see `StateGroups.junctions`."""
         num_tokens = len(request.token_ids) - num_computed
         if self.config.long_prefill_token_threshold:
             num_tokens = min(num_tokens, self.config.long_prefill_token_threshold)
@@ -208,7 +224,7 @@ class Admission:
         if num_tokens and self.encoder is not None and request.multimodal:
             num_tokens = self.encoder.would_limit(request, num_computed, num_tokens)
         if num_tokens and self.kv_cache.has_states:
-            num_tokens = self.kv_cache.aligned_chunk(num_computed, num_tokens)
+            num_tokens = self.kv_cache.states.aligned_chunk(num_computed, num_tokens, junction)
         return num_tokens
 
     def _allocate(
@@ -232,17 +248,16 @@ class Admission:
             return None
         if num_external:
             assert self.transfers is not None
-            blocks = kv_cache.reserve(demand, answered_step=self.in_flight.last_answered_step)
+            blocks = self._reserve_for_load(self.transfers, request, demand, num_external)
             if blocks is None:
                 return None
             kv_cache.attach(row, blocks, prefix.num_tokens)
-            self.transfers.allocated(request, blocks.block_ids, num_external)
-            tables: tuple[Int32Array, ...] | None = blocks.block_ids
-        elif (tables := kv_cache.start(row, demand)) is None:
-            return None
-        kv_cache.count_lookup(request, prefix.num_tokens)
-        if self.transfers is not None:
-            self.transfers.count_lookup(request, prefix.num_tokens, num_external)
+            return blocks.block_ids
+        tables = kv_cache.start(row, demand)
+        if tables is not None:
+            kv_cache.count_lookup(request, prefix.num_tokens)
+            if self.transfers is not None:
+                self.transfers.count_lookup(request, prefix.num_tokens, num_external)
         return tables
 
     def _resume(
@@ -298,6 +313,8 @@ class Admission:
         start = self.running.admit(request, num_computed, tables)
         if request in self.forks.parents:
             self.forks.parent_begins(request)
+        if request.is_swapped and self.transfers is not None:
+            self.transfers.release_swap(request)
         request.events.append((RequestEvent.SCHEDULED, self._now))
         self.plan.add(request, start)
         if self.loras is not None:
@@ -321,17 +338,17 @@ class Admission:
         match = self._ask_connector(transfers, request, prefix.num_tokens)
         if isinstance(match, AskLater):
             request.waits_for = "its connector, which does not know yet what it can load"
+            if request.is_swapped:
+                request.waits_for = "the copy of its KV, which is being swapped out"
             return Attempt.SET_ASIDE
         num_external = min(match.num_tokens, len(request.token_ids) - prefix.num_tokens)
         if match.is_async and num_external > 0:
-            num_slots = min(prefix.num_tokens + num_external + 1, len(request.token_ids))
-            if self.kv_cache.num_blocks_for(num_slots) <= self.max_loading_blocks:
+            attempt = self._begin_load(transfers, request, prefix, num_external)
+            while attempt is Attempt.NO_BLOCKS and self._release_holds(request):
                 attempt = self._begin_load(transfers, request, prefix, num_external)
-                while attempt is Attempt.NO_BLOCKS and self._release_holds(request):
-                    attempt = self._begin_load(transfers, request, prefix, num_external)
-                if attempt is not Attempt.NO_BLOCKS or not self._is_idle:
-                    return attempt
-            num_external = 0  # this load could never begin, or only after one that may never end
+            if attempt is not Attempt.NO_BLOCKS or not self._is_idle:
+                return attempt
+            num_external = 0  # transfers that may never end own the blocks
         return self._start(request, prefix, num_external)
 
     def _ask_connector(
@@ -342,7 +359,7 @@ class Admission:
             return _NOTHING
         if self._asked is not None and self._asked[:2] == (request, num_local):
             return self._asked[2]  # tried again, because holds were released
-        match = transfers.match(request, num_local)
+        match = transfers.match(request, num_local, self._now)
         self._asked = (request, num_local, match)
         return match
 
@@ -350,12 +367,13 @@ class Admission:
         self, transfers: Transfers, request: Request, prefix: ComputedBlocks, num_external: int
     ) -> Attempt:
         """Reserve blocks for the connector to fill while the request waits. One token more than is
-        loaded gets a slot, so that the loaded request can run without another block."""
+        loaded gets a slot, so that the loaded request can run without another block. A load larger
+        than the limit for all loads begins when there is no other one."""
         num_loaded = prefix.num_tokens + num_external
         num_slots = min(num_loaded + 1, len(request.token_ids))
-        num_loading = transfers.num_loading_blocks + self.holds.num_loaded_blocks
-        num_loading += self.kv_cache.num_blocks_for(num_slots)
-        if self._loads_are_full or num_loading > self.max_loading_blocks:
+        num_others = transfers.num_loading_blocks + self.holds.num_loaded_blocks
+        num_loading = num_others + self.kv_cache.num_blocks_for(num_slots)
+        if self._loads_are_full or (num_others and num_loading > self.max_loading_blocks):
             self._loads_are_full = True  # a smaller load must not go first
             request.waits_for = (
                 f"other loads to end: all loads together may hold max_loading_blocks="
@@ -371,12 +389,11 @@ class Admission:
         )
         if not self._has_room(request, demand.num_needed, num_slots):
             return Attempt.NO_BLOCKS
-        blocks = self.kv_cache.reserve(demand, answered_step=self.in_flight.last_answered_step)
+        blocks = self._reserve_for_load(transfers, request, demand, num_external)
         if blocks is None:
             return Attempt.NO_BLOCKS
-        transfers.allocated(request, blocks.block_ids, num_external)
-        self.kv_cache.count_lookup(request, prefix.num_tokens)
-        transfers.count_lookup(request, prefix.num_tokens, num_external)
+        if request.is_swapped:
+            transfers.num_swapped_in_blocks += demand.num_new
         if request in self.forks.waiting:  # its parent must not give it a hold while it loads
             self.forks.drop(request)
         request.change(RequestChange.LOAD_BEGUN)
@@ -391,12 +408,25 @@ class Admission:
         self.plan.has_new_loads = True
         return Attempt.PARKED
 
+    def _reserve_for_load(
+        self, transfers: Transfers, request: Request, demand: BlockDemand, num_external: int
+    ) -> HeldBlocks | None:
+        """Take the blocks of `demand`, which the connector fills with `num_external` tokens. None,
+        and nothing has changed, if blocks are short."""
+        blocks = self.kv_cache.reserve(demand, answered_step=self.in_flight.last_answered_step)
+        if blocks is not None:
+            num_local = demand.computed.num_tokens
+            transfers.allocated(request, blocks.block_ids, num_external)
+            self.kv_cache.count_lookup(request, num_local)
+            transfers.count_lookup(request, num_local, num_external)
+        return blocks
+
     # Holds and idleness
 
     @property
     def _is_idle(self) -> bool:
         """No request runs, and no output is expected that could change anything."""
-        return self.running.num_rows == 0 and len(self.in_flight) == 0
+        return self.running.num_rows == 0 and not self.in_flight.steps
 
     def _release_holds(self, request: Request) -> bool:
         """Release a hold for `request`; False if there is none to release. Holds of forks and

@@ -6,6 +6,7 @@ that request was preempted, its token is delivered anyway; if it has ended, the 
 """
 
 from collections import deque
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from longshore.protocol.arrays import BoolArray, Int32Array, Int64Array
 from longshore.scheduler.features.logprobs import ScoredRows
+from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.request import Request
 from longshore.scheduler.step.running import Occupant, RunningTable
 
@@ -121,7 +123,8 @@ class PastOccupant(Occupant):
 
 
 class StepsInFlight:
-    """The unanswered plans (`steps`), oldest first, and the past occupants of their rows."""
+    """The unanswered plans and the past occupants of their rows. steps: oldest first; a plan that
+    has been built is appended."""
 
     def __init__(self, running: RunningTable) -> None:
         self._running = running
@@ -129,21 +132,10 @@ class StepsInFlight:
         self._past: dict[int, PastOccupant] = {}
         self.last_answered_step = 0
 
-    def __len__(self) -> int:
-        return len(self.steps)
-
     @property
     def newest_step(self) -> int:
         """The last plan built."""
         return self.steps[-1].step if self.steps else self.last_answered_step
-
-    def add(self, planned: PlannedStep) -> None:
-        """A plan has been built."""
-        self.steps.append(planned)
-
-    def oldest(self) -> PlannedStep | None:
-        """The plan whose output is next."""
-        return self.steps[0] if self.steps else None
 
     def answered(self) -> None:
         """The output of the oldest plan has been applied."""
@@ -164,22 +156,28 @@ class StepsInFlight:
         return list(self._past.items())
 
     def note_vacated(
-        self,
-        request: Request,
-        generation: int,
-        *,
-        tables: tuple[Int32Array, ...],
-        expects_tokens: bool,
-        void_through: int,
+        self, requests: Sequence[Request], blocks: Sequence[HeldBlocks], *, is_void: bool
     ) -> None:
-        """The row of a request is about to be emptied. If it still expects tokens that are not
-        void, the request is not admitted again before they have arrived."""
-        newest_step = self.steps[-1].step
-        if expects_tokens and void_through < newest_step:
-            request.resume_after_step = newest_step
-        self._past[generation] = PastOccupant(
-            request, void_through, newest_step, tables, request.num_hit_tokens
+        """The rows of these requests, with these blocks, are about to be emptied. A request that
+        still expects tokens which are not void is not admitted again before they have arrived.
+        is_void: all of them are void, because the requests or their outputs end."""
+        running, newest_step = self._running, self.steps[-1].step
+        rows = [request.row for request in requests]
+        columns = zip(
+            requests,
+            blocks,
+            running.generation[rows].tolist(),
+            running.num_placeholders[rows].tolist(),
+            running.void_through[rows].tolist(),
+            strict=True,
         )
+        for request, held, generation, num_expected, rewound_at in columns:
+            void_through = newest_step if is_void else rewound_at
+            if num_expected > 0 and void_through < newest_step:
+                request.resume_after_step = newest_step
+            self._past[generation] = PastOccupant(
+                request, void_through, newest_step, held.block_ids, request.num_hit_tokens
+            )
 
     def void_past_occupants(self, request: Request | None = None) -> None:
         """Make the tokens that past occupants (or this one) still expect void."""

@@ -26,7 +26,7 @@ _LENGTH_CAPPED: Final = Outcome(FinishReason.LENGTH_CAPPED, ends_output=True)
 _REPETITION: Final = Outcome(FinishReason.REPETITION, ends_output=True)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class OutputProcessor:
     """Applies outputs in the order of the plans.
 
@@ -48,12 +48,12 @@ class OutputProcessor:
     # Requests that end with the output being applied, with the generation of its row.
     _ending: list[tuple[int, Request, Outcome]] = field(default_factory=list)
 
-    def apply(self, output: ModelRunnerOutput, now: float) -> bool:
-        """Apply the output of the oldest unanswered plan; see `Scheduler.update_from_output`. False
-        if it is of another epoch."""
+    def apply(self, output: ModelRunnerOutput, now: float) -> None:
+        """Apply the output of the oldest unanswered plan; see `Scheduler.update_from_output`. One
+        of another epoch is counted and dropped."""
         if output.epoch != self.plan.epoch:
             self.num_stale_tokens += len(output.sampled_tokens)
-            return False
+            return
         planned = self.validator.plan_of(output)
         if len(output.failed_block_ids):
             self.recovery.fail_loads(output.failed_block_ids, planned, now)
@@ -70,7 +70,6 @@ class OutputProcessor:
             self.lifecycle.end_all(list(map(itemgetter(1, 2), ending)), now)
         if self.drafts is not None:
             self.drafts.receive(output.draft_rows, output.draft_tokens, planned)
-        return True
 
     def _apply_scored(self, planned: PlannedStep, output: ModelRunnerOutput) -> None:
         """Tokens with log probabilities. The valid rows are determined before the tokens are

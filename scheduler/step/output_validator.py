@@ -26,7 +26,7 @@ class OutputValidator:
 
     def plan_of(self, output: ModelRunnerOutput) -> PlannedStep:
         """The plan that `output` answers. Raises InvalidOutput if it does not fit the plan."""
-        planned = self.in_flight.oldest()
+        planned = self.in_flight.steps[0] if self.in_flight.steps else None
         if planned is None or planned.step != output.step:
             expected = "none" if planned is None else f"step {planned.step}"
             raise InvalidOutput(f"a worker answered step {output.step}, but {expected} was due")
@@ -34,6 +34,17 @@ class OutputValidator:
         if text is not None:
             raise InvalidOutput(f"step {output.step}: {text}")
         return planned
+
+    def check_drafts(self, rows: Int32Array, token_ids: Int32Array) -> None:
+        """Raise InvalidOutput if these are not drafts: a token id of the vocabulary per row."""
+        text = self._bad_drafts(rows, token_ids)
+        if text is not None:
+            raise InvalidOutput(text)
+
+    def _bad_drafts(self, rows: Int32Array, token_ids: Int32Array) -> str | None:
+        if len(token_ids) == len(rows) and not self._is_outside(token_ids):
+            return None
+        return f"drafts must be token ids in 0..{self.vocab_size - 1}, one per draft row"
 
     def _flaw(self, planned: PlannedStep, output: ModelRunnerOutput) -> str | None:
         tokens, counts = output.sampled_tokens, output.num_sampled
@@ -51,9 +62,9 @@ class OutputValidator:
             return f"{num_rows} rows sample {num_tokens} tokens, but the output has {len(tokens)}"
         if self._is_outside(tokens):
             return f"a sampled token id is outside 0..{self.vocab_size - 1}"
-        drafts = output.draft_tokens
-        if len(drafts) != len(output.draft_rows) or self._is_outside(drafts):
-            return f"drafts must be token ids in 0..{self.vocab_size - 1}, one per draft row"
+        text = self._bad_drafts(output.draft_rows, output.draft_tokens)
+        if text is not None:
+            return text
         if len(output.nan_rows) or len(output.num_nans):
             if not np.isin(output.nan_rows, planned.rows).all():
                 return "a row that does not sample has logits that are not finite"

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from longshore.connectors.base import SchedulerConnector, StepView
+from longshore.connectors.base import AdmittedRequest, StepView
 from longshore.protocol.arrays import Int32Array, Int64Array, int32_array
 from longshore.protocol.plan import (
     AppendedBlocks,
@@ -16,6 +16,7 @@ from longshore.protocol.plan import (
 )
 from longshore.scheduler.features.drafts import Drafts
 from longshore.scheduler.features.encoder import EncoderCache
+from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.blocks import BlockCopy
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.request import Request
@@ -38,7 +39,7 @@ class PlanBuilder:
         epoch: int,
         encoder: EncoderCache | None = None,
         drafts: Drafts | None = None,
-        connector: SchedulerConnector | None = None,
+        transfers: Transfers | None = None,
         feed_back_tokens: bool = False,
         has_grammars: bool = False,
         verify_plan: bool = False,
@@ -47,7 +48,7 @@ class PlanBuilder:
         self._kv_cache = kv_cache
         self._encoder = encoder
         self._drafts = drafts
-        self._connector = connector
+        self._transfers = transfers
         self._feed_back_tokens = feed_back_tokens
         self._has_grammars = has_grammars
         self._verify_plan = verify_plan
@@ -108,7 +109,7 @@ class PlanBuilder:
             self.has_drops
             or bool(self.rewound)
             or self.has_new_loads
-            or (self._connector is not None and self._connector.has_pending_work)
+            or (self._transfers is not None and self._transfers.hooks.has_pending_work)
         )
 
     # The plan
@@ -175,18 +176,30 @@ class PlanBuilder:
             fields["freed_encoder_hashes"] = self._encoder.take_freed()
         if self._has_grammars:
             fields["has_structured_output"] = self._samples_masked(num_scheduled)
-        if self._connector is not None:
-            fields["connector_metadata"] = self._connector_metadata(self._connector, answered_step)
+        if self._transfers is not None:
+            fields["connector_metadata"] = self._connector_metadata(self._transfers, answered_step)
+            if self.loads:
+                fields["has_loads"] = True
+                self._transfers.step_loads.begin(self.step)
         if self._verify_plan:
             fields["full_state"] = self._full_state(num_scheduled)
         return fields
 
     def build_steady(self, num_tokens: int, *, answered_step: int) -> SchedulerOutput:
         """The plan of a steady decode step, in which all rows compute `num_tokens` tokens as
-        expected. It contains only appended blocks, if any. Not with a connector or full state."""
+        expected. It contains only appended blocks and metadata of the connector, if any. Not with
+        full state."""
         appended, self.appended = tuple(self.appended), []
         self._digest = digest_changes(self._digest, appended=appended)
         self.step += 1
+        transfers, metadata = self._transfers, b""
+        if transfers is not None and (
+            self._kv_cache.full_blocks.recorded
+            or self.uncached
+            or (transfers.hooks.may_have_work and transfers.hooks.wants_next_plan())
+        ):
+            metadata = self._connector_metadata(transfers, answered_step)
+            self.uncached = []
         return SchedulerOutput(
             epoch=self.epoch,
             step=self.step,
@@ -197,6 +210,7 @@ class PlanBuilder:
             answered_step=answered_step,
             appended=appended,
             freed_encoder_hashes=() if self._encoder is None else self._encoder.take_freed(),
+            connector_metadata=metadata,
         )
 
     def _tokens_to_feed_back(self, num_scheduled: Int64Array) -> tuple[Int32Array, Int32Array]:
@@ -229,12 +243,14 @@ class PlanBuilder:
         self._common_prefix_blocks = common
         return common
 
-    def _connector_metadata(self, connector: SchedulerConnector, answered_step: int) -> bytes:
-        return connector.build_connector_meta(
+    def _connector_metadata(self, transfers: Transfers, answered_step: int) -> bytes:
+        return transfers.hooks.metadata(
             StepView(
                 step=self.step,
                 answered_step=answered_step,
-                admitted=[start.request_id for start in self._added],
+                admitted=[
+                    AdmittedRequest(start.request_id, start.block_ids) for start in self._added
+                ],
                 uncached=self.uncached,
                 cached=self._kv_cache.full_blocks.take_cached(),
                 preempted=list(self.preempted.values()),

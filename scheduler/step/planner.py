@@ -17,6 +17,7 @@ from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.features.drafts import Drafts
 from longshore.scheduler.features.encoder import EncoderCache
 from longshore.scheduler.features.logprobs import ScoredRows
+from longshore.scheduler.features.swap import Swaps
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
@@ -43,8 +44,8 @@ class PauseState(enum.Enum):
 class StepPlanner:
     """Plans the steps.
 
-    allow_steady: False if connectors or workers need full information about every step.
-    transfers, encoder, drafts: None unless configured.
+    allow_steady: False if workers need full information about every step.
+    transfers, encoder, drafts, swaps: None unless configured.
     waits_for_transfers: in the last step, the only running request lacked blocks that they own.
     """
 
@@ -61,6 +62,7 @@ class StepPlanner:
     transfers: Transfers | None
     encoder: EncoderCache | None
     drafts: Drafts | None
+    swaps: Swaps | None
     allow_steady: bool
     pause: PauseState = PauseState.UNPAUSED
     waits_for_transfers: bool = False
@@ -82,6 +84,8 @@ class StepPlanner:
             self.encoder.begin_step()
         if self.kv_cache.frees_skipped:
             self._free_skipped_blocks()
+        if self.swaps is not None and budget:
+            self.swaps.begin_step(self.plan.step + 1, now)
         is_short, num_scheduled = False, np.zeros(self.running.max_num_seqs, np.int64)
         if self.running.num_rows:
             num_scheduled, is_short = self._schedule_running(budget, now)
@@ -92,7 +96,10 @@ class StepPlanner:
         assert num_tokens <= budget
         if not num_tokens and not self.plan.must_be_sent:
             return None
-        return self._build_plan(num_scheduled, num_tokens)
+        plan = self._build_plan(num_scheduled, num_tokens)
+        if self.swaps is not None:
+            self.swaps.planned(plan, num_scheduled, now)
+        return plan
 
     # A steady decode step
 
@@ -106,6 +113,8 @@ class StepPlanner:
         if self.pause is not PauseState.UNPAUSED or (
             running.num_rows < running.max_num_seqs and self.waiting.peek() is not None
         ):
+            return None
+        if self.swaps is not None and self.swaps.may_act:
             return None
         needs_no_block = steady.needs_no_block(step)
         if not needs_no_block:
@@ -128,7 +137,8 @@ class StepPlanner:
                 num_lookahead=self.config.num_lookahead_tokens,
                 step=step,
             )
-        self.in_flight.add(PlannedStep(step, steady.sampling, scored=steady.scored))
+        planned = PlannedStep(step, steady.sampling, scored=steady.scored)
+        self.in_flight.steps.append(planned)
         return plan
 
     # Running requests
@@ -138,6 +148,8 @@ class StepPlanner:
         preempted or waits."""
         running = self.running
         wanted = running.wanted()
+        if self.swaps is not None:
+            self.swaps.withhold(wanted)
         if self.config.long_prefill_token_threshold:
             wanted = np.minimum(wanted, self.config.long_prefill_token_threshold)
         if self.config.feed_back_tokens:
@@ -149,7 +161,8 @@ class StepPlanner:
         if before is not None:
             num_scheduled = self._limit_to_encoder(wanted, num_scheduled, budget)
         if self.kv_cache.has_states:
-            num_scheduled = self.kv_cache.aligned_chunks(running.num_computed, num_scheduled)
+            states = self.kv_cache.states
+            num_scheduled = states.aligned_chunks(running.num_computed, num_scheduled)
         appended = self.kv_cache.grow(self._num_slots(num_scheduled), running.generation)
         if appended is None:
             if before is not None and self.encoder is not None:
@@ -216,9 +229,13 @@ class StepPlanner:
             count = min(int(wanted[row]), num_left)
             has_items = self.encoder is not None and request.request_id in self.encoder.pending
             if self.encoder is not None and has_items:
-                count = self.encoder.would_limit(request, num_computed, count)
+                wanted_count = count
+                count = self.encoder.would_limit(request, num_computed, wanted_count)
+                if not count and self.encoder.release_passed(request, num_computed):
+                    count = self.encoder.would_limit(request, num_computed, wanted_count)
             if count and self.kv_cache.has_states:
-                count = self.kv_cache.aligned_chunk(num_computed, count)
+                states = self.kv_cache.states
+                count = states.aligned_chunk(num_computed, count, int(states.junctions[row]))
             if count == 0:
                 index += 1
                 continue
@@ -293,7 +310,7 @@ class StepPlanner:
             for request in list(self.encoder.pending.values()):
                 self.encoder.advanced(request, int(running.num_computed[request.row]))
         self._steady = self._steady_after(plan, planned, num_scheduled)
-        self.in_flight.add(planned)
+        self.in_flight.steps.append(planned)
         return plan
 
     def _steady_after(
@@ -307,6 +324,7 @@ class StepPlanner:
             or plan.num_scheduled_tokens != running.num_rows
             or not running.num_rows
             or not planned.sampling.is_plain
+            or (self.encoder is not None and self.encoder.pending)
         ):
             return None
         if last is not None and last.holds(running, plan.step):

@@ -13,9 +13,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from longshore.protocol.arrays import EMPTY_INT32, BoolArray, Int32Array, Int64Array
+from longshore.protocol.errors import LongshoreError
 from longshore.protocol.plan import Rewind, RowStart
 from longshore.protocol.rows import EMPTY_ROW, RowTable
-from longshore.scheduler.request import Request, RequestChange
+from longshore.scheduler.request import Request, RequestChange, RequestStatus
 
 NO_STOP_ID = -1
 _NEVER: Final = 1 << 62
@@ -210,6 +211,29 @@ class RunningTable(RowTable):
         self.version += 1
         self._order = None
 
+    def check(self) -> None:
+        """Raise LongshoreError if a count or column differs from the requests on the rows."""
+        rows = [row for row, request in enumerate(self.requests) if request is not None]
+        requests = [self.request_on(row) for row in rows]
+        widths = Counter(len(request.stop_ids) for request in requests if request.stop_ids)
+        left = (self.max_total - self.num_tokens)[rows]
+        is_right = {
+            "num_rows": self.num_rows == len(rows),
+            "generation": self.generation.nonzero()[0].tolist() == rows,
+            "row": [request.row for request in requests] == rows,
+            "free rows": sorted([*self._free_rows, *rows]) == list(range(self.max_num_seqs)),
+            "num_of_width": widths == self.num_of_width,
+            "fewest_left": self.fewest_left <= int(left.min(initial=_NEVER)),
+            "scored": set(self.scored.values()) == {each for each in requests if each.is_scored},
+            "is_special": self.is_special[rows].tolist() == [r.is_special for r in requests]
+            and np.count_nonzero(self.is_special) == sum(r.is_special for r in requests),
+            "status": all(r.status is RequestStatus.RUNNING for r in requests),
+            "hold": not any(r.hold for r in requests),
+        }
+        wrong = [name for name, right in is_right.items() if not right]
+        if wrong:
+            raise LongshoreError(f"{', '.join(wrong)} of the rows differ from their requests")
+
     def tokens_of(self, row: int, count: int | None = None) -> Int32Array:
         """A view of the row's first `count` verified token ids; None: all."""
         ids: Int32Array = self.token_ids[row, : self.num_tokens[row] if count is None else count]
@@ -220,6 +244,10 @@ class RunningTable(RowTable):
         request = self.requests[row]
         assert request is not None, f"row {row} is empty"
         return request
+
+    def generation_of(self, request: Request) -> int:
+        """The generation of the row that the request holds; EMPTY_ROW if it does not run."""
+        return int(self.generation[request.row]) if request.row >= 0 else EMPTY_ROW
 
     def occupant(self, row: int) -> Occupant:
         """The occupant of a held row."""

@@ -44,6 +44,7 @@ from longshore.scheduler.queue.outside_policies import load_policy
         ({"encoder_cache_size": -1}, r"encoder_cache_size=-1 must be at least 0"),
         ({"num_speculative_tokens": -1}, r"num_speculative_tokens=-1 must be at least 0"),
         ({"num_lookahead_tokens": -1}, r"num_lookahead_tokens=-1 must be at least 0"),
+        ({"kv_role": "x"}, "kv_role='x' is unknown; use one of kv_both, kv_producer, kv_consumer"),
         ({"load_failure_policy": "x"}, r"load_failure_policy='x' is unknown; use 'recompute' or"),
         ({"load_timeout_s": 0.0}, r"load_timeout_s=0.0 must be above 0"),
         ({"load_timeout_s": float("nan")}, r"load_timeout_s=nan must be above 0"),

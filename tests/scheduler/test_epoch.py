@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.protocol.arrays import int32_array
+from longshore.protocol.events import AllBlocksCleared
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput, RequestEvent
 from longshore.protocol.requests import LoRARequest, MultimodalFeature
-from longshore.scheduler.features.events import AllBlocksCleared
 from tests.harness.driver import Driver
 from tests.harness.grammar import FakeCompiler, grammar_for
 from tests.harness.tokens import expected_output, prompt_of

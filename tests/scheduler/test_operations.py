@@ -1,15 +1,14 @@
 """What the process around the scheduler calls it for, and what it learns from it."""
 
-from typing import Any
-
+import msgspec
 import pytest
 
 from longshore.connectors.base import ConnectorOutput, FinishAction, RequestView
 from longshore.protocol.arrays import Int32Array
-from longshore.protocol.outputs import FinishReason, RequestEvent
+from longshore.protocol.events import BlockRemoved, BlockStored, KVEvent
+from longshore.protocol.outputs import FinishReason, ModelRunnerOutput, RequestEvent
 from longshore.protocol.requests import MultimodalFeature
 from longshore.protocol.sampling import RepetitionDetection
-from longshore.scheduler.features.events import BlockStored
 from tests.harness.connector import AdversarialConnector, has_stored
 from tests.harness.driver import Driver
 from tests.harness.grammar import FakeCompiler, grammar_for
@@ -48,8 +47,8 @@ class WatchingConnector(AdversarialConnector):
         self.log.append("reset")
         return True
 
-    def take_events(self) -> list[Any]:
-        return ["tier event"]
+    def take_events(self) -> list[KVEvent]:
+        return [BlockRemoved(b"a tier's", 0, "CPU")]
 
     def shutdown(self) -> None:
         self.log.append("shutdown")
@@ -92,7 +91,7 @@ def test_every_operation_of_the_scheduler_does_what_its_name_says(steps_in_fligh
     stats = scheduler.make_stats()
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, 39)
     events = scheduler.take_kv_events()
-    assert [type(event) for event in events] == [BlockStored, BlockStored, str]
+    assert [type(event) for event in events] == [BlockStored, BlockStored, BlockRemoved]
     assert scheduler.reset_prefix_cache()
     assert scheduler.make_stats().encoder_cache_usage == 1.0
     assert scheduler.reset_encoder_cache()
@@ -130,7 +129,10 @@ def test_an_answer_brings_tokens_then_ends_then_the_connectors_turn(steps_in_fli
     connector.log.clear()
     if not driver.unanswered:
         driver.plan()
-    driver.scheduler.update_from_output(driver.take_output(), driver.now)
+    output = driver.take_output()
+    assert isinstance(output, ModelRunnerOutput)
+    output = msgspec.structs.replace(output, connector_metadata=b"said")
+    driver.scheduler.update_from_output(output, driver.now)
     ((client, outputs),) = driver.scheduler.take_outputs()
     assert (client, outputs.handles.tolist()) == (0, [0, 1, 2])
     assert outputs.tokens.tolist() == [EOS, 52, 52]
@@ -149,14 +151,16 @@ def test_requests_that_end_in_one_step_free_their_blocks_in_admission_order() ->
     driver = Driver()
     sampling = {"repetition": RepetitionDetection(1, 1, 4)}  # such tokens are applied one by one
     keys = [
-        driver.add("watched", prompt_of(5), max_tokens=2, sampling=sampling),
-        driver.add("plain", prompt_of(5, 30), max_tokens=2),
+        driver.add("watched", prompt_of(9), max_tokens=2, sampling=sampling),
+        driver.add("plain", prompt_of(9, 30), max_tokens=2),
     ]
     driver.step()
-    tail_first = [*driver.table("watched")[::-1], *driver.table("plain")[::-1]]
+    tables = [driver.table("watched"), driver.table("plain")]
     driver.run()
     assert list(driver.finished) == keys
-    assert driver.scheduler.kv_cache.pool.free_block_ids()[-4:] == tail_first
+    free = driver.scheduler.kv_cache.pool.free_block_ids()
+    assert free[:2] == [table[2] for table in reversed(tables)]  # partial blocks
+    assert free[-4:] == [block_id for table in tables for block_id in table[1::-1]]
 
 
 @BOTH
@@ -394,3 +398,45 @@ def test_steps_in_flight_are_averaged_since_the_last_look(steps_in_flight: int) 
     assert driver.scheduler.make_stats().steps_in_flight == steps_in_flight
     assert driver.scheduler.make_stats().steps_in_flight == 0.0  # no step since
     driver.run()
+
+
+@BOTH
+@pytest.mark.req("POO-09", "ERR-40")
+def test_the_prefix_cache_is_reset_while_requests_run_which_recompute_everything(
+    steps_in_flight: int,
+) -> None:
+    driver = Driver(max_steps_in_flight=steps_in_flight, max_num_seqs=2, verify_plan=True)
+    keys = [driver.add(name, prompt_of(10, 30 * index)) for index, name in enumerate("abc")]
+    driver.steps(3)
+    while len(driver.unanswered) < steps_in_flight:
+        driver.plan()
+    assert driver.running == ["a", "b"]
+    scheduler = driver.scheduler
+    assert not scheduler.reset_prefix_cache()
+    assert scheduler.reset_prefix_cache(driver.now, reset_running_requests=True)
+    assert driver.num_free_blocks == driver.num_blocks - 1
+    assert scheduler.get_request_counts() == (0, 3)
+    scheduler.check()
+    driver.answer()
+    while driver.unanswered:
+        driver.answer()
+    plan = driver.plan()
+    assert plan is not None
+    assert [start.request_id for start in plan.added] == ["a", "b"]
+    assert [(start.num_computed_tokens, start.resumed) for start in plan.added] == [(0, True)] * 2
+    assert scheduler.make_stats().num_preemptions == 2
+    driver.run()
+    driver.check_complete(*keys)
+
+
+def test_blocks_that_a_session_holds_are_released_by_a_reset() -> None:
+    driver = Driver()
+    key = driver.add("s", prompt_of(9), max_tokens=3, resumable=True, keeps_blocks=True)
+    while driver.requests["s"].hold is None:
+        driver.step()
+    assert not driver.scheduler.reset_prefix_cache()
+    assert driver.scheduler.reset_prefix_cache(driver.now, reset_running_requests=True)
+    assert driver.num_free_blocks == driver.num_blocks - 1
+    driver.continue_session(key, [70], max_tokens=1, resumable=False)
+    driver.run()
+    assert driver.finished[key].num_cached_tokens == 0

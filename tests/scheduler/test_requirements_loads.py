@@ -271,6 +271,9 @@ def test_the_prefix_cache_is_not_reset_while_a_waiting_request_or_transfer_holds
     assert driver.scheduler.get_request_counts()[0] == 0
     assert driver.num_free_blocks < driver.num_blocks - 1
     assert driver.scheduler.reset_prefix_cache() is False
+    was_loaded = holder == "loaded"  # the request recomputes, or loads again
+    assert driver.scheduler.reset_prefix_cache(9.0, reset_running_requests=True) is was_loaded
+    assert (driver.num_free_blocks == driver.num_blocks - 1) is was_loaded
     if holder == "send":
         driver.ranks.end_send("sends")
     settle(driver)

@@ -6,10 +6,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from longshore.connectors.base import AskLater, FinishAction, Match, Matched, RequestView
-from longshore.protocol.outputs import FinishReason
+from longshore.connectors.base import (
+    AskLater,
+    ConnectorOutput,
+    FinishAction,
+    Match,
+    Matched,
+    RequestView,
+    StepView,
+)
+from longshore.protocol.outputs import FinishReason, TransferReport
 from longshore.scheduler.request import RequestStatus
-from tests.harness.connector import has_leading, has_stored
+from tests.harness.connector import AdversarialConnector, has_leading, has_stored
 from tests.harness.driver import Driver
 from tests.harness.kv_groups import BLOCK_SIZE
 from tests.harness.shared_drivers import connected
@@ -52,10 +60,75 @@ def settle(driver: Driver) -> None:
     driver.check_idle()
 
 
+@pytest.mark.req("CFG-03")
+def test_a_producer_loads_nothing_and_a_consumer_stores_nothing() -> None:
+    stored: dict[str, int] = {}
+    loaded: dict[str, int] = {}
+    for role in ("kv_both", "kv_producer", "kv_consumer"):
+        driver = in_step(8, kv_role=role)
+        key = driver.add("r", prompt_of(20), max_tokens=4)
+        settle(driver)
+        driver.check_complete(key)
+        loaded[role] = driver.scheduler.make_stats().num_external_hit_tokens
+        stored[role] = sum(len(view.cached) for view in driver.connector.steps)
+    assert loaded == {"kv_both": 8, "kv_producer": 0, "kv_consumer": 8}
+    assert stored["kv_both"] > 0 < stored["kv_producer"]
+    assert stored["kv_consumer"] == 0
+
+
 # The order and the number of calls
 
 
-@pytest.mark.req("CON-17")
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_a_connector_that_reads_ahead_knows_the_blocks_of_a_queued_request(
+    reads_ahead: bool,
+) -> None:
+    driver = connected(rules={})
+    hashes: list[int] = []
+    connector = driver.scheduler._transfers.connector
+    connector.reads_ahead = reads_ahead
+    queued = connector.on_new_request
+
+    def on_new_request(request: RequestView) -> None:
+        hashes.append(len(request.block_hashes))
+        queued(request)
+
+    connector.on_new_request = on_new_request
+    driver.add("request", prompt_of(4 * BLOCK_SIZE + 1))
+    assert hashes == [4 if reads_ahead else 0]
+
+
+def test_a_lookup_says_how_long_the_request_has_waited() -> None:
+    waited: list[float] = []
+
+    def match(request: RequestView, num_computed_tokens: int) -> Match:
+        waited.append(request.waiting_s)
+        return AskLater() if request.waiting_s < 2.0 else Matched(0)
+
+    driver = connected(rules={"match": match})
+    driver.now = 50.0
+    driver.add("request", prompt_of(9))
+    for now in (50.5, 51.5, 52.5):
+        driver.now = now
+        driver.plan()
+    assert waited == [0.5, 1.5, 2.5]
+    assert driver.requests["request"].row >= 0
+
+
+def test_a_connector_keeps_a_request_from_cached_blocks_but_not_from_its_own_loads() -> None:
+    driver = connected(rules=only("loads", num_tokens=8))
+    driver.adversary.no_hits |= {"computes", "loads"}
+    keys = [driver.add(name, prompt_of(17)) for name in ("first", "computes", "loads", "hits")]
+    settle(driver)
+    driver.check_complete(*keys)
+    cached = [driver.finished[key].num_cached_tokens for key in keys]
+    assert cached == [0, 0, 8, 16]
+    stats = driver.scheduler.make_stats()
+    assert stats.num_prefix_hit_tokens == 16
+    assert stats.num_external_hit_tokens == 8
+
+
+@pytest.mark.req("CON-15", "CON-17")
 def test_a_plain_step_calls_the_connector_for_its_metadata_alone() -> None:
     driver = connected(max_steps_in_flight=1)
     calls = driver.adversary.calls
@@ -66,22 +139,115 @@ def test_a_plain_step_calls_the_connector_for_its_metadata_alone() -> None:
         "get_num_new_matched_tokens",
         *["update_state_after_alloc"] * calls.count("update_state_after_alloc"),
         "build_connector_meta",
-        "update_connector_output",
     ]
     del calls[:]
     driver.step()
     driver.step()
-    assert calls == ["build_connector_meta", "update_connector_output"] * 2
+    assert calls == ["build_connector_meta"] * 2
     del calls[:]
     driver.run_until_idle()
     assert calls == [
         "build_connector_meta",
         "request_finished",
-        "update_connector_output",
         "build_connector_meta",  # the workers learn of the end
-        "update_connector_output",
     ]
     driver.check_complete(key)
+
+
+@pytest.mark.req("CON-17")
+def test_a_steady_step_without_news_calls_no_hook() -> None:
+    driver = connected(block_size=16, max_model_len=256, verify_plan=False)
+    driver.add("r", prompt_of(18), max_tokens=200)
+    driver.steps(5)
+    del driver.adversary.calls[:], driver.adversary.steps[:]
+    driver.steps(32)
+    assert driver.adversary.calls == ["build_connector_meta"] * 2
+    assert [len(step.cached) for step in driver.adversary.steps] == [1, 1]
+
+
+@pytest.mark.req("CON-07", "CON-17")
+def test_a_connector_that_needs_every_step_is_asked_in_every_step() -> None:
+    connector = AdversarialConnector()
+    connector.needs_every_step = True
+    driver = Driver(connector=connector, block_size=16, max_model_len=256, verify_plan=False)
+    driver.add("r", prompt_of(18), max_tokens=200)
+    driver.steps(40)
+    assert [step.step for step in connector.steps] == list(range(1, 41))
+
+
+@pytest.mark.req("CON-07")
+def test_a_store_begins_and_is_sent_in_steady_steps() -> None:
+    driver = connected(
+        rules={"stores": lambda: True}, block_size=16, max_model_len=256, verify_plan=False
+    )
+    driver.add("r", prompt_of(18), max_tokens=200)
+    driver.steps(10)
+    del driver.adversary.calls[:], driver.plans[:]
+    wanted = driver.scheduler.running.wanted
+    driver.scheduler.running.wanted = None  # type: ignore[method-assign,assignment]
+    driver.steps(16)
+    driver.scheduler.running.wanted = wanted  # type: ignore[method-assign]
+    # The block is cached; its plan is unanswered; its plan is answered.
+    assert driver.adversary.calls == ["build_connector_meta"] * 3
+    stores = [store for plan in driver.plans for store in driver.commands_of(plan).stores]
+    assert len(stores) == 1
+    driver.abort((0, 0))
+    settle(driver)
+
+
+def test_work_that_a_report_brings_is_sent_with_the_next_steady_plan() -> None:
+    class Answering(AdversarialConnector):
+        """Has work for the workers after each of their messages."""
+
+        is_due = False
+
+        def update_connector_output(self, output: ConnectorOutput) -> None:
+            super().update_connector_output(output)
+            self.is_due = True
+
+        @property
+        def has_pending_work(self) -> bool:
+            return self.is_due
+
+        def build_connector_meta(self, step: StepView) -> bytes:
+            self.is_due = False
+            return super().build_connector_meta(step)
+
+    connector = Answering()
+    driver = Driver(connector=connector, block_size=16, max_model_len=256, verify_plan=False)
+    driver.add("r", prompt_of(18), max_tokens=200)
+    driver.steps(5)
+    del connector.steps[:]
+    driver.steps(3)
+    assert connector.steps == []
+    message = TransferReport(1, 0, connector_metadata=b"one")
+    driver.scheduler.update_from_transfers(message, driver.now)
+    driver.steps(2)
+    assert [step.step for step in connector.steps] == [9]
+    driver.plan()
+    driver.execute()
+    step = driver.unanswered[0]
+    step.output = msgspec.structs.replace(step.output, connector_metadata=b"two")
+    driver.answer()
+    driver.steps(2)
+    assert [step.step for step in connector.steps] == [9, 12]
+
+
+def test_a_connector_hears_of_uncached_blocks_in_a_steady_step() -> None:
+    """The output of a request that has ended was not finite; the others continue as before."""
+    driver = connected(verify_plan=False)
+    driver.add("other", prompt_of(6, 40), max_tokens=30)
+    bad = driver.add("bad", prompt_of(6), max_tokens=30)
+    driver.steps(4)
+    driver.plan()
+    driver.abort(bad)
+    driver.answer()
+    driver.plan()  # says that the request has ended; the plan before it is unanswered
+    del driver.adversary.steps[:]
+    driver.answer(nan_rows=[1])
+    driver.scheduler.running.wanted = None  # type: ignore[method-assign,assignment]
+    driver.plan()
+    assert any(step.uncached for step in driver.adversary.steps)
 
 
 @pytest.mark.req("CON-07")
@@ -94,7 +260,7 @@ def test_metadata_of_the_step_rides_on_its_plan() -> None:
     assert load.request_id == "r"
     assert (load.first, len(load.prefixes)) == (0, 8)
     assert driver.adversary.steps[-1].step == plan.step == 1
-    assert list(driver.adversary.steps[-1].admitted) == ["r"]
+    assert [one.request_id for one in driver.adversary.steps[-1].admitted] == ["r"]
     settle(driver)
 
 
@@ -741,9 +907,9 @@ def test_policy_fail_ends_only_the_requests_that_used_the_block() -> None:
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_request_that_got_a_failed_block_afterwards_is_left_alone(policy: str) -> None:
+def test_requests_that_got_or_found_a_failed_block_afterwards_are_left_alone(policy: str) -> None:
     driver = connected(
-        num_blocks=9,
+        num_blocks=10,
         max_model_len=32,
         rules=only("loads", num_tokens=12, is_async=False),
         fail_sync=fails_at(1),
@@ -752,11 +918,12 @@ def test_a_request_that_got_a_failed_block_afterwards_is_left_alone(policy: str)
     loads = driver.add("loads", prompt_of(18))
     driver.plan()
     driver.abort(loads)
-    later = driver.add("later", prompt_of(31, 40), max_tokens=1)
+    keys = [driver.add(name, prompt_of(31, 40), max_tokens=1) for name in ("later", "finds")]
     driver.plan()
-    assert driver.adversary.loads_begun[0].targets <= set(driver.workers.tables[0][0])
+    tables = driver.workers.tables
+    assert driver.adversary.loads_begun[0].targets & set(tables[0][0]) & set(tables[1][0])
     settle(driver)
-    driver.check_complete(later)
+    driver.check_complete(*keys)
     assert driver.scheduler.make_stats().num_rewinds == 0
 
 
@@ -1028,11 +1195,47 @@ def test_a_load_in_quarantine_does_not_count_towards_the_bound() -> None:
     driver.check_complete(key)
 
 
-def test_a_load_above_the_bound_does_not_wait_for_ever() -> None:
+def test_loads_above_the_bound_begin_one_at_a_time() -> None:
     driver = background(max_loading_blocks=3)
-    keys = [driver.add(name, prompt_of(20, start)) for name, start in (("a", 0), ("b", 40))]
+    large = [("a", 0), ("b", 40)]
+    keys = [driver.add(name, prompt_of(20, start)) for name, start in large]
+    keys.append(driver.add("small", prompt_of(6, 80)))
+    driver.plan()
+    assert [load.request_id for load in driver.adversary.loads_begun] == ["a"]
+    driver.ranks.end_load("a")
+    driver.step()  # it runs; nothing loads
+    driver.step()
+    assert [load.request_id for load in driver.adversary.loads_begun] == ["a", "b"]
+    assert driver.running == ["a"]  # the small one does not begin before the large one ends
     settle(driver)
+    assert [load.request_id for load in driver.adversary.loads_begun] == ["a", "b", "small"]
     driver.check_complete(*keys)
+
+
+@pytest.mark.parametrize("num_tokens", [20, 36])
+def test_a_load_that_fits_the_empty_pool_begins_when_it_is_alone(num_tokens: int) -> None:
+    driver = background(num_blocks=11, max_model_len=40)  # the default bound is 5 blocks
+    runs = driver.add("runs", prompt_of(3, 60), max_tokens=1)
+    driver.step()
+    key = driver.add("large", prompt_of(num_tokens), max_tokens=1)
+    settle(driver)
+    assert [load.request_id for load in driver.adversary.loads_begun] == ["runs", "large"]
+    assert len(driver.adversary.loads_begun[-1].targets) == num_tokens // 4
+    driver.check_complete(runs, key)
+
+
+def test_a_large_load_computes_if_blocks_are_in_quarantine_and_nothing_runs() -> None:
+    driver = background(num_blocks=11, max_model_len=40, max_num_batched_tokens=16)
+    hangs = driver.add("hangs", prompt_of(8, 60))
+    driver.plan()
+    driver.abort(hangs)
+    key = driver.add("large", prompt_of(36), max_tokens=1)
+    driver.step()
+    driver.step()
+    assert driver.running == ["large"]
+    assert [load.request_id for load in driver.adversary.loads_begun] == ["hangs"]
+    settle(driver)
+    driver.check_complete(key)
 
 
 @pytest.mark.req("PRE-06")
@@ -1050,6 +1253,21 @@ def test_a_preempted_requests_transfers_keep_their_blocks() -> None:
     assert preempted
     settle(driver)
     driver.check_complete(old, young)
+
+
+def test_a_block_of_two_loads_in_quarantine_counts_once() -> None:
+    driver = connected(rules=only("a", "b"))
+    first = driver.add("first", prompt_of(9))
+    driver.run()  # its two full blocks are prefix hits of the others
+    free = driver.num_free_blocks
+    keys = [driver.add(name, prompt_of(14)) for name in ("a", "b")]
+    driver.plan()
+    driver.abort(*keys)
+    assert (
+        driver.scheduler.make_stats().num_quarantined_blocks == free - driver.num_free_blocks == 6
+    )
+    settle(driver)
+    driver.check_complete(first)
 
 
 def test_a_request_in_quarantine_is_not_asked_about() -> None:
@@ -1118,7 +1336,9 @@ def test_a_fork_that_loads_gets_no_blocks_of_a_parent_that_ends() -> None:
     driver.steps(2)
     assert driver.requests["fork"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
     driver.abort(parent)
+    driver.scheduler.check()  # its blocks are those of num_loading_blocks
     driver.ranks.end_load("fork")
+    driver.scheduler.check()
     driver.run()
     driver.check_idle()
     driver.check_complete(fork)

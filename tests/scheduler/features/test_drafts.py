@@ -17,7 +17,7 @@ from longshore.scheduler.step.output_validator import InvalidOutput
 from longshore.scheduler.step.running import RunningTable
 from tests.harness.driver import Driver
 from tests.harness.shared_drivers import pressed
-from tests.harness.tokens import EOS, expected_output, prompt_of, steady_token
+from tests.harness.tokens import EOS, VOCAB_SIZE, expected_output, prompt_of, steady_token
 from tests.scheduler.test_request import make_request
 
 WRONG = 5
@@ -198,6 +198,18 @@ def test_a_later_word_about_drafts_replaces_an_earlier_one() -> None:
     assert plan is not None
     assert plan.draft_tokens.tolist() == [WRONG]
     driver.answer()
+
+
+@pytest.mark.parametrize("drafts", [[9, VOCAB_SIZE], [-1, 9], [9], [9, 9, 9]])
+def test_drafts_that_are_not_one_token_id_per_row_are_rejected(drafts: list[int]) -> None:
+    driver = drafting(3, num_right=1)
+    driver.add("r", prompt_of(6), max_tokens=20)
+    driver.step()
+    kept = driver.scheduler.running.drafts.copy()
+    with pytest.raises(InvalidOutput, match="one per draft row"):
+        driver.scheduler.update_drafts(int32_array([0, 0]), int32_array(drafts))
+    assert (driver.scheduler.running.drafts == kept).all()
+    driver.run()
 
 
 def test_drafts_for_empty_or_prefilling_rows_are_ignored() -> None:

@@ -459,3 +459,56 @@ def test_a_row_that_is_rewound_before_an_item_has_it_encoded_again() -> None:
     assert [(rewind.row, rewind.num_computed_tokens) for rewind in plan.rewound] == [(1, 0)]
     driver.run()  # which compares what rows compute with what is encoded
     assert driver.received[key] == expected_output("r", 9)
+
+
+# A drafter with lookahead slots reads one position beyond those of a step
+
+
+@pytest.mark.req("FEA-03")
+@pytest.mark.parametrize(("lookahead", "is_held"), [(0, False), (1, True)])
+def test_an_output_is_held_until_a_drafter_has_passed_it(lookahead: int, is_held: bool) -> None:
+    cache = EncoderCache(capacity=8, budget=8, lookahead=lookahead)
+    request, other = request_of("r", ("a", 2, 8)), request_of("other", ("b", 0, 8))
+    assert step(cache, request, 0, 10) == (10, ((0, 0),))  # the chunk ends where the item ends
+    assert step(cache, other, 0, 8)[0] == (0 if is_held else 8)
+    assert cache.is_cached("a") is is_held
+    if is_held:
+        step(cache, request, 10, 1)
+        assert step(cache, other, 0, 8)[0] == 8
+
+
+def test_a_request_does_not_wait_for_what_its_drafter_holds() -> None:
+    cache = EncoderCache(capacity=8, budget=8, lookahead=1)
+    request = request_of("r", ("a", 0, 8), ("b", 8, 8))
+    assert step(cache, request, 0, 20) == (8, ((0, 0),))
+    assert step(cache, request, 8, 20) == (20, ((0, 1),))
+    assert cache.take_freed() == ("a",)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_the_drafters_of_two_requests_do_not_keep_both_from_their_next_items(
+    steps_in_flight: int,
+) -> None:
+    driver = seeing(16, 16, max_steps_in_flight=steps_in_flight, num_lookahead_tokens=1)
+    for index, name in enumerate("ac"):
+        items = items_of((name, 0, 6), (name * 2, 6, 12))
+        driver.add(name, prompt_of(30, 30 * index), multimodal=items, max_tokens=2)
+    driver.run()
+    driver.check_complete(*driver.names)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 9])
+def test_an_item_outlives_the_chunk_that_ends_with_it_if_there_are_lookahead_slots(
+    num_tokens: int,
+) -> None:
+    """`two` may evict the item of `one` when the drafter of `one` has passed it."""
+    driver = seeing(8, 8, num_lookahead_tokens=1, max_num_scheduled_tokens=num_tokens)
+    driver.add("one", prompt_of(24), multimodal=items_of(("a", 0, 8)), max_tokens=2)
+    driver.add("two", prompt_of(24, 50), multimodal=items_of(("b", 0, 8)), max_tokens=2)
+    driver.step()
+    assert driver.scheduled == {"one": num_tokens}
+    cache = driver.scheduler._encoder
+    assert cache is not None
+    assert cache.reset() is (num_tokens == 9)
+    driver.run()
+    driver.check_complete(*driver.names)

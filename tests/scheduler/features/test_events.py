@@ -10,13 +10,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from longshore.scheduler.features.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVEvent,
-    KVEventLog,
-)
+from longshore.protocol.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from longshore.scheduler.features.events import KVEventLog
 from longshore.scheduler.kv_cache.block_pool import BlockPool
 
 TOKENS = np.arange(4, dtype=np.int32)

@@ -17,7 +17,12 @@ from hypothesis.stateful import (
 )
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from longshore.protocol.kv_cache_spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    LongestRequest,
+)
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import ContinueSession, LoRARequest, PoolingParams
 from longshore.protocol.sampling import SamplingParams
@@ -53,9 +58,10 @@ SKIPPED = request_of([1], skip=True)
 @pytest.mark.req("COW-01", "COW-02", "COW-04", "NUM-27")
 def test_beam_of_four_over_three_blocks_copies_only_the_last_at_the_first_divergent_write() -> None:
     manager = make_manager(num_blocks=20, block_size=4)
-    taken = [manager.reserve(manager.demand(manager.get_computed_blocks(SKIPPED), 4 * 12))]
-    assert taken[0] is not None
-    (ids,) = taken[0].block_ids
+    demand = manager.demand(manager.get_computed_blocks(SKIPPED), 4 * 12)
+    taken = manager.reserve(demand, answered_step=0)
+    assert taken is not None
+    (ids,) = taken.block_ids
     parent = HeldBlocks((np.array([3, 7, 12], np.int32),))
     others = np.array([block_id for block_id in ids.tolist() if block_id not in (3, 7, 12)])
     manager.release(HeldBlocks((others.astype(np.int32),)))
@@ -141,8 +147,8 @@ def test_groups_of_other_block_sizes_copy_their_own_last_block() -> None:
     manager = KVCacheManager(
         CacheConfig(block_size=4),
         KVCacheConfig(16, groups, "float32"),
+        LongestRequest(64),
         max_num_seqs=4,
-        max_model_len=64,
         hash_seed=b"",
     )
     assert manager.start(0, manager.demand(manager.get_computed_blocks(SKIPPED), 12))
@@ -652,9 +658,7 @@ def test_random_families_of_forks_read_their_own_tokens(data: st.DataObject) -> 
             epoch += 1
             driver.restart_workers(epoch)
         elif action == "n" and driver.unanswered:
-            planned = driver.scheduler._in_flight.oldest()
-            assert planned is not None
-            rows = planned.rows.tolist()
+            rows = driver.scheduler._in_flight.steps[0].rows.tolist()
             driver.answer(nan_rows=[draw(st.sampled_from(rows))] if rows else [])
         else:
             driver.step()

@@ -305,6 +305,9 @@ def test_an_answer_brings_tokens_and_scores_then_ends_then_outputs_then_the_conn
     driver.plan()
     connector.seen.clear()
     handles = {key: key[1] for key in (stops, masked, long)}
+    driver.execute()
+    step = driver.unanswered[0]
+    step.output = msgspec.structs.replace(step.output, connector_metadata=b"from the worker half")
     driver.answer()
     (ended, tokens, before), (last, _, after) = connector.seen
     # Accept and reject, append, score: `stops` got two drafts accepted, of which the second ends

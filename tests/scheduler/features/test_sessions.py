@@ -83,12 +83,14 @@ def test_a_session_finds_its_own_prefix_again(steps_in_flight: int) -> None:
 
 def test_a_session_frees_its_blocks_after_those_of_requests_admitted_before_it() -> None:
     driver = Driver()
-    driver.add("plain", prompt_of(5), max_tokens=2)
-    driver.add("s", prompt_of(5, 30), max_tokens=2, resumable=True)
+    driver.add("plain", prompt_of(9), max_tokens=2)
+    driver.add("s", prompt_of(9, 30), max_tokens=2, resumable=True)
     driver.step()
-    tail_first = [*driver.table("plain")[::-1], *driver.table("s")[::-1]]
+    tables = [driver.table("plain"), driver.table("s")]
     until_it_waits(driver, "s")
-    assert driver.scheduler.kv_cache.pool.free_block_ids()[-4:] == tail_first
+    free = driver.scheduler.kv_cache.pool.free_block_ids()
+    assert free[:2] == [table[2] for table in reversed(tables)]  # partial blocks
+    assert free[-4:] == [block_id for table in tables for block_id in table[1::-1]]
 
 
 @BOTH

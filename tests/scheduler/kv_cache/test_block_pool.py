@@ -56,6 +56,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.refs[block_id] = 1
             self.cached.pop(block_id, None)
 
+    def enqueue(self, block_id: int) -> None:
+        self.free.insert(len(self.free) if block_id in self.cached else 0, block_id)
+
     @precondition(lambda self: self.held())
     @rule(data=st.data())
     def free_blocks(self, data: st.DataObject) -> None:
@@ -67,7 +70,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             if block_id != NULL_BLOCK:
                 self.refs[block_id] -= 1
                 if self.refs[block_id] == 0:
-                    self.free.append(block_id)
+                    self.enqueue(block_id)
 
     @rule(block_ids=st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=4))
     def touch(self, block_ids: list[int]) -> None:
@@ -119,7 +122,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def uncache_blocks(self, block_ids: list[int]) -> None:
         self.pool.uncache_blocks(block_ids)
         for block_id in block_ids:
-            self.cached.pop(block_id, None)
+            if self.cached.pop(block_id, None) and block_id in self.free:
+                self.free.remove(block_id)
+                self.enqueue(block_id)
 
     @invariant()
     def references_are_as_many_as_holders(self) -> None:
@@ -154,17 +159,18 @@ def test_pool_behaves_like_its_brute_force_model(
 
 
 def named_pool(num_blocks: int, names: dict[int, bytes]) -> BlockPool:
-    """All blocks free in ascending order, some of them cached."""
+    """All blocks free: the cached ones in ascending order after the others in ascending order."""
     pool = BlockPool(num_blocks)
-    block_ids = pool.get_new_blocks(num_blocks - 1)
+    block_ids = list(pool.get_new_blocks(num_blocks - 1))
     pool.cache_blocks(list(names), list(names.values()), 0)
-    pool.free_blocks(block_ids)
+    pool.free_blocks(sorted(names) + sorted(set(block_ids) - set(names), reverse=True))
     return pool
 
 
 @pytest.mark.req("NUM-01", "POO-08", "POO-10")
 def test_three_blocks_come_from_the_head_and_the_cached_one_loses_its_name() -> None:
-    pool = named_pool(6, {2: b"two"})
+    pool = named_pool(6, {2: b"two", 3: b"three", 4: b"four", 5: b"five"})  # all but 1 are cached
+    assert pool.free_block_ids() == [1, 2, 3, 4, 5]
     assert pool.get_new_blocks(3) == [1, 2, 3]
     assert [pool.references()[block_id] for block_id in (1, 2, 3)] == [1, 1, 1]
     assert [pool.block_hash(block_id) for block_id in (1, 2, 3)] == [None, None, None]
@@ -182,12 +188,12 @@ def test_touched_cached_blocks_leave_the_middle_of_the_queue_and_keep_their_hash
     assert pool.block_hash(3) == b"three"
 
 
-@pytest.mark.req("NUM-04", "POO-10")
-def test_cached_blocks_without_references_are_free_and_queued_with_uncached_ones() -> None:
+@pytest.mark.req("NUM-04", "POO-04", "POO-10")
+def test_cached_blocks_without_references_are_free_and_queued_after_uncached_ones() -> None:
     pool = named_pool(8, {3: b"three", 6: b"six"})
     pool.touch([1, 2])  # request A
     pool.touch([5])  # request B
-    assert pool.free_block_ids() == [3, 4, 6, 7]
+    assert pool.free_block_ids() == [4, 7, 3, 6]  # 3 and 6 are cached
     assert pool.num_free == 4
     assert pool.num_blocks - pool.num_free == 4  # in use, with the null block
     assert pool.usage == pytest.approx(3 / 7)
@@ -211,20 +217,46 @@ def test_more_blocks_than_are_free_raise_and_change_nothing() -> None:
     pool = named_pool(4, {1: b"one"})
     with pytest.raises(OutOfBlocks, match="4 blocks are needed, 3 are free"):
         pool.get_new_blocks(4)
-    assert pool.free_block_ids() == [1, 2, 3]
+    assert pool.free_block_ids() == [2, 3, 1]
     assert pool.get_cached_block(b"one", [0]) == [1]
 
 
 @pytest.mark.req("POO-04", "ERR-12")
-def test_freed_blocks_are_queued_in_the_given_order_with_their_hashes() -> None:
-    pool = BlockPool(6)
+def test_cached_blocks_are_queued_in_the_given_order_with_their_hashes() -> None:
+    pool = BlockPool(7)
     pool.get_new_blocks(5)
-    pool.cache_blocks([4], [b"four"], 0)
+    pool.cache_blocks([4, 1], [b"four", b"one"], 0)
     pool.touch([2])
     pool.free_blocks([4, 2, 1])
-    assert pool.free_block_ids() == [4, 1]
+    assert pool.free_block_ids() == [6, 4, 1]
     assert pool.references()[2] == 1
     assert pool.get_cached_block(b"four", [0]) == [4]
+
+
+@pytest.mark.req("POO-04", "FRQ-05")
+@pytest.mark.parametrize("few_blocks", [0, FEW_BLOCKS])
+def test_blocks_without_a_hash_are_reused_before_cached_ones_the_last_freed_first(
+    few_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_pool, "FEW_FREED_BLOCKS", few_blocks)
+    pool = BlockPool(9)
+    pool.get_new_blocks(7)
+    pool.cache_blocks([1, 2, 5], [b"one", b"two", b"five"])
+    pool.touch([3])
+    pool.free_blocks([4, 3, 2, 1])  # a request's table, tail first
+    assert pool.free_block_ids() == [4, 8, 2, 1]
+    pool.free_blocks([7, 6, 5])
+    assert pool.free_block_ids() == [6, 7, 4, 8, 2, 1, 5]
+    assert pool.get_new_blocks(5) == [6, 7, 4, 8, 2]
+    assert pool.get_cached_block(b"one", [0]) == [1]
+
+
+def test_a_free_block_that_loses_its_hash_is_reused_first() -> None:
+    pool = named_pool(5, {1: b"one", 2: b"two", 3: b"three"})
+    pool.touch([1])
+    pool.uncache_blocks([1, 3, 4])
+    assert pool.free_block_ids() == [3, 4, 2]
+    pool.check(np.array([0, 1, 0, 0, 0]))
 
 
 def test_freeing_a_block_without_references_raises_and_changes_nothing() -> None:
@@ -342,6 +374,7 @@ def test_a_settled_block_is_the_oldest_free_one_of_no_unanswered_plan(
 ) -> None:
     pool = BlockPool(num_blocks)
     everything = list(pool.get_new_blocks(num_blocks - 1))
+    pool.cache_blocks(everything, [b"%d" % block_id for block_id in everything])
     pool.free_blocks(everything[:3], step=7)
     pool.free_blocks(everything[3:])
     before = pool.free_block_ids()
@@ -428,3 +461,10 @@ def test_a_check_of_the_pool_says_what_is_inconsistent(
     damage(pool)
     with pytest.raises(LongshoreError, match=complaint):
         pool.check(np.array([0, 1, 0, 0]))
+
+
+def test_a_check_notices_a_cached_block_before_one_without_a_hash() -> None:
+    pool = BlockPool(4)
+    pool.cache_blocks([1], [b"one"])  # it is free and has its place at the head
+    with pytest.raises(LongshoreError, match="before a free one without a hash"):
+        pool.check(np.zeros(4, np.int64))

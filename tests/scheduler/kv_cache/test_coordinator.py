@@ -15,6 +15,7 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
     KVCacheGroup,
     KVCacheSpec,
+    LongestRequest,
     MambaSpec,
 )
 from longshore.scheduler.config import CacheConfig
@@ -41,7 +42,11 @@ def make(*specs: KVCacheSpec, **settings: int | bool) -> tuple[KVCacheCoordinato
     pool = BlockPool(40, num_groups=len(specs))
     cache = CacheConfig(**{"block_size": 4, **settings})  # type: ignore[arg-type]
     coordinator = make_coordinator(
-        KVCacheConfig(40, groups, "float32"), pool, cache, max_num_seqs=2, max_model_len=64
+        KVCacheConfig(40, groups, "float32"),
+        pool,
+        cache,
+        max_num_seqs=2,
+        longest=LongestRequest(64, context_parallel_size=cache.context_parallel_size),
     )
     return coordinator, pool
 
@@ -183,7 +188,7 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
         pool,
         CacheConfig(block_size=2, use_eagle=use_eagle),
         max_num_seqs=2,
-        max_model_len=NUM_TOKENS,
+        longest=LongestRequest(NUM_TOKENS),
     )
     links = [b"link-%d" % index for index in range(NUM_TOKENS // 2)]
     cached: list[dict[int, int]] = []
@@ -217,6 +222,49 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
             assert block_id == (blocks[index] if index in wanted else NULL_BLOCK)
 
 
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(kinds, min_size=1, max_size=4), st.booleans())
+def test_a_block_is_cached_if_and_only_if_some_hit_needs_it(
+    specs: list[KVCacheSpec], use_eagle: bool
+) -> None:
+    coordinator, _ = make(*specs, block_size=2, use_eagle=use_eagle)
+    border = math.lcm(*(spec.block_size for spec in specs))
+    dropped = border if use_eagle else 0
+    for spec, manager in zip(specs, coordinator.managers, strict=True):
+        wanted: set[int] = set()
+        for num_tokens in range(dropped + border, NUM_TOKENS + 2 * border + 1, border):
+            wanted |= needed(spec, num_tokens, num_tokens - dropped)
+        count = NUM_TOKENS // spec.block_size
+        assert manager.serves_hits(0, count) == [index in wanted for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("specs", "use_eagle", "group", "expected"),
+    [
+        # Hits end at every border of the window's blocks: its tail before each may be needed.
+        ((window(5), full()), False, 0, [1, 1, 1, 1, 1, 1, 1, 1]),
+        ((window(5),), False, 0, [1, 1, 1, 1, 1, 1, 1, 1]),
+        # Hits end at every fourth border: ceil((window - 1) / block_size) blocks before it.
+        ((window(5), full(16)), False, 0, [0, 0, 0, 1, 0, 0, 0, 1]),
+        ((window(6), full(16)), False, 0, [0, 0, 1, 1, 0, 0, 1, 1]),
+        ((window(17), full(16)), False, 0, [1, 1, 1, 1, 1, 1, 1, 1]),
+        ((state(), full(16)), False, 0, [0, 0, 0, 1, 0, 0, 0, 1]),
+        # The drafter's recomputed blocks must be found, too: all but some of the first 16 tokens.
+        ((window(5), full(16)), True, 0, [0, 0, 0, 1, 1, 1, 1, 1]),
+        # Nothing before a chunk's start is needed there.
+        ((chunked(8), full()), False, 0, [1, 0, 1, 0, 1, 0, 1, 0]),
+        ((chunked(8), full(8)), False, 0, [0, 0, 0, 0, 0, 0, 0, 0]),
+        ((window(5), full(16)), False, 1, [1, 1]),
+    ],
+)
+def test_which_blocks_can_serve_a_hit(
+    specs: tuple[KVCacheSpec, ...], use_eagle: bool, group: int, expected: list[int]
+) -> None:
+    coordinator, _ = make(*specs, use_eagle=use_eagle)
+    manager = coordinator.managers[group]
+    assert manager.serves_hits(0, len(expected)) == [bool(is_kept) for is_kept in expected]
+
+
 @pytest.mark.req("NUM-13", "STM-08", "ERR-18")
 def test_a_window_is_served_by_the_blocks_before_its_end_and_nulls_before_them() -> None:
     for window_names, num_tokens, full_hits, window_hits in (
@@ -246,7 +294,7 @@ def test_groups_of_one_kind_are_asked_together_and_those_that_keep_everything_fi
         pool,
         CacheConfig(block_size=4),
         max_num_seqs=2,
-        max_model_len=64,
+        longest=LongestRequest(64),
     )
     for group in range(4):
         pool.cache_blocks(pool.get_new_blocks(3), NAMES[:3], group)

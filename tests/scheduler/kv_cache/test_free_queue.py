@@ -1,4 +1,5 @@
-"""The free queue against an ordered list."""
+"""The free queue against an ordered list. Blocks are cached, unless a test is about those that are
+not."""
 
 import numpy as np
 import pytest
@@ -28,13 +29,18 @@ def ids(*block_ids: int) -> Int32Array:
     return np.array(block_ids, np.int32)
 
 
+def all_cached(num_blocks: int) -> bytearray:
+    return bytearray([1] * num_blocks)
+
+
 class FreeQueueMachine(RuleBasedStateMachine):
     """Every operation on the queue and on a list, with the holders of each taken block beside; each
     operation one by one or in bulk."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = FreeQueue(NUM_BLOCKS)
+        self.is_cached = all_cached(NUM_BLOCKS)
+        self.queue = FreeQueue(self.is_cached)
         self.model = list(range(1, NUM_BLOCKS))
         self.taken: list[int] = []
 
@@ -50,15 +56,30 @@ class FreeQueueMachine(RuleBasedStateMachine):
         del self.model[:count]
 
     @rule(data=st.data(), few=st.booleans())
-    def append(self, data: st.DataObject, few: bool) -> None:
+    def release(self, data: st.DataObject, few: bool) -> None:
         block_ids = data.draw(st.permutations(self.taken))
         block_ids = block_ids[: data.draw(st.integers(0, len(block_ids)))]
         if few:
             self.queue.release_few([NULL_BLOCK, *block_ids])
         else:
             assert self.queue.release_n(ids(NULL_BLOCK, *block_ids))
-        self.model += block_ids
+        for block_id in block_ids:
+            self.model.insert(len(self.model) if self.is_cached[block_id] else 0, block_id)
         self.taken = [block_id for block_id in self.taken if block_id not in block_ids]
+
+    @rule(block_id=st.integers(1, NUM_BLOCKS - 1))
+    def cache_or_uncache(self, block_id: int) -> None:
+        self.is_cached[block_id] ^= 1
+
+    @rule(data=st.data())
+    def move_to_head(self, data: st.DataObject) -> None:
+        block_ids = data.draw(st.permutations(range(1, NUM_BLOCKS)))[:3]
+        free = [block_id for block_id in block_ids if block_id in self.model]
+        for block_id in free:
+            self.is_cached[block_id] = 0
+        self.queue.move_to_head(block_ids)
+        rest = [block_id for block_id in self.model if block_id not in free]
+        self.model = free[::-1] + rest
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), few=st.booleans())
@@ -121,7 +142,7 @@ def test_free_queue_behaves_like_an_ordered_list() -> None:
 @pytest.mark.req("FRQ-01", "FRQ-02", "FRQ-05")
 @pytest.mark.parametrize("at_a_time", [1, 7, 400])
 def test_order_survives_any_number_of_turns_of_the_log_with_gaps_in_it(at_a_time: int) -> None:
-    queue, model = FreeQueue(3000), list(range(1, 3000))
+    queue, model = FreeQueue(all_cached(3000)), list(range(1, 3000))
     rng = np.random.default_rng(at_a_time)
     for _ in range(20_000 // at_a_time):
         gap = model.pop(int(rng.integers(len(model))))
@@ -135,10 +156,28 @@ def test_order_survives_any_number_of_turns_of_the_log_with_gaps_in_it(at_a_time
     assert queue.num_free == 2999
 
 
+@pytest.mark.req("FRQ-02", "POO-04")
+@pytest.mark.parametrize("at_a_time", [1, 7, 400])
+def test_order_survives_any_number_of_turns_at_the_head(at_a_time: int) -> None:
+    is_cached = bytearray(3000)
+    queue, model = FreeQueue(is_cached), list(range(1, 3000))
+    rng = np.random.default_rng(at_a_time)
+    for _ in range(20_000 // at_a_time):
+        taken = [model.pop(int(rng.integers(len(model)))) for _ in range(at_a_time)]
+        queue.remove_n(ids(*taken))
+        for block_id in taken:
+            is_cached[block_id] = rng.random() < 0.2
+        assert queue.release_n(ids(*taken))
+        for block_id in taken:
+            model.insert(len(model) if is_cached[block_id] else 0, block_id)
+    assert list(queue) == model
+    assert queue.num_free == 2999
+
+
 @pytest.mark.req("FRQ-01")
 @pytest.mark.parametrize("pop", [FreeQueue.popleft_n, FreeQueue.popleft_few])
 def test_the_last_pop_hands_out_the_last_block_and_nothing_else(pop: object) -> None:
-    queue = FreeQueue(4)
+    queue = FreeQueue(all_cached(4))
     assert callable(pop)
     assert list(pop(queue, 3)) == [1, 2, 3]
     assert list(pop(queue, 0)) == []
@@ -148,7 +187,7 @@ def test_the_last_pop_hands_out_the_last_block_and_nothing_else(pop: object) -> 
 
 @pytest.mark.req("FRQ-03", "ERR-21")
 def test_taking_from_an_empty_queue_raises_and_leaves_it_usable() -> None:
-    queue = FreeQueue(3)
+    queue = FreeQueue(all_cached(3))
     queue.popleft_n(2)
     for pop in (queue.popleft_n, queue.popleft_few):
         with pytest.raises(OutOfBlocks, match="1 blocks are needed, 0 are free"):
@@ -159,7 +198,7 @@ def test_taking_from_an_empty_queue_raises_and_leaves_it_usable() -> None:
 
 @pytest.mark.req("FRQ-03", "ERR-21")
 def test_removing_a_block_that_is_not_free_raises_and_corrupts_nothing() -> None:
-    queue = FreeQueue(5)
+    queue = FreeQueue(all_cached(5))
     queue.remove(2)
     for absent in (2, 0):
         with pytest.raises(NotInFreeQueue):
@@ -172,7 +211,7 @@ def test_removing_a_block_that_is_not_free_raises_and_corrupts_nothing() -> None
 
 @pytest.mark.req("FRQ-03")
 def test_zero_blocks_and_empty_lists_change_nothing() -> None:
-    queue = FreeQueue(4)
+    queue = FreeQueue(all_cached(4))
     assert queue.release_n(ids())
     queue.release_few([])
     queue.remove_n(ids())
@@ -182,7 +221,7 @@ def test_zero_blocks_and_empty_lists_change_nothing() -> None:
 
 @pytest.mark.req("FRQ-05", "ERR-11")
 def test_the_block_freed_longest_ago_is_handed_out_first() -> None:
-    queue = FreeQueue(6)
+    queue = FreeQueue(all_cached(6))
     queue.popleft_n(5)
     assert queue.release_n(ids(4))
     assert queue.release_n(ids(2, 5))
@@ -195,7 +234,7 @@ def test_the_block_freed_longest_ago_is_handed_out_first() -> None:
 def test_a_block_with_several_references_is_free_only_after_the_last_is_released(
     few: bool,
 ) -> None:
-    queue = FreeQueue(5)
+    queue = FreeQueue(all_cached(5))
 
     def acquire(*block_ids: int) -> None:
         if few:
@@ -223,7 +262,7 @@ def test_a_block_with_several_references_is_free_only_after_the_last_is_released
 
 
 def test_a_repeated_block_is_left_to_the_scalar_loop() -> None:
-    queue = FreeQueue(5)
+    queue = FreeQueue(all_cached(5))
     assert not queue.acquire_n(ids(1, 2, 1))
     assert list(queue) == [1, 2, 3, 4]
     queue.acquire_few([1, 2, 1])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from longshore.protocol.arrays import Int64Array
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec
+from longshore.protocol.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec, LongestRequest
 from longshore.scheduler.kv_cache.block_pool import BlockPool
 from longshore.scheduler.kv_cache.coordinator import manager_class, register_manager
 from longshore.scheduler.kv_cache.full import FullAttentionManager, SingleTypeManager
@@ -20,7 +20,8 @@ def make_manager(
 ) -> tuple[FullAttentionManager, BlockPool]:
     pool = BlockPool(num_blocks)
     spec = FullAttentionSpec(block_size, num_kv_heads=1, head_size=8, dtype_bytes=2)
-    manager = FullAttentionManager(spec, pool, group=0, max_num_seqs=max_num_seqs, max_model_len=64)
+    longest = LongestRequest(64)
+    manager = FullAttentionManager(spec, pool, group=0, max_num_seqs=max_num_seqs, longest=longest)
     return manager, pool
 
 
@@ -172,7 +173,7 @@ def test_a_block_of_several_hash_blocks_has_the_hash_of_the_last() -> None:
     pool = BlockPool(8)
     spec = FullAttentionSpec(8, num_kv_heads=1, head_size=8, dtype_bytes=2)
     manager = FullAttentionManager(
-        spec, pool, group=0, max_num_seqs=1, max_model_len=64, tokens_per_hash=2
+        spec, pool, group=0, max_num_seqs=1, longest=LongestRequest(64), tokens_per_hash=2
     )
     links = [b"link-%d" % index for index in range(10)]
     manager.start(0, [], pool.get_new_blocks(3))
@@ -190,9 +191,8 @@ def test_a_block_of_several_hash_blocks_has_the_hash_of_the_last() -> None:
 def test_ranks_that_share_a_blocks_tokens_make_it_as_much_larger_everywhere() -> None:
     pool = BlockPool(8)
     spec = FullAttentionSpec(4, num_kv_heads=1, head_size=8, dtype_bytes=2)
-    manager = FullAttentionManager(
-        spec, pool, group=0, max_num_seqs=2, max_model_len=60, context_parallel_size=3
-    )
+    longest = LongestRequest(60, context_parallel_size=3)
+    manager = FullAttentionManager(spec, pool, group=0, max_num_seqs=2, longest=longest)
     assert manager.block_size == 12
     assert manager.table.shape == (2, 5)
     assert [manager.num_blocks_for(count) for count in (0, 1, 12, 13, 60)] == [0, 1, 1, 2, 5]
@@ -245,7 +245,8 @@ def test_no_row_needs_slots_beyond_the_longest_request() -> None:
 def test_cross_attention_takes_the_encoders_blocks_once_and_caches_nothing() -> None:
     pool = BlockPool(16)
     spec = CrossAttentionSpec(4, 1, 8, 2, max_encoder_tokens=30)
-    manager = manager_class(spec)(spec, pool, group=0, max_num_seqs=2, max_model_len=64)
+    longest = LongestRequest(64)
+    manager = manager_class(spec)(spec, pool, group=0, max_num_seqs=2, longest=longest)
     assert manager.table.shape == (2, 8)
     assert [manager.num_blocks_for(9, encoder) for encoder in (0, 1, 4, 5, 30)] == [0, 1, 1, 2, 8]
     manager.start(0, [], pool.get_new_blocks(2))

@@ -22,6 +22,7 @@ from longshore.protocol.kv_cache_spec import (
     NULL_BLOCK,
     CustomSpec,
     KVCacheSpec,
+    LongestRequest,
     MambaSpec,
     SinkFullAttentionSpec,
 )
@@ -41,8 +42,8 @@ def make_manager(*specs: KVCacheSpec, num_blocks: int = 40, **cache: Any) -> KVC
     return KVCacheManager(
         CacheConfig(**({"block_size": 4, "hash_block_size": 2} | cache)),
         config_of(num_blocks, *specs),
+        LongestRequest(MAX_LEN),
         max_num_seqs=NUM_ROWS,
-        max_model_len=MAX_LEN,
         hash_seed=b"seed",
     )
 
@@ -135,7 +136,7 @@ class HybridMachine(RuleBasedStateMachine):
         request = request_of(([7] * shared + own)[:MAX_LEN])
         computed = self.manager.get_computed_blocks(request)
         first = computed.num_tokens
-        count = self.manager.aligned_chunk(first, min(chunk, request.num_tokens - first))
+        count = self.manager.states.aligned_chunk(first, min(chunk, request.num_tokens - first))
         assert count >= 1
         row = next(row for row in range(NUM_ROWS) if row not in self.rows)
         demand = self.manager.demand(computed, first + count)
@@ -155,7 +156,9 @@ class HybridMachine(RuleBasedStateMachine):
         request, first = self.rows[row]
         if first == request.num_tokens:
             return
-        last = first + self.manager.aligned_chunk(first, min(chunk, request.num_tokens - first))
+        last = first + self.manager.states.aligned_chunk(
+            first, min(chunk, request.num_tokens - first)
+        )
         if together:
             num_tokens = np.zeros(NUM_ROWS, np.int64)
             num_tokens[row] = last
@@ -253,6 +256,52 @@ def test_blocks_outside_a_window_come_back_before_capacity_is_checked() -> None:
     (appended,) = manager.grow(wanted, seniority) or ()
     assert appended.block_ids.tolist() == [3]  # the tail of what came back first
     assert manager.block_ids(0)[0].tolist() == [0, 0, 0, 4, 3]
+
+
+@pytest.mark.req("STM-08", "POO-04")
+def test_a_window_group_caches_only_blocks_that_can_serve_a_hit() -> None:
+    manager = make_manager(full(16), window(6, 4), num_blocks=20, enable_kv_cache_events=True)
+    request = request_of(list(range(40)))
+    assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 36))
+    manager.full_blocks.cache_row(0, request, request.token_ids, 12, step=1)
+    numbers, order = np.array([36, 0, 0, 0]), np.array([1, 0, 0, 0])
+    manager.full_blocks.cache_rows(
+        np.array([0]), numbers, np.array([request.token_ids]), [request], step=1
+    )
+    table = manager.block_ids(0)[1].tolist()
+    cached = [manager.pool.block_hash(block_id) is not None for block_id in table]
+    assert cached == [False, False, True, True, False, False, True, True, False]
+    stored = [(event.group, event.block_hash) for event in manager.take_events(1)]
+    assert stored == [
+        (group, request.block_hashes[index])
+        for group, index in ((1, 5), (0, 7), (0, 15), (1, 7), (1, 13), (1, 15))
+    ]
+    for step in (1, 2):
+        manager.free_skipped(numbers, numbers, order, step=step, answered_step=step - 1)
+    free = manager.pool.free_block_ids()
+    assert free[:4] == [table[0], table[1], table[4], table[5]]
+    assert free[-3:] == [table[6], table[3], table[2]]
+    hits = manager.get_computed_blocks(request)
+    assert (hits.num_tokens, list(hits.block_ids[1][-2:])) == (32, [table[6], table[7]])
+    manager.free(0)
+    manager.check()
+
+
+def test_decode_caches_only_blocks_of_a_window_that_can_serve_a_hit() -> None:
+    manager = make_manager(full(8), window(5, 4), num_blocks=30)
+    tokens = list(range(30))
+    request = request_of(tokens)
+    assert manager.start(0, manager.demand(manager.get_computed_blocks(request), 3))
+    for num_tokens in range(4, 25, 4):  # one block at a time, as in decode
+        assert manager.grow_row(0, num_tokens) is not None
+        columns = np.array([num_tokens, 0, 0, 0])
+        rows = manager.full_blocks.rows_to_cache(columns)
+        assert rows.tolist() == [0]
+        manager.full_blocks.cache_rows(rows, columns, np.array([tokens]), [request])
+    table = manager.block_ids(0)[1].tolist()
+    cached = [manager.pool.block_hash(block_id) is not None for block_id in table]
+    assert cached == [False, True] * 3
+    assert manager.get_computed_blocks(request).num_tokens == 24
 
 
 def test_a_sink_takes_its_blocks_out_of_the_pool_for_good() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from longshore.protocol.arrays import int32_array
 from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheSpec, LongestRequest
 from longshore.protocol.outputs import FinishReason
 from tests.harness.connector import AdversarialConnector, has_leading, has_stored
@@ -341,3 +342,86 @@ def test_bad_blocks_spread_through_a_request_that_has_ended_to_one_that_found_it
     driver.run()
     assert driver.reason(bad) is FinishReason.ERROR
     assert driver.received[late] == expected_output("late", 4)
+
+
+# Where prefixes that several requests share end
+
+
+def junction_driver(*groups: KVCacheSpec, **settings: Any) -> Driver:
+    """`first` has computed 40 tokens in one chunk, so there is one state, after all of them."""
+    driver = Driver(*(groups or (full(), state(8))), cache={"hash_block_size": 4}, **settings)
+    driver.add("first", prompt_of(40), max_tokens=1)
+    driver.run()
+    return driver
+
+
+def chunks(driver: Driver, name: str, prompt: list[int]) -> list[int]:
+    """Run a request; returns cached tokens, then the tokens of each step up to its first output."""
+    key = driver.add(name, prompt, max_tokens=1)
+    counts = []
+    while key not in driver.finished:
+        driver.step()
+        counts.append(driver.scheduled.get(name, 0))
+    driver.check_complete(key)
+    return [driver.finished[key].num_cached_tokens, *[count for count in counts if count]]
+
+
+@pytest.mark.req("SCH-24")
+def test_a_chunk_ends_where_a_prefix_that_another_request_computed_ends() -> None:
+    driver = junction_driver()
+    shared = prompt_of(40)[:22]
+    # 20 tokens are cached, a state is kept every 8, and the partial last block is a chunk.
+    assert chunks(driver, "second", shared + [60] * 20) == [0, 16, 24, 2]
+    assert chunks(driver, "third", shared + [61] * 20) == [16, 24, 2]
+    assert chunks(driver, "other", [62] * 42) == [0, 40, 2]
+
+
+@pytest.mark.parametrize("under_pressure", [False, True])
+def test_a_junction_that_lies_beyond_the_first_chunk_ends_a_later_one(under_pressure: bool) -> None:
+    driver = junction_driver(num_blocks=40, max_num_scheduled_tokens=28)
+    kv_cache = driver.scheduler.kv_cache
+    for block_hash in driver.requests["first"].block_hashes:  # the states are evicted
+        kv_cache.uncache_blocks(int32_array(kv_cache.pool.get_cached_block(block_hash, [1]) or []))
+    if under_pressure:  # each allocation for all rows fails, so rows get their blocks one by one
+        kv_cache.grow = lambda *args: None  # type: ignore[method-assign]
+    shared = prompt_of(40)[:34]
+    assert chunks(driver, "second", shared + [60] * 20) == [0, 24, 8, 16, 6]
+    assert chunks(driver, "third", shared + [61] * 20) == [32, 16, 6]
+
+
+@pytest.mark.parametrize("groups", [(full(),), (state(),), (full(), window(6))])
+def test_without_both_states_and_groups_that_keep_every_block_there_is_no_junction(
+    groups: tuple[KVCacheSpec, ...],
+) -> None:
+    driver = junction_driver(*groups)
+    counts = chunks(driver, "second", prompt_of(40)[:22] + [60] * 20)
+    num_cached = 0 if state() in groups else 20
+    assert counts[:2] == [num_cached, 42 - num_cached - 2 * (state() in groups)]
+
+
+def test_a_request_that_reads_no_cache_is_not_cut_at_a_junction() -> None:
+    driver = junction_driver()
+    key = driver.add(
+        "r", prompt_of(40)[:22] + [60] * 20, max_tokens=1, skip_reading_prefix_cache=True
+    )
+    driver.step()
+    assert driver.scheduled == {"r": 40}
+    driver.run()
+    driver.check_complete(key)
+
+
+def test_requests_that_arrive_together_leave_a_state_at_their_junction() -> None:
+    driver = Driver(full(), state(8), cache={"hash_block_size": 4}, max_num_batched_tokens=200)
+    shared = prompt_of(24)
+    for index, name in enumerate("ab"):
+        driver.add(name, shared + [60 + index] * 20, max_tokens=1)
+    driver.step()
+    assert driver.scheduled == {"a": 40, "b": 24}
+    driver.run()
+    assert chunks(driver, "c", shared + [70] * 20) == [24, 16, 4]
+
+
+def test_a_new_occupant_of_a_row_has_no_junction_of_the_one_before() -> None:
+    driver = junction_driver(max_num_seqs=1)
+    chunks(driver, "second", prompt_of(40)[:22] + [60] * 20)
+    assert chunks(driver, "other", [63] * 42) == [0, 40, 2]

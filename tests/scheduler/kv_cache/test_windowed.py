@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from longshore.protocol.arrays import Int32Array, int32_array
 from longshore.protocol.errors import ConfigError
-from longshore.protocol.kv_cache_spec import KVCacheSpec
+from longshore.protocol.kv_cache_spec import KVCacheSpec, LongestRequest
 from longshore.scheduler.config import SchedulerConfig, check_states
 from longshore.scheduler.kv_cache.block_pool import BlockPool
 from longshore.scheduler.kv_cache.coordinator import manager_class
+from longshore.scheduler.kv_cache.states import MambaManager
 from longshore.scheduler.kv_cache.windowed import (
     ChunkedLocalManager,
-    MambaManager,
     SlidingWindowManager,
     WindowedManager,
 )
@@ -26,7 +26,8 @@ def make(
     spec: KVCacheSpec, num_blocks: int = 40, max_model_len: int = 64
 ) -> tuple[WindowedManager, BlockPool]:
     pool = BlockPool(num_blocks)
-    manager = manager_class(spec)(spec, pool, group=0, max_num_seqs=4, max_model_len=max_model_len)
+    longest = LongestRequest(max_model_len)
+    manager = manager_class(spec)(spec, pool, group=0, max_num_seqs=4, longest=longest)
     assert isinstance(manager, WindowedManager)
     return manager, pool
 
@@ -188,21 +189,20 @@ def test_a_state_cached_in_a_step_is_found_from_the_next_one_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings_", "has_connector", "complaint"),
+    ("settings_", "complaint"),
     [
-        ({"num_speculative_tokens": 2}, False, "num_speculative_tokens"),
-        ({"num_lookahead_tokens": 2}, False, "num_speculative_tokens"),
-        ({"enable_chunked_prefill": False}, False, "enable_chunked_prefill"),
-        ({}, True, "kv_connector"),
+        ({"num_speculative_tokens": 2}, "num_speculative_tokens"),
+        ({"num_lookahead_tokens": 2}, "num_speculative_tokens"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill"),
     ],
 )
 def test_settings_that_states_do_not_support_are_rejected_with_a_reason(
-    settings_: dict[str, int], has_connector: bool, complaint: str
+    settings_: dict[str, int], complaint: str
 ) -> None:
     config = SchedulerConfig(max_model_len=64, **settings_)  # type: ignore[arg-type]
-    check_states(config, [full(), window(4)], has_connector=has_connector)
+    check_states(config, [full(), window(4)])
     with pytest.raises(ConfigError, match=complaint):
-        check_states(config, [full(), state()], has_connector=has_connector)
+        check_states(config, [full(), state()])
 
 
 @pytest.mark.parametrize(("needs", "table"), [(8, [1, 2, 3]), (8, [0, 2, 3]), (8, [0, 2])])

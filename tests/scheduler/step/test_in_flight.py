@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.step.in_flight import (
     PastOccupant,
     PlannedStep,
@@ -20,27 +21,30 @@ def planned(step: int) -> PlannedStep:
 def test_outputs_arrive_in_the_order_of_the_plans() -> None:
     running = RunningTable(3, 8)
     steps = StepsInFlight(running)
-    assert (len(steps), steps.oldest(), steps.newest_step) == (0, None, 0)
+    assert (list(steps.steps), steps.newest_step) == ([], 0)
     first, second = planned(1), planned(2)
-    steps.add(first)
-    steps.add(second)
-    assert (len(steps), steps.oldest(), steps.newest_step) == (2, first, 2)
+    steps.steps.append(first)
+    steps.steps.append(second)
+    assert (list(steps.steps), steps.newest_step) == ([first, second], 2)
     steps.answered()
-    assert (steps.oldest(), steps.last_answered_step, steps.newest_step) == (second, 1, 2)
+    assert (list(steps.steps), steps.last_answered_step, steps.newest_step) == ([second], 1, 2)
     steps.answered()
-    assert (steps.oldest(), steps.last_answered_step, steps.newest_step) == (None, 2, 2)
+    assert (list(steps.steps), steps.last_answered_step, steps.newest_step) == ([], 2, 2)
 
 
 def test_a_departed_request_is_known_until_the_last_plan_made_before_is_answered() -> None:
     running = RunningTable(3, 8)
     steps = StepsInFlight(running)
-    steps.add(planned(1))
-    steps.add(planned(2))
+    steps.steps.append(planned(1))
+    steps.steps.append(planned(2))
     request = make_request()
+    request.row = 0
+    running.generation[0], running.num_placeholders[0], running.void_through[0] = 4, 1, 1
     tables = (np.array([7, 8], np.int32),)
-    steps.note_vacated(request, 4, tables=tables, expects_tokens=True, void_through=1)
+    steps.note_vacated([request], [HeldBlocks(tables)], is_void=False)
+    running.generation[0] = 5
     assert request.resume_after_step == 2
-    steps.add(planned(3))
+    steps.steps.append(planned(3))
     steps.answered()
     left = steps.occupant(0, 4)
     assert isinstance(left, PastOccupant)
@@ -56,10 +60,11 @@ def test_a_departed_request_is_known_until_the_last_plan_made_before_is_answered
 def test_a_request_without_valid_tokens_on_their_way_may_come_back_at_once() -> None:
     running = RunningTable(3, 8)
     steps = StepsInFlight(running)
-    steps.add(planned(1))
-    for expects_tokens, void_through in ((False, 0), (True, 1)):
+    steps.steps.append(planned(1))
+    for num_expected, void_through, is_void in ((0, 0, False), (1, 1, False), (1, 0, True)):
         request = make_request()
-        steps.note_vacated(
-            request, 4, tables=(), expects_tokens=expects_tokens, void_through=void_through
-        )
+        request.row = 0
+        running.generation[0] = 4
+        running.num_placeholders[0], running.void_through[0] = num_expected, void_through
+        steps.note_vacated([request], [HeldBlocks(())], is_void=is_void)
         assert request.resume_after_step == 0

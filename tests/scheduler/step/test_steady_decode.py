@@ -26,9 +26,9 @@ BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
 
 
 def encoded(plan: SchedulerOutput) -> list[bytes]:
-    """What the workers get, without what only `verify_plan` adds."""
+    """What the workers get, without what only `verify_plan` adds, and without the connector's."""
     encoder: Encoder[ToWorker] = Encoder()
-    frames = encoder.encode(msgspec.structs.replace(plan, full_state=None))
+    frames = encoder.encode(msgspec.structs.replace(plan, full_state=None, connector_metadata=b""))
     return [bytes(frame) for frame in frames]
 
 
@@ -61,7 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[None]]:
 happenings = st.lists(
     st.one_of(
         st.integers(1, 20),  # steps
-        st.sampled_from(["plan", "answer", "pause", "pause all", "go on", "restart"]),
+        st.sampled_from(["plan", "answer", "pause", "pause all", "go on", "restart", "stored"]),
         st.fixed_dictionaries(
             {
                 "length": st.integers(1, 20),
@@ -76,6 +76,7 @@ happenings = st.lists(
 )
 engines = st.fixed_dictionaries(
     {
+        "rules": st.sampled_from([None, {}, {"stores": lambda: True}]),
         "block_size": st.sampled_from([1, 4, 4, 16]),
         "num_groups": st.integers(1, 2),
         "max_num_seqs": st.integers(1, 4),
@@ -102,6 +103,8 @@ def play(driver: Driver, happening: Any, epoch: int) -> None:
             driver.scheduler.set_pause(PauseState.PAUSED_ALL)
         case "go on":
             driver.scheduler.set_pause(PauseState.UNPAUSED)
+        case "stored":
+            driver.ranks.end_all()
         case "restart":
             driver.restart_workers(epoch)
         case dict():
@@ -146,6 +149,8 @@ def test_steps_that_are_not_worked_out_anew_are_planned_as_if_they_were(
     for driver in (quick, thorough):
         driver.run()
     assert list(map(encoded, quick.plans)) == list(map(encoded, thorough.plans))
+    commands = [list(map(driver.commands_of, driver.plans)) for driver in (quick, thorough)]
+    assert commands[0] == commands[1]
     assert quick.received == thorough.received
     assert quick.finished == thorough.finished
 

@@ -1,0 +1,105 @@
+"""Calls the hooks of the connector's scheduler half. What they raise ends the engine."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from longshore.connectors.base import ConnectorOutput, RequestView, SchedulerConnector, StepView
+from longshore.protocol.arrays import Int32Array
+from longshore.protocol.errors import LongshoreError
+from longshore.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class ConnectorFailed(LongshoreError):
+    """A hook of the scheduler half raised, so it is unknown which blocks its transfers use. The
+    engine must stop."""
+
+
+class ConnectorHooks:
+    """Calls the hooks, none of which may raise.
+
+    may_have_work: `has_pending_work` may be True, because a hook was called since it was False.
+    """
+
+    def __init__(self, connector: SchedulerConnector) -> None:
+        self._connector = connector
+        self._needs_every_step = connector.needs_every_step
+        self.may_have_work = True
+
+    def call(self, hook: Callable[..., Result], *arguments: object) -> Result:
+        """Call a hook. Raises ConnectorFailed if it raises."""
+        self.may_have_work = True
+        try:
+            return hook(*arguments)
+        except Exception as error:
+            raise self._failed(hook.__name__, error) from error
+
+    def _failed(self, hook: str, error: Exception) -> ConnectorFailed:
+        name = f"{hook} of the connector {type(self._connector).__name__}"
+        logger.exception("%s raised", name)
+        return ConnectorFailed(
+            f"{name} raised {type(error).__name__}: {error}. The engine stops, because it is "
+            "unknown which blocks the connector's transfers use. Correct the connector, or "
+            "start without it."
+        )
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether the connector has instructions for the workers, or waits for an answer."""
+        try:
+            return self._connector.has_pending_work
+        except Exception as error:
+            raise self._failed("has_pending_work", error) from error
+
+    def wants_next_plan(self) -> bool:
+        """Whether the connector must be asked for its instructions in a plan that does not change
+        the prefix cache. If not, `may_have_work` is False until the next hook."""
+        self.may_have_work = self._needs_every_step or self.has_pending_work
+        return self.may_have_work
+
+    def metadata(self, step: StepView) -> bytes:
+        """The connector's instructions for the workers in this plan."""
+        return self.call(self._connector.build_connector_meta, step)
+
+    def update_output(self, output: ConnectorOutput) -> None:
+        """Pass on what workers have reported, after it has been applied."""
+        self.call(self._connector.update_connector_output, output)
+
+    def take_events(self) -> list[Any]:
+        """Events of the connector's tiers since the last call."""
+        return self.call(self._connector.take_events)
+
+    def reset_cache(self) -> bool:
+        """Evict everything that the connector has stored; False if that is not possible now."""
+        return self.call(self._connector.reset_cache)
+
+    def shutdown(self) -> None:
+        """The engine stops. If the hook raises, it stops without it."""
+        try:
+            self._connector.shutdown()
+        except Exception:
+            name = type(self._connector).__name__
+            logger.exception("shutdown of the connector %s raised; stopping without it", name)
+
+
+def view_of(
+    request: Request, token_ids: Int32Array | None = None, waiting_s: float = 0.0
+) -> RequestView:
+    """A connector's view of a request. token_ids: of a running one."""
+    token_ids = (request.token_ids if token_ids is None else token_ids).view()
+    token_ids.setflags(write=False)
+    return RequestView(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        block_hashes=request.block_hashes,
+        kv_transfer_params=request.kv_transfer_params,
+        cache_salt=request.cache_salt,
+        lora_name=request.lora_name,
+        job_id=request.job_id,
+        waiting_s=waiting_s,
+    )
