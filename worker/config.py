@@ -146,6 +146,12 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                  engines.
     startup_timeout_s: how long this rank waits for the other ranks and for its scheduler during
                  startup, warm-up included.
+    step_timeout_s: how long a step may take, plus as long again for every 1,024 tokens.
+    kv_connector: name of a registered connector, or package.module:Class.
+    kv_connector_config: JSON with options that the connector defines.
+    engine_id:   identifies the engine.
+    state_dir:   see WorkerConnectorConfig.
+    shared_memory_fd: inherited descriptor of the memory that the connector's worker halves share.
     lifeline_fd: inherited descriptor that ties the process to its supervisor.
     runtime_dir: directory to remove if the supervisor dies.
     """
@@ -166,6 +172,12 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     cpu_kernels: Literal["auto", "torch"] = "auto"
     threads: int | None = None
     startup_timeout_s: float = 600.0
+    step_timeout_s: float = 60.0
+    kv_connector: str | None = None
+    kv_connector_config: str = "{}"
+    engine_id: str = "engine"
+    state_dir: str | None = None
+    shared_memory_fd: int | None = None
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: str = "info"

@@ -5,12 +5,14 @@ loads the weights and measures memory; `start` allocates the KV cache and return
 """
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import torch
 
+from longshore.connectors.base import WorkerConnector
 from longshore.protocol.handshake import Feature
 from longshore.protocol.kv_cache_spec import (
     DEFAULT_STEPS_IN_FLIGHT,
@@ -42,7 +44,7 @@ from longshore.worker.loading.loader import load_weights
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
 from longshore.worker.models.registry import MODELS
-from longshore.worker.models.rope_config import DynamicRope
+from longshore.worker.models.rope_config import DynamicRope, rotation_of
 from longshore.worker.process.byte_size import byte_size
 from longshore.worker.process.device import (
     dtype_name,
@@ -51,9 +53,11 @@ from longshore.worker.process.device import (
     resolve_dtype,
     wait_for_device,
 )
+from longshore.worker.queues.compute_queue import ComputeQueue, open_compute_queue
+from longshore.worker.queues.transfer_queues import WorkerQueues
 from longshore.worker.ranks.parallel import ALONE, Parallel
-from longshore.worker.step.compute_queue import ComputeQueue, open_compute_queue
 from longshore.worker.step.model_runner import ModelRunner
+from longshore.worker.transfer.connector import ConnectorRunner
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +69,9 @@ class Worker:
     """One rank's weights on a device. Closing it ends its thread; it is a context manager.
 
     kv_cache:  what this rank can allocate; `start` may take fewer blocks.
+    heads:     its KV heads.
     kv_scales: scales of its layers, if the KV cache is fp8.
+    connector: hooks of the connector's worker half, after `start` with one.
     """
 
     def __init__(self, config: WorkerConfig, parallel: Parallel = ALONE) -> None:
@@ -108,10 +114,12 @@ class Worker:
             )
         load_weights(self.model, model_dir, show_progress=config.show_progress)
         self.kv_cache = self._plan_cache()
+        self.heads = model_config.head_share(parallel.shard, parallel.num_shards)
         self.kv_scales: dict[str, KVScales] = {}
         if config.kv_cache_dtype == FP8_E4M3:
             layers = [layer.name for layer in self.model.cached_layers()]
             self.kv_scales = read_kv_scales(model_dir, layers)
+        self.connector: ConnectorRunner | None = None
         self._queue: ComputeQueue | None = None
         self._runner: ModelRunner | None = None
 
@@ -121,21 +129,37 @@ class Worker:
         epoch: int = 1,
         num_blocks: int | None = None,
         queue: ComputeQueue | None = None,
+        connector: WorkerConnector[Any] | None = None,
+        wake: Callable[[], None] = lambda: None,
+        transfer_delay: Callable[[], None] | None = None,
     ) -> ModelRunner:
-        """Allocate the KV cache, warm up, and return the model runner. Called once.
+        """Allocate the KV cache, warm up, and return the model runner. Called once, and again after
+        `close`.
 
         All ranks warm up together. Raises RankLost if another rank fails to.
 
         num_blocks: agreed with the other ranks; None takes `kv_cache.num_blocks`.
         queue:      compute queue to use; None opens the device's default. The worker closes it.
+        connector:  worker half of the connector; the worker shuts it down.
+        wake:       called on any thread when `connector` has ended transfers to report.
+        transfer_delay: called before each transfer on a host thread; for tests.
         """
-        assert self._queue is None, "start was called twice"
+        assert self._queue is None, "started already"
         agreed = self.kv_cache
         if num_blocks is not None:
             agreed = self._cache_of(agreed.groups, num_blocks)
         with fits_in_memory(f"A KV cache of {agreed.num_blocks} blocks", self._device):
             cache = self.make_cache(agreed)
         self._queue = queue or open_compute_queue(self._device)
+        if connector is not None:
+            self.connector = ConnectorRunner(
+                connector,
+                WorkerQueues(self._device, self._queue, wake, transfer_delay),
+                num_rows=self._config.max_num_seqs,
+                epoch=epoch,
+                rank=self._parallel.rank,
+            )
+            self.connector.register(cache)
         runner = self._runner = ModelRunner(
             self.model,
             cache,
@@ -147,6 +171,7 @@ class Worker:
             epoch=epoch,
             parallel=self._parallel,
             eos_token_ids=self._config.eos_token_ids,
+            connector=self.connector,
         )
         wait_for_device(self._device)  # the queue's stream does not wait for the default stream
         self._warm_up(runner)
@@ -176,13 +201,17 @@ class Worker:
         )
 
     def close(self) -> None:
-        """Finish what was submitted and end the compute thread. May be called twice."""
+        """Finish what was submitted, end all transfers and threads, and give up the KV cache. The
+        weights stay, so that `start` may follow. May be called twice."""
         if self._runner is not None:
             self._runner.close()
             self._runner = None
         if self._queue is not None:
             self._queue.close()
             self._queue = None
+        if self.connector is not None:
+            self.connector.close()
+            self.connector = None
 
     def __enter__(self) -> "Worker":
         return self
@@ -237,7 +266,12 @@ class Worker:
         check_holds_one_request(groups, num_blocks, self._longest_request)
         kept = self._config.kv_cache_dtype
         dtype = dtype_name(self._dtype) if kept == "auto" else kept
-        return KVCacheConfig(num_blocks=num_blocks, groups=groups, dtype=dtype)
+        return KVCacheConfig(
+            num_blocks=num_blocks,
+            groups=groups,
+            dtype=dtype,
+            rotation=rotation_of(self.model_config.rope, self.max_model_len),
+        )
 
     def _log_plan(self, config: KVCacheConfig) -> None:
         report = report_on(config.groups, config.num_blocks, self._longest_request)

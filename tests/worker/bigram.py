@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longshore.worker.step.compute_queue import Completion, ComputeQueue
+from longshore.worker.queues.compute_queue import Completion, ComputeQueue
 from longshore.worker.step.model_runner import ModelRunner
 from tests.worker.caches import attention_cache
 
@@ -40,7 +40,7 @@ class BigramModel:
 class NoAttention:
     """Attention of the bigram model, which has no attention layers."""
 
-    def begin_step(self, metadata: object) -> None:
+    def begin_step(self, metadata: object, hooks: object = None) -> None:
         return None
 
 

@@ -55,8 +55,8 @@ def paged_kv(
 ) -> PagedKV:
     """padding: additional elements per block. scales: scales of all layers, which are then stored
     in fp8."""
-    shape = (num_layers, 2, block_size, num_kv_heads, head_dim)
-    size = num_layers * 2 * block_size * num_kv_heads * head_dim
+    shape = (num_kv_heads, num_layers, 2, block_size, head_dim)
+    size = num_kv_heads * num_layers * 2 * block_size * head_dim
     kept = dtype if scales is None else FP8
     buffer = torch.zeros((num_blocks, size + padding), dtype=kept, device=device)
     fp8 = None if scales is None else Fp8Layers(dtype, (scales,) * num_layers)

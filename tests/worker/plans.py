@@ -67,13 +67,16 @@ class Planner:
         *,
         added: Sequence[Entry] = (),
         finished: Sequence[int] = (),
+        preempted: Sequence[int] = (),
         rewound: Sequence[Rewind] = (),
         copies: Sequence[tuple[int, int, int]] = (),
+        connector_metadata: bytes = b"",
+        has_loads: bool = False,
     ) -> SchedulerOutput:
         """One step. scheduled: tokens of rows that compute another number than predicted. copies:
         (source block, target block, tokens)."""
         rows = self.rows
-        for row in finished:
+        for row in (*finished, *preempted):
             rows.drop(row)
             self.free += self.blocks.pop(row)
         for rewind in rewound:
@@ -90,6 +93,7 @@ class Planner:
         appended = self._append({start.row for start in starts})
         changes = {
             "finished_rows": int32_array(list(finished)),
+            "preempted_rows": int32_array(list(preempted)),
             "rewound": tuple(rewound),
             "added": tuple(self._with_blocks(start) for start in starts),
             "appended": appended,
@@ -109,6 +113,8 @@ class Planner:
             num_rows=rows.num_rows,
             num_scheduled_tokens=int(num_scheduled.sum()),
             digest=self.digest,
+            connector_metadata=connector_metadata,
+            has_loads=has_loads,
             **changes,
         )
 

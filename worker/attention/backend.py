@@ -8,6 +8,19 @@ from torch import Tensor
 from longshore.worker.attention.metadata import AttentionMetadata
 
 
+class LayerHooks(Protocol):
+    """Called around the attention of each layer, by the layer's cache name."""
+
+    @property
+    def has_layer_hooks(self) -> bool:
+        """False: neither is called."""
+        ...
+
+    def before_layer(self, name: str) -> None: ...
+
+    def after_layer(self, name: str) -> None: ...
+
+
 class AttentionStep(Protocol):
     """Attention of one step. What all layers have in common is computed once, when it is created.
 

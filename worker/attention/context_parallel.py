@@ -338,7 +338,7 @@ class _KeysAndValues:
         self._fp8 = cache.fp8
         self._dtype = cache.dtype
         planes = cache.planes if cache.fp8 is None else cache.planes.view(torch.uint8)
-        self._planes = planes.squeeze(4)  # there is one head
+        self._planes = planes.squeeze(1)  # there is one head
         self.block_size, self.value_dim = cache.block_size, cache.head_dim
 
     def write(self, layer: int, places: tuple[Tensor, Tensor], *kept: Tensor) -> None:

@@ -60,9 +60,9 @@ class CrossAttentionStep:
     def write(self, layer: int, row: int, k: Tensor, v: Tensor) -> None:
         """See EncodingStep.write. Writes whole blocks, with zeros after the last token, because
         torch's attention reads, though masks, what an earlier owner left there."""
-        block_size = self._planes.shape[3]
+        block_size = self._planes.shape[4]
         num_blocks = -(-len(k) // block_size)
         padding = (0, 0, 0, 0, 0, num_blocks * block_size - len(k))
         pages = F.pad(torch.stack((k, v)), padding).unflatten(1, (num_blocks, block_size))
         block_ids = self._block_table[row, :num_blocks].long()
-        self._planes[:, layer].index_copy_(0, block_ids, pages.transpose(0, 1))
+        self._planes[:, :, layer].index_copy_(0, block_ids, pages.permute(1, 3, 0, 2, 4))

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longshore.worker.attention.backend import AttentionBackend, AttentionStep
+from longshore.worker.attention.backend import AttentionBackend, AttentionStep, LayerHooks
 from longshore.worker.attention.context_parallel import shared_backend
 from longshore.worker.attention.cross_backend import CrossAttentionStep
 from longshore.worker.attention.kind import CachedLayer, Kind
@@ -35,6 +35,7 @@ class GroupedAttention:
         numbers: dict[tuple[int, Kind], int] = {}
         self._backends: list[tuple[int, AttentionBackend]] = []  # with their groups
         self._layers: list[tuple[int, int]] = []  # number of the backend, index in the group
+        self._names = [layer.name for layer in layers]
         for layer in layers:
             group, index = entries[layer.name]
             number = numbers.setdefault((group, layer.kind), len(numbers))
@@ -48,9 +49,14 @@ class GroupedAttention:
         for description in dict.fromkeys(str(backend) for _, backend in self._backends):
             logger.debug("attention: %s", description)
 
-    def begin_step(self, metadata: Sequence[AttentionMetadata]) -> "GroupedStep":
-        """metadata: by group. Called once per step on the compute queue."""
+    def begin_step(
+        self, metadata: Sequence[AttentionMetadata], hooks: LayerHooks | None = None
+    ) -> "GroupedStep":
+        """metadata: by group. hooks: around each layer of this step. Called once per step
+        on the compute queue."""
         steps = [backend.begin_step(metadata[group]) for group, backend in self._backends]
+        if hooks is not None and hooks.has_layer_hooks:
+            return HookedStep(steps, self._layers, self._names, hooks)
         return GroupedStep(steps, self._layers)
 
 
@@ -73,3 +79,25 @@ class GroupedStep:
         step = self._steps[number]
         assert isinstance(step, CrossAttentionStep)
         step.write(index, row, k, v)
+
+
+class HookedStep(GroupedStep):
+    """A step with hooks around the attention of each layer."""
+
+    def __init__(
+        self,
+        steps: Sequence[AttentionStep],
+        layers: Sequence[tuple[int, int]],
+        names: Sequence[str],
+        hooks: LayerHooks,
+    ) -> None:
+        super().__init__(steps, layers)
+        self._names = names
+        self._hooks = hooks
+
+    def forward(self, layer: int, *inputs: Any, **parameters: Any) -> Tensor:
+        name = self._names[layer]
+        self._hooks.before_layer(name)
+        out = super().forward(layer, *inputs, **parameters)
+        self._hooks.after_layer(name)
+        return out

@@ -93,7 +93,7 @@ class PagedLatentAttention:
         self._view = view
         self._kind = kind
         # One KV head whose keys and values share memory; the same data is written twice.
-        planes = view.latents[:, :, None, :, None].expand(-1, -1, 2, -1, -1, -1)
+        planes = view.latents[:, None, :, None].expand(-1, -1, -1, 2, -1, -1)
         absorbed = PagedAttentionKind(num_heads=kind.num_heads, scale=kind.scale)
         self._absorbed = absorbed.make_backend(PagedKV(planes))
         self._expanded: dict[int, _Expanded] = {}  # by number of heads at once
@@ -190,22 +190,24 @@ class _Expanded:
     """The expansion buffer as a KV cache of one layer, for `num_heads` heads of one context.
 
     buffer:       (MAX_EXPANDED_ELEMENTS,).
-    keys, values: (num_tokens, num_heads, expanded_dim), views of the buffer.
+    keys, values: (num_tokens, num_heads, expanded_dim), views of the buffer, in which the context
+                  of a head is contiguous.
     """
 
     def __init__(self, kind: LatentAttentionKind, num_heads: int, buffer: Tensor) -> None:
         self.kind = kind
-        block = (EXPANDED_BLOCK_SIZE, num_heads, kind.expanded_dim)
-        num_blocks = len(buffer) // (2 * math.prod(block))
-        planes = buffer[: 2 * num_blocks * math.prod(block)].view(2, num_blocks, *block)
-        self.keys, self.values = planes.flatten(1, 2)
+        block = (EXPANDED_BLOCK_SIZE, kind.expanded_dim)
+        num_blocks = len(buffer) // (2 * num_heads * math.prod(block))
+        used = buffer[: 2 * num_heads * num_blocks * math.prod(block)]
+        planes = used.view(2, num_heads, num_blocks, *block)
+        self.keys, self.values = planes.flatten(2, 3).transpose(1, 2)
         self.heads = [
             slice(first, first + num_heads) for first in range(0, kind.num_heads, num_heads)
         ]
         self._device = buffer.device
         self._table = torch.arange(num_blocks, dtype=torch.int32, device=self._device).unsqueeze(0)
         self._backend = PagedAttentionKind(num_heads=num_heads, scale=kind.scale).make_backend(
-            PagedKV(planes.transpose(0, 1).unsqueeze(1))
+            PagedKV(planes.permute(2, 1, 0, 3, 4).unsqueeze(2))
         )
 
     def begin_chunk(self, num_tokens: int, seq_len: int) -> AttentionStep:

@@ -9,6 +9,7 @@ read in the model's dtype, and the step's own keys and values are rounded to fp8
 not depend on how a prompt is cut into chunks.
 """
 
+import math
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -40,6 +41,7 @@ class TorchAttention:
 
     def __init__(self, cache: PagedKV, kind: "PagedAttentionKind") -> None:
         self.cache = cache
+        self.blocks = _GatheredBlocks(cache)
         self.num_heads = kind.num_heads
         self.scale = cache.head_dim**-0.5 if kind.scale is None else kind.scale
         self.softcap = kind.softcap
@@ -98,12 +100,47 @@ class TorchAttention:
         return torch.cat(results, 3).to(q.dtype)
 
 
+class _GatheredBlocks:
+    """Copies blocks of one layer out of the cache, head by head.
+
+    The keys, or values, of a block, head and layer are a line of contiguous elements. In the result
+    a head's lines follow each other, which they do not in the cache. They are gathered as rows of
+    one matrix over the cache's memory: in one call, and without another copy to reorder them. A row
+    is a line, or the largest part of it that divides every stride of the cache.
+    """
+
+    def __init__(self, cache: PagedKV) -> None:
+        self._cache = cache
+        planes = cache.planes if cache.fp8 is None else cache.planes.view(torch.uint8)
+        strides, line = planes.stride()[:4], cache.block_size * cache.head_dim
+        row = math.gcd(line, *strides)
+        last = sum((n - 1) * stride for n, stride in zip(planes.shape[:4], strides, strict=True))
+        self._rows = planes.as_strided(((last + line) // row, row), (row, 1))
+        self._block, self._head, self._layer, self._plane = (stride // row for stride in strides)
+        # (num_kv_heads, 1, rows per line)
+        heads = torch.arange(cache.num_kv_heads, device=cache.device)[:, None, None] * self._head
+        self._of_head = heads + torch.arange(line // row, device=cache.device)
+
+    def rows(self, block_ids: Tensor) -> Tensor:
+        """The rows of these blocks, for `read` of any layer. block_ids: (..., n) int64."""
+        return (block_ids[..., None, :, None] * self._block + self._of_head).flatten()
+
+    def read(self, layer: int, plane: int, rows: Tensor) -> Tensor:
+        """(..., num_kv_heads, n * block_size, head_dim), contiguous, with the leading dimensions
+        flattened. plane: 0 for keys, 1 for values. An fp8 cache is converted."""
+        cache = self._cache
+        first = layer * self._layer + plane * self._plane
+        gathered = self._rows[first:].index_select(0, rows)
+        return gathered if cache.fp8 is None else from_fp8(gathered, cache.dtype)
+
+
 class _PaddedSegment:
     """Decodes computed together: the blocks that they attend to, and their mask."""
 
     def __init__(
-        self, cache: PagedKV, reach: Reach, metadata: AttentionMetadata, segment: DecodeSegment
+        self, attention: TorchAttention, metadata: AttentionMetadata, segment: DecodeSegment
     ) -> None:
+        cache, reach = attention.cache, attention.reach
         block_size = cache.block_size
         self.tokens = slice(segment.first_seq, segment.first_seq + segment.num_seqs)
         rows = metadata.decode_rows[self.tokens].unsqueeze(1)
@@ -114,7 +151,8 @@ class _PaddedSegment:
         # Stale ids after a sequence's own blocks are replaced by the null block, which is always
         # finite; the stale ones may belong to other rows.
         is_own = columns * block_size < lens
-        self.block_ids = (metadata.block_table[rows, columns * is_own].long() * is_own).flatten()
+        block_ids = metadata.block_table[rows, columns * is_own].long() * is_own
+        self.rows = attention.blocks.rows(block_ids)
         offsets = torch.arange(block_size, device=rows.device)
         positions = (columns.unsqueeze(2) * block_size + offsets).flatten(1)
         mask = _mask((positions >= lens) | (positions < firsts), cache.dtype)
@@ -142,15 +180,17 @@ class _PagedChunk:
     """
 
     def __init__(
-        self, cache: PagedKV, reach: Reach, metadata: AttentionMetadata, chunk: PrefillChunk
+        self, attention: TorchAttention, metadata: AttentionMetadata, chunk: PrefillChunk
     ) -> None:
+        cache, reach = attention.cache, attention.reach
         self.tokens = slice(chunk.first_token, chunk.first_token + chunk.num_tokens)
-        self.block_ids: Tensor | None = None
+        self.rows: Tensor | None = None
         num_earlier = chunk.seq_len - chunk.num_tokens
         first_block = max(0, reach.first_key(num_earlier)) // cache.block_size
         if num_earlier > 0:
             end_block = -(-chunk.seq_len // cache.block_size)
-            self.block_ids = metadata.block_table[chunk.row, first_block:end_block].long()
+            block_ids = metadata.block_table[chunk.row, first_block:end_block].long()
+            self.rows = attention.blocks.rows(block_ids)
         first_read = first_block * cache.block_size
         positions = torch.arange(first_read, chunk.seq_len, device=metadata.block_table.device)
         limit = reach.max_tokens
@@ -181,16 +221,14 @@ class TorchAttentionStep:
         cache, reach = attention.cache, attention.reach
         self._num_kv_heads, self._head_dim = cache.num_kv_heads, cache.head_dim
         self._planes = cache.planes if cache.fp8 is None else cache.planes.view(torch.uint8)
-        # A block's keys or values of a layer as one dimension, which gathers faster.
-        self._lines = self._planes.view(*cache.planes.shape[:3], -1)
         slots = metadata.slot_mapping
         self._blocks = slots.div(cache.block_size, rounding_mode="floor")
         self._offsets = slots - self._blocks * cache.block_size
         segments, max_blocks = metadata.decode_segments, reach.max_blocks(cache.block_size)
         if max_blocks is not None:
             segments = capped_segments(segments, max_blocks, cache.block_size)
-        self._segments = [_PaddedSegment(cache, reach, metadata, s) for s in segments]
-        self._chunks = [_PagedChunk(cache, reach, metadata, c) for c in metadata.prefill_chunks]
+        self._segments = [_PaddedSegment(attention, metadata, s) for s in segments]
+        self._chunks = [_PagedChunk(attention, metadata, c) for c in metadata.prefill_chunks]
 
     def forward(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None
@@ -200,8 +238,8 @@ class TorchAttentionStep:
         scales = KVScales() if fp8 is None else fp8.scales[layer]
         if fp8 is not None:
             k, v = to_fp8(k, scales.keys), to_fp8(v, scales.values)
-        self._planes[:, layer, 0][self._blocks, self._offsets] = k
-        self._planes[:, layer, 1][self._blocks, self._offsets] = v
+        self._planes[:, :, layer, 0][self._blocks, :, self._offsets] = k
+        self._planes[:, :, layer, 1][self._blocks, :, self._offsets] = v
         q = q.unflatten(1, (self._num_kv_heads, -1))
         out = torch.empty_like(q)
         for segment in self._segments:
@@ -209,14 +247,16 @@ class TorchAttentionStep:
                 layer, q[segment.tokens], segment, sinks, scales.keys
             )
         for chunk in self._chunks:
-            keys, values = self._computable(k[chunk.tokens]), self._computable(v[chunk.tokens])
-            if chunk.block_ids is not None:
-                keys, values = (self._read(layer, plane, chunk.block_ids) for plane in (0, 1))
+            if chunk.rows is None:
+                keys, values = (self._computable(x[chunk.tokens]).transpose(0, 1) for x in (k, v))
+            else:
+                shape = (self._num_kv_heads, -1, self._head_dim)
+                keys, values = self._read(layer, chunk.rows, shape)
             for tile in chunk.tiles:
                 out[tile.tokens] = self._attend_tile(
                     q[tile.tokens],
-                    keys[tile.keys],
-                    values[tile.keys],
+                    keys[:, tile.keys],
+                    values[:, tile.keys],
                     tile.mask,
                     sinks,
                     scales.keys,
@@ -230,10 +270,10 @@ class TorchAttentionStep:
         cache = self._attention.cache
         return stored if cache.fp8 is None else from_fp8(stored, cache.dtype)
 
-    def _read(self, layer: int, plane: int, block_ids: Tensor) -> Tensor:
-        """(n * block_size, num_kv_heads, head_dim), contiguous. plane: 0 for keys, 1 for values."""
-        blocks = self._lines[:, layer, plane].index_select(0, block_ids)
-        return self._computable(blocks.view(-1, self._num_kv_heads, self._head_dim))
+    def _read(self, layer: int, rows: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Keys and values of gathered blocks, in this shape."""
+        blocks = self._attention.blocks
+        return blocks.read(layer, 0, rows).view(shape), blocks.read(layer, 1, rows).view(shape)
 
     def _attend_decodes(
         self,
@@ -244,10 +284,8 @@ class TorchAttentionStep:
         key_scale: float,
     ) -> Tensor:
         """q: (n, num_kv_heads, group, head_dim); the group acts as the query dimension."""
-        keys, values = (
-            self._read(layer, plane, segment.block_ids).unflatten(0, (len(q), -1)).transpose(1, 2)
-            for plane in (0, 1)
-        )
+        shape = (len(q), self._num_kv_heads, -1, self._head_dim)
+        keys, values = self._read(layer, segment.rows, shape)
         if sinks is None and self._attention.softcap is None:
             return self._attention.fused(q, keys, values, segment.mask, key_scale)
         mask = segment.mask.unsqueeze(1)
@@ -264,8 +302,9 @@ class TorchAttentionStep:
         sinks: Tensor | None,
         key_scale: float,
     ) -> Tensor:
-        """q: (n, num_kv_heads, group, head_dim); KV heads act as the batch, the group as heads."""
-        q, k, v = q.permute(1, 2, 0, 3), k.transpose(0, 1), v.transpose(0, 1)
+        """q: (n, num_kv_heads, group, head_dim); k, v: (num_kv_heads, num_keys, head_dim). KV heads
+        act as the batch, the group as heads."""
+        q = q.permute(1, 2, 0, 3)
         if sinks is None and self._attention.softcap is None:
             k, v = (x.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v))
             return self._attention.fused(q, k, v, mask, key_scale).permute(2, 0, 1, 3)

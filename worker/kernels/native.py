@@ -28,7 +28,7 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 MIN_THREAD_BYTES: Final = 1 << 15
 """Minimum work per thread: waking a thread takes about a microsecond."""
 
-INTERFACE: Final = 4
+INTERFACE: Final = 5
 """Version of native/calls.h; raise both with every change."""
 
 INSTRUCTION_SETS: Final = ("generic", "avx2", "avx512", "avx512bf16")

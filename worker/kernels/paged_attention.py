@@ -41,11 +41,13 @@ class PagedAttention:
     ) -> None:
         """num_heads: query heads, a multiple of the KV heads. scale: factor on scores.
         window, chunk, softcap: as in PagedAttentionKind; 0 is none."""
-        if not supports(cache) or num_heads % cache.num_kv_heads:
+        has_lines = cache.planes.stride()[4:] == (cache.head_dim, 1)
+        if not supports(cache) or num_heads % cache.num_kv_heads or not has_lines:
             raise ValueError(
                 f"{num_heads} heads over a cache of {cache.dtype} {tuple(cache.planes.shape)} on "
                 f"{cache.device} are not supported: the kernel needs float32 or bfloat16 on the "
-                f"CPU, a head size of at most {MAX_HEAD_DIM}, and a multiple of the KV heads"
+                f"CPU, a head size of at most {MAX_HEAD_DIM}, a multiple of the KV heads, and "
+                "contiguous tokens in a block"
             )
         self._kernels = kernels
         self._cache = cache
@@ -94,7 +96,7 @@ class PagedAttention:
             cache.head_dim,
             cache.block_size,
             cache.planes.stride(0),
-            cache.planes.stride(3),
+            cache.planes.stride(1),
             block_table.stride(0),
             block_table.data_ptr(),
             sequences.ctypes.data,
@@ -130,8 +132,8 @@ class PagedAttentionStep:
         self._planes = cache.planes.data_ptr()
         self._scales = None if cache.fp8 is None else cache.fp8.scales
         itemsize = cache.planes.dtype.itemsize
-        self._layer_bytes = cache.planes.stride(1) * itemsize
-        self._values_bytes = cache.planes.stride(2) * itemsize  # offset of values after keys
+        self._layer_bytes = cache.planes.stride(2) * itemsize
+        self._values_bytes = cache.planes.stride(3) * itemsize  # offset of values after keys
         self.native_steps = (step,)
         self._alive = alive  # `step` holds addresses of these
 

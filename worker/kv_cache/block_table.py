@@ -15,7 +15,7 @@ from torch import Tensor
 from longshore.protocol.errors import PlanMismatch
 from longshore.worker.kv_cache.context_share import WHOLE_CONTEXT, ContextShare
 from longshore.worker.kv_cache.slot_mapping import slots_at
-from longshore.worker.step.compute_queue import Completion
+from longshore.worker.queues.compute_queue import Completion
 from longshore.worker.step.staging import StagingRing
 
 IntArray = npt.NDArray[np.integer]

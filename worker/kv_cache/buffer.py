@@ -4,6 +4,18 @@ Any block can serve any KV cache group: each group has its own view of the block
 first bytes of a block and leaves the rest as padding if the group's layers need less than the
 largest group's. A transfer moves a block with one copy: it starts at `block_id * block_size_bytes`.
 Paged as in PagedAttention (Kwon et al., 2023, section 4).
+
+Layout of a block, by the kind of its group:
+
+- keys and values: (num_kv_heads, num_layers, 2, block_size, head_dim). KV heads are outermost, so
+  that any range of them, over all layers, is one run of bytes: a rank of an engine with another
+  tensor parallel size takes its heads of a block with one copy.
+- latents: (num_layers, block_size, head_size). There is one head, which every rank has.
+- states: per layer, the tensors of `MambaSpec.shapes` one after the other, then the spec's padding.
+- kinds of other packages: per layer, a page of `page_size_bytes`.
+
+The scales of an fp8 cache are not in the blocks: there are two per layer, one for keys and one for
+values, which are loaded with the weights and belong to the view (`PagedKV.fp8`).
 """
 
 import logging
@@ -50,7 +62,7 @@ _STATE_DTYPES: Final = {4: torch.float32, 8: torch.float64}
 class PagedKV:
     """Keys and values of a group's layers.
 
-    planes: (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim). Blocks may be further
+    planes: (num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim). Blocks may be further
             apart than the layers need, so the first two dimensions cannot be flattened.
     fp8:    dtype and scales of the layers if `planes` are fp8.
     """
@@ -63,15 +75,15 @@ class PagedKV:
         return self.planes.shape[0]
 
     @property
-    def num_layers(self) -> int:
+    def num_kv_heads(self) -> int:
         return self.planes.shape[1]
 
     @property
-    def block_size(self) -> int:
-        return self.planes.shape[3]
+    def num_layers(self) -> int:
+        return self.planes.shape[2]
 
     @property
-    def num_kv_heads(self) -> int:
+    def block_size(self) -> int:
         return self.planes.shape[4]
 
     @property
@@ -91,7 +103,7 @@ class PagedKV:
         """Zero block i after its first `num_tokens[i]` tokens; (num_blocks,) int64."""
         is_after = _positions(self.block_size, num_tokens) >= num_tokens[:, None]
         planes = self.planes.view(torch.uint8) if self.planes.dtype == FP8 else self.planes
-        planes.masked_fill_(is_after[:, None, None, :, None, None], 0)
+        planes.masked_fill_(is_after[:, None, None, None, :, None], 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,10 +264,11 @@ def view_blocks(buffer: Tensor, group: KVCacheGroup, dtype: torch.dtype) -> Bloc
     """A group's view of `buffer`, (n, block bytes) uint8, contiguous. dtype: of all elements of its
     size; elements of another size, in states, are float32 or float64."""
     num_layers, spec = len(group.layer_names), group.spec
-    pages = buffer[:, : group.block_size_bytes].unflatten(1, (num_layers, spec.page_size_bytes))
+    used = buffer[:, : group.block_size_bytes]
     if isinstance(spec, CustomSpec):
-        return PagedBytes(pages, spec.block_size)
+        return PagedBytes(used.unflatten(1, (num_layers, -1)), spec.block_size)
     if isinstance(spec, MambaSpec):
+        pages = used.unflatten(1, (num_layers, -1))
         states, first = [], 0
         for shape, size in zip(spec.shapes, spec.dtype_bytes, strict=True):
             element = dtype if size == dtype.itemsize else _STATE_DTYPES[size]
@@ -264,12 +277,12 @@ def view_blocks(buffer: Tensor, group: KVCacheGroup, dtype: torch.dtype) -> Bloc
             first = end
         return PagedStates(tuple(states), spec.block_size)
     assert spec.dtype_bytes == dtype.itemsize
-    elements = pages.view(dtype)
+    elements = used.view(dtype)
     if isinstance(spec, MLAAttentionSpec):
-        return PagedLatents(elements.unflatten(2, (spec.block_size, spec.head_size)))
+        return PagedLatents(elements.unflatten(1, (num_layers, spec.block_size, spec.head_size)))
     assert spec.head_size_v in (None, spec.head_size)
-    shape = (2, spec.block_size, spec.num_kv_heads, spec.head_size)
-    return PagedKV(elements.unflatten(2, shape))
+    shape = (spec.num_kv_heads, num_layers, 2, spec.block_size, spec.head_size)
+    return PagedKV(elements.unflatten(1, shape))
 
 
 def measure_num_blocks(

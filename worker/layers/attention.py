@@ -15,7 +15,6 @@ from longshore.worker.layers.rms_norm import OffsetRMSNorm
 from longshore.worker.layers.rotary import Rotation
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors, whole
 from longshore.worker.models.decoder_config import DecoderConfig
-from longshore.worker.ranks.parallel import Parallel
 
 SPLIT_QKV: Final = ("q_proj", "k_proj", "v_proj")
 
@@ -45,8 +44,9 @@ class SelfAttention:
         self.queries = Columns.of_heads(
             placement.parallel.share(config.num_heads), config.num_heads, config.head_dim
         )
+        share = config.head_share(placement.parallel.shard, placement.parallel.num_shards)
         self.keys = Columns.of_heads(
-            _kv_heads(placement.parallel, config.num_kv_heads),
+            slice(share.first, share.first + share.count),
             config.num_kv_heads,
             config.head_dim,
         )
@@ -182,11 +182,3 @@ class WideNormAttention(SelfAttention):
             f"{name}.q_norm.weight": StoredTensor((self.queries.size,), (q_part,)),
             f"{name}.k_norm.weight": StoredTensor((self.keys.size,), (k_part,)),
         }
-
-
-def _kv_heads(parallel: Parallel, num_kv_heads: int) -> slice:
-    """The KV heads that this shard's query heads read."""
-    if num_kv_heads >= parallel.num_shards:
-        return parallel.share(num_kv_heads)
-    head = parallel.shard * num_kv_heads // parallel.num_shards
-    return slice(head, head + 1)

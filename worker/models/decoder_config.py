@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias
 from longshore.protocol.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    HeadShare,
     KVCacheSpec,
     SlidingWindowSpec,
 )
@@ -202,7 +203,11 @@ class DecoderConfig(ABC):
 
     def num_local_kv_heads(self, num_shards: int) -> int:
         """KV heads per rank with `num_shards` tensor parallel ranks."""
-        return max(1, self.num_kv_heads // num_shards)
+        return self.head_share(0, num_shards).count
+
+    def head_share(self, shard: int, num_shards: int) -> HeadShare:
+        """The KV heads of a tensor parallel rank, which its query heads read."""
+        return HeadShare.of_shard(shard, num_shards, self.num_kv_heads)
 
 
 def read_dense_fields(

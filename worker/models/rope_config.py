@@ -203,6 +203,14 @@ def max_supported_len(rope: RopeConfig, max_position_embeddings: int) -> int:
             return max_position_embeddings
 
 
+def rotation_of(rope: RopeConfig, max_model_len: int) -> str:
+    """What `max_model_len` decides about the rotation of keys, in words; empty: nothing. Keys of
+    another rotation cannot be used."""
+    if isinstance(rope, LongRope):
+        return f"longrope, {'long' if rope.is_long(max_model_len) else 'short'} factors"
+    return ""
+
+
 def _llama3_rope(rope: JsonFields, theta: float, factor: float, original: int) -> Llama3Rope:
     low_freq_factor = rope.real("low_freq_factor")
     high_freq_factor = rope.real("high_freq_factor")

@@ -1,10 +1,10 @@
 """The worker's loop: receives plans and sends their outputs, in order.
 
 Every rank of an engine receives every plan. Only the sampling rank sends outputs; the others send
-failures. All ranks send step statistics about once a second.
+failures. All ranks send step statistics about once a second, and report ended transfers.
 
-The loop computes nothing. It sleeps until a plan arrives or the compute thread has an output, so
-it prepares the next plan while the previous one still runs.
+The loop computes nothing. It sleeps until a plan arrives, the compute thread has an output or a
+transfer has ended, so it prepares the next plan while the previous one still runs.
 """
 
 import logging
@@ -13,77 +13,121 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import assert_never
+from typing import Final, assert_never
 
 import zmq
 
 from longshore.protocol.errors import EngineDead, PlanMismatch
-from longshore.protocol.handshake import FromWorker, Rejected, ToWorker, WorkerAccepted
-from longshore.protocol.outputs import WorkerFailed, WorkerReport
+from longshore.protocol.handshake import Rejected, WorkerAccepted
+from longshore.protocol.outputs import TransferReport, WorkerFailed, WorkerReport
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
-from longshore.protocol.transport.channel import Channel
+from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S
 from longshore.worker.errors import RankLost
 from longshore.worker.process.host_resources import resident_bytes
 from longshore.worker.process.row_log import RowLog
+from longshore.worker.process.scheduler_link import SchedulerLink, SchedulerLost
 from longshore.worker.process.step_statistics import StepStatistics
 from longshore.worker.step.model_runner import ModelRunner
+from longshore.worker.transfer.connector import ConnectorRunner, HookFailed
 
 logger = logging.getLogger(__name__)
+
+TOKENS_PER_TIMEOUT: Final = 1024
+"""Tokens of a step for which it may take another `step_timeout_s`."""
+
+
+class Bell:
+    """Wakes the loop from other threads."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def ring(self) -> None:
+        """May be called on any thread."""
+        os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Called by the loop when the bell is readable."""
+        os.eventfd_read(self._fd)
 
 
 class WorkerEngine:
     """Executes one scheduler's plans until it sends Shutdown.
 
-    sends_outputs: this is the sampling rank; other ranks send failures and statistics only.
+    bell:    rung by the connector when transfers have ended.
+    sends_outputs: this is the sampling rank; other ranks send failures, statistics and transfers.
+    connector: the worker half of the connector, if any.
     device_bytes:  returns the bytes of GPU memory that this rank has reserved.
+    report_alive:  called regularly, with what is late.
+    step_timeout_s: see EngineOptions.
     """
 
     def __init__(
         self,
-        channel: Channel[FromWorker, ToWorker],
+        link: SchedulerLink,
         runner: ModelRunner,
         *,
         epoch: int,
         rank: int,
+        bell: Bell | None = None,
         sends_outputs: bool = True,
+        connector: ConnectorRunner | None = None,
         device_bytes: Callable[[], int] = lambda: 0,
+        report_alive: Callable[[str | None], None] = lambda late: None,
+        step_timeout_s: float = math.inf,
     ) -> None:
-        self._channel = channel
+        self._link = link
+        self._channel = link.channel
         self._runner = runner
         self._epoch = epoch
         self._rank = rank
         self._sends_outputs = sends_outputs
         self._device_bytes = device_bytes
+        self._report_alive = report_alive
+        self._step_timeout_s = step_timeout_s
+        self._first_since_s = 0.0  # since when the oldest unanswered plan is the oldest
         self._statistics = StepStatistics(epoch=epoch, rank=rank)
-        self._unanswered: deque[int] = deque()  # tokens of each plan
+        self._connector = connector
+        self._unanswered: deque[SchedulerOutput] = deque()
         self._is_stopping = False
         self._row_log = RowLog()
         # The compute thread appends a report and wakes the loop; only the loop uses the channel.
         self._reports: deque[WorkerReport] = deque()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = bell or Bell()
 
     def run(self) -> None:
         """Run until Shutdown has arrived and every plan received before it is answered.
 
-        Raises PlanMismatch or EngineDead if this worker cannot continue, after it has sent the
-        reason to the scheduler.
+        Raises PlanMismatch, HookFailed or EngineDead if this worker cannot continue, after it has
+        sent the reason to the scheduler, and SchedulerLost if that has died.
         """
         poller = zmq.Poller()
         poller.register(self._channel.socket, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
+        poller.register(self._link.monitor, zmq.POLLIN)
         try:
             while not self._is_stopping or self._unanswered:
                 due_s = self._statistics.due_in_s(time.monotonic())
                 if due_s == 0:
                     self._send_statistics()
-                for ready, _ in poller.poll(math.ceil(due_s * 1e3) if due_s else None):
-                    if ready == self._bell:
-                        os.eventfd_read(self._bell)
+                events = dict(poller.poll(self._poll_ms(due_s)))
+                if self._bell.fileno() in events:
+                    self._bell.clear()
                 self._send_reports()
                 self._take_messages()
-        except EngineDead:
+                if events or self._asks_regularly:
+                    self._send_transfers()
+                self._report_alive(self._late())
+                if self._link.monitor in events:
+                    if not self._is_stopping:
+                        raise SchedulerLost
+                    poller.unregister(self._link.monitor)
+        except (EngineDead, SchedulerLost):
             raise  # the failed step's report has already been sent
-        except PlanMismatch as error:
+        except (PlanMismatch, HookFailed) as error:
             self._channel.send(WorkerFailed(self._epoch, self._rank, str(error)))
             raise
         except Exception as error:
@@ -91,12 +135,42 @@ class WorkerEngine:
             self._channel.send(WorkerFailed(self._epoch, self._rank, reason))
             raise
 
+    @property
+    def _asks_regularly(self) -> bool:
+        """Whether the connector does not ring the bell for everything that ends."""
+        return self._connector is not None and self._connector.poll_interval_s is not None
+
+    def _poll_ms(self, due_s: float | None) -> int:
+        """How long to sleep: until this process must report to be alive, the statistics are due or
+        the connector must be asked."""
+        waits_s = [ALIVE_INTERVAL_S]
+        if due_s:
+            waits_s.append(due_s)
+        if self._connector is not None and self._connector.poll_interval_s is not None:
+            waits_s.append(self._connector.poll_interval_s)
+        return math.ceil(min(waits_s) * 1e3)
+
+    def _late(self) -> str | None:
+        """The step under way, if it takes longer than it may."""
+        if not self._unanswered:
+            return None
+        plan, taken_s = self._unanswered[0], time.monotonic() - self._first_since_s
+        limit_s = self._step_timeout_s * (1 + plan.num_scheduled_tokens / TOKENS_PER_TIMEOUT)
+        if taken_s <= limit_s:
+            return None
+        return (
+            f"step {plan.step} with {plan.num_scheduled_tokens} tokens has taken {taken_s:.0f} s, "
+            f"more than {limit_s:.0f} s (--step-timeout-s={self._step_timeout_s:g})"
+        )
+
     def _take_messages(self) -> None:
         for message in self._channel.drain():
             match message:
                 case SchedulerOutput():
                     if self._runner.submit(message, self._on_report) is not None:
-                        self._unanswered.append(message.num_scheduled_tokens)
+                        if not self._unanswered:
+                            self._first_since_s = time.monotonic()
+                        self._unanswered.append(message)
                         self._row_log.log_plan(message)
                 case Shutdown(reason=reason):
                     logger.info("shutdown requested by the scheduler: %s", reason)
@@ -117,18 +191,30 @@ class WorkerEngine:
 
     def _on_report(self, report: WorkerReport) -> None:
         self._reports.append(report)
-        os.eventfd_write(self._bell, 1)
+        self._bell.ring()
 
     def _send_reports(self) -> None:
         while self._reports:
             report = self._reports.popleft()
-            num_tokens = self._unanswered.popleft()
+            plan = self._unanswered.popleft()
+            self._first_since_s = time.monotonic()
             if isinstance(report, WorkerFailed):
                 self._channel.send(report)
                 raise (RankLost if report.is_consequence else EngineDead)(report.reason)
             if self._sends_outputs:
                 self._channel.send(report)
-            self._statistics.count(report.compute_s, num_tokens, time.monotonic())
+            elif plan.has_loads:
+                failed = report.failed_block_ids
+                self._channel.send(
+                    TransferReport(self._epoch, self._rank, plan.step, failed_block_ids=failed)
+                )
+            self._statistics.count(report.compute_s, plan.num_scheduled_tokens, time.monotonic())
+
+    def _send_transfers(self) -> None:
+        if self._connector is not None:
+            report = self._connector.take_report()
+            if report is not None:
+                self._channel.send(report)
 
     def _send_statistics(self) -> None:
         self._channel.send(

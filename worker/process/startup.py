@@ -6,17 +6,22 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
-import zmq
 
+from longshore.connectors.base import WorkerConnector, WorkerConnectorConfig
+from longshore.connectors.registry import (
+    check_worker_half,
+    engine_fields,
+    load_worker_connector,
+    parse_options,
+)
 from longshore.protocol.errors import EngineDead, HandshakeRejected, LongshoreError
 from longshore.protocol.handshake import (
-    FromWorker,
+    Feature,
     Rejected,
-    ToWorker,
     WorkerAccepted,
     WorkerHello,
     WorkerReady,
@@ -24,7 +29,6 @@ from longshore.protocol.handshake import (
 )
 from longshore.protocol.outputs import WorkerFailed
 from longshore.protocol.plan import Shutdown
-from longshore.protocol.transport.channel import Channel, open_socket
 from longshore.protocol.transport.lifeline import (
     Lifeline,
     Progress,
@@ -34,8 +38,9 @@ from longshore.worker.config import WorkerProcessConfig
 from longshore.worker.errors import RankLost
 from longshore.worker.kv_cache.plan import block_bytes
 from longshore.worker.process.device import held_bytes, open_device
-from longshore.worker.process.engine_loop import WorkerEngine
+from longshore.worker.process.engine_loop import Bell, WorkerEngine
 from longshore.worker.process.host_resources import num_physical_cores
+from longshore.worker.process.scheduler_link import SchedulerLink, SchedulerLost
 from longshore.worker.ranks.parallel import Parallel
 from longshore.worker.ranks.rendezvous import joined_ranks
 from longshore.worker.worker import Worker
@@ -52,26 +57,19 @@ def serve(config: WorkerProcessConfig, lifeline: Lifeline) -> None:
     Raises LongshoreError for every error an operator can cause, after reporting it to the
     scheduler.
     """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    channel: Channel[FromWorker, ToWorker] = Channel(
-        open_socket(context, zmq.DEALER, config.endpoint, bind=False), ToWorker
-    )
-    try:
-        _serve(config, lifeline, channel)
-    finally:
-        channel.close()
-        context.term()
+    # The ranks of an engine lose their scheduler at different steps, so they end with it.
+    is_alone = config.ranks.num_ranks == 1
+    with SchedulerLink(config.endpoint, is_watched=is_alone) as link:
+        _serve(config, lifeline, link)
 
 
-def _serve(
-    config: WorkerProcessConfig, lifeline: Lifeline, channel: Channel[FromWorker, ToWorker]
-) -> None:
+def _serve(config: WorkerProcessConfig, lifeline: Lifeline, link: SchedulerLink) -> None:
     torch.set_num_threads(
         config.threads or max(1, num_physical_cores() // config.num_ranks_on_device)
     )
     logger.info("computing with %d threads", torch.get_num_threads())
     with ExitStack() as stack:
-        with _reporting_failures(channel, config.rank, NO_EPOCH):
+        with _reporting_failures(link, config.rank, NO_EPOCH):
             device = open_device(config.device)
             if config.ranks.num_ranks > 1:
                 others = config.ranks.num_ranks - 1
@@ -81,45 +79,96 @@ def _serve(
                     config.ranks, config.rank, device, startup_timeout_s=config.startup_timeout_s
                 )
             )
-        _load_and_run(config, device, parallel, lifeline, channel)
+            lifeline.report(Progress(f"loading {_part(config, parallel)}"))
+            if config.kv_connector is not None:
+                check_worker_half(config.kv_connector)
+            worker = Worker(config.worker, parallel)
+        bell = Bell()
+        with worker:
+            while True:
+                try:
+                    _serve_scheduler(config, device, parallel, worker, lifeline, link, bell)
+                    return
+                except SchedulerLost:
+                    logger.warning("the scheduler has ended; waiting for the next one")
+                lifeline.report(Progress("waiting for the next scheduler"))
+                link.disconnect()
+                worker.close()
+                gc.unfreeze()
+                gc.collect()  # the KV cache, before the next one is allocated
+                link.connect()
 
 
-def _load_and_run(
+def _serve_scheduler(
     config: WorkerProcessConfig,
     device: torch.device,
     parallel: Parallel,
+    worker: Worker,
     lifeline: Lifeline,
-    channel: Channel[FromWorker, ToWorker],
+    link: SchedulerLink,
+    bell: Bell,
 ) -> None:
-    part = _part_description(parallel)
-    lifeline.report(Progress(f"loading {part}{Path(config.model).name} on {config.device}"))
-    with _reporting_failures(channel, config.rank, NO_EPOCH):
-        worker = Worker(config.worker, parallel)
-    with worker:
-        accepted = _handshake(config, worker, lifeline, channel)
-        if accepted is None:
-            return
-        lifeline.report(Progress("warming up"))
-        with _reporting_failures(channel, config.rank, accepted.epoch):
-            runner = worker.start(epoch=accepted.epoch, num_blocks=accepted.num_blocks)
-            parallel.set_timeout(config.ranks.timeout_s)
-        channel.send(WorkerReady(config.rank))
-        lifeline.report(Ready(_details(config, worker, accepted)))
-        # All objects so far live as long as the process; the garbage collector can skip them.
-        gc.collect()
-        gc.freeze()
-        WorkerEngine(
-            channel,
-            runner,
+    """Serve one scheduler until it shuts down. Raises SchedulerLost if it dies."""
+    accepted = _handshake(config, worker, lifeline, link)
+    if accepted is None:
+        return
+    lifeline.report(Progress("warming up"))
+    with _reporting_failures(link, config.rank, accepted.epoch):
+        runner = worker.start(
             epoch=accepted.epoch,
+            num_blocks=accepted.num_blocks,
+            connector=_make_connector(config, worker, accepted),
+            wake=bell.ring,
+        )
+        parallel.set_timeout(config.ranks.timeout_s)
+    link.channel.send(WorkerReady(config.rank))
+    lifeline.report(Ready(_details(config, worker, accepted)))
+    # All objects so far live as long as the scheduler; the garbage collector can skip them.
+    gc.collect()
+    gc.freeze()
+    WorkerEngine(
+        link,
+        runner,
+        epoch=accepted.epoch,
+        rank=config.rank,
+        bell=bell,
+        sends_outputs=parallel.samples,
+        connector=worker.connector,
+        device_bytes=partial(held_bytes, device),
+        report_alive=lifeline.report_alive,
+        step_timeout_s=config.step_timeout_s,
+    ).run()
+
+
+def _make_connector(
+    config: WorkerProcessConfig, worker: Worker, accepted: WorkerAccepted
+) -> WorkerConnector[Any] | None:
+    """Raises ConfigError if the worker half cannot be built."""
+    if config.kv_connector is None:
+        return None
+    fields = engine_fields(
+        config.identity,
+        msgspec.structs.replace(worker.kv_cache, num_blocks=accepted.num_blocks),
+        options=parse_options(config.kv_connector_config),
+        rank_block_bytes=accepted.rank_block_bytes,
+        engine_id=config.engine_id,
+        epoch=accepted.epoch,
+    )
+    return load_worker_connector(
+        config.kv_connector,
+        WorkerConnectorConfig(
+            **fields,
+            model_name=Path(config.model).name,
             rank=config.rank,
-            sends_outputs=parallel.samples,
-            device_bytes=partial(held_bytes, device),
-        ).run()
+            shared_memory_fd=config.shared_memory_fd,
+            hidden_size=worker.model_config.hidden_size,
+            state_dir=config.state_dir,
+        ),
+    )
 
 
-def _part_description(parallel: Parallel) -> str:
-    """`shard 1 of 2, stage 2 of 2 of `; sizes of 1 are left out."""
+def _part(config: WorkerProcessConfig, parallel: Parallel) -> str:
+    """`shard 1 of 2, stage 2 of 2 of MODEL on cpu`; sizes of 1 are left out."""
     parts = [
         f"{name} {index + 1} of {count}"
         for name, index, count in (
@@ -128,18 +177,17 @@ def _part_description(parallel: Parallel) -> str:
         )
         if count > 1
     ]
-    return ", ".join(parts) + " of " if parts else ""
+    part = ", ".join(parts) + " of " if parts else ""
+    return f"{part}{Path(config.model).name} on {config.device}"
 
 
 @contextmanager
-def _reporting_failures(
-    channel: Channel[FromWorker, ToWorker], rank: int, epoch: int
-) -> Iterator[None]:
+def _reporting_failures(link: SchedulerLink, rank: int, epoch: int) -> Iterator[None]:
     """Report a failure in the block to the scheduler, which is waiting for this rank."""
     try:
         yield
     except LongshoreError as error:
-        channel.send(WorkerFailed(epoch, rank, str(error), isinstance(error, RankLost)))
+        link.channel.send(WorkerFailed(epoch, rank, str(error), isinstance(error, RankLost)))
         raise
 
 
@@ -147,10 +195,10 @@ def _handshake(
     config: WorkerProcessConfig,
     worker: Worker,
     lifeline: Lifeline,
-    channel: Channel[FromWorker, ToWorker],
+    link: SchedulerLink,
 ) -> WorkerAccepted | None:
     """Send the hello and wait for the scheduler's answer. None: the engine shut down during
-    startup. Raises HandshakeRejected or EngineDead."""
+    startup. Raises HandshakeRejected, EngineDead or SchedulerLost."""
     # These describe what this rank has actually loaded.
     identity = msgspec.structs.replace(
         config.identity,
@@ -158,9 +206,12 @@ def _handshake(
         decode_context_parallel_size=config.ranks.decode_context_parallel_size,
         cp_kv_cache_interleave_size=config.ranks.cp_kv_cache_interleave_size,
     )
-    channel.send(WorkerHello(config.rank, identity, worker.kv_cache, worker.features))
+    features = worker.features
+    if config.kv_connector is not None:
+        features = (*features, Feature.KV_CONNECTOR)
+    link.channel.send(WorkerHello(config.rank, identity, worker.kv_cache, worker.heads, features))
     lifeline.report(Progress("loaded; waiting for the scheduler's handshake"))
-    answer = channel.receive(config.startup_timeout_s)
+    answer = link.receive(config.startup_timeout_s)
     match answer:
         case WorkerAccepted():
             return answer

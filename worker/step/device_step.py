@@ -29,6 +29,7 @@ from longshore.worker.step.fed_back_tokens import FedBackTokens
 from longshore.worker.step.model_forward import ModelForward
 from longshore.worker.step.step_inputs import StepInputs
 from longshore.worker.step.token_table import TokenTable
+from longshore.worker.transfer.connector import StepTransfers
 
 Preparation: TypeAlias = Callable[[Tensor, Tensor, AttentionStep], None]
 
@@ -64,6 +65,7 @@ class DeviceStep:
     encoded:  encoder inputs of added rows.
     fed_back: tokens that another rank sampled in an earlier step and this step computes.
     pooling:  the step's part of pooled vectors, if any.
+    transfers: the connector's hooks of this step; None without a connector and in the warm-up.
     prepare:  called with the model's inputs before the forward pass; used in the warm-up.
     """
 
@@ -77,10 +79,19 @@ class DeviceStep:
     encoded: Sequence[EncoderInput]
     fed_back: FedBackTokens | None
     pooling: StepPooling | None = None
+    transfers: StepTransfers | None = None
     prepare: Preparation | None = None
 
     def run(self) -> None:
         """Compute, sample, and start copying the results into the step's staging set."""
+        if self.transfers is None:
+            self._run()
+            return
+        self.transfers.before_step()
+        self._run()
+        self.transfers.after_step()
+
+    def _run(self) -> None:
         state, inputs = self.state, self.inputs
         for row, known_ids in self.started:
             state.tokens.start_row(row, known_ids)
@@ -101,7 +112,7 @@ class DeviceStep:
 
     def _compute(self, ints: Tensor, reals: Tensor) -> None:
         state, inputs = self.state, self.inputs
-        attention = state.attention.begin_step(self._metadata(ints))
+        attention = state.attention.begin_step(self._metadata(ints), self.transfers)
         for item in self.encoded:
             samples = item.samples.to(ints.device, non_blocking=True)
             state.model.encode(samples, item.row, item.num_tokens, attention)
@@ -141,6 +152,8 @@ class DeviceStep:
     def _finish(self, hidden: Tensor, ints: Tensor, reals: Tensor) -> None:
         """Compute logits on all shards, sample on the sampling rank, and broadcast the tokens."""
         state, inputs = self.state, self.inputs
+        if self.transfers is not None and state.parallel.samples:
+            self.transfers.after_layers(hidden)
         if self.pooling is not None:
             self.pooling.run(hidden, state.model.last_norm, state.pooled)
         extras = None if inputs.extras is None else inputs.extras.on_device(hidden.device)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from longshore.protocol.arrays import EMPTY_INT32
 from longshore.protocol.errors import EngineDead, PlanMismatch
 from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed, WorkerReport
@@ -20,9 +21,9 @@ from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.errors import RankLost
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.models.decoder_model import DecoderModel
+from longshore.worker.queues.compute_queue import Completion, ComputeQueue
 from longshore.worker.ranks.parallel import ALONE, Parallel
 from longshore.worker.sampling.pooling import StepPooling
-from longshore.worker.step.compute_queue import Completion, ComputeQueue
 from longshore.worker.step.fed_back_tokens import FedBackTokens, fed_back_tokens
 from longshore.worker.step.step_batch import Int64s, StepBatch, make_batch
 from longshore.worker.step.step_inputs import StepInputs
@@ -30,6 +31,7 @@ from longshore.worker.step.step_launcher import StepLauncher
 from longshore.worker.step.token_table import known_token_ids
 from longshore.worker.step.warm_up import WarmUp
 from longshore.worker.step.worker_rows import WorkerRows
+from longshore.worker.transfer.connector import ConnectorRunner, HookFailed, StepTransfers
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +52,13 @@ class ModelRunner:
         epoch: int = 1,
         parallel: Parallel = ALONE,
         eos_token_ids: Sequence[int] = (),
+        connector: ConnectorRunner | None = None,
     ) -> None:
         """parallel: this rank's position; only the outputs of the sampling rank have tokens.
-        eos_token_ids: not sampled until a request has min_tokens."""
+        eos_token_ids: not sampled until a request has min_tokens.
+        connector: the worker half of the connector; None: plans with metadata are rejected."""
         self._epoch = epoch
+        self._connector = connector
         self._parallel = parallel
         self._launcher = StepLauncher(
             model,
@@ -64,6 +69,7 @@ class ModelRunner:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             parallel=parallel,
+            has_layer_hooks=connector is not None and connector.has_layer_hooks,
         )
         self._rows = WorkerRows(
             tables=self._launcher.tables,
@@ -74,6 +80,7 @@ class ModelRunner:
             num_blocks=cache.num_blocks,
             epoch=epoch,
             eos_token_ids=eos_token_ids,
+            has_connector=connector is not None,
         )
 
     def submit(
@@ -83,8 +90,8 @@ class ModelRunner:
 
         on_report: called with the output on a thread of the compute queue, in order of the plans,
                    or with WorkerFailed if this step or an earlier one failed.
-        Raises PlanMismatch if the plan does not match this worker's state. No further plan can be
-        executed then.
+        Raises PlanMismatch if the plan does not match this worker's state, or HookFailed. No
+        further plan can be executed then.
         """
         if self._rows.is_repeat(plan):
             about = fields(step_id=plan.step, epoch=plan.epoch)
@@ -96,6 +103,9 @@ class ModelRunner:
         answered_rows = np.flatnonzero(table.samples(num_scheduled))
         generates = ~self._rows.pooling.is_pooling[answered_rows]
         sampled_rows = answered_rows[generates]
+        transfers = None
+        if self._connector is not None:
+            transfers = self._connector.begin_step(plan, batch.rows, batch.starts, batch.counts)
         started = [
             (start.row, known_token_ids(start, pin_memory=launcher.pin_memory))
             for start in plan.added
@@ -111,9 +121,10 @@ class ModelRunner:
             started=started,
             encoded=launcher.encoder.take(plan, num_scheduled),
             pooling=(pooling := self._pooling(batch)),
+            transfers=transfers,
             step_id=plan.step,
             on_answer=lambda inputs, completion: on_report(
-                self._report(plan.step, inputs, generates, pooling, completion)
+                self._report(plan.step, inputs, generates, pooling, transfers, completion)
             ),
         )
 
@@ -168,17 +179,28 @@ class ModelRunner:
         inputs: StepInputs,
         generates: npt.NDArray[np.bool_],
         pooling: StepPooling | None,
+        transfers: StepTransfers | None,
         completion: Completion,
     ) -> WorkerReport:
         """generates: which of the rows with results sample a token; the others get vectors."""
-        if completion.error is not None:
-            error = completion.error
+        error, failed_block_ids = completion.error, EMPTY_INT32
+        if error is None and transfers is not None:
+            try:
+                failed_block_ids = transfers.failed_block_ids()
+            except HookFailed as failure:
+                error = failure
+        if error is not None:
             reason = f"step {step} failed on the device: {type(error).__name__}: {error}"
-            if is_lost := isinstance(error, RankLost):  # its message is complete
-                reason = f"step {step}: {error}"
+            if (is_lost := isinstance(error, RankLost)) or isinstance(error, HookFailed):
+                reason = f"step {step}: {error}"  # the message is complete
             return WorkerFailed(self._epoch, self._parallel.rank, reason, is_consequence=is_lost)
         if not self._parallel.samples:
-            return ModelRunnerOutput(self._epoch, step, compute_s=completion.elapsed_s)
+            return ModelRunnerOutput(
+                self._epoch,
+                step,
+                failed_block_ids=failed_block_ids,
+                compute_s=completion.elapsed_s,
+            )
         result = inputs.result()
         output = ModelRunnerOutput(
             epoch=self._epoch,
@@ -187,6 +209,7 @@ class ModelRunner:
             logprobs=result.logprobs,
             nan_rows=result.nan_rows,
             num_nans=result.num_nans,
+            failed_block_ids=failed_block_ids,
             compute_s=completion.elapsed_s,
         )
         return output if pooling is None else pooling.result().added_to(output, generates)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longshore.worker.step.compute_queue import Completion
+from longshore.worker.queues.compute_queue import Completion
 
 
 class StagingSet:

@@ -19,11 +19,11 @@ from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTab
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.kv_cache.context_share import ContextShare
 from longshore.worker.models.decoder_model import DecoderModel
+from longshore.worker.queues.compute_queue import Completion, ComputeQueue
 from longshore.worker.ranks.parallel import Parallel
 from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.columns import SamplingColumns
 from longshore.worker.sampling.pooling import PooledSums, StepPooling
-from longshore.worker.step.compute_queue import Completion, ComputeQueue
 from longshore.worker.step.device_step import DeviceState, DeviceStep, Preparation
 from longshore.worker.step.encoder_rows import CrossBlockTable, EncoderInput, EncoderRows
 from longshore.worker.step.fed_back_tokens import FedBackTokens
@@ -32,6 +32,7 @@ from longshore.worker.step.step_batch import Int64s, StepBatch, blocks_to_clear
 from longshore.worker.step.step_inputs import StepInputs, StepInputsBuilder
 from longshore.worker.step.token_table import TokenTable
 from longshore.worker.step.worker_rows import NO_COPIES, BlockCopies
+from longshore.worker.transfer.connector import StepTransfers
 
 NO_BLOCKS: Final = np.empty(0, np.int64)
 NO_TOKENS: Final = NO_BLOCKS
@@ -56,6 +57,7 @@ class StepLauncher:
         max_num_batched_tokens: int,
         max_model_len: int,
         parallel: Parallel,
+        has_layer_hooks: bool = False,
     ) -> None:
         self._queue = queue
         self._share = parallel.context_share
@@ -84,7 +86,7 @@ class StepLauncher:
         tokens = TokenTable(max_num_seqs, max_model_len, cache.device)
         self.state = DeviceState(
             model,
-            ModelForward(model),
+            ModelForward(model, has_layer_hooks=has_layer_hooks),
             cache,
             attention,
             tokens,
@@ -116,6 +118,7 @@ class StepLauncher:
         started: Sequence[tuple[int, Tensor]] = (),
         encoded: Sequence[EncoderInput] = (),
         pooling: StepPooling | None = None,
+        transfers: StepTransfers | None = None,
         prepare: Preparation | None = None,
         on_answer: Callable[[StepInputs, Completion], None] | None = None,
         step_id: int | None = None,
@@ -154,6 +157,7 @@ class StepLauncher:
             encoded=encoded,
             fed_back=fed_back,
             pooling=pooling,
+            transfers=transfers,
             prepare=prepare,
         )
         on_done = None if on_answer is None else partial(on_answer, inputs)

@@ -23,7 +23,6 @@ from longshore.worker.sampling.pooling import PoolingRows
 
 _UNSUPPORTED: Final = {
     "draft_rows": "speculative decoding",
-    "connector_metadata": "KV connectors",
     "has_structured_output": "structured output",
 }
 
@@ -47,6 +46,7 @@ class WorkerRows:
 
     vocab_size, num_blocks: upper bounds of token and block ids in plans.
     eos_token_ids: not sampled until a row has min_tokens.
+    has_connector: plans may have metadata for it.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class WorkerRows:
         num_blocks: int,
         epoch: int,
         eos_token_ids: Sequence[int] = (),
+        has_connector: bool = False,
     ) -> None:
+        self._has_connector = has_connector
         self.rows = RowTable(max_num_seqs)
         self.sampling = SamplingColumns(
             max_num_seqs, vocab_size=vocab_size, eos_token_ids=eos_token_ids
@@ -84,6 +86,11 @@ class WorkerRows:
         Raises PlanMismatch; some rows may have changed by then.
         """
         _reject_unsupported(plan)
+        if plan.connector_metadata and not self._has_connector:
+            raise PlanMismatch(
+                f"step {plan.step} has metadata for a KV connector, but this worker has none. "
+                "Start scheduler and workers with the same --kv-connector."
+            )
         num_scheduled = self._follower.apply(plan)
         for rewind in plan.rewound:
             self.tables.truncate_row(rewind.row, rewind.num_computed_tokens)

@@ -110,6 +110,6 @@ def test_blocks_are_zero_after_the_last_token_of_a_row() -> None:
     step = attention.begin_step(cross_metadata(batch, table, 4, np.array([6])))
     step.write(0, 0, torch.ones(6, 1, HEAD_DIM), torch.full((6, 1, HEAD_DIM), 2.0))
     for plane, value in enumerate((1.0, 2.0)):
-        kept = cache.planes[[3, 1], 0, plane, :, 0, 0].flatten()
+        kept = cache.planes[[3, 1], 0, 0, plane, :, 0].flatten()
         assert kept.tolist() == [value] * 6 + [0.0] * 2
     assert cache.planes[2].isnan().all()

@@ -90,8 +90,8 @@ class Step:
         if self.scales is not None:
             planes = planes.view(torch.uint8)
             k, v = to_fp8(k, self.scales.keys), to_fp8(v, self.scales.values)
-        planes[blocks, LAYER, 0, offsets] = k
-        planes[blocks, LAYER, 1, offsets] = v
+        planes[blocks, :, LAYER, 0, offsets] = k
+        planes[blocks, :, LAYER, 1, offsets] = v
 
     def attend(self, kernels: Native, rows: list[int] | None = None) -> list[Tensor]:
         """Per sequence (new tokens, num_heads, head_dim), computed in one step."""
@@ -134,7 +134,7 @@ class Step:
             k, v = kept((self.k[row], self.v[row]), self.scales)
             expected = attention_oracle.attention(self.kind, self.q[row], k, v, self.sinks)
             torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
-        assert self.cache.planes[1:, 1 - LAYER].isnan().all(), "another layer was written"
+        assert self.cache.planes[1:, :, 1 - LAYER].isnan().all(), "another layer was written"
         assert not self.cache.planes[0].any(), "the null block was written"
 
 

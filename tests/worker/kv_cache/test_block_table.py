@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from longshore.protocol.errors import PlanMismatch
 from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
-from longshore.worker.step.compute_queue import Completion, CpuComputeQueue
+from longshore.worker.queues.compute_queue import Completion, CpuComputeQueue
 from longshore.worker.step.staging import StagingSet
 
 CPU = torch.device("cpu")

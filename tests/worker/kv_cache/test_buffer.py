@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longshore.protocol.errors import KVCacheTooSmall
 from longshore.protocol.kv_cache_spec import (
@@ -67,7 +69,7 @@ def test_copying_a_block_of_the_70b_model_moves_5_24_megabytes() -> None:
     assert 1e6 * 2 * cache.block_size_bytes / bandwidth == pytest.approx(3.1, abs=0.05)
 
 
-@pytest.mark.req("COW-03")
+@pytest.mark.req("COW-03", "ERR-39")
 def test_a_copy_has_keys_and_values_of_all_layers_and_zeros_after_its_tokens() -> None:
     cache = allocated(group_of(3, 2, head_dim=4), 6)
     torch.manual_seed(0)
@@ -77,10 +79,10 @@ def test_a_copy_has_keys_and_values_of_all_layers_and_zeros_after_its_tokens() -
     # Block 3 is copied from and to: its old content is copied to block 5.
     cache.copy_blocks(*torch.tensor([[1, 3, 1], [3, 5, 4], [16, 5, 1]]), [3])
     assert torch.equal(planes[3], before[1])
-    assert torch.equal(planes[5, :, :, :5], before[3, :, :, :5])
-    assert torch.equal(planes[4, :, :, :1], before[1, :, :, :1])
-    assert not planes[5, :, :, 5:].any()
-    assert not planes[4, :, :, 1:].any()
+    assert torch.equal(planes[5, :, :, :, :5], before[3, :, :, :, :5])
+    assert torch.equal(planes[4, :, :, :, :1], before[1, :, :, :, :1])
+    assert not planes[5, :, :, :, 5:].any()
+    assert not planes[4, :, :, :, 1:].any()
     assert torch.equal(planes[:3], before[:3])
 
 
@@ -163,6 +165,42 @@ def test_a_block_is_one_contiguous_run_of_bytes_at_its_id_times_its_size() -> No
         assert cache.buffer[block_id].is_contiguous()
 
 
+@pytest.mark.req("ERR-39")
+def test_the_address_of_a_token_depends_on_head_layer_and_keys_or_values() -> None:
+    num_heads, num_layers, head_dim, itemsize = 3, 2, 4, 2
+    cache = allocated(group_of(num_layers, num_heads, head_dim), 5)
+    planes = cache.view(0).planes
+    for block, head, layer, values, token in ((0, 0, 0, 0, 0), (4, 2, 1, 1, 15), (2, 1, 0, 1, 7)):
+        position = ((head * num_layers + layer) * 2 + values) * 16 + token
+        address = block * cache.block_size_bytes + position * head_dim * itemsize
+        found = planes[block, head, layer, values, token].data_ptr()
+        assert found == cache.buffer.data_ptr() + address
+
+
+@given(
+    num_heads=st.integers(1, 8),
+    num_layers=st.integers(1, 5),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.float8_e4m3fn]),
+    data=st.data(),
+)
+def test_any_range_of_kv_heads_of_a_block_is_one_run_of_bytes(
+    num_heads: int, num_layers: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, num_heads - 1))
+    end = data.draw(st.integers(first + 1, num_heads))
+    group = attention_group(num_layers, num_heads, 8, block_size=4, dtype_bytes=dtype.itemsize)
+    larger = attention_group(num_layers + 1, num_heads, 8, block_size=4, dtype_bytes=dtype.itemsize)
+    buffer = torch.zeros((3, larger.block_size_bytes), dtype=torch.uint8)
+    view = kv_cache.view_blocks(buffer, group, dtype)
+    assert isinstance(view, kv_cache.PagedKV)
+    view.planes.view(torch.uint8)[1, first:end] = 255
+    head_bytes = group.block_size_bytes // num_heads
+    offset, size = first * head_bytes, (end - first) * head_bytes
+    expected = torch.zeros_like(buffer)
+    expected[1, offset : offset + size] = 255
+    assert torch.equal(buffer, expected)
+
+
 def test_clearing_blocks_touches_no_other() -> None:
     cache = allocated(group_of(2, 2, head_dim=4), 5)
     cache.buffer.fill_(255)
@@ -203,10 +241,10 @@ def test_every_group_has_its_own_view_of_the_same_blocks() -> None:
     assert cache.block_size_bytes == 4 * 2 * 32 * 4 * 2
     views = [cache.view(group) for group in range(5)]
     full, window, latent, state, custom = views
-    assert full.planes.shape == (5, 3, 2, 16, 2, 4)
+    assert full.planes.shape == (5, 2, 3, 2, 16, 4)
     assert (full.num_blocks, full.num_layers, full.block_size) == (5, 3, 16)
     assert (full.num_kv_heads, full.head_dim, full.dtype) == (2, 4, torch.float16)
-    assert window.planes.shape == (5, 4, 2, 32, 1, 4)
+    assert window.planes.shape == (5, 1, 4, 2, 32, 4)
     assert window.planes[3].is_contiguous()
     assert latent.latents.shape == (5, 2, 16, 10)
     assert (latent.num_layers, latent.block_size, latent.head_size) == (2, 16, 10)
@@ -227,11 +265,15 @@ def test_the_parts_of_a_block_that_layers_have_do_not_overlap() -> None:
     cache = hybrid(2)
     for group in range(5):
         view = cache.view(group)
-        parts = (
-            list(view.states)
-            if isinstance(view, kv_cache.PagedStates)
-            else [next(iter(vars(view).values()))]
-        )
+        match view:
+            case kv_cache.PagedKV():
+                parts = [view.planes.transpose(1, 2)]
+            case kv_cache.PagedLatents():
+                parts = [view.latents]
+            case kv_cache.PagedStates():
+                parts = list(view.states)
+            case kv_cache.PagedBytes():
+                parts = [view.pages]
         num_bytes = 0
         for part in parts:
             for layer in range(part.shape[1]):
@@ -252,10 +294,10 @@ def test_a_copy_is_truncated_according_to_the_spec_of_its_group() -> None:
     unpadded = cache.groups[0].block_size_bytes
     assert torch.equal(cache.buffer[6, :unpadded], before[1, :unpadded])
     full, window = cache.view(0).planes, cache.view(1).planes
-    assert torch.equal(full[7, :, :, :5], full[2, :, :, :5])
-    assert not full[7, :, :, 5:].any()
-    assert torch.equal(window[8, :, :, :20], window[3, :, :, :20])
-    assert not window[8, :, :, 20:].any()
+    assert torch.equal(full[7, :, :, :, :5], full[2, :, :, :, :5])
+    assert not full[7, :, :, :, 5:].any()
+    assert torch.equal(window[8, :, :, :, :20], window[3, :, :, :, :20])
+    assert not window[8, :, :, :, 20:].any()
     assert torch.equal(cache.buffer[9], before[4])
     kept = [0, 1, 2, 3, 4, 5, 10, 11]
     assert torch.equal(cache.buffer[kept], before[kept])
@@ -275,8 +317,8 @@ def test_a_copy_in_fp8_holds_zeros_after_the_shared_tokens() -> None:
     before = cache.buffer.clone()
     cache.copy_blocks(*torch.tensor([[1], [3], [5]]), [1])
     planes = view.planes.view(torch.uint8)
-    assert torch.equal(planes[3, :, :, :5], planes[1, :, :, :5])
-    assert not planes[3, :, :, 5:].any()
+    assert torch.equal(planes[3, :, :, :, :5], planes[1, :, :, :, :5])
+    assert not planes[3, :, :, :, 5:].any()
     assert torch.equal(cache.buffer[:3], before[:3])
     cache.clear(torch.tensor([3]))
     assert not view.planes[3].any()

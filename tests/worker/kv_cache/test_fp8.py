@@ -52,8 +52,8 @@ def written(kernels: Native, vectors: Tensor, scale: float) -> tuple[Tensor, Ten
     slots = 4 + torch.arange(num_tokens)
     step = attention.plan(table, slots, np.array([(0, 0, num_tokens, num_tokens)]))
     step.forward(0, vectors, vectors, vectors)
-    planes = cache.planes.view(torch.uint8)[1:, 0].transpose(0, 1).flatten(1, 2)
-    return planes[0, :num_tokens], planes[1, :num_tokens]
+    planes = cache.planes.view(torch.uint8)[1:, 0, 0].transpose(0, 1).flatten(1, 2)
+    return planes[0, :num_tokens, None], planes[1, :num_tokens, None]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

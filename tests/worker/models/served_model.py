@@ -17,7 +17,7 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig, SchedulerConfig
 from longshore.scheduler.scheduler import Scheduler
 from longshore.worker.config import WorkerConfig
-from longshore.worker.step.compute_queue import Completion
+from longshore.worker.queues.compute_queue import Completion
 from longshore.worker.worker import Worker
 
 CLIENT = 0

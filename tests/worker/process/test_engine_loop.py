@@ -1,9 +1,12 @@
 """The worker's loop over a real channel, with its scheduler in the test."""
 
+import math
+import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,11 @@ import msgspec
 import pytest
 import zmq
 
+from longshore.connectors.base import FinishedTransfers
 from longshore.protocol.arrays import UInt8Array, int32_array
 from longshore.protocol.errors import EngineDead, LongshoreError, PlanMismatch
 from longshore.protocol.handshake import FromWorker, ToWorker, WorkerAccepted
-from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed
+from longshore.protocol.outputs import ModelRunnerOutput, TransferReport, WorkerFailed
 from longshore.protocol.plan import SampleMask, Shutdown
 from longshore.protocol.statistics import WorkerStats
 from longshore.protocol.transport.channel import (
@@ -23,10 +27,13 @@ from longshore.protocol.transport.channel import (
     open_socket,
 )
 from longshore.worker.config import WorkerConfig
-from longshore.worker.process.engine_loop import WorkerEngine
-from longshore.worker.step.compute_queue import CpuComputeQueue
+from longshore.worker.process.engine_loop import Bell, WorkerEngine
+from longshore.worker.process.scheduler_link import SchedulerLink, SchedulerLost
+from longshore.worker.queues.compute_queue import CpuComputeQueue
+from longshore.worker.transfer.connector import HookFailed
 from longshore.worker.worker import Worker
 from tests.worker.plans import Entry, Planner
+from tests.worker.recording_connector import RecordingConnector
 
 TIMEOUT_S = 60.0
 EPOCH = 3
@@ -36,31 +43,42 @@ DEVICE_BYTES = 4096
 class EngineThread:
     """A WorkerEngine in a thread, and the scheduler's end of its channel."""
 
-    def __init__(self, model: Path, *, sends_outputs: bool = True) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        sends_outputs: bool = True,
+        connector: RecordingConnector | None = None,
+        step_timeout_s: float = math.inf,
+    ) -> None:
+        self.late: list[str | None] = []
         self.directory = Path(tempfile.mkdtemp(prefix="longshore-test-"))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         endpoint = Endpoint(f"ipc://{self.directory}/worker-0")
         self.scheduler: Channel[ToWorker, FromWorker] = Channel(
             open_socket(self.context, zmq.DEALER, endpoint, bind=True), FromWorker
         )
-        self._channel: Channel[FromWorker, ToWorker] = Channel(
-            open_socket(self.context, zmq.DEALER, endpoint, bind=False), ToWorker
-        )
+        self._link = SchedulerLink(endpoint, is_watched=True)
         config = WorkerConfig(model=str(model), num_blocks=40, max_num_seqs=8, show_progress=False)
         self.gate = threading.Event()
         self.gate.set()
         self._worker = Worker(config)
         queue = CpuComputeQueue(before_each=lambda: assert_opens(self.gate))
-        runner = self._worker.start(epoch=EPOCH, queue=queue)
+        bell = Bell()
+        runner = self._worker.start(epoch=EPOCH, queue=queue, connector=connector, wake=bell.ring)
         self.plans = Planner(num_blocks=40, block_size=16, epoch=EPOCH)
-        self.error: LongshoreError | None = None
+        self.error: LongshoreError | SchedulerLost | None = None
         engine = WorkerEngine(
-            self._channel,
+            self._link,
             runner,
             epoch=EPOCH,
             rank=0,
+            bell=bell,
             sends_outputs=sends_outputs,
+            connector=self._worker.connector,
             device_bytes=lambda: DEVICE_BYTES,
+            report_alive=self.late.append,
+            step_timeout_s=step_timeout_s,
         )
         self._thread = threading.Thread(target=self._run, args=(engine,))
         self._thread.start()
@@ -68,7 +86,7 @@ class EngineThread:
     def _run(self, engine: WorkerEngine) -> None:
         try:
             engine.run()
-        except LongshoreError as error:
+        except (LongshoreError, SchedulerLost) as error:
             self.error = error
 
     def receive(self) -> FromWorker:
@@ -95,7 +113,7 @@ class EngineThread:
             self._thread.join(TIMEOUT_S)
         self._worker.close()
         self.scheduler.close()
-        self._channel.close()
+        self._link.__exit__(None, None, None)
         self.context.term()
         shutil.rmtree(self.directory)
 
@@ -111,8 +129,8 @@ def engine(checkpoint: tuple[Path, Any]) -> Iterator[EngineThread]:
     engine.close()
 
 
-def first_plan(engine: EngineThread) -> Any:
-    return engine.plans.plan({0: 20}, added=[Entry(0, range(3, 23))])
+def first_plan(engine: EngineThread, **fields: Any) -> Any:
+    return engine.plans.plan({0: 20}, added=[Entry(0, range(3, 23))], **fields)
 
 
 def test_every_plan_is_answered_in_order_with_its_epoch_and_step(engine: EngineThread) -> None:
@@ -205,6 +223,14 @@ def test_a_message_that_is_not_due_ends_the_worker_with_a_reason(
     engine.join()
 
 
+def test_a_scheduler_that_dies_without_a_shutdown_is_noticed(engine: EngineThread) -> None:
+    engine.scheduler.send(first_plan(engine))
+    assert isinstance(engine.receive(), ModelRunnerOutput)
+    engine.scheduler.close()
+    engine.join()
+    assert isinstance(engine.error, SchedulerLost)
+
+
 def test_a_malformed_message_is_dropped(engine: EngineThread) -> None:
     engine.scheduler.socket.send_multipart([b"\x93not a plan"])
     engine.scheduler.send(first_plan(engine))
@@ -232,3 +258,136 @@ def test_a_rank_reports_step_statistics_even_without_further_plans(
         assert engine.scheduler.receive(0.05) is None  # nothing has changed since
     finally:
         engine.close()
+
+
+# With a connector
+
+
+StartEngine = Callable[..., EngineThread]
+
+
+@pytest.fixture
+def start(checkpoint: tuple[Path, Any]) -> Iterator[StartEngine]:
+    """`start(connector)` starts a rank with this worker half."""
+    started: list[EngineThread] = []
+
+    def start_(connector: RecordingConnector, **settings: Any) -> EngineThread:
+        started.append(EngineThread(checkpoint[0], connector=connector, **settings))
+        return started[-1]
+
+    yield start_
+    for engine in started:
+        engine.close()
+
+
+def test_a_step_that_takes_too_long_is_late_until_it_ends(start: StartEngine) -> None:
+    engine = start(None, step_timeout_s=0.5)
+    engine.gate.clear()
+    engine.scheduler.send(first_plan(engine))
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not engine.late or engine.late[-1] is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    late = engine.late[-1]
+    assert late is not None
+    assert re.fullmatch(
+        r"step 1 with 20 tokens has taken [0-9]+ s, more than 1 s \(--step-timeout-s=0.5\)", late
+    )
+    engine.gate.set()
+    assert isinstance(engine.receive(), ModelRunnerOutput)
+    num_reports = len(engine.late)
+    while len(engine.late) < num_reports + 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    assert engine.late[-1] is None
+
+
+def received_of(message: FromWorker) -> tuple[str, ...]:
+    assert isinstance(message, TransferReport), message
+    return message.finished_receiving
+
+
+@pytest.mark.req("CON-09")
+def test_an_idle_worker_reports_an_ended_transfer_at_once(start: StartEngine) -> None:
+    connector = RecordingConnector()
+    engine = start(connector)
+    assert connector.queues is not None
+    for name in ("first", "second"):
+        connector.ended.append(FinishedTransfers(received=[name]))
+        connector.queues.wake()
+        report = engine.receive()
+        assert isinstance(report, TransferReport)
+        assert (report.epoch, report.rank, report.step) == (EPOCH, 0, 0)
+        assert received_of(report) == (name,)
+    assert engine.scheduler.receive(0.05) is None
+
+
+@pytest.mark.req("CON-09")
+def test_an_idle_worker_asks_its_connector_at_an_interval(start: StartEngine) -> None:
+    connector = RecordingConnector()
+    connector.poll_interval_s = 0.005
+    num_calls = threading.Semaphore(0)
+    connector.on_get_finished = lambda: num_calls.release() or None
+    engine = start(connector)
+    for _ in range(3):  # nothing wakes the worker
+        assert num_calls.acquire(timeout=TIMEOUT_S)
+    connector.ended.append(FinishedTransfers(received=["r"]))
+    assert received_of(engine.receive()) == ("r",)
+
+
+def test_an_idle_worker_without_an_interval_waits_to_be_woken(start: StartEngine) -> None:
+    connector = RecordingConnector()
+    connector.ended.append(FinishedTransfers(received=["r"]))
+    engine = start(connector)
+    assert engine.scheduler.receive(0.1) is None
+    engine.scheduler.send(engine.plans.plan())
+    messages = [engine.receive(), engine.receive()]
+    kinds = {type(message) for message in messages}
+    assert kinds == {TransferReport, ModelRunnerOutput}
+
+
+@pytest.mark.req("CON-11", "MET-05")
+def test_a_rank_that_does_not_sample_reports_the_loads_of_its_steps(start: StartEngine) -> None:
+    connector = RecordingConnector()
+    connector.failed = [8, 2]
+    engine = start(connector, sends_outputs=False)
+    plans = engine.plans
+    engine.scheduler.send(first_plan(engine, connector_metadata=b"m", has_loads=True))
+    engine.scheduler.send(plans.plan(connector_metadata=b"m"))  # it stores, but loads nothing
+    engine.scheduler.send(plans.plan())
+    engine.scheduler.send(plans.plan(connector_metadata=b"m", has_loads=True))
+    for step in (1, 4):
+        report = engine.receive()
+        assert isinstance(report, TransferReport)
+        assert (report.epoch, report.rank, report.step) == (EPOCH, 0, step)
+        assert report.failed_block_ids.tolist() == [2, 8]
+        assert report.finished_receiving == ()
+    assert engine.scheduler.receive(0.05) is None
+
+
+def test_the_sampling_rank_reports_the_loads_of_its_steps_in_their_outputs(
+    start: StartEngine,
+) -> None:
+    connector = RecordingConnector()
+    connector.failed = [8, 2]
+    engine = start(connector)
+    engine.scheduler.send(first_plan(engine, connector_metadata=b"m", has_loads=True))
+    output = engine.receive()
+    assert isinstance(output, ModelRunnerOutput)
+    assert output.failed_block_ids.tolist() == [2, 8]
+    assert engine.scheduler.receive(0.05) is None
+
+
+@pytest.mark.parametrize("hook", ["start_load_kv", "wait_for_load", "get_finished"])
+def test_a_hook_that_raises_ends_the_worker_and_is_named(hook: str, start: StartEngine) -> None:
+    connector = RecordingConnector()
+    engine = start(connector)
+    connector.failing = {hook}
+    engine.scheduler.send(first_plan(engine, connector_metadata=b"m"))
+    while isinstance(message := engine.receive(), ModelRunnerOutput):
+        pass
+    assert isinstance(message, WorkerFailed)
+    assert (message.epoch, message.rank, message.is_consequence) == (EPOCH, 0, False)
+    assert f"{hook} of the connector RecordingConnector raised RuntimeError" in message.reason
+    engine.join()
+    assert isinstance(engine.error, EngineDead | HookFailed)

@@ -24,6 +24,7 @@ from longshore.protocol.handshake import (
     WorkerReady,
     model_fingerprint,
 )
+from longshore.protocol.kv_cache_spec import HeadShare
 from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed
 from longshore.protocol.plan import Shutdown
 from longshore.protocol.transport.channel import (
@@ -162,6 +163,8 @@ def test_a_process_reports_its_cache_and_computes_like_a_worker_in_process(
         worker.identity, model_fingerprint=model_fingerprint(checkpoint[0])
     )
     assert (hello.rank, hello.identity, hello.kv_cache.num_blocks) == (0, own, 60)
+    num_heads = checkpoint[1].config.num_key_value_heads
+    assert hello.heads == HeadShare(0, num_heads, num_heads)
     worker.scheduler.send(WorkerAccepted(epoch=1, num_blocks=50))
     assert worker.receive() == WorkerReady(0)
     report = worker.next_report()

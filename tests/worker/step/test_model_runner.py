@@ -23,8 +23,8 @@ from longshore.protocol.outputs import (
 from longshore.protocol.plan import Rewind, RowState, SchedulerOutput, plan_digest
 from longshore.protocol.sampling import SamplingParams
 from longshore.worker.config import WorkerConfig
+from longshore.worker.queues.compute_queue import CpuComputeQueue
 from longshore.worker.sampling.uniform import uniform
-from longshore.worker.step.compute_queue import CpuComputeQueue
 from longshore.worker.step.model_runner import ModelRunner
 from longshore.worker.worker import Worker
 from tests.worker.plans import Entry, Planner
@@ -512,7 +512,10 @@ REFUSED: dict[str, tuple[Callable[[Planner], SchedulerOutput], str]] = {
     "pipeline parallelism": (edited(sampled_rows=IDS), "pipeline parallelism"),
     "drafts": (edited(draft_rows=IDS), "speculative decoding"),
     "encoder inputs": (edited(encoder_inputs=((0, 0),)), "multimodal"),
-    "connector": (edited(connector_metadata=b"x"), "KV connectors"),
+    "connector": (
+        edited(connector_metadata=b"x"),
+        "metadata for a KV connector, but this worker has none",
+    ),
     "structured output": (edited(has_structured_output=True), "structured output"),
 }
 
@@ -578,23 +581,23 @@ def test_a_fork_continues_from_a_copy_that_is_made_before_anything_is_computed(
     target = plans.free.pop()
     cache[target] = 9.0
     other = [*prompt[:37], (prompt[37] + 1) % 128]
-    cache[source, :, :, 7:] = math.nan  # no request's tokens yet
+    cache[source, :, :, :, 7:] = math.nan  # no request's tokens yet
     plan = plans.plan(
         {1: 1},
         added=[Entry(1, other, blocks=[first, second, target], num_computed_tokens=37)],
         copies=[(source, target, 5)],
     )
-    cache[source, :, :, 6:] = 0.0
-    cache[source, :, :, 7:] = math.nan
-    before = cache[source, :, :, :5].clone()
+    cache[source, :, :, :, 6:] = 0.0
+    cache[source, :, :, :, 7:] = math.nan
+    before = cache[source, :, :, :, :5].clone()
     report = runner.execute(plan)
-    assert torch.equal(cache[target, :, :, :5], before)
-    assert not cache[target, :, :, 6:].any()
+    assert torch.equal(cache[target, :, :, :, :5], before)
+    assert not cache[target, :, :, :, 6:].any()
     assert isinstance(report, ModelRunnerOutput)
     tokens = plans.tokens_of(report)
     assert tokens[1] == generate(checkpoint[1], other, 1)[0]
     children = [tokens[1]]
-    cache[source, :, :, 7:] = 0.0
+    cache[source, :, :, :, 7:] = 0.0
     for _ in range(6):
         report = runner.execute(plans.plan())
         children.append(plans.tokens_of(report)[1])

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-constexpr int INTERFACE = 4;  // of this file, as in native.py; raise both with every change
+constexpr int INTERFACE = 5;  // of this file, as in native.py; raise both with every change
 
 struct BFloat16 {
   uint16_t bits;
@@ -85,11 +85,12 @@ struct Reach {
   }
 };
 
-// One step, all layers. Strides are in elements of the cache.
+// One step, all layers. Strides are in elements of the cache; the tokens of a block are contiguous
+// within a head.
 struct AttentionStep {
   Reach reach;
   int64_t num_seqs, num_tokens, num_heads, num_kv_heads, head_dim;
-  int64_t block_size, block_stride, token_stride, table_stride;
+  int64_t block_size, block_stride, head_stride, table_stride;
   const int32_t* block_table;
   const Sequence* sequences;
   const int64_t* slots;
@@ -101,7 +102,7 @@ struct AttentionStep {
   int is_fp8;  // the cache holds Fp8 instead of the dtype of the computation
 };
 
-// One layer: its keys and values in the cache's first block, and the step's vectors. sinks
+// One layer: its keys and values in the cache's first block, of the first head, and the step's vectors. sinks
 // (num_heads,): a score per head that takes part in the softmax but has no value; may be null.
 // key_scale, value_scale: stored numbers times the scale are the original ones; 1 unless the cache
 // holds Fp8.

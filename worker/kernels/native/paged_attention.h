@@ -14,6 +14,10 @@ constexpr int64_t MAX_ROWS = LANES == 16 ? 8 : 4;  // of one product; accumulato
 template <class T>
 constexpr int64_t PACK = HAS_BF16_DOT && sizeof(T) == 2 ? 2 : 1;
 
+// Into the L2 cache, which holds more than the L1 cache and has more outstanding reads: a head's
+// keys of a block are one run of a few KiB, too short for the processor to recognise and read ahead.
+static inline void prefetch(const void* line) { __builtin_prefetch(line, 0, 2); }
+
 static inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -98,7 +102,7 @@ static void pack_keys(const T* const* keys, const T* const* next, int64_t num_ke
           continue;
         }
         square[i] = load_words(keys[first + i], start, size);
-        __builtin_prefetch(next[first + i] + start);
+        prefetch(next[first + i] + start);
       }
       transpose(square);
       for (int64_t i = 0; i < LANES; ++i)
@@ -113,11 +117,11 @@ static void pack_values(const T* const* values, const T* const* next, int64_t nu
   for (int64_t key = 0; key < num_keys; key += PACK<T>, out += width)
     for (int64_t i = 0; i < size; i += LANES) {
       Words words = (Words)load_part(values[key] + i, size - i);
-      __builtin_prefetch(next[key] + i);
+      prefetch(next[key] + i);
       if constexpr (PACK<T> == 2) {
         words >>= 16;
         if (key + 1 < num_keys) words |= (Words)load_part(values[key + 1] + i, size - i);
-        __builtin_prefetch(next[key + 1] + i);
+        prefetch(next[key + 1] + i);
       }
       store(out + i, words);
     }
@@ -140,7 +144,7 @@ static void score_in_place(const uint32_t* query, const T* const* keys, const T*
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; ++i) {
         sums[i] = multiply_add<PACK<T>>(sums[i], words, load_words(keys[first + i], start, size));
-        __builtin_prefetch(next[first + i] + start);
+        prefetch(next[first + i] + start);
       }
     }
     store(scores + first, sum_each(sums));
@@ -170,11 +174,11 @@ static void weigh_in_place(const uint32_t* weights, const T* const* values, cons
     for (int64_t key = 0; key < num_keys; key += PACK<T>) {
       Words pieces[PACK<T>];
       pieces[0] = load_words(values[key], start, size);
-      __builtin_prefetch(next[key] + start);
+      prefetch(next[key] + start);
 #if HAS_BF16_DOT
       if constexpr (PACK<T> == 2) {
         interleave(pieces[0], load_words(values[key + 1], start, size), pieces[0], pieces[1]);
-        __builtin_prefetch(next[key + 1] + start);
+        prefetch(next[key + 1] + start);
       }
 #endif
 #pragma GCC unroll 8
@@ -317,18 +321,18 @@ template <class C>
 static void find_keys(const AttentionStep& step, const AttentionLayer& layer, const Task& task,
                       int64_t first, const C** keys, const C** values) {
   const int32_t* table = step.block_table + task.sequence->row * step.table_stride;
-  const int64_t offset = task.first_head * step.head_dim;
+  const int64_t offset = task.first_head * step.head_stride, size = step.head_dim;
   const int64_t end = std::clamp<int64_t>(task.end_key - first, 0, BLOCK_KEYS);
   int64_t entry = first / step.block_size, inside = first % step.block_size;
   for (int64_t i = 0; i < end; ++entry, inside = 0) {
-    int64_t place = table[entry] * step.block_stride + inside * step.token_stride + offset;
-    for (; i < end && inside < step.block_size; ++i, ++inside, place += step.token_stride) {
+    int64_t place = table[entry] * step.block_stride + inside * size + offset;
+    for (; i < end && inside < step.block_size; ++i, ++inside, place += size) {
       keys[i] = (const C*)layer.keys + place;
       values[i] = (const C*)layer.values + place;
     }
   }
   const int64_t place = table[task.first_key / step.block_size] * step.block_stride +
-                        task.first_key % step.block_size * step.token_stride + offset;
+                        task.first_key % step.block_size * size + offset;
   std::fill(keys + end, keys + BLOCK_KEYS, (const C*)layer.keys + place);
   std::fill(values + end, values + BLOCK_KEYS, (const C*)layer.values + place);
 }
@@ -351,7 +355,7 @@ struct Vectors {
       places[i] = place;
       if (i >= round_up(num_keys, LANES)) continue;
       from_fp8(found[i], place, size);
-      for (int64_t byte = 0; byte < size; byte += 64) __builtin_prefetch(then[i] + byte);
+      for (int64_t byte = 0; byte < size; byte += 64) prefetch(then[i] + byte);
     }
     now = next = places;
   }
@@ -430,7 +434,8 @@ static void attend(const AttentionStep& step, const AttentionLayer& layer, const
       memcpy(found_keys, next_keys, sizeof found_keys);
       memcpy(found_values, next_values, sizeof found_values);
       if (head + 1 < task.num_heads)
-        for (int64_t i = 0; i < num_keys; ++i) next_keys[i] += size, next_values[i] += size;
+        for (int64_t i = 0; i < BLOCK_KEYS; ++i)
+          next_keys[i] += step.head_stride, next_values[i] += step.head_stride;
       else
         find_keys(step, layer, task, first + BLOCK_KEYS, next_keys, next_values);
       keys.read(found_keys, next_keys, num_keys, size, scratch.wide_keys);
@@ -495,17 +500,20 @@ template <class T, class C>
 static void write_cache(const AttentionStep& step, const AttentionLayer& layer, int64_t token) {
   const int64_t slot = step.slots[token];
   const int64_t place = slot / step.block_size * step.block_stride +
-                        slot % step.block_size * step.token_stride;
-  const int64_t size = step.num_kv_heads * step.head_dim;
+                        slot % step.block_size * step.head_dim;
+  const int64_t size = step.head_dim;
   const T* k = (const T*)layer.k + token * layer.k_stride;
   const T* v = (const T*)layer.v + token * layer.v_stride;
   C *keys = (C*)layer.keys + place, *values = (C*)layer.values + place;
-  if constexpr (sizeof(C) == 1) {
-    to_fp8(k, keys, size, layer.key_scale);
-    to_fp8(v, values, size, layer.value_scale);
-  } else {
-    memcpy(keys, k, size * sizeof(T));
-    memcpy(values, v, size * sizeof(T));
+  for (int64_t head = 0; head < step.num_kv_heads; ++head) {
+    if constexpr (sizeof(C) == 1) {
+      to_fp8(k, keys, size, layer.key_scale);
+      to_fp8(v, values, size, layer.value_scale);
+    } else {
+      memcpy(keys, k, size * sizeof(T));
+      memcpy(values, v, size * sizeof(T));
+    }
+    k += size, v += size, keys += step.head_stride, values += step.head_stride;
   }
 }
 

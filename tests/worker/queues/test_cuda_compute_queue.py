@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from longshore.worker.step.compute_queue import Completion, CudaComputeQueue
+from longshore.worker.queues.compute_queue import Completion, CudaComputeQueue
 
 
 class FakeEvent:
@@ -35,7 +35,7 @@ class FakeEvent:
 def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaComputeQueue]:
     FakeEvent.failing, FakeEvent.count = set(), 0
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     queue = CudaComputeQueue(torch.device("cuda"))

@@ -14,12 +14,16 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from longshore.connectors.base import QueueEvent
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.logs.records import fields
 
 logger = logging.getLogger(__name__)
 
 HANDOVER_TIMEOUT_S: Final = 0.005
+
+HIGH_PRIORITY: Final = -1
+"""Priority of the compute stream. Streams of transfers have the default, 0, which is the lowest."""
 
 _Item = TypeVar("_Item")
 
@@ -51,6 +55,10 @@ class Completion:
         """Block until the queue's thread has started the operation, at most `timeout_s`."""
         self._begun.wait(timeout_s)
 
+    def wait_on_queue(self) -> None:
+        """See `QueueEvent.wait_on_queue`."""
+        self.wait()
+
     def begin(self) -> None:
         """Called by the queue only: the operation starts."""
         self._begun.set()
@@ -78,35 +86,40 @@ class ComputeQueue(Protocol):
         """
         ...
 
+    def computed(self) -> QueueEvent:
+        """The end of everything submitted so far. May be called on any thread."""
+        ...
+
     def close(self) -> None:
         """Finish all submitted operations, then stop. No `submit` may follow."""
         ...
 
 
-def _complete(
+def complete(
     on_done: Callable[[Completion], None] | None, completion: Completion
 ) -> Exception | None:
     """Call `on_done` and finish the operation. Returns the failure of the operation or of
-    `on_done`, after which no operation may run."""
+    `on_done`."""
     failure = completion.error
     try:
         if on_done is not None:
             on_done(completion)
     except Exception as error:
         about = fields(step_id=completion.step_id)
-        logger.exception("the result of a compute operation could not be delivered", extra=about)
+        logger.exception("the result of an operation could not be delivered", extra=about)
         failure = failure or error
     completion.finish()
     return failure
 
 
-def _log_failure(text: str, error: Exception, completion: Completion) -> None:
+def log_failure(text: str, error: Exception, completion: Completion) -> None:
+    """Log why an operation failed."""
     if not isinstance(error, LongshoreError):  # its message is complete without a traceback
         about = fields(step_id=completion.step_id)
         logger.error(text, exc_info=error, extra=about)
 
 
-class _ItemThread(Generic[_Item]):
+class ItemThread(Generic[_Item]):
     """A daemon thread that takes items in the order of `put`.
 
     run: called on the thread with an iterator over the items, which ends after `close`.
@@ -147,8 +160,9 @@ class CpuComputeQueue:
     def __init__(self, before_each: Callable[[], None] | None = None) -> None:
         self._before_each = before_each
         self._failure: Exception | None = None
-        self._last: Completion | None = None
-        self._thread = _ItemThread(self._run, name="compute")
+        self._last = Completion()
+        self._last.finish()
+        self._thread = ItemThread(self._run, name="compute")
 
     def submit(
         self,
@@ -158,7 +172,7 @@ class CpuComputeQueue:
         step_id: int | None = None,
     ) -> Completion:
         completion = Completion(step_id)
-        was_idle = self._last is None or self._last.is_done()
+        was_idle = self._last.is_done()
         self._last = completion
         self._thread.put(_Submitted(operation, on_done, completion))
         if was_idle:
@@ -166,6 +180,9 @@ class CpuComputeQueue:
             # first, which would delay the first token of a request.
             completion.wait_until_begun(HANDOVER_TIMEOUT_S)
         return completion
+
+    def computed(self) -> QueueEvent:
+        return self._last
 
     def close(self) -> None:
         self._thread.close()
@@ -177,7 +194,7 @@ class CpuComputeQueue:
                 if self._failure is None:
                     self._execute(operation, completion)
                 completion.error = self._failure
-                self._failure = _complete(on_done, completion)
+                self._failure = complete(on_done, completion)
 
     def _execute(self, operation: Callable[[], object], completion: Completion) -> None:
         try:
@@ -187,8 +204,34 @@ class CpuComputeQueue:
             operation()
             completion.elapsed_s = time.perf_counter() - started
         except Exception as error:
-            _log_failure("a compute operation failed", error, completion)
+            log_failure("a compute operation failed", error, completion)
             self._failure = error
+
+
+class CudaEvent:
+    """A recorded CUDA event as a `QueueEvent`."""
+
+    error: Exception | None = None
+    elapsed_s: float = 0.0
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def is_done(self) -> bool:
+        return self._event.query()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """A timeout is checked once per millisecond, because CUDA has no wait with a timeout."""
+        if timeout_s is None:
+            self._event.synchronize()
+            return True
+        deadline_s = time.monotonic() + timeout_s
+        while not (is_done := self._event.query()) and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        return is_done
+
+    def wait_on_queue(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
 
 
 class _Launched(NamedTuple):
@@ -203,9 +246,9 @@ class CudaComputeQueue:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._failure: Exception | None = None
-        self._thread = _ItemThread(self._run, name="compute-events")
+        self._thread = ItemThread(self._run, name="compute-events")
 
     def submit(
         self,
@@ -225,10 +268,15 @@ class CudaComputeQueue:
                     operation()
                     ended.record()
             except Exception as error:
-                _log_failure("a compute operation could not be launched", error, completion)
+                log_failure("a compute operation could not be launched", error, completion)
                 completion.error = self._failure = error
         self._thread.put(_Launched(started, ended, on_done, completion))
         return completion
+
+    def computed(self) -> QueueEvent:
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return CudaEvent(event)
 
     def close(self) -> None:
         self._thread.close()
@@ -237,13 +285,13 @@ class CudaComputeQueue:
         torch.cuda.set_device(self._device)
         failure: Exception | None = None  # of this or an earlier operation; fails all later ones
         for started, ended, on_done, completion in launched:
-            completion.error = failure or completion.error or _await(started, ended, completion)
-            failure = _complete(on_done, completion)
+            completion.error = failure or completion.error or await_end(started, ended, completion)
+            failure = complete(on_done, completion)
             # From now on nothing is launched. Keep a failure that `submit` has set meanwhile.
             self._failure = self._failure or failure
 
 
-def _await(
+def await_end(
     started: torch.cuda.Event, ended: torch.cuda.Event, completion: Completion
 ) -> Exception | None:
     """Wait for a launched operation. Returns its error on the device, if any."""
@@ -251,6 +299,6 @@ def _await(
         ended.synchronize()
         completion.elapsed_s = started.elapsed_time(ended) / 1000
     except Exception as error:  # CUDA reports a failed kernel at the next synchronisation
-        _log_failure("a compute operation failed", error, completion)
+        log_failure("a compute operation failed", error, completion)
         return error
     return None

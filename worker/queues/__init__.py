@@ -1,0 +1,1 @@
+"""Device queues: the compute queue, and the transfer queues beside it."""
