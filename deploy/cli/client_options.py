@@ -1,11 +1,17 @@
 """The settings of commands that talk to a running server."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Final
 
 from cyclopts import Parameter
 
+from longshore.connectors.options import parse_size
 from longshore.deploy.cli.setting_checks import check_at_least, check_duration
+from longshore.protocol.errors import ConfigError
+
+MAX_BLOCK_BYTES: Final = 1 << 30
+MAX_BLOCK_TOKENS: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +21,11 @@ class DoctorOptions:
     Attributes:
         machine: Check this machine instead: versions, devices, processors, memory, limits, the
             port, and which optional libraries load.
+        bandwidth: Measure how fast this machine moves KV blocks instead: within host memory, and to
+            and from the disk of `path`. Takes a few seconds.
+        path: Folder on the disk to measure. Default: no disk is measured.
+        block_bytes: Size of the blocks to measure, as 2MiB or a number of bytes.
+        block_tokens: Tokens per block, for the rate in tokens.
         url: URL of the server, as `longshore serve` prints it.
         api_key: API key of the server.
         json: Print JSON instead of tables.
@@ -24,6 +35,10 @@ class DoctorOptions:
     """
 
     machine: bool = False
+    bandwidth: bool = False
+    path: Path | None = None
+    block_bytes: str = "2MiB"
+    block_tokens: int = 16
     url: Annotated[str, Parameter(alias="--engine")] = "http://127.0.0.1:8000"
     api_key: str | None = field(default=None, repr=False)
     json: bool = False
@@ -33,6 +48,14 @@ class DoctorOptions:
     def __post_init__(self) -> None:
         for name in ("stall_after_s", "timeout_s"):
             check_duration(name, getattr(self, name))
+        if self.machine and self.bandwidth:
+            raise ConfigError("machine and bandwidth are two examinations: select one of them")
+        if self.path is not None and not self.bandwidth:
+            raise ConfigError("path is set, but bandwidth is not: it is the disk to measure")
+        if not 1 <= parse_size("block_bytes", self.block_bytes) <= MAX_BLOCK_BYTES:
+            raise ConfigError(f"block_bytes={self.block_bytes} is more than 1GiB")
+        if not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
+            raise ConfigError(f"block_tokens={self.block_tokens} is outside 1..{MAX_BLOCK_TOKENS}")
 
 
 @dataclass(frozen=True, kw_only=True)

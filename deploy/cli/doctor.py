@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from longshore.connectors.options import parse_size
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.cli.client_options import DoctorOptions
 from longshore.deploy.cli.error_message import error_message
@@ -88,6 +89,19 @@ def examine_machine(options: DoctorOptions) -> int:
         console.print(table(found))
         console.print(summary(found))
     return int(any(finding.state == "problem" for finding in found))
+
+
+def examine_bandwidth(options: DoctorOptions) -> int:
+    """Measure how fast blocks move and print that. Raises ConfigError for an unusable path."""
+    from longshore.deploy.machine.bandwidth import bandwidth_table, measure_bandwidth
+
+    block_bytes = parse_size("block_bytes", options.block_bytes)
+    found = measure_bandwidth(block_bytes, options.block_tokens, options.path)
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        Console(highlight=False).print(bandwidth_table(found))
+    return 0
 
 
 async def _ask(options: DoctorOptions) -> HttpAnswer | Exception:

@@ -36,6 +36,9 @@ PREFIX: Final = "LONGSHORE_"
 _ENVIRONMENT = Env(PREFIX, command=False)
 bench = App(name="bench", help="Measure throughput and latency; print the results as JSON.")
 app.command(bench)
+kv = App(name="kv", help="Look at, check and remove the KV blocks that the disk tier keeps.")
+kv.config = ()  # flags alone: no variable may answer `clean --yes`
+app.command(kv)
 
 
 @app.command(usage="Usage: longshore serve [OPTIONS] [MODEL]")
@@ -90,7 +93,8 @@ def doctor(
     plan: Annotated[CachePlanOptions, Parameter(name="*")] = CachePlanOptions(),  # noqa: B008  # frozen
 ) -> None:
     """Show the state of a running engine and what each waiting request waits for. With --machine,
-    check this machine instead; with --plan, show how much a model's KV cache will hold.
+    check this machine instead; with --bandwidth, measure how fast it moves KV blocks; with --plan,
+    show how much a model's KV cache will hold.
 
     Exit status 0: healthy; 1: the engine is stalled, or the machine has a problem; 2: the engine
     cannot be reached.
@@ -101,7 +105,10 @@ def doctor(
         print_plan(plan, as_json=options.json)
         return
 
-    from longshore.deploy.cli.doctor import examine, examine_machine
+    from longshore.deploy.cli.doctor import examine, examine_bandwidth, examine_machine
+
+    if options.bandwidth:
+        sys.exit(examine_bandwidth(options))
 
     sys.exit(examine_machine(options) if options.machine else examine(options))
 
@@ -126,6 +133,75 @@ def bench_serve(
     from longshore.deploy.bench.serve import run
 
     run(options)
+
+
+@kv.command(name="ls")
+def kv_ls(path: Path, *, json: bool = False) -> None:
+    """List the stores of all models in a folder.
+
+    Args:
+        path: Folder of the disk tier.
+        json: Print JSON instead of a table.
+    """
+    from longshore.deploy.cli.kv import list_stores
+
+    list_stores(path, as_json=json)
+
+
+@kv.command(name="stats")
+def kv_stats(path: Path, *, store: str | None = None, json: bool = False) -> None:
+    """Show the identity of each store, and the blocks and bytes of its ranks.
+
+    Args:
+        path: Folder of the disk tier.
+        store: Only this store: the beginning of its id, as `ls` prints it.
+        json: Print JSON instead of tables.
+    """
+    from longshore.deploy.cli.kv import show_stores
+
+    show_stores(path, store, as_json=json)
+
+
+@kv.command(name="verify")
+def kv_verify(path: Path, *, store: str | None = None, json: bool = False) -> None:
+    """Read all blocks and compare their checksums. Changes nothing, and can run while the stores
+    are in use.
+
+    Exit status 0: all blocks are good; 1: something is damaged.
+
+    Args:
+        path: Folder of the disk tier.
+        store: Only this store: the beginning of its id, as `ls` prints it.
+        json: Print JSON instead of text.
+    """
+    from longshore.deploy.cli.kv import verify
+
+    sys.exit(verify(path, store, as_json=json))
+
+
+@kv.command(name="clean")
+def kv_clean(
+    path: Path,
+    *,
+    model: str | None = None,
+    store: str | None = None,
+    all: bool = False,
+    older_than: str | None = None,
+    yes: bool = False,
+) -> None:
+    """Delete stores. Several conditions must all be true. A store that is in use is never deleted.
+
+    Args:
+        path: Folder of the disk tier.
+        model: Stores of the model with this name.
+        store: The store with this id, or beginning of an id, as `ls` prints it.
+        all: All stores.
+        older_than: Stores without a write for this time, such as 12h or 30d.
+        yes: Do not ask.
+    """
+    from longshore.deploy.cli.kv import clean
+
+    clean(path, model=model, store_id=store, every=all, older_than=older_than, yes=yes)
 
 
 @app.meta.default
@@ -191,6 +267,7 @@ def _settings_file(path: Path) -> Toml:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     commands = [*_commands(app), *(f"bench.{name}" for name in _commands(bench))]
     commands.remove("bench")
+    commands.remove("kv")  # takes no settings from files
     nested = tables.pop("bench", {})
     named = {**tables, **({f"bench.{n}": t for n, t in nested.items()} if nested else {})}
     for name, table in named.items():

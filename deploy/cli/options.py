@@ -17,9 +17,12 @@ from longshore.deploy.cli.setting_checks import (
 )
 from longshore.deploy.supervisor.log_lines import LogFormat
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.events import EventFormat, HashFormat
 from longshore.protocol.kv_cache_spec import KVCacheDtype
+from longshore.scheduler.config import KVRole, PreemptionMode
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+VerifyKV: TypeAlias = Literal["always", "sampled", "never"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -30,6 +33,7 @@ _CACHE: Final = Parameter(group=Group.create_ordered("KV cache"))
 _SCHEDULING: Final = Parameter(group=Group.create_ordered("Scheduling"))
 _RANKS: Final = Parameter(group=Group.create_ordered("Several workers"))
 _CONNECTOR: Final = Parameter(group=Group.create_ordered("KV beyond the device"))
+_EVENTS: Final = Parameter(group=Group.create_ordered("KV events"))
 _OPERATION: Final = Parameter(group=Group.create_ordered("Operation"))
 
 
@@ -55,7 +59,10 @@ _MAXIMA: Final = {
     "decode_context_parallel_size": 64,
     "cp_kv_cache_interleave_size": 1 << 20,
     "threads": 1024,
+    "kv_events_buffer": 1 << 20,
 }
+MAX_RESTARTS: Final = 1000
+MIN_HANG_TIMEOUT_S: Final = 3.0
 MAX_PROCESSES: Final = 64  # for replicas and for gateways, separately
 
 
@@ -114,22 +121,51 @@ class EngineOptions:
         preempt_threshold: Admissions stop when the fraction of blocks in use exceeds this; 1
             disables it.
         admit_threshold: Admissions resume when the fraction of blocks in use falls below this.
+        preemption_mode: What happens to the KV of a preempted request: recompute it, swap it out to
+            host memory once preempt_threshold is exceeded, or what takes less time by measurement
+            (auto). swap and auto need a connector that can do it, such as offloading.
         kv_connector: Connector that stores KV outside the device, given by its installed name or as
-            package.module:Class. Rejected until the worker half of connectors exists. Default:
-            none.
-        kv_connector_config: Settings of the connector, as a JSON object.
+            package.module:Class. Default: none.
+        kv_connector_config: Settings of the connector, as a JSON object or the path of a .toml
+            file.
+        kv_role: Whether the connector loads and stores (kv_both), only stores (kv_producer), or
+            only loads (kv_consumer).
+        verify_kv: How often the checksum of a block that is loaded from host memory is verified:
+            of every block, of one in 16, or never. Blocks from disk are always verified. Sets the
+            option of the same name of a connector that has it. Default: the connector's.
         load_failure_policy: What to do if the connector cannot load a request's KV: recompute it,
             or fail the request.
         load_timeout_s: Seconds that a request waits for an asynchronous load of the connector.
         max_loading_blocks: Maximum number of blocks held by requests that wait for loads, or that
-            have loaded and are not running yet. Default: half of all blocks.
+            have loaded and are not running yet. One load alone may exceed it, if the pool holds it.
+            Default: half of all blocks.
+        enable_kv_cache_events: Publish which KV blocks are stored and removed, for routers and
+            other subscribers.
+        kv_events_endpoint: Address of the events, ipc://PATH or tcp://ADDRESS:PORT; further engines
+            use the following ports, or PATH with their numbers. Default: a socket in the
+            deployment's private directory, shown in the log.
+        kv_events_replay_endpoint: Address for requests of missed events and of snapshots, in the
+            same form.
+        kv_events_topic: Topic of the messages.
+        kv_events_buffer: Number of past batches of events that can be replayed.
+        kv_events_format: Whether each event is an array or a map. vLLM sent arrays before version
+            0.24, and sends maps since.
+        kv_events_hashes: Whether block hashes are whole (bytes), or integers of their last 8 bytes,
+            which some subscribers need.
+        kv_events_keys: JSON file with CURVE keys (public, secret, allowed_clients), which TCP needs
+            beyond loopback addresses.
         cpu_kernels: auto uses the kernels compiled at installation, if there are any; torch uses
             plain PyTorch, which is slower.
         threads: CPU threads per worker. Default: the physical cores, divided among the workers.
         seed: Derive the seeds of requests without a seed from this one, so that they are
             reproducible. Default: random seeds.
+        state_dir: Directory of what must survive a restart: the seed of block hashes. It is created
+            with mode 0700 if it is missing. Deployments that share stored KV need the same one.
+            Default: longshore in XDG_STATE_HOME, or in ~/.local/state.
         verify_plan: Send the full state with every plan and compare it (slow; for debugging).
         startup_timeout_s: Seconds that startup may take, including loading the model.
+        step_timeout_s: Seconds that a step may take, and as many again for every 1,024 tokens that
+            it computes; then the worker counts as hung.
         log_level: Lowest level of log lines to show.
     """
 
@@ -159,16 +195,29 @@ class EngineOptions:
     watermark: Annotated[float, _SCHEDULING] = 0.01
     preempt_threshold: Annotated[float, _SCHEDULING] = 0.95
     admit_threshold: Annotated[float, _SCHEDULING] = 0.80
+    preemption_mode: Annotated[PreemptionMode, _SCHEDULING] = "recompute"
     kv_connector: Annotated[str | None, _CONNECTOR] = None
     kv_connector_config: Annotated[str, _CONNECTOR] = field(default="{}", repr=False)
+    kv_role: Annotated[KVRole, _CONNECTOR] = "kv_both"
+    verify_kv: Annotated[VerifyKV | None, _CONNECTOR] = None
     load_failure_policy: Annotated[Literal["recompute", "fail"], _CONNECTOR] = "recompute"
     load_timeout_s: Annotated[float, _CONNECTOR] = 60.0
     max_loading_blocks: Annotated[int | None, _CONNECTOR] = None
+    enable_kv_cache_events: Annotated[bool, _EVENTS] = False
+    kv_events_endpoint: Annotated[str | None, _EVENTS] = None
+    kv_events_replay_endpoint: Annotated[str | None, _EVENTS] = None
+    kv_events_topic: Annotated[str, _EVENTS] = "kv-events"
+    kv_events_buffer: Annotated[int, _EVENTS] = 10_000
+    kv_events_format: Annotated[EventFormat, _EVENTS] = "arrays"
+    kv_events_hashes: Annotated[HashFormat, _EVENTS] = "bytes"
+    kv_events_keys: Annotated[Path | None, _EVENTS] = None
     cpu_kernels: Annotated[Literal["auto", "torch"], _MODEL] = "auto"
     threads: Annotated[int | None, _MODEL] = None
     seed: Annotated[int | None, _MODEL] = None
+    state_dir: Annotated[Path | None, _OPERATION] = None
     verify_plan: Annotated[bool, _OPERATION] = False
     startup_timeout_s: Annotated[float, _OPERATION] = 600.0
+    step_timeout_s: Annotated[float, _OPERATION] = 60.0
     log_level: Annotated[LogLevel, _OPERATION] = "info"
 
     def __post_init__(self) -> None:
@@ -176,19 +225,23 @@ class EngineOptions:
         for name, allowed in (
             ("dtype", get_args(Dtype)),
             ("kv_cache_dtype", get_args(KVCacheDtype)),
+            ("kv_role", get_args(KVRole)),
+            ("preemption_mode", get_args(PreemptionMode)),
             ("load_failure_policy", ("recompute", "fail")),
+            ("kv_events_format", get_args(EventFormat)),
+            ("kv_events_hashes", get_args(HashFormat)),
             ("log_level", get_args(LogLevel)),
+            ("verify_kv", (None, *get_args(VerifyKV))),
         ):
             if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}"
-                )
+                known = ", ".join(filter(None, allowed))
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown; use one of {known}")
         for name, maximum in _MAXIMA.items():
             check_range(name, getattr(self, name), 1, maximum)
         fraction = self.kv_memory_fraction
         if fraction is not None and not 0 < fraction <= 1:
             raise ConfigError(f"kv_memory_fraction={fraction} must be above 0 and at most 1")
-        for name in ("startup_timeout_s", "load_timeout_s", "rank_timeout_s"):
+        for name in ("startup_timeout_s", "load_timeout_s", "rank_timeout_s", "step_timeout_s"):
             check_duration(name, getattr(self, name))
         if self.num_ranks > 1 and ":" in self.device:
             raise ConfigError(
@@ -212,7 +265,39 @@ class EngineOptions:
                 "anyway."
             )
         if self.kv_connector is None and self.kv_connector_config != "{}":
-            raise ConfigError("kv_connector_config is set, but kv_connector is not")
+            raise ConfigError(
+                "kv_connector_config is set, but kv_connector is not, so it has no effect. Set "
+                "kv_connector, for example to offloading, or remove kv_connector_config."
+            )
+        if self.kv_connector is None and self.kv_role != "kv_both":
+            raise ConfigError(
+                f"kv_role={self.kv_role!r} is set, but kv_connector is not, so it has no effect. "
+                "Set kv_connector, or remove kv_role."
+            )
+        if self.preemption_mode != "recompute" and self.kv_connector is None:
+            raise ConfigError(
+                f"preemption_mode={self.preemption_mode} needs a connector that keeps KV in host "
+                "memory, and kv_connector is not set. Use kv_connector=offloading, or "
+                "preemption_mode=recompute."
+            )
+        if self.kv_connector is None and self.verify_kv is not None:
+            raise ConfigError(
+                "verify_kv is set, but kv_connector is not, so there is nothing to verify. Set "
+                "kv_connector, or remove verify_kv."
+            )
+        self._check_kv_events()
+
+    def _check_kv_events(self) -> None:
+        if self.enable_kv_cache_events:
+            if not self.enable_prefix_caching:
+                raise ConfigError(
+                    "enable_kv_cache_events needs enable_prefix_caching: the events are about "
+                    "cached blocks"
+                )
+            return
+        for name in ("endpoint", "replay_endpoint", "keys"):
+            if getattr(self, f"kv_events_{name}") is not None:
+                raise ConfigError(f"kv_events_{name} is set, but enable_kv_cache_events is not")
 
     @property
     def num_ranks(self) -> int:
@@ -256,6 +341,10 @@ class ServeOptions(EngineOptions):
         unread_timeout_s: Seconds after which a client that reads none of the response data waiting
             for it is disconnected.
         drain_timeout_s: Seconds that running requests have to finish after SIGTERM.
+        max_restarts: How often an engine or gateway that dies again and again is restarted, until
+            the server stops; a minute without a death ends the row. 0: the first death stops it.
+        hang_timeout_s: Seconds without a sign of life after which a scheduler or worker counts as
+            hung, is killed and restarted. 0: never.
     """
 
     replicas: Annotated[int, _RANKS] = 1
@@ -273,6 +362,8 @@ class ServeOptions(EngineOptions):
     log_format: Annotated[LogFormat, _OPERATION] = "text"
     unread_timeout_s: Annotated[float, _OPERATION] = 60.0
     drain_timeout_s: Annotated[float, _OPERATION] = 30.0
+    max_restarts: Annotated[int, _OPERATION] = 5
+    hang_timeout_s: Annotated[float, _OPERATION] = 8.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -306,6 +397,12 @@ class ServeOptions(EngineOptions):
                     f"cors_allow_origins={origin!r} is not an origin; use SCHEME://HOST[:PORT] "
                     "without a path, as browsers send it, or * for all"
                 )
+        check_range("max_restarts", self.max_restarts, 0, MAX_RESTARTS)
+        if self.hang_timeout_s and not MIN_HANG_TIMEOUT_S <= self.hang_timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError(
+                f"hang_timeout_s={self.hang_timeout_s} must be between {MIN_HANG_TIMEOUT_S:g} and "
+                f"{MAX_TIMEOUT_S:g}, or 0: processes report once a second that they are alive"
+            )
         if not 0 <= self.drain_timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
                 f"drain_timeout_s={self.drain_timeout_s} must be between 0 and {MAX_TIMEOUT_S}"

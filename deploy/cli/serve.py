@@ -1,4 +1,4 @@
-"""`longshore serve`: runs engines and gateways until a stop signal or the death of a process."""
+"""`longshore serve`: runs engines and gateways, restarts those that die, until a stop signal."""
 
 import logging
 import socket
@@ -14,7 +14,6 @@ from longshore.deploy.requests.audio import require_extra
 from longshore.deploy.supervisor.engine_config import (
     NO_BLAS_THREADS,
     EnginePlan,
-    check_workers,
     engine_processes,
     plan_engine,
 )
@@ -40,13 +39,13 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    Raises ConfigError or StartFailed if the deployment cannot start, EngineDead if a process dies.
+    Raises ConfigError or StartFailed if the deployment cannot start, EngineDead if a process dies
+    more often than it may be restarted.
     In every case all processes have ended and the runtime directory is removed on return.
     """
     if model.audio is not None:
         require_extra("soundfile", "soxr", "python_multipart")
     plan = plan_engine(options, model)
-    check_workers(plan)
     with (
         StopSignals() as stop_signal,
         ExitStack() as port,
@@ -65,7 +64,6 @@ def serve(
         except StopRequested:
             logger.info("stopped before startup was complete")
             return
-        port.close()  # now only the gateways hold it, and close it when they drain
         logger.info("KV cache: %s", cache_sizes(ready, options.replicas))
         name = options.served_model_name or model.name
         announce(
@@ -73,7 +71,13 @@ def serve(
                 url, name, ready, num_replicas=options.replicas, num_gateways=options.gateways
             )
         )
-        death = supervisor.wait_for_death(stop_signal=stop_signal)
+        death = supervisor.keep_running(
+            max_restarts=options.max_restarts,
+            start_timeout_s=options.startup_timeout_s,
+            stop_signal=stop_signal,
+            hang_timeout_s=options.hang_timeout_s,
+        )
+        port.close()  # held for a restarted gateway; now the gateways close it when they drain
         if death is not None:
             supervisor.stop_now(death)
             raise EngineDead(f"{death} All other processes have been stopped; restart the server.")
@@ -161,4 +165,5 @@ def _gateway(
         environment=NO_BLAS_THREADS,
         pass_fds=(listener.fileno(),),
         stop_group="gateways",
+        restart_group=f"gateway {number}" if options.gateways > 1 else "gateway",
     )

@@ -25,6 +25,15 @@ class Latency(msgspec.Struct, frozen=True):
     p99_s: float | None
 
 
+class TierView(msgspec.Struct, frozen=True):
+    """One tier of offloaded KV."""
+
+    medium: str
+    num_blocks: int
+    capacity_blocks: int
+    hit_tokens_per_s: float | None
+
+
 class EngineView(msgspec.Struct, frozen=True):
     """One scheduler. Hit shares are of the tokens looked up in the window; None if none were."""
 
@@ -39,6 +48,7 @@ class EngineView(msgspec.Struct, frozen=True):
     preemptions_per_s: float | None
     prefix_hit_share: float | None
     external_hit_share: float | None
+    tiers: list[TierView] = []
 
 
 class WorkerView(msgspec.Struct, frozen=True):
@@ -112,6 +122,22 @@ def overview(window: Window) -> Overview:
     )
 
 
+def _tiers(window: Window, engine: str) -> list[TierView]:
+    series = window.now.label_values("longshore_kv_tier_blocks", "engine", "medium")
+    views = []
+    for medium in (medium for of_engine, medium in series if of_engine == engine):
+        labels = {"engine": engine, "medium": medium}
+        views.append(
+            TierView(
+                medium=medium,
+                num_blocks=int(window.now.total("longshore_kv_tier_blocks", labels)),
+                capacity_blocks=int(window.now.total("longshore_kv_tier_capacity_blocks", labels)),
+                hit_tokens_per_s=window.rate("longshore_kv_tier_hit_tokens_total", labels),
+            )
+        )
+    return views
+
+
 def _engine(window: Window, engine: str) -> EngineView:
     labels = {"engine": engine}
 
@@ -137,6 +163,7 @@ def _engine(window: Window, engine: str) -> EngineView:
         preemptions_per_s=rate("preemptions"),
         prefix_hit_share=hit_share("prefix"),
         external_hit_share=hit_share("external"),
+        tiers=_tiers(window, engine),
     )
 
 

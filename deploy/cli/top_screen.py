@@ -12,6 +12,7 @@ from rich.text import Text
 from longshore.deploy.cli.top_overview import (
     EngineView,
     Overview,
+    TierView,
     WorkerView,
 )
 
@@ -46,8 +47,13 @@ class TopScreen:
             parts = [head, counts, blocks, latencies]
         if len(view.engines) > 1:
             parts.append(_panel("engines", _engines(view.engines)))
+        tiers = view.engines[0].tiers if len(view.engines) == 1 else []
+        num_lines = len(console.render_lines(Group(*parts), options.update(height=None)))
+        num_others = len(tiers) + 3 + len(view.workers)
+        if tiers and (not self._fills_terminal or num_lines + 2 + num_others < options.max_height):
+            parts.append(_panel("offloaded KV", _tiers(tiers)))
+            num_lines += 2 + len(tiers)
         if view.workers:
-            num_lines = len(console.render_lines(Group(*parts), options.update(height=None)))
             num_rows = options.max_height - num_lines - 3 if self._fills_terminal else None
             if num_rows is None or num_rows > 0:
                 parts.append(_workers_panel(view.workers, num_rows))
@@ -135,6 +141,18 @@ def _blocks(view: Overview) -> Table:
         preempted = f"preemptions per second {_number(engine.preemptions_per_s)}"
         grid.add_row(hits, preempted)
     return grid
+
+
+def _tiers(tiers: Sequence[TierView]) -> Table:
+    rows = []
+    for tier in tiers:
+        hits = f"hit tokens per second {_number(tier.hit_tokens_per_s)}"
+        used = f"{tier.num_blocks:,} of {tier.capacity_blocks:,} blocks   {hits}"
+        rows.append((_MEDIA.get(tier.medium, tier.medium), used))
+    return _pairs(rows)
+
+
+_MEDIA = {"CPU": "host memory", "DISK": "disk", "STORAGE": "store"}
 
 
 def _latencies(view: Overview) -> Table:

@@ -194,24 +194,29 @@ class GatewayProcess:
             self._gateway.peers.close()
 
     def stop(self) -> None:
-        """Accept no more requests, and end when the running ones have finished."""
+        """Accept no more requests, and end when the running ones have finished. If the supervisor
+        has given up an engine, they have failed."""
         if self._server.should_exit:
             return
+        death = read_death_note(self._runtime_dir)
+        if death is not None:
+            self._engines.shut_down(f"the engine has stopped: {death}")
         logger.info(
             "draining: no new requests are accepted; %d are running",
             self._engines.num_own_requests,
         )
         self._server.should_exit = True
+        self._engines.begin_drain()
         asyncio.get_running_loop().call_later(
             self._config.drain_timeout_s, self._engines.shut_down, "the server is shutting down"
         )
 
     def _not_ready_reason(self) -> str | None:
-        if self._engines.death is not None:
-            return str(self._engines.death)
-        if not self._gateway.is_serving:
+        if not self._gateway.is_serving and self._engines.death is None:
             progress = read_progress_note(self._runtime_dir)
             return "the engine is still starting" + (f": {progress}" if progress else "")
+        if self._engines.not_ready_reason is not None:
+            return self._engines.not_ready_reason
         return "draining" if self._server.should_exit else None
 
     def close(self) -> None:

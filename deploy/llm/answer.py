@@ -94,6 +94,7 @@ class Answer:
             index=self.index,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            kv_transfer_params=end.kv_transfer_params,
         )
 
 

@@ -1,13 +1,25 @@
 """Scheduler and worker in the caller's own process, without sockets: for tests and debugging."""
 
+import math
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import assert_never
+from typing import TYPE_CHECKING, Any, Final, assert_never
 
+from longshore.connectors.base import (
+    ConnectorConfig,
+    SchedulerConnector,
+    WorkerConnector,
+    WorkerConnectorConfig,
+)
+from longshore.connectors.registry import (
+    engine_fields,
+    load_scheduler_connector,
+    load_worker_connector,
+)
 from longshore.deploy.supervisor.engine_config import EnginePlan, worker_config
 from longshore.protocol.errors import ConfigError, EngineDead
 from longshore.protocol.outputs import (
@@ -26,7 +38,13 @@ from longshore.protocol.requests import (
 from longshore.protocol.statistics import DescribeEngine
 from longshore.scheduler.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from longshore.worker.worker import Worker
+
 CLIENT_INDEX = 0
+
+TRANSFER_POLL_S: Final = 0.05
+"""How often deadlines are checked while no step is in flight and transfers may be."""
 
 
 @contextmanager
@@ -51,60 +69,91 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 class InProcessEngine:
-    """The scheduler and worker objects that the processes run, driven by `receive`."""
+    """The scheduler and worker objects that the processes run, driven by `receive`.
 
-    def __init__(self, plan: EnginePlan) -> None:
-        """Raises ConfigError for a model that cannot be loaded."""
-        from longshore.worker.worker import Worker  # imports torch, so only when needed
+    scheduler, worker, connector_halves: may be inspected between calls.
+    """
 
-        if plan.options.kv_connector is not None:
+    def __init__(self, plan: EnginePlan, *, delay: Callable[[], None] | None = None) -> None:
+        """delay: called before each step and each transfer, on their threads; for tests.
+
+        Raises ConfigError for a model that cannot be loaded."""
+        # These import torch, so only when needed.
+        from longshore.worker.queues.compute_queue import CpuComputeQueue
+        from longshore.worker.worker import Worker
+
+        if plan.options.enable_kv_cache_events:
             raise ConfigError(
-                f"kv_connector={plan.options.kv_connector!r} is not supported with in_process; "
+                "enable_kv_cache_events is not supported with in_process, which has no sockets; "
                 "remove in_process"
             )
-        self._worker = Worker(worker_config(plan))
+        self._reports: deque[WorkerReport] = deque()
+        self._has_reports = threading.Event()
+        self.worker = Worker(worker_config(plan))
         try:
-            self._runner = self._worker.start()
-            self._scheduler = Scheduler(
+            self.connector_halves = _connector(plan, self.worker)
+            scheduler_half, worker_half = self.connector_halves
+            self._runner = self.worker.start(
+                queue=None if delay is None else CpuComputeQueue(delay),
+                connector=worker_half,
+                wake=self._has_reports.set,
+                transfer_delay=delay,
+            )
+            self.scheduler = Scheduler(
                 plan.scheduler,
                 plan.cache,
-                kv_cache=self._worker.kv_cache,
+                kv_cache=self.worker.kv_cache,
                 hash_seed=plan.hash_seed,
                 vocab_size=plan.model.vocab_size,
                 eos_token_ids=plan.model.eos_token_ids,
-                features=frozenset(self._worker.features),
+                features=frozenset(self.worker.features),
+                connector=scheduler_half,
                 verify_plan=plan.options.verify_plan,
             )
         except BaseException:
-            self._worker.close()
+            self.worker.close()
             raise
-        self._reports: deque[WorkerReport] = deque()
-        self._has_reports = threading.Event()
         self._num_in_flight = 0
         self._outputs: list[EngineOutputs] = []
         self._failure: EngineDead | None = None
+        self._is_closed = False
 
     @property
     def num_blocks(self) -> int:
-        return self._worker.kv_cache.num_blocks
+        return self.worker.kv_cache.num_blocks
 
     def send(self, message: ClientRequest) -> None:
         self._check_alive()
-        now = time.monotonic()
+        if isinstance(message, DescribeEngine):
+            raise ValueError("an in-process engine has no reports")
+        with self._uninterrupted():
+            self._pass_on(message, time.monotonic())
+        self._has_reports.set()  # `receive` plans it at once
+
+    def _pass_on(
+        self, message: AddRequest | AbortRequests | ContinueSession | StopFound, now: float
+    ) -> None:
+        match message:
+            case AddRequest():
+                self.scheduler.add_request(message, client=CLIENT_INDEX, now=now)
+            case AbortRequests():
+                self.scheduler.abort_requests(CLIENT_INDEX, message.handles, now)
+            case ContinueSession():
+                self.scheduler.continue_session(CLIENT_INDEX, message, now)
+            case StopFound():
+                self.scheduler.stop_found(CLIENT_INDEX, message, now)
+            case _:
+                assert_never(message)
+
+    @contextmanager
+    def _uninterrupted(self) -> Iterator[None]:
+        """No interrupt in the block; after an exception in it the engine is dead."""
         with interrupts_deferred():
-            match message:
-                case AddRequest():
-                    self._scheduler.add_request(message, client=CLIENT_INDEX, now=now)
-                case AbortRequests():
-                    self._scheduler.abort_requests(CLIENT_INDEX, message.handles, now)
-                case ContinueSession():
-                    self._scheduler.continue_session(CLIENT_INDEX, message, now)
-                case StopFound():
-                    self._scheduler.stop_found(CLIENT_INDEX, message, now)
-                case DescribeEngine():
-                    raise ValueError("an in-process engine has no reports")
-                case _:
-                    assert_never(message)
+            try:
+                yield
+            except Exception as error:
+                self._failure = EngineDead(f"a step failed: {error!r}")
+                raise
 
     def receive(self) -> EngineOutputs | None:
         """The outputs of one step, if any. Raises EngineDead if this or an earlier step failed.
@@ -113,15 +162,14 @@ class InProcessEngine:
         """
         self._check_alive()
         if not self._outputs:
+            connector = self.worker.connector
             if self._num_in_flight:
                 self._has_reports.wait()
                 self._check_alive()
-            with interrupts_deferred():
-                try:
-                    self._advance()
-                except Exception as error:
-                    self._failure = EngineDead(f"a step failed: {error!r}")
-                    raise
+            elif connector is not None:  # its transfers may be all that goes on
+                self._has_reports.wait(min(TRANSFER_POLL_S, connector.poll_interval_s or math.inf))
+            with self._uninterrupted():
+                self._advance()
         return self._outputs.pop(0) if self._outputs else None
 
     def _advance(self) -> None:
@@ -131,17 +179,20 @@ class InProcessEngine:
             match report:
                 case ModelRunnerOutput():
                     self._num_in_flight -= 1
-                    self._scheduler.update_from_output(report, time.monotonic())
+                    self.scheduler.update_from_output(report, time.monotonic())
                 case WorkerFailed():
                     raise EngineDead(f"the worker failed: {report.reason}")
                 case _:
                     assert_never(report)
-        while (plan := self._scheduler.schedule(time.monotonic())) is not None:
+        connector = self.worker.connector
+        if connector is not None and (transfers := connector.take_report()) is not None:
+            self.scheduler.update_from_transfers(transfers, time.monotonic())
+        while (plan := self.scheduler.schedule(time.monotonic())) is not None:
             self._runner.submit(plan, self._take_report)
             self._num_in_flight += 1
-        self._outputs += [outputs for _, outputs in self._scheduler.take_outputs()]
+        self._outputs += [outputs for _, outputs in self.scheduler.take_outputs()]
         is_stuck = not self._num_in_flight and not self._outputs
-        if is_stuck and self._scheduler.is_waited_for():
+        if is_stuck and connector is None and self.scheduler.is_waited_for():
             raise EngineDead("requests are waiting, but the scheduler cannot plan a step")
 
     def _take_report(self, report: WorkerReport) -> None:
@@ -157,5 +208,38 @@ class InProcessEngine:
         """Finish the steps in flight and release the model. May be called twice. A `receive` on
         another thread, and every later call, raises EngineDead."""
         self._failure = self._failure or EngineDead("the engine has been closed")
-        self._worker.close()
+        self.worker.close()
         self._has_reports.set()
+        if not self._is_closed:
+            self._is_closed = True
+            self.scheduler.shutdown()
+
+
+def _connector(
+    plan: EnginePlan, worker: "Worker"
+) -> tuple[SchedulerConnector | None, WorkerConnector[Any] | None]:
+    """Both halves of the connector. Raises ConfigError if one cannot be built."""
+    name = plan.options.kv_connector
+    if name is None:
+        return None, None
+    fields = engine_fields(
+        plan.identity,
+        worker.kv_cache,
+        options=plan.connector_options,
+        rank_block_bytes=(worker.kv_cache.largest_block_bytes,),
+        engine_id="in-process",
+        epoch=1,
+    )
+    hash_block_size = plan.cache.tokens_per_hash
+    return (
+        load_scheduler_connector(name, ConnectorConfig(**fields, hash_block_size=hash_block_size)),
+        load_worker_connector(
+            name,
+            WorkerConnectorConfig(
+                **fields,
+                model_name=plan.model.name,
+                hidden_size=worker.model_config.hidden_size,
+                state_dir=str(plan.state_dir),
+            ),
+        ),
+    )

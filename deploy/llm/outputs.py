@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from longshore.deploy.gateway.text.answer_text import AnswerText
 from longshore.deploy.gateway.text.detokenizer import TokenDecoder
@@ -25,6 +26,7 @@ class RequestOutput:
                        requested.
     prompt_logprobs:   the same per prompt token, None for the first. None if not requested, or if
                        the request failed before its first token.
+    kv_transfer_params: answer of the KV connector, such as the file that it has written.
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class RequestOutput:
     index: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """An engine in its own processes, for `LLM`: starts them, exchanges messages and stops them."""
 
 import sys
+from collections import deque
 from typing import Final, assert_never
 
 import zmq
 
 from longshore.deploy.supervisor.engine_config import (
     EnginePlan,
-    check_workers,
     engine_processes,
 )
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
@@ -16,7 +16,7 @@ from longshore.protocol.errors import EngineDead, HandshakeRejected
 from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine
 from longshore.protocol.outputs import EngineFailed, EngineOutputs
 from longshore.protocol.requests import ClientRequest
-from longshore.protocol.statistics import BlockSnapshot, EngineReport
+from longshore.protocol.statistics import BlockSnapshot, DescribeBlocks, EngineReport
 from longshore.protocol.transport.channel import Channel, open_socket
 
 HELLO_TIMEOUT_S: Final = 10.0
@@ -31,7 +31,7 @@ class RemoteEngine:
 
     def __init__(self, plan: EnginePlan) -> None:
         """Raises ConfigError or StartFailed if the engine cannot start, after cleaning up."""
-        check_workers(plan)
+        self._outputs: deque[EngineOutputs] = deque()  # received, but not returned yet
         self._supervisor = Supervisor(RuntimeDir(), sys.stderr)
         self._context = zmq.Context()
         try:
@@ -66,9 +66,24 @@ class RemoteEngine:
 
     def receive(self) -> EngineOutputs | None:
         """The next outputs; None if none arrived within DEATH_CHECK_S. Raises EngineDead."""
+        if self._outputs:
+            return self._outputs.popleft()
+        message = self._receive()
+        return message if isinstance(message, EngineOutputs) else None
+
+    def describe_blocks(self) -> BlockSnapshot:
+        """What each block is used for. Raises EngineDead. `receive` returns outputs that arrive
+        meanwhile."""
+        self._channel.send(DescribeBlocks())
+        while not isinstance(message := self._receive(), BlockSnapshot):
+            if message is not None:
+                self._outputs.append(message)
+        return message
+
+    def _receive(self) -> EngineOutputs | BlockSnapshot | None:
         message = self._channel.receive(DEATH_CHECK_S)
         match message:
-            case EngineOutputs():
+            case EngineOutputs() | BlockSnapshot():
                 return message
             case None:
                 death = self._supervisor.find_death()
@@ -79,7 +94,7 @@ class RemoteEngine:
                 raise self._dead(self._supervisor.wait_for_death(DEATH_TIMEOUT_S) or reason)
             case Rejected(reason):  # the engine has disconnected this client
                 raise self._dead(reason)
-            case EngineReady() | EngineReport() | BlockSnapshot():
+            case EngineReady() | EngineReport():
                 return None  # a second answer to the handshake; reports are never requested
             case _:
                 assert_never(message)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from longshore.deploy.supervisor.state_dir import default_state_dir
+
 IO_URING_SETUP: Final = 425  # the same number on every architecture
 TIME_ERROR: Final = 5  # adjtimex: the clock is not synchronised
 
@@ -56,6 +58,7 @@ def _port_problem(port: int) -> str | None:
 class Host:
     """This machine; tests pass another root and other functions.
 
+    state_dir:    the default state directory. Raises ConfigError if there is none.
     limit:        (soft, hard) of a RLIMIT_*; RLIM_INFINITY is unlimited.
     free_bytes:   free bytes on the file system of a folder. Raises OSError.
     allowed_cpus: CPUs that this process may run on.
@@ -63,6 +66,7 @@ class Host:
 
     root: Path = Path("/")
     temp_dir: Path = field(default_factory=_temp_dir)
+    state_dir: Callable[[], Path] = default_state_dir
     allowed_cpus: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     free_bytes: Callable[[Path], int] = _free_bytes

@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 import longshore
+from longshore.connectors.lmcache.options import INSTALL_COMMAND
 from longshore.deploy.machine.children import ProbeResult, probe_command, run_all
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.host import Host
@@ -60,7 +61,8 @@ EXTRAS: Final = (
             "libnuma": "apt-get install libnuma1",
         },
     ),
-    Extra("lmcache", ("lmcache",), "KV in LMCache's tiers"),
+    Extra("offload", ("xxhash",), "checksums of stored KV blocks"),
+    Extra("lmcache", ("lmcache",), "KV in LMCache's tiers", install=INSTALL_COMMAND),
     Extra("redis", ("redis", "hiredis"), "a shared KV store in Redis"),
     Extra("s3", ("obstore",), "a KV tier in object stores"),
     Extra("ray", ("ray",), "launching on several hosts"),

@@ -1,6 +1,7 @@
 """Findings about memory, disk, limits, the port, the clock, io_uring and RDMA."""
 
 import errno
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Final
 from longshore.deploy.machine.finding import Finding
 from longshore.deploy.machine.host import TIME_ERROR, Host, errno_name
 from longshore.deploy.supervisor.runtime_dir import MAX_SOCKET_PATH_BYTES
+from longshore.deploy.supervisor.state_dir import check_private
+from longshore.protocol.errors import ConfigError
 from longshore.worker.process.host_resources import host_memory, meminfo
 
 MIN_OPEN_FILES: Final = 4096
@@ -27,6 +30,7 @@ def resource_findings(host: Host, port: int) -> Iterator[Finding]:
     yield _shared_memory(host)
     yield _open_files(host)
     yield _temp_dir(host)
+    yield _state_dir(host)
     yield _port(host, port)
     yield _clock(host)
     yield _io_uring(host)
@@ -167,6 +171,21 @@ def _temp_dir(host: Host) -> Finding:
         "Processes store configurations and sockets in it, and compilers far more",
         "Free space, or set TMPDIR to another folder",
     )
+
+
+def _state_dir(host: Host) -> Finding:
+    """The default of --state-dir, which is not created here."""
+    what, fix = "state directory", "Pass --state-dir with another directory"
+    try:
+        path = host.state_dir()
+        if path.exists():
+            check_private(path)
+    except ConfigError as error:
+        return Finding(what, str(error), "problem", "serve rejects it", fix)
+    nearest = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        return Finding(what, f"{path} is not writable", "problem", "serve rejects it", fix)
+    return Finding(what, f"{path}" if path.exists() else f"{path}, created at the first start")
 
 
 def _port(host: Host, port: int) -> Finding:

@@ -4,9 +4,11 @@ The gateway and `LLM` both use this table; each sends and receives the messages 
 """
 
 import random
+import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Required, TypedDict
+from typing import Final, Required, TypedDict
 
 import msgspec
 
@@ -25,6 +27,9 @@ from longshore.protocol.sampling import SamplingParams
 
 SEED_BITS = 63
 
+MAX_LOST: Final = 3
+"""An engine that dies of a request would else die of it for ever."""
+
 
 def seed_source(seed: int | None, number: int = 0) -> random.Random:
     """Source of seeds for requests without one: random, or reproducible from a deployment's seed,
@@ -38,37 +43,56 @@ def seed_source(seed: int | None, number: int = 0) -> random.Random:
 class LiveRequest:
     """One request on the client's side.
 
+    message:       the message that queued it first; its handle may be an earlier one.
     new_token_ids: output tokens that the consumer has not taken yet, in order.
-    num_taken:     number of output tokens before those.
+    taken_token_ids: output tokens before those.
     num_primed:    see `LiveRequests.open`.
+    is_stopped:    a stop string was found; only the engine's answer is missing.
+    num_lost:      engines in a row that were lost without giving it a token.
+    num_tokens_sent: output tokens when it was sent to its engine.
     scores:        log probabilities that the consumer has not taken yet, by position (the prompt's
                    first token is at 0), if requested.
     finished:      set when the request has finished; no token comes after it.
     failure:       set if the engine died before that.
     engine:        number of the engine that has the request.
+    opened_s:      when it was opened, by `time.monotonic`.
     on_change:     called after new tokens, the finish or a failure.
     """
 
     request_id: str
     handle: int
     prompt_token_ids: Sequence[int]
+    message: AddRequest
     on_change: Callable[[], None]
     new_token_ids: list[int] = field(default_factory=list)
-    num_taken: int = 0
+    taken_token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     num_primed: int = 0
+    is_stopped: bool = False
+    num_lost: int = 0
+    num_tokens_sent: int = 0
     scores: dict[int, TokenScore] = field(default_factory=dict)
     finished: FinishedRequest | None = None
     failure: EngineDead | None = None
     engine: int = 0
+    opened_s: float = field(default_factory=time.monotonic)
 
     @property
     def is_live(self) -> bool:
         return self.finished is None and self.failure is None
 
+    @property
+    def num_taken(self) -> int:
+        return len(self.taken_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of output tokens."""
+        return self.num_taken + len(self.new_token_ids)
+
     def take_token_ids(self) -> list[int]:
         """The tokens since the last call."""
         token_ids, self.new_token_ids = self.new_token_ids, []
-        self.num_taken += len(token_ids)
+        self.taken_token_ids.extend(token_ids)
         return token_ids
 
     def take_scores(self, num_tokens: int) -> list[TokenScore]:
@@ -145,7 +169,6 @@ class LiveRequests:
         self._next_handle = (handle + 1) & 0x7FFFFFFF
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(SEED_BITS))
-        live = LiveRequest(request_id, handle, prompt_token_ids, on_change, num_primed=num_primed)
         num_prompt = len(prompt_token_ids) - num_primed
         message = AddRequest(
             request_id=request_id,
@@ -163,8 +186,40 @@ class LiveRequests:
             pooling=pooling,
             fork_of=None if fork_of is None else fork_of.handle,
         )
+        live = LiveRequest(
+            request_id, handle, prompt_token_ids, message, on_change, num_primed=num_primed
+        )
         self._by_handle[handle] = live
         return live, message
+
+    def resume(self, live: LiveRequest) -> AddRequest:
+        """Take over a request whose engine was lost; returns the message that continues it after
+        its last token, on any engine. Positions of random draws, limits and penalties include the
+        tokens so far. It is no fork any more: the KV of the request that it forked is lost."""
+        live.handle, self._next_handle = self._next_handle, (self._next_handle + 1) & 0x7FFFFFFF
+        self._by_handle[live.handle] = live
+        live.num_tokens_sent = live.num_tokens
+        first = live.message
+        token_ids = int32_array(
+            [*first.output_token_ids.tolist(), *live.taken_token_ids, *live.new_token_ids]
+        )
+        sampling = first.sampling
+        if len(token_ids) > live.num_primed:  # the prompt's scores came with the first token
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return msgspec.structs.replace(
+            first,
+            handle=live.handle,
+            output_token_ids=token_ids,
+            sampling=sampling,
+            age_s=time.monotonic() - live.opened_s,
+            fork_of=None,
+        )
+
+    def release_all(self) -> list[LiveRequest]:
+        """Remove all requests, in the order in which they came; returns those that are live."""
+        requests = self.all()
+        self._by_handle.clear()
+        return [live for live in requests if live.is_live]
 
     def abort(self, requests: Sequence[LiveRequest]) -> AbortRequests | None:
         """Remove the requests that are still live; returns the message that aborts them, if any.
@@ -177,8 +232,9 @@ class LiveRequests:
     def stop(self, live: LiveRequest, num_tokens: int) -> StopFound | None:
         """The message that ends a request with its first `num_tokens` output tokens; None if it has
         finished. `finished` is set later, and tokens computed meanwhile may still arrive."""
-        if live.handle not in self._by_handle:
+        if self._by_handle.get(live.handle) is not live:
             return None
+        live.is_stopped = True
         return StopFound(live.handle, live.num_primed + num_tokens)
 
     def apply(self, *steps: EngineOutputs) -> None:
@@ -207,9 +263,25 @@ class LiveRequests:
                 changed[finished.handle] = live
 
     def fail_all(self, failure: EngineDead) -> None:
-        """The engine has died: fail every live request with `failure`."""
+        """The engine will not return: fail every live request with `failure`."""
+        self._fail(self.all(), failure)
+
+    def fail_stopped(self, failure: EngineDead) -> None:
+        """The engine is lost: end requests that need nothing more of it, because a stop string was
+        found."""
+        self._fail([live for live in self.all() if live.is_stopped], failure)
+
+    def fail_fatal(self, failure: EngineDead) -> None:
+        """The engine is lost: fail requests that have lost MAX_LOST engines in a row without a
+        token. One of them may be what kills the engines."""
         requests = self.all()
-        self._by_handle.clear()
+        for live in requests:
+            live.num_lost = live.num_lost + 1 if live.num_tokens == live.num_tokens_sent else 0
+        self._fail([live for live in requests if live.num_lost >= MAX_LOST], failure)
+
+    def _fail(self, requests: Sequence[LiveRequest], failure: EngineDead) -> None:
+        for live in requests:
+            del self._by_handle[live.handle]
         for live in requests:
             live.failure = failure
             live.on_change()

@@ -1,17 +1,27 @@
 """Derives the configuration of an engine's processes from the user's settings."""
 
-import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
-from longshore.connectors.registry import check_connector, no_worker_half, parse_options
+import msgspec
+
+from longshore.connectors.registry import (
+    check_connector,
+    check_verify_kv,
+    parse_options,
+    uses_shared_memory,
+)
 from longshore.deploy.cli.options import EngineOptions
 from longshore.deploy.machine.device import resolve_device
 from longshore.deploy.model.folder import ModelFolder
+from longshore.deploy.supervisor.connector_options import with_variables
+from longshore.deploy.supervisor.kv_events import kv_events_config
 from longshore.deploy.supervisor.process import ProcessSpec
 from longshore.deploy.supervisor.replica import Replica
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.deploy.supervisor.state_dir import StateDir
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import EngineIdentity, hash_seed_digest, model_fingerprint
 from longshore.protocol.kv_cache_spec import (
@@ -26,6 +36,7 @@ from longshore.scheduler.config import (
     CacheConfig,
     SchedulerConfig,
     SchedulerProcessConfig,
+    check_preemption_mode,
     check_states,
 )
 from longshore.scheduler.queue.outside_policies import load_policy
@@ -41,7 +52,6 @@ from longshore.worker.kv_cache.plan import (
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
 
-HASH_SEED_BYTES: Final = 32
 _ONLY: Final = Replica()
 # These processes only use numpy for bookkeeping: no thread pool, and no memory for its stacks.
 NO_BLAS_THREADS: Final = {"OPENBLAS_NUM_THREADS": "1"}
@@ -54,7 +64,9 @@ LOOPBACK_ONLY: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 class EnginePlan:
     """One engine with its workers: all settings derived, nothing started.
 
-    hash_seed: seed of this deployment's block hashes; only its processes know it.
+    hash_seed: seed of block hashes, from the state directory; secret.
+    state_dir:         the directory that outlives the deployment.
+    connector_options: options of the connector, parsed; they can contain secrets.
     """
 
     options: EngineOptions
@@ -63,7 +75,9 @@ class EnginePlan:
     identity: EngineIdentity
     scheduler: SchedulerConfig
     cache: CacheConfig
-    hash_seed: bytes
+    hash_seed: bytes = field(repr=False)
+    state_dir: Path
+    connector_options: dict[str, Any] = field(repr=False)
 
 
 def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
@@ -74,11 +88,13 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         num_shards=options.tensor_parallel_size, num_stages=options.pipeline_parallel_size
     )
     num_sharing = options.decode_context_parallel_size
-    parse_options(options.kv_connector_config)
+    connector_options = with_variables(parse_options(options.kv_connector_config))
     if options.kv_connector is not None:
-        check_connector(options.kv_connector)
+        if options.verify_kv is not None:
+            check_verify_kv(options.kv_connector)
+            connector_options["verify_kv"] = options.verify_kv
+        check_connector(options.kv_connector, connector_options)
     device = resolve_device(options.device)
-    hash_seed = secrets.token_bytes(HASH_SEED_BYTES)
     cache = _cache_config(options, config)
     dtype = model.resolve_dtype(options.dtype, device)
     sizes = CacheSizes(
@@ -99,11 +115,14 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     scheduler = _scheduler_config(
         options, config, max_model_len=_max_model_len(options, model, config, specs)
     )
-    check_states(scheduler, specs.values(), has_connector=options.kv_connector is not None)
+    check_states(scheduler, specs.values())
+    check_preemption_mode(scheduler, cache)
     if options.num_blocks is not None:
         groups = _groups(options, specs, scheduler.max_model_len)
         longest = scheduler.longest_request(num_sharing)
         check_holds_one_request(groups, options.num_blocks, longest)
+    state_dir = StateDir(options.state_dir)
+    hash_seed = state_dir.block_hash_seed()
     identity = EngineIdentity(
         model_fingerprint=model_fingerprint(model.path),
         dtype=dtype,
@@ -116,7 +135,17 @@ def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
         cp_kv_cache_interleave_size=options.cp_kv_cache_interleave_size,
         hash_seed_digest=hash_seed_digest(hash_seed),
     )
-    return EnginePlan(options, model, device, identity, scheduler, cache, hash_seed)
+    return EnginePlan(
+        options=options,
+        model=model,
+        device=device,
+        identity=identity,
+        scheduler=scheduler,
+        cache=cache,
+        hash_seed=hash_seed,
+        state_dir=state_dir.path.absolute(),
+        connector_options=connector_options,
+    )
 
 
 def _cache_config(options: EngineOptions, config: DecoderConfig) -> CacheConfig:
@@ -128,6 +157,7 @@ def _cache_config(options: EngineOptions, config: DecoderConfig) -> CacheConfig:
         watermark=options.watermark,
         preempt_threshold=options.preempt_threshold,
         admit_threshold=options.admit_threshold,
+        enable_kv_cache_events=options.enable_kv_cache_events,
         decode_context_parallel_size=options.decode_context_parallel_size,
     )
 
@@ -145,6 +175,8 @@ def _scheduler_config(
         enable_chunked_prefill=options.enable_chunked_prefill,
         scheduler_reserve_full_isl=options.scheduler_reserve_full_isl,
         policy=options.scheduling_policy,
+        kv_role=options.kv_role,
+        preemption_mode=options.preemption_mode,
         load_failure_policy=options.load_failure_policy,
         load_timeout_s=options.load_timeout_s,
         max_loading_blocks=options.max_loading_blocks,
@@ -153,10 +185,8 @@ def _scheduler_config(
     )
 
 
-def check_workers(plan: EnginePlan) -> None:
-    """Raise ConfigError for settings that workers do not support, before one loads the model."""
-    if plan.options.kv_connector is not None:
-        raise no_worker_half(plan.options.kv_connector)
+def _engine_id(replica: Replica) -> str:
+    return f"engine-{replica.number}"
 
 
 def _check_policy(name: str) -> None:
@@ -209,19 +239,30 @@ def engine_processes(
         eos_token_ids=plan.model.eos_token_ids,
         verify_plan=plan.options.verify_plan,
         kv_connector=plan.options.kv_connector,
-        kv_connector_config=plan.options.kv_connector_config,
-        engine_id=f"engine-{replica.number}",
+        kv_connector_config=msgspec.json.encode(plan.connector_options).decode(),
+        kv_events=kv_events_config(plan.options, runtime_dir, replica),
+        engine_id=_engine_id(replica),
         log_level=plan.options.log_level,
     )
+    memory_fd = None
+    if options.kv_connector is not None and uses_shared_memory(options.kv_connector):
+        memory_fd = runtime_dir.shared_memory(f"longshore-{_engine_id(replica)}")
     return [
         *(
             ProcessSpec(
                 replica.worker(rank),
                 "longshore.worker",
-                _worker_process(plan, rank, endpoint, layout, replica),
+                msgspec.structs.replace(
+                    _worker_process(plan, rank, endpoint, layout, replica),
+                    shared_memory_fd=memory_fd,
+                ),
+                pass_fds=() if memory_fd is None else (memory_fd,),
                 environment=LOOPBACK_ONLY if options.num_ranks > 1 else {},
                 stop_group="workers",
                 stopped_by=replica.scheduler,
+                restart_group=_engine_id(replica),
+                survives=replica.scheduler if options.num_ranks == 1 else None,
+                config_after=_next_worker,
             )
             for rank, endpoint in enumerate(workers)
         ),
@@ -231,8 +272,21 @@ def engine_processes(
             scheduler,
             environment=NO_BLAS_THREADS,
             stop_group="schedulers",
+            restart_group=_engine_id(replica),
+            config_after=_next_scheduler,
         ),
     ], clients
+
+
+def _next_scheduler(config: SchedulerProcessConfig) -> SchedulerProcessConfig:
+    """For a restarted engine: plans and events of the former one are void."""
+    return msgspec.structs.replace(config, epoch=config.epoch + 1)
+
+
+def _next_worker(config: WorkerProcessConfig) -> WorkerProcessConfig:
+    """For a restarted engine: its ranks meet at a new file."""
+    ranks = msgspec.structs.replace(config.ranks, rendezvous=f"{config.ranks.rendezvous}+")
+    return msgspec.structs.replace(config, ranks=ranks)
 
 
 def _worker_process(
@@ -254,6 +308,11 @@ def _worker_process(
         eos_token_ids=plan.model.eos_token_ids,
         threads=plan.options.threads,
         startup_timeout_s=plan.options.startup_timeout_s,
+        step_timeout_s=plan.options.step_timeout_s,
+        kv_connector=plan.options.kv_connector,
+        kv_connector_config=msgspec.json.encode(plan.connector_options).decode(),
+        state_dir=str(plan.state_dir),
+        engine_id=_engine_id(replica),
         cpu_kernels=plan.options.cpu_kernels,
         log_level=plan.options.log_level,
     )

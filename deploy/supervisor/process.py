@@ -7,16 +7,18 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Final
 
 import msgspec
 
 from longshore.deploy.supervisor.log_relay import LogRelay
 from longshore.protocol.transport.lifeline import (
     STOP_SIGNAL,
+    Alive,
     Failed,
     LifelineReport,
     Progress,
@@ -25,6 +27,9 @@ from longshore.protocol.transport.lifeline import (
 )
 
 logger = logging.getLogger(__name__)
+
+KILL_TIMEOUT_S: Final = 20.0
+"""How long a killed process may take to end, for example to release the memory of a device."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
@@ -38,6 +43,11 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     stop_group: consecutive processes in start order with the same group are stopped together. None:
              the process is stopped by itself.
     stopped_by: name of the process that stops this one when it shuts down itself.
+    restart_group: processes with the same group are restarted together when one of them dies. None:
+             its death ends the deployment.
+    survives: name of the process of the group whose death alone does not end this one: it waits for
+             the next one.
+    config_after: the configuration for the start after that with the given one; None: the same.
     """
 
     name: str
@@ -47,6 +57,9 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     pass_fds: tuple[int, ...] = ()
     stop_group: str | None = None
     stopped_by: str | None = None
+    restart_group: str | None = None
+    survives: str | None = None
+    config_after: Callable[[Any], msgspec.Struct] | None = None
 
 
 # A forked copy of this process must not keep the lifelines open, or the children would outlive it.
@@ -65,16 +78,21 @@ class ManagedProcess:
     """A started child. It has its own process group, so that Ctrl-C in a terminal only reaches the
     supervisor, which then stops all processes in order.
 
-    `ready` and `failed` hold its reports once `read_lifeline` has read them.
+    `ready`, `failed` and `late` hold its reports once `read_lifeline` has read them; `alive_s` is
+    when it last read Alive, by `time.monotonic`. They are None again while the process reports
+    progress, because it waits for a restarted one.
     """
 
     def __init__(self, spec: ProcessSpec, runtime_dir: Path, relay: LogRelay) -> None:
+        self.spec = spec
         self.name = spec.name
         self.stop_group = spec.stop_group
         self.stopped_by = spec.stopped_by
         self.ready: Ready | None = None
         self.failed: Failed | None = None
+        self.late: str | None = None
         self.doing = "starting"
+        self.alive_s: float | None = None
         self.lifeline_closed = False
         self._unread = b""
         self.lifeline, child_end = socket.socketpair()
@@ -134,9 +152,17 @@ class ManagedProcess:
                 self.ready = report
             case Failed():
                 self.failed = self.failed or report
+            case Alive(late):
+                self.late, self.alive_s = late, time.monotonic()
             case Progress(doing):
+                self.ready = self.late = self.alive_s = None
                 self.doing = doing
                 logger.info("%s: %s", self.name, doing)
+
+    def forgive_silence(self) -> None:
+        """Count the time without reports from now on."""
+        if self.alive_s is not None:
+            self.alive_s = time.monotonic()
 
     def poll(self) -> int | None:
         """The exit status as in `subprocess`; None while the process runs."""
@@ -159,7 +185,8 @@ class ManagedProcess:
         """Kill the process and its children."""
         if self.poll() is None:
             os.killpg(self.pid, signal.SIGKILL)
-            self._popen.wait()
+            if not self.wait(KILL_TIMEOUT_S):
+                logger.error("%s does not end although it was killed; a device may hang", self.name)
 
     def was_killed(self) -> bool:
         """True if the process was ended by a signal."""
@@ -170,13 +197,23 @@ class ManagedProcess:
         status = self.poll()
         if status is None:
             self.kill()
-            status = self._popen.wait()
+            status = self.poll()
+        if status is None:
+            return "it does not end"
         return f"exit status {status}" if status >= 0 else signal_name(-status)
 
     def close(self) -> None:
         """Relay the last lines of a process that has ended, and release its resources."""
         self._relay_thread.join(timeout=1.0)
+        self.lifeline_closed = True
         self.lifeline.close()
+
+    def next_spec(self) -> ProcessSpec:
+        """How to start it again."""
+        config_after = self.spec.config_after
+        if config_after is None:
+            return self.spec
+        return msgspec.structs.replace(self.spec, config=config_after(self.spec.config))
 
 
 def signal_name(number: int) -> str:

@@ -1,6 +1,8 @@
-"""The private directory of one deployment, with configuration files and sockets; temporary."""
+"""The private directory of one deployment, with configuration files and sockets; temporary. Also
+owns the memory that its processes share, which has no name in the file system."""
 
 import contextlib
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,6 +22,7 @@ class RuntimeDir:
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="longshore-"))  # mkdtemp makes it 0700
+        self._memory_fds: list[int] = []
 
     def endpoint(self, name: str) -> Endpoint:
         """A ZMQ socket in this directory. Raises ConfigError if its path is too long."""
@@ -28,12 +31,15 @@ class RuntimeDir:
     def socket_path(self, name: str) -> Path:
         """Like `endpoint`, for sockets other than ZMQ's."""
         path = self.path / f"{name}.sock"
-        if len(bytes(path)) > MAX_SOCKET_PATH_BYTES:
-            raise ConfigError(
-                f"{path} is longer than {MAX_SOCKET_PATH_BYTES} bytes, the limit of a socket path. "
-                "Set TMPDIR to a directory with a shorter path."
-            )
+        check_socket_path(path, "Set TMPDIR to a directory with a shorter path.")
         return path
+
+    def shared_memory(self, name: str) -> int:
+        """The descriptor of new, empty memory for several processes to inherit. It lives as long as
+        this object or one of them has it open."""
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        self._memory_fds.append(fd)
+        return fd
 
     def note_death(self, reason: str) -> None:
         """Record why all processes are stopped, so that gateways can tell their clients."""
@@ -48,8 +54,19 @@ class RuntimeDir:
             (self.path / name).write_text(text, encoding="utf-8")
 
     def remove(self) -> None:
-        """Delete the directory and its content, if it still exists."""
+        """Delete the directory and its content, if it still exists, and release shared memory."""
+        while self._memory_fds:
+            os.close(self._memory_fds.pop())
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def check_socket_path(path: Path, advice: str = "Use a shorter path.") -> None:
+    """Raise ConfigError if a socket cannot have this path."""
+    if len(bytes(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"{path} is longer than {MAX_SOCKET_PATH_BYTES} bytes, the limit of a socket path. "
+            f"{advice}"
+        )
 
 
 def read_death_note(runtime_dir: Path | None) -> str | None:

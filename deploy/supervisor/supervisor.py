@@ -1,7 +1,8 @@
-"""Starts the processes of a deployment, waits until they are ready, monitors and stops them.
+"""Starts the processes of a deployment, waits until they are ready, restarts and stops them.
 
-Nothing is restarted: when a process dies, all of them are stopped and the runtime directory is
-removed. When the supervisor itself dies, each process notices on its lifeline and does the same.
+When a process dies, those of its restart group (an engine, or one gateway) are killed and started
+again; after too many deaths in a row, the deployment ends. When the supervisor itself dies, each
+process notices on its lifeline, removes the runtime directory and exits.
 """
 
 import logging
@@ -14,9 +15,10 @@ from typing import Final, Protocol, TextIO
 from longshore.deploy.supervisor.log_lines import LineFormat, text_line
 from longshore.deploy.supervisor.log_relay import LogRelay
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
+from longshore.deploy.supervisor.restarts import Restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.protocol.errors import LongshoreError
-from longshore.protocol.transport.lifeline import Ready
+from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S, Ready
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,9 @@ REMIND_EVERY_S: Final = 10.0
 FAILURE_WINDOW_S: Final = 0.3
 # Time that a process has to exit after its lifeline has closed.
 EXIT_TIMEOUT_S: Final = 1.0
+EXIT_POLL_S: Final = 0.02
+# If the supervisor itself wakes up so much too late, silence of others means nothing.
+MAX_LATE_S: Final = 2.0
 
 
 class StartFailed(LongshoreError):
@@ -111,7 +116,7 @@ class Supervisor:
             if stop_signal is not None and stop_signal.is_set():
                 raise StopRequested
             if any(process.failed or process.lifeline_closed for process in self.processes):
-                raise StartFailed(self._explain_failure())
+                raise StartFailed(self._explain_failure(self.processes))
 
     def wait_for_death(
         self, timeout_s: float | None = None, stop_signal: StopSignal | None = None
@@ -127,11 +132,129 @@ class Supervisor:
         return death
 
     def find_death(self) -> str | None:
-        """Which process has died, and how. Returns None, without blocking, if all are alive."""
+        """Which process has died, and how, or hangs in a step. Returns None, without blocking, if
+        all are alive."""
         for process in self.processes:
             process.read_lifeline()
+            if process.late is not None:
+                return f"{process.name} hangs: {process.late}."
         if any(process.lifeline_closed for process in self.processes):
-            return self._explain_failure()
+            return self._explain_failure(self.processes)
+        return None
+
+    def keep_running(
+        self,
+        *,
+        max_restarts: int,
+        start_timeout_s: float,
+        stop_signal: StopSignal,
+        hang_timeout_s: float = 0.0,
+    ) -> str | None:
+        """Restart processes that die, until the signal is set (None) or a group of them dies again
+        and again (the reason of its last death).
+
+        max_restarts:    see Restarts; with 0, the first death ends the deployment.
+        start_timeout_s: for all processes of a group to be ready.
+        hang_timeout_s:  a process that has not reported to be alive for so long counts as dead, if
+                         it ever did; 0: only processes that have ended do.
+        """
+        names = dict.fromkeys(process.spec.restart_group for process in self.processes)
+        groups = {name: Restarts(max_restarts) for name in names if name is not None}
+        while not stop_signal.is_set():
+            for process in self.processes:
+                process.read_lifeline()
+            for name, group in groups.items():
+                death = self._keep_group_running(name, group, start_timeout_s, hang_timeout_s)
+                if death is not None:
+                    return death
+            alone = self._members(None)
+            if any(process.lifeline_closed for process in alone):
+                return self._explain_failure(alone)
+            due_s = min((group.due_s for group in groups.values()), default=math.inf)
+            if hang_timeout_s:
+                due_s = min(due_s, time.monotonic() + ALIVE_INTERVAL_S)
+            timeout_s = None if due_s == math.inf else max(0.0, due_s - time.monotonic())
+            self._wait_for_reports(timeout_s, stop_signal)
+            if time.monotonic() > due_s + MAX_LATE_S:  # this process did not run, so others did not
+                for process in self.processes:
+                    process.forgive_silence()
+        return None
+
+    def _keep_group_running(
+        self, name: str, group: Restarts, start_timeout_s: float, hang_timeout_s: float
+    ) -> str | None:
+        """Do what is due for the group. Returns the reason if it is not started again."""
+        now_s = time.monotonic()
+        if group.next_start_s is not None:
+            if now_s < group.next_start_s:
+                return None
+            group.started(deadline_s=now_s + start_timeout_s)
+            try:
+                self._start_again(name)
+            except OSError as error:  # the disk is full, or there are too many processes
+                return self._note_death(f"{name} cannot be started: {error}.", name, group)
+        members = self._members(name)
+        death = self._death_of(members, group, now_s, hang_timeout_s)
+        if death is None:
+            if group.running_since_s is None and all(process.ready for process in members):
+                group.became_ready(now_s)
+                logger.info("%s is ready again", name)
+            return None
+        return self._note_death(death, name, group)
+
+    def _note_death(self, death: str, name: str, group: Restarts) -> str | None:
+        """End what is left of the group. Returns the reason if it is not started again."""
+        is_restarted = group.died(time.monotonic())
+        self._end_members(self._members(name), is_first=is_restarted and group.num_in_a_row == 1)
+        if not is_restarted:
+            is_loop = group.max_in_a_row > 0
+            tried = f" {name} has died {group.max_in_a_row + 1} times in a row; giving up."
+            return death + tried if is_loop else death
+        logger.error("%s Restarting %s.", death, name)
+        return None
+
+    def _end_members(self, members: Sequence[ManagedProcess], *, is_first: bool) -> None:
+        """Kill the processes of a group, except for one that survives what was killed, if that was
+        the first death in a row. A process that fails tells the others to end."""
+        dead = [process for process in members if process.lifeline_closed or process.failed]
+        names = {process.name for process in dead}
+        is_kill = bool(dead) and all(process.was_killed() for process in dead)
+        for process in members:
+            if not (is_first and is_kill and names == {process.spec.survives}):
+                process.kill()
+                process.close()
+
+    def _members(self, group: str | None) -> list[ManagedProcess]:
+        return [process for process in self.processes if process.spec.restart_group == group]
+
+    def _start_again(self, group: str) -> None:
+        for index, process in enumerate(self.processes):
+            if process.spec.restart_group == group and process.lifeline_closed:
+                spec = process.next_spec()
+                self.processes[index] = ManagedProcess(spec, self.runtime_dir.path, self._relay)
+
+    def _death_of(
+        self,
+        members: Sequence[ManagedProcess],
+        group: Restarts,
+        now_s: float,
+        hang_timeout_s: float,
+    ) -> str | None:
+        """Why the group must be restarted; None if it runs, or is starting. A process that hangs is
+        killed."""
+        if any(process.failed or process.lifeline_closed for process in members):
+            return self._explain_failure(members)
+        for process in members if hang_timeout_s else ():
+            process.read_lifeline()  # ending another group may have taken seconds
+            hang = _hang_of(process, hang_timeout_s)
+            if hang is not None:
+                process.kill()
+                process.close()
+                return hang
+        if now_s >= group.deadline_s:
+            late = [process for process in members if process.ready is None]
+            doing = ", ".join(f"{process.name} ({process.doing})" for process in late)
+            return f"Not ready in time: {doing}."
         return None
 
     def _wait_for_reports(self, timeout_s: float | None, stop_signal: StopSignal | None) -> None:
@@ -145,14 +268,18 @@ class Supervisor:
                 if isinstance(key.fileobj, ManagedProcess):
                     key.fileobj.read_lifeline()
 
-    def _explain_failure(self) -> str:
-        """The first cause. Processes are in the order in which one's end causes the next one's."""
+    def _explain_failure(self, processes: Sequence[ManagedProcess]) -> str:
+        """The first cause, if one of `processes` has died or failed. They are in the order in which
+        one's end causes the next one's."""
         deadline_s = time.monotonic() + FAILURE_WINDOW_S
         while (remaining_s := deadline_s - time.monotonic()) > 0:
+            closed = [process for process in processes if process.lifeline_closed]
+            if any(process.wait(EXIT_POLL_S) and process.was_killed() for process in closed):
+                break  # no other process has caused that
             self._wait_for_reports(remaining_s, None)
-            if all(process.lifeline_closed for process in self.processes):
+            if all(process.lifeline_closed for process in processes):
                 break
-        dead = [process for process in self.processes if process.lifeline_closed]
+        dead = [process for process in processes if process.lifeline_closed]
         for process in dead:
             if process.wait(EXIT_TIMEOUT_S) and process.was_killed():
                 how = process.describe_exit()
@@ -160,9 +287,9 @@ class Supervisor:
                     return f"{process.name} crashed ({how}). See its log lines above."
                 return (
                     f"{process.name} was killed ({how}). Unless a user killed it, the system ran "
-                    "out of memory: reduce --num-blocks."
+                    "out of memory: reduce --num-blocks, or the host memory of a connector."
                 )
-        failed = [(process, process.failed) for process in self.processes if process.failed]
+        failed = [(process, process.failed) for process in processes if process.failed]
         for process, report in sorted(failed, key=lambda one: one[1].is_consequence):
             return f"{process.name}: {report.reason}"
         how = dead[0].describe_exit()
@@ -175,10 +302,12 @@ class Supervisor:
         Processes of one `stop_group` are stopped together.
 
         The first to be stopped (the gateways) have `drain_timeout_s` to finish their streams. True
-        if all processes ended by themselves with status 0. The wait ends early if `stop_signal` is
-        set, or if a process dies that others still need, which is logged.
+        if all processes that ran ended by themselves with status 0. The wait ends early if
+        `stop_signal` is set. If a process dies that others still need, which is logged, its restart
+        group is killed, so that the gateways end its streams.
         """
         is_clean = True
+        not_running = {p.name for p in self.processes if p.lifeline_closed or p.ready is None}
         timeout_s = drain_timeout_s
         needed = list(self.processes)
         while needed:
@@ -188,17 +317,18 @@ class Supervisor:
                     process.terminate()
             deadline_s = time.monotonic() + timeout_s
             for process in ending:
-                if not self._wait_for_end(process, deadline_s, stop_signal, ending, needed):
-                    if stop_signal is not None and stop_signal.is_set():
-                        logger.warning("second stop signal: killing %s", process.name)
-                    elif process.poll() is None:
-                        logger.warning(
-                            "killing %s: it did not stop within %.1f s",
-                            process.name,
-                            timeout_s,
-                        )
-                    process.kill()
-            is_clean = is_clean and all(process.poll() == 0 for process in ending)
+                if self._wait_for_end(process, deadline_s, stop_signal, ending, needed):
+                    continue
+                if stop_signal is not None and stop_signal.is_set():
+                    logger.warning("second stop signal: killing %s", process.name)
+                elif process.poll() is None:
+                    logger.warning(
+                        "killing %s: it did not stop within %.1f s", process.name, timeout_s
+                    )
+                process.kill()
+            is_clean = is_clean and all(
+                process.poll() == 0 or process.name in not_running for process in ending
+            )
             timeout_s = STOP_TIMEOUT_S
         self._release()
         return is_clean
@@ -220,14 +350,18 @@ class Supervisor:
                 if is_stopped and other.stopped_by != process.name:
                     continue  # checked while waiting for that process
                 if other.poll() is not None and not (is_stopped and other.poll() == 0):
-                    logger.error(
-                        "%s died (%s) while %s was stopping; its requests are lost",
-                        other.name,
-                        other.describe_exit(),
-                        process.name,
-                    )
-                    return False
+                    self._lose(other, process.name)
         return True
+
+    def _lose(self, dead: ManagedProcess, stopping: str) -> None:
+        """A process has died, and is not restarted because `stopping` is being stopped."""
+        if dead.lifeline_closed:
+            return  # known already
+        how = dead.describe_exit()
+        logger.error("%s died (%s) while %s was stopping", dead.name, how, stopping)
+        for process in self._members(dead.spec.restart_group):
+            process.kill()
+            process.lifeline_closed = True
 
     def stop_now(self, reason: str | None = None) -> None:
         """Stop all at once without draining; kill those that run after STOP_TIMEOUT_S.
@@ -249,6 +383,15 @@ class Supervisor:
             process.close()
         self.processes.clear()
         self.runtime_dir.remove()
+
+
+def _hang_of(process: ManagedProcess, hang_timeout_s: float) -> str | None:
+    if process.late is not None:
+        return f"{process.name} hangs: {process.late}."
+    silent_s = 0.0 if process.alive_s is None else time.monotonic() - process.alive_s
+    if silent_s < hang_timeout_s:
+        return None
+    return f"{process.name} hangs or is stopped: it has not reported for {silent_s:.0f} s."
 
 
 def _pop_last_to_end(needed: list[ManagedProcess]) -> list[ManagedProcess]:

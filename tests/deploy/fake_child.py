@@ -6,6 +6,8 @@ behaviour: serve     report readiness, exit 0 when told to stop
            suffer    the same, as a consequence of another child's end
            die       exit 3 without a report
            hang      never report anything
+           alive     like serve, and report regularly to be alive
+           late      like alive, with something that is late
            socket    like serve, with a socket file in the runtime directory
            tell      like serve, and notify the waiting children
            outlive   like tell, and end when they have ended
@@ -25,6 +27,7 @@ import msgspec
 
 from longshore.protocol.transport.lifeline import (
     STOP_SIGNAL,
+    Alive,
     Failed,
     Lifeline,
     Progress,
@@ -84,6 +87,9 @@ def main(config_file: str) -> int:
             time.sleep(0.02)
         print("heard of it", flush=True)
         return 0
+    while config.behaviour in ("alive", "late"):
+        lifeline.report(Alive("step 3 takes too long" if config.behaviour == "late" else None))
+        time.sleep(0.1)
     while True:
         time.sleep(60)
 

@@ -103,30 +103,35 @@ async function readState() {
   return { state, metrics: readMetrics(metrics) };
 }
 
-// ---- Parsing /metrics: sums over all labels, histograms by bound, this engine's workers by rank
+// ---- Parsing /metrics: sums over all labels, histograms by bound; of this engine its workers by
+// rank, tiers by medium and transfers by type
 
 const SAMPLE = /^(\w+)(?:\{(.*)\})? (\S+)/;
 
+const PARTS = [["workers", "worker", "longshore_worker_"], ["tiers", "medium", "longshore_kv_tier_"], ["transfers", "transfer_type", "longshore_kv_offload_"]];
+
 function readMetrics(text) {
-  const sums = new Map(), buckets = new Map(), workers = new Map();
+  const sums = new Map(), buckets = new Map();
+  const parts = PARTS.map(([kind, label, prefix]) => [new RegExp(`(?:^|,)${label}="([^"]+)"`), prefix, kind, new Map()]);
   for (const line of text.split("\n")) {
     const match = SAMPLE.exec(line);
     if (match === null) continue;
     const [, name, labels = "", written] = match, value = Number(written);
-    const bound = /(?:^|,)le="([^"]+)"/.exec(labels), worker = /(?:^|,)worker="([^"]+)"/.exec(labels);
+    const bound = /(?:^|,)le="([^"]+)"/.exec(labels), part = parts.find(([label]) => label.test(labels));
     if (bound) {
       if (!buckets.has(name)) buckets.set(name, new Map());
       const le = bound[1] === "+Inf" ? Infinity : Number(bound[1]);
       buckets.get(name).set(le, (buckets.get(name).get(le) ?? 0) + value);
-    } else if (worker) {
+    } else if (part) {
       if (!labels.includes(`engine="${engine}"`)) continue;
-      if (!workers.has(worker[1])) workers.set(worker[1], new Map());
-      workers.get(worker[1]).set(name.replace("longshore_worker_", ""), value);
+      const [label, prefix, , found] = part, key = label.exec(labels)[1];
+      if (!found.has(key)) found.set(key, new Map());
+      found.get(key).set(name.replace(prefix, ""), value);
     } else {
       sums.set(name, (sums.get(name) ?? 0) + value);
     }
   }
-  return { sums, buckets, workers };
+  return { sums, buckets, ...Object.fromEntries(parts.map(([, , kind, found]) => [kind, found])) };
 }
 
 function quantile(now, before, name, share) {
@@ -451,7 +456,7 @@ function showWaiting(report) {
   $("waiting-none").hidden = report.num_waiting > 0;
 }
 
-function showPlaces(state, workers) {
+function showPlaces(state, metrics) {
   const { counts, groups } = state, total = state.states.length;
   const unused = counts[FREE] + counts[CACHED];
   const share = (number) => [count(number), `${percent(number / Math.max(total - counts[RESERVED], 1))} of the usable blocks`];
@@ -463,12 +468,38 @@ function showPlaces(state, workers) {
   fill($("groups"), groups.map((group) => [
     group.kind, count(group.num_layers), count(group.block_size), count(group.block_bytes), count(group.num_blocks),
   ]), (column) => column > 0);
-  showWorkers(workers);
+  const before = [...samples].reverse().find((sample) => sample.metrics && sample.s < samples.at(-1).s - WORKERS_S);
+  showWorkers(metrics.workers, before);
+  showOffload(metrics, before);
 }
 
-function showWorkers(workers) {
+const MEDIA = { GPU: "device", CPU: "host memory", DISK: "disk", STORAGE: "store" };
+
+function showOffload({ tiers, transfers }, before) {
+  $("offload-panel").hidden = tiers.size + transfers.size === 0;
+  const isNumber = (column) => column > 0;
+  fill($("offload-tiers"), [...tiers].map(([medium, now]) => {
+    const stored = now.get("blocks") ?? 0, capacity = now.get("capacity_blocks") ?? 0;
+    return [
+      MEDIA[medium] ?? medium, count(stored), capacity ? count(capacity) : "–", capacity ? percent(stored / capacity) : "–",
+      count(now.get("hit_tokens_total") ?? 0), count(now.get("dropped_blocks_total") ?? 0),
+    ];
+  }), isNumber);
+  const elapsed = before ? samples.at(-1).s - before.s : 1;
+  fill($("transfers"), [...transfers].map(([type, now]) => {
+    const value = (name) => now.get(name) ?? 0, total = value("bytes_total"), took = value("seconds_total");
+    const added = before ? Math.max(total - (before.metrics.transfers.get(type)?.get("bytes_total") ?? 0), 0) : 0;
+    const failed = value("failed_blocks_total"), corrupt = value("corrupt_blocks_total");
+    return [
+      type.split("_to_").map((medium) => MEDIA[medium] ?? medium).join(" → "), added ? `${bytes(added / elapsed)}/s` : "–",
+      took ? `${(total / took / 1e9).toFixed(2)} GB/s` : "–", bytes(total), count(value("queued_blocks")),
+      [count(failed + corrupt), `${count(corrupt)} of them did not match their checksums`],
+    ];
+  }), isNumber);
+}
+
+function showWorkers(workers, before) {
   $("workers-panel").hidden = workers.size === 0;
-  const before = [...samples].reverse().find((sample) => sample.metrics && sample.s < samples.at(-1).s - WORKERS_S);
   const rows = [...workers].sort(([a], [b]) => Number(a) - Number(b)).map(([number, now]) => {
     const then = before?.metrics.workers.get(number);
     const added = (name) => (then ? Math.max(now.get(name) - then.get(name), 0) : 0);
@@ -608,7 +639,7 @@ function showState({ state, metrics }) {
   const several = map.perCell > 1 ? `, ${map.perCell} to a point` : "";
   showHolders(state);
   showWaiting(report);
-  showPlaces(state, metrics.workers);
+  showPlaces(state, metrics);
   drawMap();
   setText($("map-size"), `${count(state.states.length)} of ${sizes} tokens${several}`);
   drawCharts();
@@ -648,6 +679,7 @@ async function showProblem(error) {
   if (error.status === 504) return say("bad", "silent", error.message);
   lastMessage = error.message;
   if (error.status !== 503) return say("bad", "error", error.message);
+  if (/is being restarted/.test(error.message)) return say("wait", "restarting", error.message);
   const reason = await ask("ready").catch((error) => error.message);
   const isStarting = /still starting/.test(reason) || reason.trim() === "ready";
   say(isStarting ? "wait" : "bad", isStarting ? "starting" : "gone", isStarting ? reason : error.message);

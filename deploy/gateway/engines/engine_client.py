@@ -1,20 +1,21 @@
 """The gateway's end of the channel to a scheduler, on an asyncio loop.
 
-Performs the handshake, then sends requests and receives tokens. The death of the engine shows as a
-disconnect, because the kernel closes the connection with the process.
+Performs the handshake, then sends requests and receives tokens. The death of the scheduler shows as
+a disconnect, because the kernel closes the connection with the process. Its requests stay live: a
+new connection waits for the restarted scheduler, which continues each of them after its last token.
 """
 
 import asyncio
-import contextlib
 import logging
 import random
-from collections.abc import Callable, Sequence
-from typing import Unpack, assert_never
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Unpack, assert_never
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from longshore.deploy.requests.live_requests import (
+    MAX_LOST,
     LiveRequest,
     LiveRequests,
     RequestFields,
@@ -39,15 +40,22 @@ from longshore.protocol.transport.channel import (
 
 logger = logging.getLogger(__name__)
 
+RECONNECT_INTERVAL_MS: Final = 20
+"""How often a lost scheduler is tried; it starts in about 0.3 s."""
+
 
 class EngineClient:
-    """One engine. Create it inside a running loop.
+    """One engine, which may be restarted. Create it inside a running loop.
 
-    death:    set when the engine has died; nothing can be submitted then.
+    is_ready: the engine accepts requests. Until then, and again once it is lost, they wait here.
+    loss:     why the engine was lost; None once it is ready.
+    death:    set when the engine will not return; nothing can be submitted then.
+    number:   of this engine.
     seeds:    source of seeds for requests without one.
     on_stats: called with the engine's statistics, about once per second while anything changes,
               after the finished requests that they count.
-    why_stopped: returns the supervisor's reason for stopping the engine, if any; the scheduler
+    on_change: called when the engine is ready or lost.
+    why_stopped: returns the supervisor's reason for stopping the deployment, if any; the scheduler
               itself does not know it.
     """
 
@@ -56,25 +64,44 @@ class EngineClient:
         endpoint: Endpoint,
         hello: ClientHello,
         *,
+        number: int = 0,
         seeds: random.Random,
         on_stats: Callable[[SchedulerStats], None],
+        on_change: Callable[[], None] = lambda: None,
         why_stopped: Callable[[], str | None] = lambda: None,
     ) -> None:
+        self._endpoint = endpoint
+        self._hello = hello
+        self._number = number
         self._context = zmq.Context()
-        socket = open_socket(self._context, zmq.DEALER, endpoint, bind=False)
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._channel: Channel[ToEngine, ToClient] = Channel(socket, ToClient)
+        self._context.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
         self._requests = LiveRequests(seeds)
         self._steps: list[EngineOutputs] = []  # received and not delivered yet
         self._on_stats = on_stats
+        self._on_change = on_change
         self._why_stopped = why_stopped
-        self._ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
+        self._first_ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._report: asyncio.Future[EngineReport] | None = None
         self._block_snapshot: asyncio.Future[BlockSnapshot] | None = None
+        self.is_ready = False
+        self.loss: str | None = None
         self.death: EngineDead | None = None
+        self._connect()
+
+    def _connect(self) -> None:
+        socket = open_socket(self._context, zmq.DEALER, self._endpoint, bind=False)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._channel: Channel[ToEngine, ToClient] = Channel(socket, ToClient)
         self._watcher = SocketWatcher(socket, self._receive)
         self._monitor_watcher = SocketWatcher(self._monitor, self._disconnected)
-        self._channel.send(hello)
+        self._channel.send(self._hello)
+
+    def _disconnect(self) -> None:
+        self._watcher.close()
+        self._monitor_watcher.close()
+        self._channel.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._channel.socket.close(linger=0)
 
     @property
     def num_live_requests(self) -> int:
@@ -82,13 +109,12 @@ class EngineClient:
 
     async def wait_until_ready(self) -> EngineReady:
         """The engine's description. Raises HandshakeRejected or EngineDead with its reason."""
-        return await asyncio.shield(self._ready)
+        return await asyncio.shield(self._first_ready)
 
     async def describe(self, timeout_s: float) -> EngineReport:
         """The engine's report. Raises TimeoutError if the scheduler does not answer in time,
-        EngineDead if the engine has died."""
-        if self.death is not None:
-            raise self.death
+        EngineDead if the engine is lost."""
+        self._check_ready()
         if self._report is None:  # else share the answer to the pending query
             self._report = asyncio.get_running_loop().create_future()
             self._send(DescribeEngine())
@@ -96,12 +122,17 @@ class EngineClient:
 
     async def describe_blocks(self, timeout_s: float) -> BlockSnapshot:
         """The state of every KV block. Raises as `describe` does."""
-        if self.death is not None:
-            raise self.death
+        self._check_ready()
         if self._block_snapshot is None:
             self._block_snapshot = asyncio.get_running_loop().create_future()
             self._send(DescribeBlocks())
         return await asyncio.wait_for(asyncio.shield(self._block_snapshot), timeout_s)
+
+    def _check_ready(self) -> None:
+        if self.death is not None:
+            raise self.death
+        if not self.is_ready:
+            raise EngineDead(f"the engine is being restarted: {self.loss or 'not ready yet'}")
 
     def submit(
         self,
@@ -119,37 +150,54 @@ class EngineClient:
             sampling,
             **fields,
         )
-        self._send(message)
+        live.engine = self._number
+        self._send(message)  # if this loses the engine, another one may have the request now
         return live
+
+    def resume(self, requests: Iterable[LiveRequest]) -> None:
+        """Continue requests that another engine, or an earlier life of this one, has lost."""
+        for live in requests:
+            self._send(self._requests.resume(live))
+
+    def release_all(self) -> list[LiveRequest]:
+        """Give up all live requests, for another engine to resume."""
+        return self._requests.release_all()
 
     def abort(self, requests: Sequence[LiveRequest]) -> None:
         """Abort those that are still live; the scheduler frees their blocks within a step."""
         message = self._requests.abort(requests)
-        if message is not None and self.death is None:
-            with contextlib.suppress(EngineDead):  # the engine's death has already failed them
-                self._send(message)
+        if message is not None:
+            self._send(message)
 
     def stop(self, live: LiveRequest, num_tokens: int) -> None:
         """End a request with its first `num_tokens` output tokens; see `LiveRequests.stop`."""
         message = self._requests.stop(live, num_tokens)
-        if message is not None and self.death is None:
-            with contextlib.suppress(EngineDead):
-                self._send(message)
+        if message is not None:
+            self._send(message)
+            self._end_stopped()
+
+    def _end_stopped(self) -> None:
+        if not self.is_ready:
+            self._requests.fail_stopped(EngineDead(f"the engine was lost: {self.loss}"))
 
     def shut_down(self, reason: str) -> None:
         """Fail every live request with `reason`, and accept no more."""
         self._die(EngineDead(reason))
 
     def _send(self, message: ToEngine) -> None:
+        """Send if the engine is ready; else the message follows from the requests when it is."""
+        if not self.is_ready:
+            return
         try:
             self._channel.send(message)
-        except EngineDead as error:
-            self._die(error)
-            raise
+        except EngineDead as error:  # it does not read
+            self._lose(str(error))
+            return
         self._watcher.check()
 
     def _receive(self) -> None:
-        for message in self._channel.drain():
+        channel = self._channel
+        for message in channel.drain():
             match message:
                 case EngineOutputs():
                     self._steps.append(message)
@@ -165,18 +213,27 @@ class EngineClient:
                         self._block_snapshot.set_result(message)
                         self._block_snapshot = None
                 case EngineReady():
-                    if not self._ready.done():
-                        self._ready.set_result(message)
+                    self._become_ready(message)
+                case Rejected(reason) if self.is_ready:  # it has dropped this client
+                    self._lose(reason)
                 case Rejected(reason):
-                    if self._ready.done():  # the engine has disconnected this client
-                        self._die(EngineDead(f"the engine rejected this gateway: {reason}"))
-                    else:
-                        self._ready.set_exception(HandshakeRejected(reason))
+                    self._die(HandshakeRejected(reason))
                 case EngineFailed(reason):
-                    self._engine_ended(reason)
+                    self._lose(reason)
                 case _:
                     assert_never(message)
+            if self._channel is not channel:  # lost
+                return
         self._deliver()
+
+    def _become_ready(self, message: EngineReady) -> None:
+        self.is_ready, loss, self.loss = True, self.loss, None
+        if not self._first_ready.done():
+            self._first_ready.set_result(message)
+        if loss is not None:
+            logger.info("%s is ready; %d requests go on", message.engine_id, len(self._requests))
+        self.resume(self._requests.release_all())
+        self._on_change()
 
     def _deliver(self) -> None:
         """Apply all received steps together: a request that got tokens in several steps while the
@@ -187,30 +244,51 @@ class EngineClient:
     def _disconnected(self) -> None:
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
-            self._receive()  # messages that the scheduler sent before it died
-            self._engine_ended("its scheduler process has ended")
+        channel = self._channel
+        self._receive()  # messages that the scheduler sent before it died
+        if self._channel is channel:
+            self._lose("its scheduler process has ended")
 
-    def _engine_ended(self, reason: str) -> None:
-        self._die(EngineDead(f"the engine has stopped: {self._why_stopped() or reason}"))
-
-    def _die(self, death: EngineDead) -> None:
+    def _lose(self, reason: str) -> None:
+        """The engine has died. Connect again; its requests wait, unless the deployment stops."""
         if self.death is not None:
             return
+        was_ready, self.is_ready, self.loss = self.is_ready, False, reason
         self._deliver()
-        self.death = death
+        if (stopped := self._why_stopped()) is not None:
+            self._die(EngineDead(f"the engine has stopped: {stopped}"))
+            return
+        if was_ready:
+            fatal = f"the engine has died {MAX_LOST} times while it had this request: {reason}"
+            self._requests.fail_fatal(EngineDead(fatal))
+            logger.warning("lost the engine: %s; %d requests wait", reason, len(self._requests))
+        self._end_stopped()
+        self._fail_queries(EngineDead(f"the engine is being restarted: {reason}"))
+        self._disconnect()
+        self._connect()
+        self._on_change()
+
+    def _die(self, death: EngineDead | HandshakeRejected) -> None:
+        if self.death is not None:
+            return
+        self.is_ready = False
+        self._deliver()
+        self.death = death if isinstance(death, EngineDead) else EngineDead(str(death))
         logger.error("%s; %d requests are lost", self.death, len(self._requests))
         self._requests.fail_all(self.death)
-        for answer in (self._ready, self._report, self._block_snapshot):
+        if not self._first_ready.done():
+            self._first_ready.set_exception(death)
+            self._first_ready.exception()  # mark it as retrieved, for when no task awaits it
+        self._fail_queries(self.death)
+
+    def _fail_queries(self, error: EngineDead) -> None:
+        for answer in (self._report, self._block_snapshot):
             if answer is not None and not answer.done():
-                answer.set_exception(self.death)
-                answer.exception()  # mark it as retrieved, for when no task awaits it
+                answer.set_exception(error)
+                answer.exception()  # as above
         self._report = self._block_snapshot = None
 
     def close(self) -> None:
         """Stop receiving. Requests that are still live never finish."""
-        self._watcher.close()
-        self._monitor_watcher.close()
-        self._channel.socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._channel.close()
+        self._disconnect()
         self._context.term()

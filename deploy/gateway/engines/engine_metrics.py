@@ -16,9 +16,12 @@ from prometheus_client.core import (
 
 from longshore.deploy.gateway.lock_free_metrics import bucket_samples
 from longshore.protocol.statistics import (
+    OPERATION_BYTES_BOUNDS,
     STEP_SECONDS_BOUNDS,
     STEP_TOKENS_BOUNDS,
     SchedulerStats,
+    TierStats,
+    TransferStats,
     WorkerStats,
 )
 
@@ -48,6 +51,20 @@ SCHEDULER_GAUGES: Final = (
 SCHEDULER_COUNTERS: Final = (
     ("num_steps", "steps", "Steps planned"),
     ("num_preemptions", "preemptions", "Preemptions of running requests"),
+    ("num_swapped_out", "swapped_out_requests", "Preempted requests whose KV was swapped out"),
+    ("num_swapped_in", "swapped_in_requests", "Swapped requests whose KV was loaded again"),
+    ("num_swapped_out_blocks", "swapped_out_blocks", "KV blocks of requests swapped out"),
+    ("num_swapped_in_blocks", "swapped_in_blocks", "KV blocks loaded for swapped requests"),
+    (
+        "num_swaps_refused",
+        "refused_swaps",
+        "Requests not swapped out because host memory had no room",
+    ),
+    (
+        "num_swaps_too_slow",
+        "slow_swaps",
+        "Requests not swapped out because recomputing takes less time",
+    ),
     (
         "num_prefix_queried_tokens",
         "prefix_queried_tokens",
@@ -92,6 +109,37 @@ SCHEDULER_COUNTERS: Final = (
         "Draft tokens rejected by a grammar",
     ),
     ("num_rewinds", "rewinds", "Requests rewound because KV that they depend on was invalid"),
+    ("num_failed_lookups", "failed_lookups", "Lookups that failed in the connector; misses"),
+    ("num_failed_loads", "failed_loads", "Loads that did not fill all of their blocks"),
+)
+TRANSFER_COUNTERS: Final = (
+    ("num_bytes", "bytes", "Bytes moved between two media, of all ranks"),
+    ("seconds", "seconds", "Time that transfers took, added up over ranks"),
+    ("num_blocks", "blocks", "Blocks moved; every rank counts its share as one"),
+    ("num_failed_blocks", "failed_blocks", "Blocks that could not be read or written"),
+    ("num_corrupt_blocks", "corrupt_blocks", "Blocks that did not match their checksums"),
+)
+"""Field of TransferStats, name, help."""
+TIER_GAUGES: Final = (
+    ("num_blocks", "blocks", "Offloaded blocks that a tier has"),
+    ("capacity_blocks", "capacity_blocks", "Offloaded blocks for which a tier has room"),
+    ("num_open_breakers", "open_breakers", "Circuit breakers that are open, of reads and writes"),
+)
+"""Field of TierStats, name, help."""
+TIER_COUNTERS: Final = (
+    ("num_hit_tokens", "hit_tokens", "Tokens that requests loaded from a tier"),
+    (
+        "num_dropped_blocks",
+        "dropped_blocks",
+        "Blocks not stored in a tier because it was full of blocks in use, or too slow",
+    ),
+    ("num_failed_operations", "failed_operations", "Operations on a remote store that failed"),
+    (
+        "num_rejected_operations",
+        "rejected_operations",
+        "Operations on a remote store not begun because a circuit breaker was open",
+    ),
+    ("num_breaker_openings", "breaker_openings", "How often circuit breakers have opened"),
 )
 WORKER_GAUGES: Final = (
     (
@@ -106,11 +154,14 @@ WORKER_GAUGES: Final = (
 
 ENGINE_LABELS: Final = ("engine",)
 WORKER_LABELS: Final = ("engine", "worker")
+TRANSFER_LABELS: Final = ("engine", "transfer_type")
+TIER_LABELS: Final = ("engine", "medium")
 
 
 class EngineMetrics:
     """A collector for a registry. Series have the label `engine`, those of workers also `worker`,
-    which is the rank."""
+    which is the rank, those of tiers `medium`, and those of transfers `transfer_type`, for example
+    `CPU_to_GPU`."""
 
     def __init__(self) -> None:
         self._latest: dict[str, SchedulerStats] = {}
@@ -126,6 +177,8 @@ class EngineMetrics:
         for field, name, text in SCHEDULER_COUNTERS:
             counter = CounterMetricFamily(f"longshore_scheduler_{name}", text, labels=ENGINE_LABELS)
             yield self._of_engines(counter, field)
+        yield from self._of_tiers()
+        yield from self._of_transfers()
         for field, name, text in WORKER_GAUGES:
             gauge = GaugeMetricFamily(f"longshore_worker_{name}", text, labels=WORKER_LABELS)
             for labels, stats in self._workers():
@@ -150,6 +203,58 @@ class EngineMetrics:
         for engine, stats in self._latest.items():
             family.add_metric((engine,), getattr(stats, field))
         return family
+
+    def _of_tiers(self) -> Iterable[Metric]:
+        for field, name, text in TIER_GAUGES:
+            gauge = GaugeMetricFamily(f"longshore_kv_tier_{name}", text, labels=TIER_LABELS)
+            yield self._with_each(gauge, field, self._tiers())
+        for field, name, text in TIER_COUNTERS:
+            counter = CounterMetricFamily(f"longshore_kv_tier_{name}", text, labels=TIER_LABELS)
+            yield self._with_each(counter, field, self._tiers())
+
+    def _of_transfers(self) -> Iterable[Metric]:
+        for field, name, text in TRANSFER_COUNTERS:
+            full = f"longshore_kv_offload_{name}"
+            counter = CounterMetricFamily(full, text, labels=TRANSFER_LABELS)
+            yield self._with_each(counter, field, self._transfers())
+        yield self._with_each(
+            GaugeMetricFamily(
+                "longshore_kv_offload_queued_blocks",
+                "Offloaded blocks whose transfer is planned and has not ended",
+                labels=TRANSFER_LABELS,
+            ),
+            "num_queued_blocks",
+            self._transfers(),
+        )
+        sizes = HistogramMetricFamily(
+            "longshore_kv_offload_size_bytes",
+            "Bytes that a rank moves in one operation",
+            labels=TRANSFER_LABELS,
+        )
+        for labels, stats in self._transfers():
+            buckets = bucket_samples(OPERATION_BYTES_BOUNDS, stats.operations_by_bytes)
+            sizes.add_metric(labels, buckets, stats.num_bytes)
+        yield sizes
+
+    @staticmethod
+    def _with_each(
+        family: GaugeMetricFamily | CounterMetricFamily,
+        field: str,
+        stats: Iterable[tuple[tuple[str, str], TierStats | TransferStats]],
+    ) -> Metric:
+        for labels, each in stats:
+            family.add_metric(labels, getattr(each, field))
+        return family
+
+    def _tiers(self) -> Iterable[tuple[tuple[str, str], TierStats]]:
+        for engine, stats in self._latest.items():
+            for tier in stats.tiers:
+                yield (engine, tier.medium), tier
+
+    def _transfers(self) -> Iterable[tuple[tuple[str, str], TransferStats]]:
+        for engine, stats in self._latest.items():
+            for each in stats.transfers:
+                yield (engine, f"{each.source}_to_{each.destination}"), each
 
     def _histogram(
         self,

@@ -1,4 +1,8 @@
-"""The engines of one gateway, used as if they were one."""
+"""The engines of one gateway, used as if they were one.
+
+Requests of an engine that is lost are resumed on another one that is ready, or else when the first
+engine is ready again.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -43,13 +47,17 @@ class Engines:
     ) -> None:
         self._choice = EngineChoice(len(endpoints), number=number, num_gateways=num_gateways)
         self._on_stats = on_stats
+        self._is_draining = False
+        self.clients: list[EngineClient] = []
         seeds = seed_source(seed, number)
         self.clients = [
             EngineClient(
                 endpoint,
                 hello,
+                number=engine,
                 seeds=seeds,
                 on_stats=self._stats_taker(engine),
+                on_change=self._move_requests,
                 why_stopped=why_stopped,
             )
             for engine, endpoint in enumerate(endpoints)
@@ -71,8 +79,18 @@ class Engines:
 
     @property
     def death(self) -> EngineDead | None:
-        """Death of the first engine that has died, which ends the deployment."""
+        """Death of the first engine that will not return."""
         return next((c.death for c in self.clients if c.death is not None), None)
+
+    @property
+    def not_ready_reason(self) -> str | None:
+        """Why requests wait; None if at least one engine is ready."""
+        if self.death is not None:
+            return str(self.death)
+        if any(client.is_ready for client in self.clients):
+            return None
+        losses = [client.loss for client in self.clients if client.loss is not None]
+        return f"the engine is being restarted: {losses[0]}" if losses else "not connected yet"
 
     @property
     def num_own_requests(self) -> int:
@@ -106,8 +124,10 @@ class Engines:
         **fields: Unpack[RequestFields],
     ) -> LiveRequest:
         """Queue one request at the least loaded engine, or a fork at its parent's engine; see
-        `LiveRequests.open`. Raises EngineDead."""
+        `LiveRequests.open`. If no engine is ready, it waits for one. Raises EngineDead."""
         fork_of = fields.get("fork_of")
+        if fork_of is not None and not self._usable()[fork_of.engine]:
+            fork_of = fields["fork_of"] = None  # what it would start from is lost
         engine = self._choose() if fork_of is None else fork_of.engine
         live = self.clients[engine].submit(
             request_id,
@@ -115,11 +135,13 @@ class Engines:
             sampling,
             **fields,
         )
-        live.engine = engine
         if fork_of is None:
-            self._choice.note_prompt(engine, live)
-            live.on_change = partial(self._first_change, live, fields["on_change"])
+            self._await_first_change(live)
         return live
+
+    def _await_first_change(self, live: LiveRequest) -> None:
+        self._choice.note_prompt(live.engine, live)
+        live.on_change = partial(self._first_change, live, live.on_change)
 
     def _first_change(self, live: LiveRequest, on_change: Callable[[], None]) -> None:
         self._choice.note_answer(live)
@@ -128,13 +150,34 @@ class Engines:
 
     def _choose(self) -> int:
         engine = self._choice.choose(
-            [client.num_live_requests for client in self.clients],
-            [client.death is None for client in self.clients],
+            [client.num_live_requests for client in self.clients], self._usable()
         )
         if engine is None:
             assert self.death is not None
             raise self.death
         return engine
+
+    def _usable(self) -> list[bool]:
+        """Which engines are ready; all that may return, if none is."""
+        if any(client.is_ready for client in self.clients):
+            return [client.is_ready for client in self.clients]
+        return [client.death is None for client in self.clients]
+
+    def _move_requests(self) -> None:
+        """An engine was lost, or is ready: no request waits for one while another is ready."""
+        if not any(client.is_ready for client in self.clients):
+            for client in self.clients if self._is_draining else ():
+                client.shut_down(f"the engine has stopped: {client.loss or 'it was not ready'}")
+            return
+        for engine, client in enumerate(self.clients):
+            if client.is_ready or client.death is not None:
+                continue
+            self._choice.note_report(engine, num_requests=0, num_own=0)  # all are moved
+            for live in client.release_all():
+                self._choice.note_answer(live)
+                live.engine = self._choose()
+                self._await_first_change(live)
+                self.clients[live.engine].resume([live])
 
     def abort(self, requests: Sequence[LiveRequest]) -> None:
         """See EngineClient."""
@@ -148,6 +191,11 @@ class Engines:
     def stop(self, live: LiveRequest, num_tokens: int) -> None:
         """See EngineClient."""
         self.clients[live.engine].stop(live, num_tokens)
+
+    def begin_drain(self) -> None:
+        """No engine is restarted from now on: requests that no other one can resume have failed."""
+        self._is_draining = True
+        self._move_requests()
 
     def shut_down(self, reason: str) -> None:
         """See EngineClient."""

@@ -136,7 +136,7 @@ async def test_dead_engine_is_unreachable_with_its_reason(
         assert await doctor(gateway, json=True) is Health.UNREACHABLE
     printed = json.loads(capsys.readouterr().out)
     assert printed["state"] == "unreachable"
-    assert "HTTP 503: the engine has stopped: worker 0 was lost" in printed["verdict"]
+    assert "HTTP 503: the engine is being restarted: worker 0 was lost" in printed["verdict"]
     assert printed["report"] is None
 
 

@@ -1,4 +1,4 @@
-"""A valid connector is rejected before any process starts."""
+"""A connector without a worker half is rejected before any process starts."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ from longshore.protocol.errors import ConfigError
 KNOWN = "longshore.connectors.base:SchedulerConnector"
 
 
-def test_llm_rejects_a_connector_before_it_starts_a_process(
+def test_llm_rejects_a_connector_without_a_worker_half_before_it_starts_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(ConfigError, match=f"--kv-connector {KNOWN}: the workers have no connector"):
+    with pytest.raises(ConfigError, match=f"--kv-connector {KNOWN} has no worker half"):
         LLM(DEMO_MODEL_DIR, device="cpu", num_blocks=200, kv_connector=KNOWN)
     assert list(tmp_path.iterdir()) == []

@@ -61,7 +61,7 @@ def test_command_line_loads_neither_torch_nor_a_server() -> None:
                 *("serve", "--port", "0", "--num-blocks", "200"),
                 *("--kv-connector", "longshore.connectors.base:SchedulerConnector"),
             ],
-            ["--kv-connector longshore.connectors.base:SchedulerConnector", "no connector half"],
+            ["--kv-connector longshore.connectors.base:SchedulerConnector", "has no worker half"],
         ),
         (["doctor", "--url", "nowhere"], ["url='nowhere'"]),
         (["doctor", "--engine", "nowhere"], ["url='nowhere'"]),
@@ -213,5 +213,5 @@ def test_help_puts_every_setting_under_a_heading() -> None:
     headings = [section.partition(" ─")[0] for section in sections]
     assert headings == [
         "Model", "Server", "KV cache", "Scheduling", "Several workers", "KV beyond the device",
-        "Operation",
+        "KV events", "Operation",
     ]  # fmt: skip

@@ -53,7 +53,8 @@ def test_blocks_in_force_are_those_that_memory_holds_when_none_are_asked_for(
         assert llm.settings_in_force["cache"]["num_blocks"] > 256 // 16
 
 
-def test_connector_in_the_callers_own_process_is_rejected_by_name(model_dir: Path) -> None:
-    known = "longshore.connectors.base:SchedulerConnector"
-    with pytest.raises(ConfigError, match=f"kv_connector='{known}'.*in_process"):
-        LLM(model_dir, in_process=True, device="cpu", kv_connector=known)
+def test_events_of_an_engine_in_the_callers_own_process_are_rejected_by_name(
+    model_dir: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=r"enable_kv_cache_events.*in_process"):
+        LLM(model_dir, in_process=True, device="cpu", enable_kv_cache_events=True)

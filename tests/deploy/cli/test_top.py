@@ -95,6 +95,11 @@ def test_rates_and_shares_are_of_what_lies_between_the_samples() -> None:
     (engine,) = view.engines
     assert (engine.num_running, engine.num_waiting, engine.steps_per_s) == (3, 1, 10.0)
     assert (engine.prefix_hit_share, engine.external_hit_share) == (0.5, None)
+    assert [(tier.medium, tier.num_blocks, tier.capacity_blocks) for tier in engine.tiers] == [
+        ("CPU", 40, 64),
+        ("DISK", 90, 1024),
+    ]
+    assert [tier.hit_tokens_per_s for tier in engine.tiers] == [0.0, 0.0]
 
 
 def test_a_worker_s_steps_are_those_between_the_samples() -> None:
@@ -127,6 +132,15 @@ def test_a_screen_fits_the_terminal_and_shows_what_matters(width: int) -> None:
     for part in ("http://host", "ready", "running", "75 free", "24.2%", "50.0%", "150 ms", "75.0%"):
         assert part in text
     assert "engines" not in text
+
+
+def test_tiers_are_shown_where_there_is_room() -> None:
+    text = "\n".join(drawn(two_samples(), height=40))
+    assert "40 of 64 blocks   hit tokens per second 0" in text
+    assert "90 of 1,024 blocks" in text
+    assert "host memory" in text
+    for lines in (drawn(two_samples(), height=24), drawn(two_samples(9), height=32)):
+        assert "host memory" not in "\n".join(lines)
 
 
 def test_workers_that_do_not_fit_are_counted() -> None:

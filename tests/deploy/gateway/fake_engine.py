@@ -37,6 +37,8 @@ from longshore.protocol.statistics import (
     EngineReport,
     GroupUse,
     SchedulerStats,
+    TierStats,
+    TransferStats,
     WaitingReport,
 )
 from longshore.protocol.transport.channel import (
@@ -72,6 +74,10 @@ STATS = SchedulerStats(
     num_preempted_hit_tokens=0,
     num_stale_tokens=0,
     num_bad_messages=0,
+    tiers=(TierStats("CPU", 40, 64, 512, 3), TierStats("DISK", 90, 1024, 128, 0)),
+    transfers=(
+        TransferStats("CPU", "GPU", (0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0), 40, 40_000, 0.5, 1, 2, 7),
+    ),
     workers=(report(epoch=1, num_steps=7, compute_s=1.5),),
 )
 REPORT = EngineReport(
@@ -177,7 +183,8 @@ class FakeEngine:
         self.report: EngineReport | None = REPORT
         self.block_snapshot: BlockSnapshot | None = BLOCK_MAP
         self.arrived = asyncio.Event()
-        self._peer = b""
+        self._has_failed = False
+        self._peer = self._lost_peer = b""
         self._context = zmq.Context()
         socket = open_socket(self._context, zmq.ROUTER, endpoint, bind=True)
         self._channel: ServerChannel[ToClient, ToEngine] = ServerChannel(socket, ToEngine)
@@ -187,6 +194,8 @@ class FakeEngine:
         for peer, message in self._channel.drain():
             self._peer = peer
             match message:
+                case _ if self._has_failed:
+                    pass
                 case ClientHello(model_fingerprint=fingerprint):
                     if fingerprint == IDENTITY.model_fingerprint:
                         self.send(EngineReady("engine-0.1", IDENTITY, num_blocks=100))
@@ -220,6 +229,7 @@ class FakeEngine:
 
     def send(self, message: ToClient) -> None:
         self._channel.send(self._peer, message)
+        self._watcher.check()  # sending may have consumed the event of a message that arrived
 
     def send_tokens(
         self, request: AddRequest, token_ids: list[int], scores: TokenLogprobs | None = None
@@ -241,7 +251,15 @@ class FakeEngine:
         self.send(EngineOutputs(finished=(end,), stats=STATS))
 
     def fail(self, reason: str) -> None:
+        """Say so, and answer nothing from now on."""
         self.send(EngineFailed(reason))
+        self._has_failed, self._lost_peer = True, self._peer
+
+    async def return_to_life(self) -> None:
+        """A new engine with the same address, once the client has connected again."""
+        await self.wait_for(lambda: self._peer != self._lost_peer)
+        self._has_failed = False
+        self.send(EngineReady("engine-0.2", IDENTITY, num_blocks=100))
 
     def close(self) -> None:
         """Break the connection, as if the process had died."""

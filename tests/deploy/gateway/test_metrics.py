@@ -15,6 +15,7 @@ from longshore.protocol.outputs import (
     FinishReason,
     RequestEvent,
 )
+from longshore.protocol.statistics import TierStats, TransferStats
 from tests.deploy.gateway.fake_engine import STATS
 from tests.scheduler.worker_reports import report
 
@@ -29,11 +30,47 @@ def samples(metrics: GatewayMetrics) -> dict[str, float]:
 def test_every_statistic_of_the_scheduler_is_shown_under_its_engine() -> None:
     metrics = GatewayMetrics()
     distinct = {
-        name: 1000.0 + i for i, name in enumerate(STATS.__struct_fields__) if name != "workers"
+        name: 1000.0 + i
+        for i, name in enumerate(STATS.__struct_fields__)
+        if name not in ("workers", "tiers", "transfers")
     }
     metrics.observe_scheduler("3", msgspec.convert(distinct, type(STATS), strict=False))
     shown = {value for name, value in samples(metrics).items() if name.endswith('{engine="3"}')}
     assert shown == set(distinct.values())
+
+
+def test_every_statistic_of_tiers_and_transfers_is_shown() -> None:
+    metrics = GatewayMetrics()
+    tiers = (TierStats("CPU", 1, 2, 3, 4), TierStats("DISK", 5, 6, 7, 8, 15, 16, 17, 18))
+    by_bytes = (1, 2, *[0] * 8, 3)
+    transfers = (
+        TransferStats("CPU", "GPU", by_bytes, 9, 10, 0.5, 11, 12, 13),
+        TransferStats("CPU", "DISK", by_bytes, num_bytes=14),
+    )
+    metrics.observe_scheduler("0", msgspec.structs.replace(STATS, tiers=tiers, transfers=transfers))
+    shown = samples(metrics)
+    for name, value in (
+        ('tier_blocks{engine="0",medium="CPU"}', 1),
+        ('tier_capacity_blocks{engine="0",medium="CPU"}', 2),
+        ('tier_hit_tokens_total{engine="0",medium="CPU"}', 3),
+        ('tier_dropped_blocks_total{engine="0",medium="CPU"}', 4),
+        ('tier_dropped_blocks_total{engine="0",medium="DISK"}', 8),
+        ('tier_failed_operations_total{engine="0",medium="DISK"}', 15),
+        ('tier_rejected_operations_total{engine="0",medium="DISK"}', 16),
+        ('tier_breaker_openings_total{engine="0",medium="DISK"}', 17),
+        ('tier_open_breakers{engine="0",medium="DISK"}', 18),
+        ('offload_blocks_total{engine="0",transfer_type="CPU_to_GPU"}', 9),
+        ('offload_bytes_total{engine="0",transfer_type="CPU_to_GPU"}', 10),
+        ('offload_bytes_total{engine="0",transfer_type="CPU_to_DISK"}', 14),
+        ('offload_seconds_total{engine="0",transfer_type="CPU_to_GPU"}', 0.5),
+        ('offload_failed_blocks_total{engine="0",transfer_type="CPU_to_GPU"}', 11),
+        ('offload_corrupt_blocks_total{engine="0",transfer_type="CPU_to_GPU"}', 12),
+        ('offload_queued_blocks{engine="0",transfer_type="CPU_to_GPU"}', 13),
+        ('offload_size_bytes_bucket{engine="0",le="4096.0",transfer_type="CPU_to_GPU"}', 1),
+        ('offload_size_bytes_bucket{engine="0",le="16384.0",transfer_type="CPU_to_GPU"}', 3),
+        ('offload_size_bytes_count{engine="0",transfer_type="CPU_to_GPU"}', 6),
+    ):
+        assert shown[f"longshore_kv_{name}"] == value
 
 
 def test_every_statistic_of_a_worker_is_shown_under_its_engine_and_rank() -> None:

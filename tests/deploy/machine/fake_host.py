@@ -36,6 +36,7 @@ def fake_host(root: Path, files: Mapping[str, str | None] = {}, **answers: Any) 
     host = Host(
         root=root,
         temp_dir=Path("/tmp"),
+        state_dir=lambda: root / "state",
         allowed_cpus=frozenset(range(4)),
         limit=lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY),
         free_bytes=lambda path: 8 * GIB,

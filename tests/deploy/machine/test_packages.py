@@ -59,6 +59,10 @@ def test_what_is_not_installed_is_not_imported_and_comes_with_its_command(tmp_pa
         ("audio", "pip install 'longshore[audio]'"),
         ("nixl", "pip install --no-deps nixl nixl-cu13"),
         ("s3", "pip install 'longshore[s3]'"),
+        (
+            "lmcache",
+            "pip install 'longshore[lmcache]' && pip install --no-deps lmcache==0.5.6",
+        ),
     ):
         assert (found[f"extra {name}"].state, found[f"extra {name}"].fix) == ("absent", command)
     assert (found["GPUs"].state, found["torch"].state) == ("absent", "ok")

@@ -101,6 +101,21 @@ def test_a_healthy_machine_has_nothing_to_complain_about(tmp_path: Path) -> None
         ),
         ({}, {"free_bytes": no_such_file}, "TMPDIR", "problem", ["No such file", "Set TMPDIR"]),
         ({}, {"temp_dir": Path("/" + "t" * 90)}, "TMPDIR", "problem", ["too long", "shorter"]),
+        ({}, {}, "state directory", "ok", ["/state", "created at the first start"]),
+        (
+            {},
+            {"state_dir": lambda: Path(__file__) / "state"},
+            "state directory",
+            "problem",
+            ["test_resources.py/state is not writable", "--state-dir"],
+        ),
+        (
+            {},
+            {"state_dir": lambda: Path("/usr")},
+            "state directory",
+            "problem",
+            ["other users can use it", "chmod 700 /usr", "--state-dir"],
+        ),
         ({}, {"limit": limited(256, 1024)}, "open files", "problem", ["1,024", "4,096"]),
         (
             {},

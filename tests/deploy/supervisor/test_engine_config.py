@@ -38,7 +38,7 @@ CONFIG = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
-KNOWN_CONNECTOR = "longshore.connectors.base:SchedulerConnector"
+KNOWN_CONNECTOR = "example"
 
 
 @pytest.fixture
@@ -84,6 +84,7 @@ def test_what_is_not_set_has_the_described_defaults(model_dir: Path) -> None:
     assert len(engine.hash_seed) == 32
 
 
+@pytest.mark.req("CFG-03")
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "continuum"])
 def test_every_setting_reaches_the_scheduler(model_dir: Path, policy: str) -> None:
     scheduling = {
@@ -92,6 +93,7 @@ def test_every_setting_reaches_the_scheduler(model_dir: Path, policy: str) -> No
         "max_num_scheduled_tokens": 600,
         "long_prefill_token_threshold": 100,
         "scheduler_reserve_full_isl": True,
+        "kv_role": "kv_consumer",
         "load_failure_policy": "fail",
         "load_timeout_s": 7.5,
         "max_loading_blocks": 9,
@@ -105,7 +107,7 @@ def test_every_setting_reaches_the_scheduler(model_dir: Path, policy: str) -> No
         "preempt_threshold": 0.9,
         "admit_threshold": 0.7,
     }
-    connecting = {"kv_connector": KNOWN_CONNECTOR, "kv_connector_config": '{"url": "x"}'}
+    connecting = {"kv_connector": KNOWN_CONNECTOR, "kv_connector_config": '{"path":"x"}'}
     runtime_dir = RuntimeDir()
     try:
         settings = scheduling | caching | connecting
@@ -121,6 +123,16 @@ def test_every_setting_reaches_the_scheduler(model_dir: Path, policy: str) -> No
     assert {name: getattr(process, name) for name in connecting} == connecting
     assert (process.scheduler.policy, process.scheduler.max_steps_in_flight) == (policy, 1)
     assert bytes.fromhex(process.hash_seed) == engine.hash_seed
+
+
+def test_verify_kv_is_an_option_of_the_connector(
+    model_dir: Path,
+) -> None:
+    config = '{"cpu_bytes_to_use": "1MiB", "verify_kv": "never"}'
+    settings: dict[str, Any] = {"kv_connector": "offloading", "kv_connector_config": config}
+    assert plan(model_dir, **settings).connector_options["verify_kv"] == "never"
+    chosen = plan(model_dir, **settings, verify_kv="always").connector_options
+    assert chosen == {"cpu_bytes_to_use": "1MiB", "verify_kv": "always"}
 
 
 def test_what_no_worker_can_do_yet_is_no_setting() -> None:
@@ -218,8 +230,22 @@ def test_stages_and_asynchronous_scheduling_exclude_each_other(model_dir: Path) 
         plan(model_dir, pipeline_parallel_size=2, async_scheduling=True)
 
 
-def test_deployments_do_not_share_a_hash_seed(model_dir: Path) -> None:
-    assert plan(model_dir).hash_seed != plan(model_dir).hash_seed
+@pytest.mark.req("HSH-07")
+def test_starts_with_the_same_state_directory_have_the_same_hash_seed(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    first, again, other = (
+        plan(model_dir, state_dir=tmp_path / name) for name in ("state", "state", "other")
+    )
+    assert first.hash_seed == again.hash_seed != other.hash_seed
+    assert first.identity.hash_seed_digest == again.identity.hash_seed_digest
+    assert first.identity.hash_seed_digest != other.identity.hash_seed_digest
+
+
+def test_rejected_settings_create_no_state_directory(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len"):
+        plan(model_dir, state_dir=tmp_path / "state", max_model_len=10_000)
+    assert not (tmp_path / "state").exists()
 
 
 @pytest.mark.parametrize(
@@ -256,6 +282,8 @@ def test_length_beyond_the_model_is_rejected_with_both_numbers(model_dir: Path) 
         ({"watermark": math.nan}, "watermark=nan"),
         ({"preempt_threshold": 1.5}, "preempt_threshold=1.5"),
         ({"admit_threshold": 0.96}, "admit_threshold=0.96.*preempt_threshold=0.95"),
+        ({"kv_role": "kv_hope"}, "kv_role='kv_hope'.*kv_both, kv_producer, kv_consumer"),
+        ({"kv_role": "kv_producer"}, "kv_role='kv_producer' is set, but kv_connector is not"),
         ({"load_failure_policy": "hope"}, "load_failure_policy='hope'.*recompute, fail"),
         ({"load_timeout_s": math.inf}, "load_timeout_s=inf"),
         ({"load_timeout_s": 0}, "load_timeout_s=0"),
@@ -264,8 +292,29 @@ def test_length_beyond_the_model_is_rejected_with_both_numbers(model_dir: Path) 
             {"kv_connector_config": '{"a": 1}'},
             "kv_connector_config is set, but kv_connector is not",
         ),
-        ({"kv_connector": "c", "kv_connector_config": "[1]"}, "kv-connector-config.*JSON object"),
-        ({"kv_connector": "c", "kv_connector_config": "{"}, "kv-connector-config.*JSON object"),
+        (
+            {"kv_connector": "c", "kv_connector_config": "[1]"},
+            "is neither a JSON object",
+        ),
+        (
+            {"kv_connector": "c", "kv_connector_config": "{"},
+            "is neither a JSON object",
+        ),
+        ({"verify_kv": "perhaps", "kv_connector": "offloading"}, "verify_kv='perhaps'.*always"),
+        ({"verify_kv": "always"}, "verify_kv is set, but kv_connector is not"),
+        (
+            {"kv_connector": "simple_cpu", "verify_kv": "always"},
+            "--verify-kv is not an option of --kv-connector simple_cpu",
+        ),
+        (
+            {"kv_connector": "multi", "verify_kv": "never"},
+            "--kv-connector multi.*options of its connectors",
+        ),
+        (
+            {"kv_connector": "offloading", "kv_connector_config": '{"cpu_bytes": "8GiB"}'},
+            "no option 'cpu_bytes'; its options are cpu_bytes_to_use",
+        ),
+        ({"kv_connector": "simple_cpu"}, "simple_cpu needs 'cpu_bytes_to_use'"),
         ({"kv_connector": "unheard-of"}, "--kv-connector unheard-of is unknown"),
         ({"kv_connector": "no_such:Connector"}, "there is no module no_such"),
         ({"num_blocks": 0}, "num_blocks=0"),
@@ -383,7 +432,6 @@ def test_blocks_are_as_large_as_the_model_likes_them_unless_asked_for(
     ("settings", "words"),
     [
         ({"enable_chunked_prefill": False}, "keeps states.*enable_chunked_prefill=false"),
-        ({"kv_connector": KNOWN_CONNECTOR}, "keeps states.*kv_connector"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype='fp8_e4m3'.*MambaSpec"),
     ],
 )

@@ -1,18 +1,23 @@
 """The supervisor with real child processes that behave, fail, hang, die or ignore signals."""
 
+import functools
 import io
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from longshore.deploy.supervisor import restarts
 from longshore.deploy.supervisor.process import ProcessSpec
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir, read_progress_note
 from longshore.deploy.supervisor.stop_signals import StopSignals
@@ -25,16 +30,16 @@ from longshore.protocol.transport.lifeline import STOP_SIGNAL
 from tests.conftest import ROOT
 from tests.deploy.fake_child import FakeChildConfig
 
-ENVIRONMENT = {"PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
 
 
-def spec(name: str, behaviour: str, **fields: str) -> ProcessSpec:
+def spec(name: str, behaviour: str, **fields: Any) -> ProcessSpec:
     return ProcessSpec(
         name,
         "tests.deploy.fake_child",
         FakeChildConfig(behaviour),
         environment=ENVIRONMENT,
-        **fields,  # type: ignore[arg-type]
+        **fields,
     )
 
 
@@ -183,6 +188,233 @@ def test_killed_child_is_named_although_others_fail_after_it(supervisor: Supervi
     assert death.startswith("scheduler was killed (SIGKILL)")
     supervisor.stop_now()
     assert nothing_is_left(supervisor)
+
+
+class Watch:
+    """`keep_running` on another thread, until `stop`."""
+
+    def __init__(self, supervisor: Supervisor, *, max_restarts: int = 2, **settings: float) -> None:
+        self.given_up: list[str | None] = []
+        self._read_end, self._write_end = socket.socketpair()
+        settings.setdefault("start_timeout_s", 60.0)
+        self._thread = threading.Thread(
+            target=lambda: self.given_up.append(
+                supervisor.keep_running(max_restarts=max_restarts, stop_signal=self, **settings)
+            )
+        )
+        self._thread.start()
+
+    def fileno(self) -> int:
+        return self._read_end.fileno()
+
+    def is_set(self) -> bool:
+        return bool(select.select([self._read_end], [], [], 0)[0])
+
+    def stop(self) -> None:
+        self._write_end.send(b"x")
+        self.join()
+
+    def join(self) -> None:
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
+        self._read_end.close()
+        self._write_end.close()
+
+
+def test_the_group_of_a_killed_child_is_started_again_and_no_other(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    def next_config(config: FakeChildConfig) -> FakeChildConfig:
+        return FakeChildConfig("socket" if config.behaviour == "serve" else "serve")
+
+    caplog.set_level("INFO")
+    supervisor.start(
+        [
+            spec("worker 0.0", "serve", restart_group="engine-0"),
+            spec("worker 1.0", "serve", restart_group="engine-1"),
+            spec("scheduler 0", "serve", restart_group="engine-0", config_after=next_config),
+            spec("scheduler 1", "serve", restart_group="engine-1"),
+        ],
+        timeout_s=60,
+    )
+    former = list(supervisor.processes)
+    os.kill(former[2].pid, signal.SIGSTOP)  # a stopped process does not survive its group either
+    os.kill(former[0].pid, signal.SIGKILL)
+    watch = Watch(supervisor)
+    wait_until(lambda: "engine-0 is ready again" in caplog.messages)
+    assert [process.name for process in supervisor.processes] == [one.name for one in former]
+    assert [new is old for new, old in zip(supervisor.processes, former, strict=True)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert not psutil.pid_exists(former[2].pid)
+    assert "worker 0.0 was killed (SIGKILL)" in caplog.text
+    assert supervisor.processes[2].spec.config == FakeChildConfig("socket")
+    watch.stop()
+    assert watch.given_up == [None]
+    assert supervisor.stop(drain_timeout_s=60)
+    assert nothing_is_left(supervisor)
+
+
+def test_a_child_survives_the_first_death_of_the_one_it_waits_for(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    group = {"restart_group": "engine-0"}
+    supervisor.start(
+        [
+            spec("worker 0", "serve", survives="scheduler", **group),
+            spec("scheduler", "serve", **group),
+        ],
+        timeout_s=60,
+    )
+    watch = Watch(supervisor, max_restarts=5)
+    pids = []
+    for num_restarts in range(1, 4):
+        pids.append([process.pid for process in supervisor.processes])
+        victims = supervisor.processes[0 if num_restarts == 3 else 1 :]
+        os.kill(victims[0].pid, signal.SIGKILL)
+        wait_until(
+            lambda n=num_restarts: caplog.messages.count("engine-0 is ready again") == n  # type: ignore[misc]
+        )
+    pids.append([process.pid for process in supervisor.processes])
+    watch.stop()
+    workers, schedulers = zip(*pids, strict=True)
+    assert len(set(schedulers)) == 4
+    assert workers[0] == workers[1], "it survives the first death of the scheduler"
+    assert len(set(workers)) == 3, "not the second in a row, and not its own"
+
+
+def test_a_child_survives_every_death_that_is_the_first_in_a_row_but_no_failure(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends by itself tells the others to end, too."""
+    monkeypatch.setattr(restarts, "STABLE_S", 0.0)
+    caplog.set_level("INFO")
+    group = {"restart_group": "engine-0"}
+    supervisor.start(
+        [
+            spec("worker 0", "serve", survives="scheduler", **group),
+            spec("scheduler", "serve", **group),
+        ],
+        timeout_s=60,
+    )
+    watch = Watch(supervisor)
+    workers = [supervisor.processes[0].pid]
+    for num_restarts, number in enumerate((signal.SIGKILL, signal.SIGKILL, STOP_SIGNAL), start=1):
+        os.kill(supervisor.processes[1].pid, number)
+        wait_until(
+            lambda n=num_restarts: caplog.messages.count("engine-0 is ready again") == n  # type: ignore[misc]
+        )
+        workers.append(supervisor.processes[0].pid)
+    watch.stop()
+    assert len(set(workers[:3])) == 1
+    assert workers[3] != workers[2]
+
+
+def test_a_group_that_cannot_be_started_is_given_up(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    supervisor.start([spec("worker 0", "serve", restart_group="engine-0")], timeout_s=60)
+    os.kill(supervisor.processes[0].pid, signal.SIGKILL)
+    monkeypatch.setattr(supervisor, "_start_again", fail)
+    watch = Watch(supervisor, max_restarts=1)
+    watch.join()
+    (reason,) = watch.given_up
+    assert reason is not None
+    assert reason.startswith("engine-0 cannot be started: [Errno 28] No space left on device.")
+
+
+def test_a_stopped_child_counts_as_dead(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    specs = [spec(f"worker {n}", "alive", restart_group=f"engine-{n}") for n in range(2)]
+    supervisor.start(specs, timeout_s=60)
+    former = list(supervisor.processes)
+    watch = Watch(supervisor, hang_timeout_s=5.0)
+    os.kill(former[0].pid, signal.SIGSTOP)
+    wait_until(lambda: "engine-0 is ready again" in caplog.messages)
+    watch.stop()
+    assert "worker 0 hangs or is stopped: it has not reported for" in caplog.text
+    assert supervisor.processes[1] is former[1]
+    assert "worker 1" not in caplog.text
+    assert not psutil.pid_exists(former[0].pid)
+
+
+def test_a_child_that_reports_to_be_late_counts_as_dead(supervisor: Supervisor) -> None:
+    supervisor.start([spec("worker 0", "late", restart_group="engine-0")], timeout_s=60)
+    wait_until(lambda: supervisor.find_death() == "worker 0 hangs: step 3 takes too long.")
+    watch = Watch(supervisor, max_restarts=0, hang_timeout_s=60.0)
+    watch.join()
+    assert watch.given_up == ["worker 0 hangs: step 3 takes too long."]
+
+
+def test_a_child_that_never_reports_is_no_problem_without_a_hang_timeout(
+    supervisor: Supervisor,
+) -> None:
+    supervisor.start([spec("worker 0", "late", restart_group="engine-0")], timeout_s=60)
+    watch = Watch(supervisor, hang_timeout_s=0.0)
+    time.sleep(0.5)
+    watch.stop()
+    assert watch.given_up == [None]
+
+
+def test_a_group_that_dies_again_and_again_is_given_up(supervisor: Supervisor) -> None:
+    dies = functools.partial(FakeChildConfig, "die")
+    supervisor.start(
+        [spec("worker 0", "serve", restart_group="engine-0", config_after=lambda _: dies())],
+        timeout_s=60,
+    )
+    os.kill(supervisor.processes[0].pid, signal.SIGKILL)
+    watch = Watch(supervisor, max_restarts=1)
+    watch.join()
+    assert watch.given_up == [
+        "worker 0 has died (exit status 3). See its log lines above. engine-0 has died 2 times in "
+        "a row; giving up."
+    ]
+
+
+def test_a_group_that_is_not_ready_in_time_is_given_up(supervisor: Supervisor) -> None:
+    hangs = functools.partial(FakeChildConfig, "hang")
+    supervisor.start(
+        [spec("worker 0", "serve", restart_group="engine-0", config_after=lambda _: hangs())],
+        timeout_s=60,
+    )
+    os.kill(supervisor.processes[0].pid, signal.SIGKILL)
+    watch = Watch(supervisor, max_restarts=1, start_timeout_s=0.5)
+    watch.join()
+    (reason,) = watch.given_up
+    assert reason is not None
+    assert reason.startswith("Not ready in time: worker 0 (")
+
+
+def test_without_restarts_the_first_death_is_the_end(supervisor: Supervisor) -> None:
+    supervisor.start([spec("worker 0", "serve", restart_group="engine-0")], timeout_s=60)
+    os.kill(supervisor.processes[0].pid, signal.SIGKILL)
+    watch = Watch(supervisor, max_restarts=0)
+    watch.join()
+    (reason,) = watch.given_up
+    assert reason is not None
+    assert reason.startswith("worker 0 was killed (SIGKILL)")
+    assert "giving up" not in reason
+
+
+def test_the_death_of_a_child_without_a_group_is_the_end(supervisor: Supervisor) -> None:
+    supervisor.start(
+        [spec("store", "serve"), spec("worker 0", "serve", restart_group="engine-0")], timeout_s=60
+    )
+    os.kill(supervisor.processes[0].pid, signal.SIGKILL)
+    watch = Watch(supervisor)
+    watch.join()
+    (reason,) = watch.given_up
+    assert reason is not None
+    assert reason.startswith("store was killed (SIGKILL)")
 
 
 def test_child_that_ignores_the_request_to_stop_is_killed(supervisor: Supervisor) -> None:

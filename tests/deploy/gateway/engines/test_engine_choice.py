@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from longshore.deploy.gateway.engines.engine_choice import TOKENS_PER_REQUEST, EngineChoice
-from longshore.deploy.requests.live_requests import LiveRequest
+from longshore.deploy.requests.live_requests import LiveRequest, LiveRequests
+from longshore.protocol.sampling import SamplingParams
 
 
 def prompt(num_tokens: int) -> LiveRequest:
-    return LiveRequest("r", 0, [1] * num_tokens, lambda: None)
+    live, _ = LiveRequests().open("r", [1] * num_tokens, SamplingParams(), on_change=lambda: None)
+    return live
 
 
 class Gateway:

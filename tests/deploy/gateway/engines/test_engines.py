@@ -113,16 +113,103 @@ async def test_what_has_ended_with_a_report_is_not_taken_for_one_s_own() -> None
         assert engines.num_own_requests == 1
 
 
-async def test_a_dead_engine_gets_nothing_more_and_all_dead_are_an_error() -> None:
+async def test_requests_of_a_lost_engine_go_on_at_another_one() -> None:
     async with running(2) as (engines, fakes):
-        first = submit(engines)
+        first, second = submit(engines), submit(engines)
+        sampling = SamplingParams(prompt_logprobs=1, logprobs=1, seed=5)
+        third = submit(engines, prompt=[1, 2, 3, 4], sampling=sampling)
+        await fakes[0].wait_for(lambda: len(fakes[0].requests) == 2)
+        fakes[0].send_tokens(fakes[0].requests[1], [7, 8])
+        fakes[0].fail("worker 0.0 was lost")
+        with pytest.raises(EngineDead, match=r"worker 0\.0 was lost"):
+            await engines.describe(5, 0)  # whose answer would arrive after it
+        assert engines_of([first, second, third]) == [1, 1, 1]
+        await fakes[1].wait_for(lambda: len(fakes[1].requests) == 3)
+        resumed = {request.handle: request for request in fakes[1].requests}
+        assert len(resumed) == 3
+        assert resumed[first.handle].output_token_ids.tolist() == []
+        again = resumed[third.handle]
+        assert again.prompt_token_ids.tolist() == [1, 2, 3, 4]
+        assert again.output_token_ids.tolist() == [7, 8]
+        assert again.sampling == msgspec.structs.replace(sampling, prompt_logprobs=None)
+        assert again.age_s > 0
+        fakes[1].send_tokens(again, [9])
+        await engines.describe(5, 1)
+        assert third.take_token_ids() == [7, 8, 9]
+        assert engines_of([submit(engines) for _ in range(3)]) == [1, 1, 1]
+        fork = submit(engines, fork_of=first)
+        await fakes[1].wait_for(lambda: len(fakes[1].requests) == 7)
+        assert fakes[1].requests[-1].fork_of == first.handle
+        assert fork.engine == 1
+
+
+async def test_requests_wait_for_an_engine_that_returns() -> None:
+    async with running(1) as (engines, (fake,)):
+        running_one, given_up = submit(engines), submit(engines)
+        await fake.wait_for(lambda: len(fake.requests) == 2)
+        fake.fail("worker 0 was lost")
+        with pytest.raises(EngineDead):
+            await engines.describe(5)
+        assert engines.not_ready_reason == "the engine is being restarted: worker 0 was lost"
+        engines.abort([given_up])
+        new = submit(engines)
+        fork = submit(engines, fork_of=running_one)
+        assert engines.num_own_requests == 3
+        await fake.return_to_life()
+        await fake.wait_for(lambda: len(fake.requests) == 5)
+        assert [r.handle for r in fake.requests[2:]] == [
+            live.handle for live in (running_one, new, fork)
+        ]
+        assert [request.fork_of for request in fake.requests[2:]] == [None] * 3
+        assert engines.not_ready_reason is None
+
+
+async def test_what_a_stop_string_has_ended_needs_no_engine() -> None:
+    async with running(1) as (engines, (fake,)):
+        live, other = submit(engines), submit(engines)
+        await fake.wait_for(lambda: len(fake.requests) == 2)
+        engines.stop(live, 1)
+        await fake.wait_for(lambda: bool(fake.stopped))
+        fake.fail("worker 0 was lost")
+        with pytest.raises(EngineDead):
+            await engines.describe(5)
+        assert not live.is_live
+        assert other.is_live
+
+
+async def test_a_request_that_no_engine_survives_is_given_up() -> None:
+    """The other one gets tokens in between, so it is not what the engines die of."""
+    async with running(1) as (engines, (fake,)):
+        fatal, other = submit(engines), submit(engines)
+        for life in range(1, 4):
+            await fake.wait_for(lambda life=life: len(fake.requests) == 2 * life)
+            fake.send_tokens(fake.requests[-1], [7])
+            assert fatal.is_live
+            fake.fail("worker 0 was lost")
+            with pytest.raises(EngineDead):
+                await engines.describe(5)
+            await fake.return_to_life()
+        assert str(fatal.failure) == (
+            "the engine has died 3 times while it had this request: worker 0 was lost"
+        )
+        await fake.wait_for(lambda: len(fake.requests) == 7)
+        assert other.is_live
+        assert other.take_token_ids() == [7, 7, 7]
+
+
+async def test_without_an_engine_that_may_return_requests_fail() -> None:
+    async with running(2) as (engines, fakes):
+        live = submit(engines)
+        engines.begin_drain()
         fakes[0].fail("worker 0.0 was lost")
         with pytest.raises(EngineDead):
-            await engines.describe(5, 0)  # whose answer would arrive after it
-        assert first.failure is engines.death
-        assert engines_of([submit(engines) for _ in range(3)]) == [1, 1, 1]
-        engines.shut_down("the server is shutting down")
-        with pytest.raises(EngineDead, match=r"worker 0\.0 was lost"):
+            await engines.describe(5, 0)
+        assert (live.is_live, live.engine) == (True, 1)
+        fakes[1].fail("worker 1.0 was lost")
+        with pytest.raises(EngineDead):
+            await engines.describe(5, 1)
+        assert str(live.failure) == "the engine has stopped: worker 1.0 was lost"
+        with pytest.raises(EngineDead, match=r"the engine has stopped"):
             submit(engines)
 
 

@@ -234,7 +234,39 @@ async def test_engine_s_rejection_has_a_status_even_for_a_stream(
         assert error_of(answer)["message"] == "the engine says why"
 
 
-async def test_engine_that_dies_ends_streams_with_an_error_and_then_503(
+async def test_streams_go_on_after_their_last_token_when_the_engine_returns(
+    start_gateway: StartGateway,
+) -> None:
+    def echo_in_two_lives(engine: FakeEngine, request: AddRequest) -> None:
+        done = len(request.output_token_ids)
+        engine.send_tokens(request, request.prompt_token_ids.tolist()[done : done + 2])
+        if done:
+            engine.finish(request, FinishReason.LENGTH_CAPPED, num_output_tokens=4)
+
+    async with start_gateway(echo_in_two_lives) as gateway:
+        body = {"prompt": [5, 6, 7, 8], "stream": True, "return_token_ids": True, "seed": 3}
+        asking = asyncio.create_task(gateway.post("/v1/completions", body))
+        await gateway.engine.wait_for(lambda: bool(gateway.engine.requests))
+        gateway.engine.fail("worker 0 was lost")
+        while (answer := await gateway.get("/ready")).status == 200:
+            await asyncio.sleep(0.01)
+        assert b"the engine is being restarted: worker 0 was lost" in answer.body
+        assert (await gateway.get("/health")).status == 200
+        later = asyncio.create_task(gateway.post("/v1/completions", body | {"max_tokens": 2}))
+        await gateway.engine.return_to_life()
+        chunks = [json.loads(event[1]) for event in (await asking).events[:-1]]
+        ids = [i for chunk in chunks for i in chunk["choices"][0]["token_ids"]]
+        assert ids == [5, 6, 7, 8]
+        first, resumed = gateway.engine.requests[:2]
+        assert resumed.output_token_ids.tolist() == [5, 6]
+        assert (resumed.request_id, resumed.sampling) == (first.request_id, first.sampling)
+        assert (await gateway.get("/ready")).status == 200
+        await gateway.engine.wait_for(lambda: len(gateway.engine.requests) == 3)
+        gateway.engine.finish(gateway.engine.requests[2], FinishReason.LENGTH_CAPPED)
+        assert (await later).status == 200
+
+
+async def test_an_engine_that_does_not_return_before_the_end_fails_its_streams(
     start_gateway: StartGateway,
 ) -> None:
     def begin(engine: FakeEngine, request: AddRequest) -> None:
@@ -244,13 +276,11 @@ async def test_engine_that_dies_ends_streams_with_an_error_and_then_503(
         body = {"prompt": "x", "stream": True}
         asking = asyncio.create_task(gateway.post("/v1/completions", body))
         await gateway.engine.wait_for(lambda: bool(gateway.engine.requests))
+        gateway.process.stop()
         gateway.engine.fail("worker 0 was lost")
         answer = await asking
-        assert "worker 0 was lost" in json.loads(answer.events[-1][1])["error"]["message"]
-        later = await gateway.post("/v1/completions", body)
-        assert later.status == 503
-        assert (await gateway.get("/ready")).status == 503
-        assert (await gateway.get("/health")).status == 200
+        message = json.loads(answer.events[-1][1])["error"]["message"]
+        assert message == "the engine has stopped: worker 0 was lost"
 
 
 async def test_clients_are_told_which_process_died_not_that_the_engine_was_told_to_stop(
@@ -282,9 +312,12 @@ async def test_broken_connection_to_the_engine_is_noticed(start_gateway: StartGa
         asking = asyncio.create_task(gateway.post("/v1/completions", {"prompt": "x"}))
         await gateway.engine.wait_for(lambda: bool(gateway.engine.requests))
         gateway.engine.close()
+        while (await gateway.get("/ready")).status == 200:
+            await asyncio.sleep(0.01)
+        gateway.process.stop()
         answer = await asking
         assert answer.status == 503
-        assert "the engine has stopped" in error_of(answer)["message"]
+        assert "its scheduler process has ended" in error_of(answer)["message"]
 
 
 async def test_gateway_of_another_model_is_rejected_by_the_engine(

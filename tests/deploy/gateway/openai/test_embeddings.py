@@ -228,6 +228,6 @@ async def test_a_dead_engine_is_unavailable(start_gateway: StartGateway) -> None
     async with start_gateway(never_answer, embedding=MODEL) as gateway:
         asking = asyncio.create_task(gateway.post(PATH, {"input": "x"}))
         await gateway.engine.wait_for(lambda: bool(gateway.engine.requests))
-        gateway.engine.close()
+        gateway.process._engines.shut_down("worker 0 was lost")
         assert (await asking).status == 503
         assert (await gateway.post(PATH, {"input": "x"})).status == 503

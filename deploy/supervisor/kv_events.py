@@ -1,0 +1,105 @@
+"""Where the engines of a deployment publish KV events; checked before any process starts."""
+
+import re
+import socket
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from longshore.deploy.cli.options import EngineOptions
+from longshore.deploy.supervisor.replica import Replica
+from longshore.deploy.supervisor.runtime_dir import RuntimeDir, check_socket_path
+from longshore.deploy.supervisor.state_dir import check_private
+from longshore.protocol.errors import ConfigError
+from longshore.protocol.events import KVEventsConfig
+from longshore.protocol.transport.channel import CurveKeys, Endpoint, is_loopback
+
+_TCP: Final = re.compile(r"(tcp://(?:[\w.*-]+|\[[0-9A-Fa-f:.]+\])):(\d{1,5})")
+
+
+def kv_events_config(
+    options: EngineOptions, runtime_dir: RuntimeDir, replica: Replica
+) -> KVEventsConfig | None:
+    """The configuration of one engine; None if events are disabled. Raises ConfigError."""
+    if not options.enable_kv_cache_events:
+        return None
+    keys = None if options.kv_events_keys is None else _read_keys(options.kv_events_keys)
+
+    def endpoint(setting: str, file_name: str) -> Endpoint:
+        address: str | None = getattr(options, setting)
+        if address is None:
+            return runtime_dir.endpoint(replica.file_name(file_name))
+        return _endpoint(setting, address, replica, keys)
+
+    _check_distinct(options, replica.count)
+    return KVEventsConfig(
+        endpoint=endpoint("kv_events_endpoint", "events"),
+        replay_endpoint=endpoint("kv_events_replay_endpoint", "replay"),
+        topic=options.kv_events_topic,
+        num_buffered=options.kv_events_buffer,
+        format=options.kv_events_format,
+        hashes=options.kv_events_hashes,
+        engine_number=replica.number,
+    )
+
+
+def _check_distinct(options: EngineOptions, num_engines: int) -> None:
+    """Raise ConfigError if two sockets of the deployment would have the same address."""
+    first, second = options.kv_events_endpoint, options.kv_events_replay_endpoint
+    if first is None or second is None:
+        return
+    ports = [int(match[2]) for match in map(_TCP.fullmatch, (first, second)) if match]
+    if first == second or (len(ports) == 2 and abs(ports[0] - ports[1]) < num_engines):
+        raise ConfigError(
+            f"kv_events_endpoint={first!r} and kv_events_replay_endpoint={second!r} overlap: each "
+            f"of {num_engines} engines uses one port, or one file, after the given one. Use "
+            "addresses further apart."
+        )
+
+
+def _endpoint(name: str, address: str, replica: Replica, keys: CurveKeys | None) -> Endpoint:
+    """The address of one engine: engines of a deployment have consecutive ports, or files with
+    their numbers."""
+    if address.startswith("ipc://"):
+        path = Path(replica.file_name(address.removeprefix("ipc://")))
+        _check_socket(name, path)
+        return Endpoint(f"ipc://{path}")
+    match = _TCP.fullmatch(address)
+    if match is None or not 0 < (port := int(match[2]) + replica.number) < 65536:
+        raise ConfigError(f"{name}={address!r} must be ipc://PATH or tcp://ADDRESS:PORT")
+    endpoint = Endpoint(f"{match[1]}:{port}", keys)
+    if keys is None and not is_loopback(endpoint):
+        raise ConfigError(
+            f"{name}={address!r} can be reached from other hosts, and the events contain the "
+            "tokens of all prompts. Set kv_events_keys, or use ipc:// or tcp://127.0.0.1:PORT."
+        )
+    return endpoint
+
+
+def _check_socket(name: str, path: Path) -> None:
+    """Raise ConfigError if other users could connect, or if another process listens there: ZMQ
+    would replace its socket."""
+    check_socket_path(path)
+    try:
+        check_private(path.parent)
+    except (OSError, ConfigError) as error:
+        raise ConfigError(
+            f"{name}={str(path)!r}: the events contain the tokens of all prompts, so the socket "
+            f"must be in an existing directory that only you can use (mode 0700): {error}"
+        ) from error
+    with socket.socket(socket.AF_UNIX) as probe:
+        if path.exists() and probe.connect_ex(str(path)) == 0:
+            raise ConfigError(f"{name}={str(path)!r} is used by another process")
+
+
+def _read_keys(path: Path) -> CurveKeys:
+    try:
+        check_private(path)
+        keys = msgspec.json.decode(path.read_bytes(), type=CurveKeys)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"kv_events_keys={str(path)!r}: {error}. It must be a JSON object with public, secret "
+            "and allowed_clients, which are keys as zmq.curve_keypair() returns them."
+        ) from error
+    return keys

@@ -1,0 +1,115 @@
+"""The directory of what outlives a deployment: now the seed of its block hashes.
+
+KV that a tier has stored is found by block hash, so a restarted deployment must have the same seed.
+Whoever knows the seed can guess block hashes, so only the owner may read it.
+"""
+
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from longshore.protocol.errors import ConfigError
+
+HASH_SEED_BYTES: Final = 32
+_SEED_FILE: Final = "block_hash_seed"
+_OTHER_DIR: Final = "Set state_dir (--state-dir) to a directory that you own and can write to."
+
+
+def default_state_dir() -> Path:
+    """`longshore` in the user's state directory (XDG). Raises ConfigError if there is no home."""
+    state_home = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not state_home.is_absolute():  # as the XDG specification says
+        try:
+            state_home = Path.home() / ".local" / "state"
+        except RuntimeError as error:
+            raise ConfigError(
+                f"there is no default state directory ({error}). {_OTHER_DIR}"
+            ) from error
+    return state_home / "longshore"
+
+
+class StateDir:
+    """A directory that only its owner can use."""
+
+    def __init__(self, path: Path | str | None = None) -> None:
+        """Creates the directory if it is missing. path: None is the default.
+
+        Raises ConfigError if it cannot be created, or if other users can use it.
+        """
+        self.path = default_state_dir() if path is None else Path(path)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the state directory {self.path} cannot be created ({error.strerror}). "
+                f"{_OTHER_DIR}"
+            ) from error
+        check_private(self.path)
+
+    def block_hash_seed(self) -> bytes:
+        """The seed of block hashes, created at the first call. Deployments that start at the same
+        time get the same one. Raises ConfigError if it cannot be created or is damaged."""
+        path = self.path / _SEED_FILE
+        try:
+            if not path.exists():
+                self._create(path, secrets.token_hex(HASH_SEED_BYTES) + "\n")
+            check_private(path)
+            text = path.read_text("ascii").strip()
+        except OSError as error:
+            raise ConfigError(
+                f"the block hash seed {path} cannot be created or read ({error.strerror}). "
+                f"{_OTHER_DIR}"
+            ) from error
+        except UnicodeDecodeError:
+            text = ""
+        if len(text) == 2 * HASH_SEED_BYTES:
+            try:
+                return bytes.fromhex(text)
+            except ValueError:
+                pass
+        raise ConfigError(
+            f"the block hash seed {path} is damaged: it does not have {2 * HASH_SEED_BYTES} "
+            "hexadecimal digits. Restore the file from a backup, or delete it to get a new seed, "
+            "with which no KV that is stored already can be found."
+        )
+
+    def _create(self, path: Path, text: str) -> None:
+        """Write a file whole or not at all, unless another process has created it meanwhile."""
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=self.path)  # 0600
+        try:
+            with open(descriptor, "w", encoding="ascii") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(descriptor)
+            try:
+                os.link(name, path)
+            except FileExistsError:
+                return
+        finally:
+            os.unlink(name)
+        directory = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def check_private(path: Path) -> None:
+    """Raise ConfigError if other users can use a file or directory. Raises OSError if it does not
+    exist."""
+    status = path.stat()
+    is_directory = stat.S_ISDIR(status.st_mode)
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"{path} belongs to another user (uid {status.st_uid}), who could read or replace what "
+            f"is stored in it. Run: chown {os.geteuid()} {path}, or use another."
+        )
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        raise ConfigError(
+            f"{path} has mode {mode:04o}, so other users can use it. "
+            f"Run: chmod {'700' if is_directory else '600'} {path}, or use another."
+        )
