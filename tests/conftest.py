@@ -1,7 +1,10 @@
 """What all tests share: the mark `req`, whose ids must exist in docs/requirements.md, the option
---long, and the order in which several processes start the test files."""
+--long, a state directory, and the order in which several processes start the test files."""
 
+import os
+import shutil
 import signal
+import tempfile
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -25,6 +28,7 @@ LONGEST = (
     "oracle/test_equal_plans.py",
     "scheduler/features/test_transfer_races.py",
     "integration",
+    "testing",
     "worker/models",
     "docs/test_commands.py",
     "scripts",
@@ -35,6 +39,14 @@ LONGEST = (
 # A shell starts background commands with SIGINT ignored; tests send SIGINT to themselves.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """No test uses the state directory of the user, nor do the processes that it starts."""
+    if not hasattr(config, "workerinput"):  # the processes that run the files inherit it
+        state_home = tempfile.mkdtemp(prefix="state-of-tests-")
+        os.environ["XDG_STATE_HOME"] = state_home
+        config.add_cleanup(lambda: shutil.rmtree(state_home, ignore_errors=True))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

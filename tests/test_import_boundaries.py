@@ -56,6 +56,18 @@ def test_import_of_longshore_alone_loads_none_of_its_packages() -> None:
     assert not [name for name in loaded if name.startswith("longshore.")]
 
 
+def test_the_tests_for_extensions_have_one_name() -> None:
+    with pytest.raises(
+        ImportError, match=r"import longshore\.testing, not longshore\.deploy\.testing"
+    ):
+        import longshore.deploy.testing  # noqa: F401
+
+
+def test_faults_are_injected_in_the_scheduler_without_torch_or_pytest() -> None:
+    loaded = modules_loaded_by("import longshore.testing.faults")
+    assert not loaded & {"torch", "pytest"}
+
+
 def test_unknown_public_name_is_an_attribute_error() -> None:
     import longshore
 
@@ -90,6 +102,7 @@ FORBIDDEN = [
     ("worker", "longshore.scheduler"),
     ("connectors", "longshore.scheduler"),
     ("worker", "longshore.deploy"),
+    ("deploy", "longshore.testing"),
     ("protocol", "longshore.connectors"),
     ("scheduler", "torch"),
     ("protocol", "torch"),

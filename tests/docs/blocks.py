@@ -43,7 +43,7 @@ class Command:
     @property
     def words(self) -> list[str]:
         """The words without comments and assignments of variables, as a shell would split them."""
-        words = shlex.split(self.text, comments=True)
+        words = shlex.split(self.text.replace("\\\n", " "), comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
             words.pop(0)
         return words

@@ -21,6 +21,7 @@ NOT_RUN: Final = {  # by the beginning of the command
     ".venv/bin/pip install": "as pip install",
     "pip install": "creates the environment of the tests; test_commands.py checks extras",
     "python -m pytest": "an example of what not to do",
+    "pytest test_host_cache.py": "runs the conformance suite, as tests/testing/ does",
     ".venv/bin/pytest": "runs this",
     ".venv/bin/mkdocs serve": "runs until it is stopped; test_site.py builds the site",
     ".venv/bin/python scripts/reference": "test_reference.py runs it",
@@ -30,7 +31,10 @@ NOT_RUN: Final = {  # by the beginning of the command
 }
 RUN_ELSEWHERE: Final = {  # by page and a part of the block: the test, which names the page
     ("docs/connectors.md", "host"): "tests/connectors/test_docs_example.py",
+    ("docs/eviction.md", ""): "tests/docs/test_eviction.py",
+    ("docs/kv-events.md", ""): "tests/integration/test_kv_events.py",
     ("docs/models.md", ""): "tests/docs/test_models.py",
+    ("docs/tiers.md", ""): "tests/docs/test_tiers.py",
     ("docs/scheduling_policies.md", ""): "tests/docs/test_scheduling_policies.py",
 }
 SERVERS: Final = {"/v1/audio/": "speech", ".audio.": "speech"}  # fixtures, by part of the text

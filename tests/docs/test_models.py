@@ -3,8 +3,6 @@
 import copy
 import json
 import re
-import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import torch
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.models.families import ARCHITECTURES, read_model_config
 from tests.conftest import ROOT
-from tests.docs.test_scheduling_policies import files_on
+from tests.docs.installing import installed_example
 from tests.models import make_tiny_model
 from tests.worker.models.paged_model import PagedModel, forward_logits
 from tests.worker.models.thread_ranks import on_every_rank
@@ -29,22 +27,9 @@ MULTIPLIERS = {
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The example's files in a folder on the path, with the metadata that an installer writes."""
-    files = files_on(PAGE)
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    project = tomllib.loads(files["pyproject.toml"])["project"]
-    info = tmp_path / "granite-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1\n")
-    ((group, points),) = project["entry-points"].items()
-    lines = [f"[{group}]", *(f"{name} = {value}" for name, value in points.items()), ""]
-    (info / "entry_points.txt").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in files:
-        sys.modules.pop(name.removesuffix(".py"), None)
+def installed(tmp_path: Path) -> Iterator[Path]:
+    with installed_example(PAGE, tmp_path) as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
@@ -73,7 +58,7 @@ def test_an_installed_family_is_named_among_those_supported(
 
 
 def test_an_entry_point_that_leads_elsewhere_is_rejected(installed: Path, tmp_path: Path) -> None:
-    points = installed / "granite-1.0.dist-info" / "entry_points.txt"
+    (points,) = installed.glob("*.dist-info/entry_points.txt")
     points.write_text("[longshore.models]\nGraniteForCausalLM = granite_config:MULTIPLIERS\n")
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GraniteForCausalLM"]}))
     with pytest.raises(UnsupportedModel, match="not a subclass of DecoderConfig"):

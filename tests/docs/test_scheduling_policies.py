@@ -1,9 +1,7 @@
 """The example of docs/scheduling_policies.md, installed as a reader would install it."""
 
-import os
 import re
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.queue.outside_policies import CheckedPolicy, load_policy
 from longshore.scheduler.queue.policies import POLICIES, OrderedPolicy, SchedulingPolicy
 from tests.conftest import ROOT
+from tests.docs.installing import installed_example
 from tests.harness.driver import Driver
 from tests.harness.tokens import prompt_of
 from tests.models import make_tiny_llama
@@ -21,32 +20,10 @@ from tests.models import make_tiny_llama
 PAGE = ROOT / "docs" / "scheduling_policies.md"
 
 
-def files_on(page: Path) -> dict[str, str]:
-    """Code blocks whose first line is a comment with the name of a file."""
-    blocks = re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```$", page.read_text(), re.M | re.S)
-    return dict(blocks)
-
-
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The example's files in a folder on the path, with the metadata that an installer writes."""
-    files = files_on(PAGE)
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    project = tomllib.loads(files["pyproject.toml"])["project"]
-    info = tmp_path / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-    )
-    lines = []
-    for group, points in project["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
-    (info / "entry_points.txt").write_text("\n".join([*lines, ""]))
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in files:
-        sys.modules.pop(name.removesuffix(".py"), None)
+def installed(tmp_path: Path) -> Iterator[Path]:
+    with installed_example(PAGE, tmp_path) as folder:
+        yield folder
 
 
 def admission_order(driver: Driver) -> list[str]:
@@ -113,11 +90,10 @@ def test_page_names_every_built_in_policy_and_everything_a_policy_may_have() -> 
 
 
 def test_example_serves_in_a_scheduler_process_of_its_own(
-    installed: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    installed: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model_dir = tmp_path_factory.mktemp("tiny")
     make_tiny_llama(model_dir)
-    monkeypatch.setenv("PYTHONPATH", str(installed), prepend=os.pathsep)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with LLM(
         model_dir, device="cpu", num_blocks=64, threads=1, scheduling_policy="shortest-first"

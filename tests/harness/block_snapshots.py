@@ -26,7 +26,7 @@ def expected_states(scheduler: Scheduler) -> list[BlockState]:
     ]
     transfers = scheduler._transfers
     if transfers is not None:
-        for load in transfers._loads.values():
+        for load in transfers.loads.values():
             state = BlockState.QUARANTINED if load.request is None else BlockState.TRANSFER
             holders.append((state, load.blocks))
         holders += [(BlockState.TRANSFER, send.blocks) for send in transfers._sends.values()]

@@ -19,11 +19,12 @@ from longshore.connectors.base import (
     RequestView,
     SchedulerConnector,
     StepView,
+    SwapSize,
 )
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.kv_cache_spec import NULL_BLOCK
 from tests.harness.tokens import Content, prefixes_of
-from tests.harness.transfers import Commands, Load, Store, Transfers
+from tests.harness.transfers import Commands, Load, Store, SwapCopy, Transfers
 
 MatchRule: TypeAlias = Callable[[RequestView, int], Match]
 
@@ -34,10 +35,14 @@ class AdversarialConnector(SchedulerConnector):
     match:  what there is to load for a request after its local hits.
     depart: what happens to the blocks of a request that ends.
     stores: whether the cached blocks of a plan are stored.
+    swaps:  whether there is room for a request that is to be swapped out.
+    restores: whether the KV of a swapped request can still be loaded.
+    no_hits: ids of requests that must not begin with cached blocks.
     calls:  names of all hooks called, in order; asked: matches asked per request id.
     """
 
     supports_hma = True
+    can_swap = True
 
     def __init__(
         self,
@@ -45,6 +50,8 @@ class AdversarialConnector(SchedulerConnector):
         match: MatchRule = lambda request, num_computed_tokens: Matched(0),
         depart: Callable[[RequestView], FinishAction] = lambda request: FinishAction(),
         stores: Callable[[], bool] = lambda: False,
+        swaps: Callable[[], bool] = lambda: True,
+        restores: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__()
         self.transfers = Transfers(num_ranks=1)
@@ -57,9 +64,14 @@ class AdversarialConnector(SchedulerConnector):
         self.outputs: list[ConnectorOutput] = []
         self.steps: list[StepView] = []
         self.epochs: list[int] = []
+        self.no_hits: set[str] = set()
         self.match = match
         self._depart = depart
         self._stores = stores
+        self._swaps = swaps
+        self._restores = restores
+        self.swapped: dict[str, SwapCopy] = {}
+        self.swaps_begun: list[SwapCopy] = []
         self._block_sizes: Sequence[int] = ()
         self._contents: Mapping[str, Content] = {}
         self._holder: BlockHolds | None = None
@@ -88,6 +100,10 @@ class AdversarialConnector(SchedulerConnector):
         self.begun[request.request_id] += 1
         assert self._is_live(request.request_id)
 
+    def skips_prefix_cache(self, request: RequestView) -> bool:
+        assert self._is_live(request.request_id)
+        return request.request_id in self.no_hits
+
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         self.calls.append("get_num_new_matched_tokens")
         request_id = request.request_id
@@ -95,10 +111,57 @@ class AdversarialConnector(SchedulerConnector):
         assert request_id not in self.transfers.loading, f"asked while {request_id} loads"
         assert 0 <= num_computed_tokens <= request.num_tokens
         self.asked[request_id] += 1
-        answer = self.match(request, num_computed_tokens)
+        answer = self._match(request, num_computed_tokens)
         if isinstance(answer, Matched):
             self._answers[request_id] = num_computed_tokens, answer
         return answer
+
+    def _match(self, request: RequestView, num_computed_tokens: int) -> Match:
+        copy = self.swapped.get(request.request_id)
+        if copy is None:
+            return self.match(request, num_computed_tokens)
+        assert len(copy.prefixes) < request.num_tokens
+        if copy.hold_id in self.transfers.holding:
+            return AskLater()
+        if not self._restores():
+            return self.match(request, num_computed_tokens)
+        return Matched(max(len(copy.prefixes) - num_computed_tokens, 0), is_async=True)
+
+    def swap_size(
+        self, request: RequestView, block_ids: tuple[Int32Array, ...], num_computed_tokens: int
+    ) -> SwapSize:
+        self.calls.append("swap_size")
+        return SwapSize(num_computed_tokens, num_computed_tokens)
+
+    def swap_out(
+        self, request: RequestView, block_ids: tuple[Int32Array, ...], num_computed_tokens: int
+    ) -> bool:
+        self.calls.append("swap_out")
+        request_id = request.request_id
+        assert self._is_live(request_id)
+        assert request_id not in self.swapped, "swapped out twice"
+        assert request_id not in self.transfers.loading, "swapped out while it loads"
+        assert 0 < num_computed_tokens < request.num_tokens
+        if not self._swaps():
+            return False
+        sources = {block_id for ids in block_ids for block_id in ids.tolist()} - {NULL_BLOCK}
+        hold_id = self.holder.hold(sorted(sources))
+        self.transfers.holding[hold_id] = sources
+        prefixes = prefixes_of(request.token_ids, self._contents.get(request_id))
+        copy = SwapCopy(
+            hold_id,
+            request_id,
+            tuple(ids.tolist() for ids in block_ids),
+            prefixes[:num_computed_tokens],
+        )
+        self.swapped[request_id] = copy
+        self.swaps_begun.append(copy)
+        self._commands.swaps.append(copy)
+        return True
+
+    def release_swap(self, request_id: str) -> None:
+        self.calls.append("release_swap")
+        del self.swapped[request_id]
 
     def update_state_after_alloc(
         self, request: RequestView, block_ids: tuple[Int32Array, ...], num_external_tokens: int
@@ -205,7 +268,7 @@ class AdversarialConnector(SchedulerConnector):
 
     @property
     def has_pending_work(self) -> bool:
-        return bool(self._pending_stores)
+        return bool(self._pending_stores or self._commands.swaps)
 
     def on_new_epoch(self, epoch: int) -> None:
         self.calls.append("on_new_epoch")
@@ -214,6 +277,7 @@ class AdversarialConnector(SchedulerConnector):
         self._answers.clear()
         self._commands = Commands()
         self._pending_stores.clear()
+        self.swapped.clear()
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")
@@ -231,6 +295,8 @@ class Mischief:
     ask_later: float = 0.2
     delay_free: float = 0.3
     store: float = 0.3
+    swap: float = 0.8
+    restore: float = 0.8
 
     def rules(self, chance: random.Random) -> dict[str, Any]:
         """Arguments of an `AdversarialConnector` that draws from `chance`."""
@@ -251,6 +317,8 @@ class Mischief:
             "match": match,
             "depart": depart,
             "stores": lambda: chance.random() < self.store,
+            "swaps": lambda: chance.random() < self.swap,
+            "restores": lambda: chance.random() < self.restore,
         }
 
 

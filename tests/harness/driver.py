@@ -14,7 +14,7 @@ import msgspec
 
 from longshore.protocol.arrays import EMPTY_INT32
 from longshore.protocol.handshake import ToWorker
-from longshore.protocol.kv_cache_spec import KVCacheSpec
+from longshore.protocol.kv_cache_spec import NULL_BLOCK, KVCacheSpec
 from longshore.protocol.outputs import ModelRunnerOutput, TransferReport
 from longshore.protocol.plan import SampleMask, SchedulerOutput
 from longshore.protocol.transport.codec import Decoder, Encoder
@@ -30,12 +30,12 @@ from tests.harness.clients import RequestKey
 from tests.harness.connector import AdversarialConnector
 from tests.harness.engine import Engine
 from tests.harness.masks import check_mask, take_masks
-from tests.harness.rank_transfers import RankTransfers
+from tests.harness.rank_transfers import RankTransfers, split_by_rank
 from tests.harness.tokens import (
     Draft,
     no_drafts,
 )
-from tests.harness.transfers import Commands, Load
+from tests.harness.transfers import Commands, Load, SwapCopy
 from tests.harness.worker import Workers
 from tests.harness.worker_rows import Step
 
@@ -51,7 +51,8 @@ class Driver(Engine):
     scheduled:  request id -> tokens it got in the latest plan.
     unanswered: plans whose output the scheduler does not have, oldest first.
     stored:     content of each block that was stored, by KV cache group and block hash.
-    invalid_ids: requests that read invalid KV; not_finite: those whose logits were not finite.
+    invalid_ids: requests that read invalid KV, or hold blocks of a failed load; not_finite: those
+            whose logits were not finite.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Driver(Engine):
         assert isinstance(received, SchedulerOutput)
         self.plans.append(received)
         commands = self.commands_of(received)
+        self._check_swapped(commands.swaps)
         step = self.workers.receive(
             received,
             commands,
@@ -131,6 +133,7 @@ class Driver(Engine):
             *(used[row] for row in step.num_scheduled)
         )
         self.ranks.stores += commands.stores
+        self.ranks.swaps += commands.swaps
         self._take_masks()
         return received
 
@@ -145,6 +148,13 @@ class Driver(Engine):
             assert not self.connector.has_unsent_loads, "no plan takes the loads to the workers"
         if self.connector and self.scheduler.num_steps_in_flight < self.config.max_steps_in_flight:
             assert not self.connector.has_pending_work, "no plan takes the work to the workers"
+
+    def _check_swapped(self, swaps: Iterable[SwapCopy]) -> None:
+        """A request is swapped out when all plans that compute it are answered."""
+        unanswered = [step for step in self.unanswered if step.plan.epoch == self.epoch]
+        computed = {step.request_ids[row] for step in unanswered for row in step.num_scheduled}
+        swapped = {swap.request_id for swap in swaps}
+        assert not swapped & computed, f"{swapped & computed} are swapped out and computed"
 
     def _begin_sync_loads(self, step: Step) -> None:
         loads = [load for load in step.commands.loads if not load.is_async]
@@ -182,13 +192,47 @@ class Driver(Engine):
             output = msgspec.structs.replace(
                 output, draft_rows=EMPTY_INT32, draft_tokens=EMPTY_INT32
             )
+        self._mark_dependent(set(output.failed_block_ids.tolist()))
+        reports: list[TransferReport] = []
+        if step.plan.has_loads and output.epoch == self.epoch:
+            output, reports = split_by_rank(output, self.num_ranks)
+        middle = output.step % (len(reports) + 1)  # some ranks report before rank 0, some after
+        for report in reports[:middle]:
+            self._apply_report(report)
         self.scheduler.update_from_output(output, self.now)
+        for report in reports[middle:]:
+            self._apply_report(report)
         if output.epoch == self.epoch:
             for load in self._syncing.pop(output.step):
                 self.transfers.syncing.remove(load)
         self._take_masks()
         self.check_blocks()
         self.collect()
+
+    def _mark_dependent(self, failed: set[int]) -> None:
+        """Requests that hold a block of a failed load, or of such a request, may fail with it, even
+        if what they read of it was written."""
+        bad = {
+            block_id
+            for loads in self._syncing.values()
+            for load in loads
+            if load.targets & failed
+            for block_id in load.targets
+        }
+        tables = {
+            request.request_id: {
+                block_id
+                for ids in self.scheduler.kv_cache.block_ids(request.row)
+                for block_id in ids.tolist()
+                if block_id != NULL_BLOCK
+            }
+            for request in self.scheduler.running.requests_in_order()
+        }
+        found = {""}
+        while found:
+            found = {name for name, ids in tables.items() if ids & bad} - self.invalid_ids
+            self.invalid_ids |= found
+            bad.update(*[tables[name] for name in found])
 
     def _take_masks(self) -> None:
         unanswered = [step for step in self.unanswered if step.plan.epoch == self.epoch]
@@ -276,6 +320,7 @@ class Driver(Engine):
         assert self.num_free_blocks == self.num_blocks - 1
         if isinstance(self.connector, AdversarialConnector):
             assert self.connector.begun == self.connector.ended
+            assert not self.connector.swapped
 
     def check_complete(self, *keys: RequestKey) -> None:
         """These requests got all their tokens."""

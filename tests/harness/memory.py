@@ -7,6 +7,7 @@ within the step that failed, or KV computed from such.
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Final
 
 from tests.harness.transfers import Load
@@ -48,6 +49,12 @@ class RankMemory:
                 self.write(block_id, offset, prefix)
             elif junk is not None:
                 self.write(block_id, offset, junk)
+
+    def partial(self, block_id: int, block_size: int) -> tuple[int, ...]:
+        """The leading part of a block that was ever written, whatever it is."""
+        content = (self.read(block_id, offset) for offset in range(block_size))
+        written = list(takewhile(lambda each: each is not None, content))
+        return tuple(each for each in written if each is not None)
 
     def block(self, block_id: int, block_size: int) -> tuple[int, ...]:
         """The whole content of a block that a store reads, which must be valid."""

@@ -3,7 +3,7 @@ all that their contracts allow, at the worst moments."""
 
 import random
 import zlib
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from longshore.protocol.kv_cache_spec import KVCacheSpec
 from longshore.protocol.outputs import FinishReason
@@ -20,6 +20,12 @@ from tests.harness.transfers import Load
 LOAD_TIMEOUT_S: Final = 30.0
 WRONG_DRAFT: Final = 4
 """No request samples it, and no grammar allows it."""
+
+CHECKED_BY_DRIVER: Final = frozenset(
+    {"step", "plan", "execute", "answer", "write", "end_load", "end_send", "repeat", "lie"}
+)
+"""Actions that are plans, outputs and reports, after each of which the driver checks all blocks, or
+that do not concern the scheduler."""
 
 GROUPS: Final[dict[str, list[KVCacheSpec]]] = {
     "full": [full()],
@@ -46,9 +52,12 @@ class Player:
 
     sessions: keys of requests that may get more input.
     said:     (rank, kind, request id) of reports that were true.
+    num_resets: of the prefix cache while requests ran, which were preempted.
+    num_pauses, num_waits: changes of what is scheduled, and times at which all loads were late.
     """
 
-    ACTIONS: Final = {
+    MODES: tuple[str, ...] = ("recompute", "recompute", "recompute", "swap")
+    ACTIONS: ClassVar[dict[str, float]] = {
         "add": 8,
         "step": 20,
         "plan": 10,
@@ -58,16 +67,17 @@ class Player:
         "write": 5,
         "end_send": 5,
         "end_store": 5,
+        "end_swap": 5,
         "repeat": 3,
         "lie": 3,
         "abort": 3,
         "stop": 2,
         "go_on": 2,
         "compile": 2,
-        "pause": 0.5,
-        "wait": 1,
-        "reset": 1,
-        "die": 0.5,
+        "pause": 1,
+        "wait": 1.5,
+        "reset": 2,
+        "die": 1,
     }
 
     def __init__(self, chance: random.Random) -> None:
@@ -75,22 +85,27 @@ class Player:
         self.may_fail = chance.random() < 0.75
         self.sessions: set[RequestKey] = set()
         self.said: list[tuple[int, str, str]] = []
+        self.num_resets = self.num_pauses = self.num_waits = 0
         self.compiler = FakeCompiler()
         kinds = random_kinds(chance)
         caches = chance.random() < 0.8
         groups = GROUPS[chance.choice(["full", "full", "full", *GROUPS])]
         num_drafts = chance.choice([0, 1, 3])
+        # Swapping begins early, and so often, in runs that do it.
+        mode = chance.choice(self.MODES)
+        swaps = mode != "recompute"
+        threshold = chance.choice([0.4, 0.5] if swaps else [1.0, 0.8])
         self.driver = connected(
             *groups,
-            num_blocks=len(groups) * chance.randrange(14, 32) + 16 * (len(groups) - 1),
+            num_blocks=len(groups) * chance.randrange(14, 32) + 16 * (len(groups) - 1) + 8 * swaps,
             num_ranks=chance.choice([1, 1, 2, 3]),
             rules=self._make_rules(),
             cache={
                 "enable_prefix_caching": caches,
                 "hash_block_size": 4,
                 "watermark": chance.choice([0.0, 0.1]),
-                "preempt_threshold": chance.choice([1.0, 0.8]),
-                "admit_threshold": 0.6,
+                "preempt_threshold": threshold,
+                "admit_threshold": min(threshold, 0.6),
             },
             fail_sync=self._failing,
             grammars=self.compiler,
@@ -101,12 +116,13 @@ class Player:
             max_num_encoder_input_tokens=8,
             encoder_cache_size=chance.choice([None, 8, 12]),
             max_model_len=40,
-            max_num_seqs=chance.randrange(1, 6),
+            max_num_seqs=chance.randrange(1, 6) + 2 * swaps,
             max_num_batched_tokens=chance.choice([7, 16, 40, 100]),
             max_steps_in_flight=chance.choice([1, 2]),
             max_loading_blocks=chance.choice([None, 3, 100]),
             scheduler_reserve_full_isl=chance.random() < 0.3,
             policy=chance.choice(["fcfs", "priority"]),
+            preemption_mode=mode,
             load_failure_policy=chance.choice(["recompute", "recompute", "fail"]),
             load_timeout_s=LOAD_TIMEOUT_S,
         )
@@ -119,11 +135,15 @@ class Player:
             background=chance.random(),
             delay_free=chance.choice([0.0, 0.4]),
             store=chance.choice([0.0, 0.4]),
+            swap=chance.choice([0.5, 1.0]),
+            restore=chance.choice([0.5, 1.0]),
         ).rules(chance)
 
     def act(self, action: str) -> None:
-        """Do it, if it can be done."""
+        """Do it, if it can be done. Afterwards every block and count is accounted for."""
         getattr(self, f"_{action}")()
+        if action not in CHECKED_BY_DRIVER:
+            self.driver.scheduler.check()
 
     def act_randomly(self) -> None:
         names, weights = list(self.ACTIONS), list(self.ACTIONS.values())
@@ -132,10 +152,13 @@ class Player:
     # Clients
 
     def _add(self) -> None:
-        kind, request_id, prompt, fields = self._requests.draw()
+        kind, request_id, prompt, fields = self._draw()
         key = self.driver.add(request_id, prompt, **fields)
         if kind == "session":
             self.sessions.add(key)
+
+    def _draw(self) -> tuple[str, str, list[int], dict[str, Any]]:
+        return self._requests.draw()
 
     def _any_request(self) -> RequestKey | None:
         return self.chance.choice(list(self.driver.names)) if self.driver.names else None
@@ -164,13 +187,25 @@ class Player:
 
     def _pause(self) -> None:
         self.driver.scheduler.set_pause(self.chance.choice(list(PauseState)))
+        self.num_pauses += 1
 
     def _wait(self) -> None:
         self.driver.now += LOAD_TIMEOUT_S
+        self.num_waits += 1
 
     def _reset(self) -> None:
-        all_free = self.driver.num_free_blocks == self.driver.num_blocks - 1
-        assert self.driver.scheduler.reset_prefix_cache() == all_free
+        driver = self.driver
+        resets_running = self.chance.random() < 0.3
+        can_reset = driver.num_free_blocks == driver.num_blocks - 1
+        if resets_running:
+            can_reset = driver.transfers.is_idle
+        before = driver.running
+        was_reset = driver.scheduler.reset_prefix_cache(
+            driver.now, reset_running_requests=resets_running
+        )
+        assert was_reset == can_reset
+        assert driver.running == ([] if resets_running and was_reset else before)
+        self.num_resets += resets_running and was_reset and bool(before)
 
     # Workers
 
@@ -231,6 +266,10 @@ class Player:
         if self.driver.ranks.stores:
             self.driver.ranks.end_store(self.chance.choice(self.driver.ranks.stores))
 
+    def _end_swap(self) -> None:
+        if self.driver.ranks.swaps:
+            self.driver.ranks.end_swap(self.chance.choice(self.driver.ranks.swaps))
+
     def _repeat(self) -> None:
         """A rank repeats a report, unless another transfer of that request id is in progress."""
         if not self.said:
@@ -259,6 +298,16 @@ class Player:
             case 3 if request_id not in driver.transfers.loading:
                 driver.ranks.report(0, receiving=[request_id])
 
+    @property
+    def _has_everything(self) -> bool:
+        """Forks, sessions, grammars, transfers, pauses, epochs and deadlines met in this run."""
+        ids = " ".join(self.driver.names.values())
+        was_late = any("load_timeout_s" in (e.message or "") for e in self.driver.finished.values())
+        counts = (self.num_pauses, self.driver.adversary.epochs, self.driver.adversary.loads_begun)
+        late = was_late or (self.num_waits and self.driver.adversary.abandoned)
+        has_kinds = all(kind in ids for kind in ("fork", "session", "grammar"))
+        return has_kinds and bool(late) and all(counts)
+
     def seen(self) -> dict[str, int]:
         """How often it has happened in this run."""
         driver, stats = self.driver, self.driver.scheduler.make_stats()
@@ -278,6 +327,9 @@ class Player:
             "encoded items": sum(len(plan.encoder_inputs) for plan in driver.plans),
             "pooled": sum(len(end.pooled) > 0 for end in driver.finished.values()),
             "scored": len(driver.scored),
+            "resets": self.num_resets,
+            "pauses": self.num_pauses,
+            "everything in one run": self._has_everything,
         }
 
     # The end
@@ -303,7 +355,7 @@ class Player:
         self._check_ends()
 
     def _end_something(self) -> None:
-        self.act(self.chance.choice(["end_load", "end_send", "end_store"]))
+        self.act(self.chance.choice(["end_load", "end_send", "end_store", "end_swap"]))
 
     def _check_ends(self) -> None:
         """No request failed without a cause. The clients have checked the tokens."""
@@ -325,9 +377,37 @@ class Player:
                 driver.check_complete(key)
 
 
-def play(seed: int, num_actions: int = 150) -> Player:
+class PressedPlayer(Player):
+    """Running requests grow until some are swapped out, and less else happens."""
+
+    MODES = ("swap", "swap", "auto")
+    ACTIONS: ClassVar[dict[str, float]] = Player.ACTIONS | {
+        "step": 60,
+        "end_load": 20,
+        "end_swap": 12,
+        "pause": 0.3,
+        "wait": 0.5,
+        "die": 0.5,
+        "reset": 0.5,
+    }
+
+    def _draw(self) -> tuple[str, str, list[int], dict[str, Any]]:
+        kind, request_id, prompt, fields = super()._draw()
+        most = self.driver.config.max_model_len - len(prompt)
+        return kind, request_id, prompt, fields | {"max_tokens": self.chance.randrange(most) + 1}
+
+    def seen(self) -> dict[str, int]:
+        stats = self.driver.scheduler.make_stats()
+        return super().seen() | {
+            "swapped out": stats.num_swapped_out,
+            "swapped in": stats.num_swapped_in,
+            "no room": stats.num_swaps_refused,
+        }
+
+
+def play(seed: int, num_actions: int = 150, kind: type[Player] = Player) -> Player:
     """One random run."""
-    player = Player(random.Random(seed))
+    player = kind(random.Random(seed))
     for _ in range(num_actions):
         player.act_randomly()
     player.finish()

@@ -22,7 +22,9 @@ KINDS: Final = {
 
 
 def random_kinds(chance: random.Random) -> dict[str, int]:
-    """Some of the kinds, and plain text always."""
+    """Some of the kinds, and plain text always; now and then all."""
+    if chance.random() < 0.4:
+        return dict(KINDS)
     return {
         kind: weight for kind, weight in KINDS.items() if kind == "text" or chance.random() < 0.5
     }

@@ -3,11 +3,13 @@ stores take, and report the ends. When they do it, the test says."""
 
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.outputs import TransferReport
+from longshore.protocol.outputs import ModelRunnerOutput, TransferReport
 from tests.harness.kv_cache import FakeKVCache
 from tests.harness.memory import JUNK
-from tests.harness.transfers import Store, Transfers
+from tests.harness.transfers import Store, SwapCopy, Transfers
 
 
 class RankTransfers:
@@ -16,7 +18,7 @@ class RankTransfers:
     invalid_ids: gets the requests whose load fails.
     stored:  content of each block that was stored, by KV cache group and block hash.
     send:    takes a report to the scheduler; release: ends a hold of the connector.
-    stores:  those that have begun.
+    stores, swaps: those that have begun.
     written: blocks that failed, by (request id, rank) of loads that were written.
     """
 
@@ -32,6 +34,7 @@ class RankTransfers:
         release: Callable[[int], None],
     ) -> None:
         self.stores: list[Store] = []
+        self.swaps: list[SwapCopy] = []
         self.written: dict[tuple[str, int], set[int]] = {}
         self._transfers = transfers
         self._kv_cache = kv_cache
@@ -80,6 +83,16 @@ class RankTransfers:
         self.stores.remove(store)
         self._release(store.hold_id)
 
+    def end_swap(self, swap: SwapCopy) -> None:
+        """All ranks have read the KV of a swapped request, and the connector releases its blocks.
+        They must still hold it."""
+        for memory in self._kv_cache.memory:
+            for block_id, offset, prefix in swap.slots(self._kv_cache.block_sizes):
+                found = memory.read(block_id, offset)
+                assert found == prefix, f"block {block_id} of {swap.request_id} was overwritten"
+        self.swaps.remove(swap)
+        self._release(swap.hold_id)
+
     def end_all(self) -> None:
         """Everything that has not ended ends well."""
         for request_id in list(self._transfers.loading):
@@ -90,6 +103,8 @@ class RankTransfers:
                 self.end_send(request_id, rank)
         for store in list(self.stores):
             self.end_store(store)
+        for swap in list(self.swaps):
+            self.end_swap(swap)
 
     def report(
         self,
@@ -115,3 +130,17 @@ class RankTransfers:
 
     def _ranks(self, rank: int | None) -> Sequence[int]:
         return range(len(self._kv_cache.memory)) if rank is None else [rank]
+
+
+def split_by_rank(
+    output: ModelRunnerOutput, num_ranks: int
+) -> tuple[ModelRunnerOutput, list[TransferReport]]:
+    """The output of rank 0 with the failed blocks of its own loads, and the reports of the others.
+    Each block fails on one of the ranks."""
+    failed = output.failed_block_ids
+    parts = [int32_array(failed[failed % num_ranks == rank]) for rank in range(num_ranks)]
+    reports = [
+        TransferReport(output.epoch, rank, output.step, failed_block_ids=parts[rank])
+        for rank in range(1, num_ranks)
+    ]
+    return msgspec.structs.replace(output, failed_block_ids=parts[0]), reports

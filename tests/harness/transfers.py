@@ -55,11 +55,34 @@ class Store(msgspec.Struct, frozen=True):
     block_hashes: list[bytes]
 
 
+class SwapCopy(msgspec.Struct, frozen=True):
+    """A command to the workers: read the KV of a swapped request, which is `prefixes`, from its
+    block tables."""
+
+    hold_id: int
+    request_id: str
+    block_ids: tuple[list[int], ...]
+    prefixes: list[int]
+
+    @property
+    def sources(self) -> set[int]:
+        """The blocks that it reads."""
+        return {block_id for ids in self.block_ids for block_id in ids} - {NULL_BLOCK}
+
+    def slots(self, block_sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """(block id, offset, prefix) of everything that it reads."""
+        for ids, size in zip(self.block_ids, block_sizes, strict=True):
+            for position, prefix in enumerate(self.prefixes):
+                if ids[position // size] != NULL_BLOCK:
+                    yield ids[position // size], position % size, prefix
+
+
 class Commands(msgspec.Struct, frozen=True):
     """Metadata of one plan."""
 
     loads: list[Load] = []
     stores: list[Store] = []
+    swaps: list[SwapCopy] = []
 
 
 @dataclass

@@ -109,6 +109,7 @@ class Workers:
             self._masked_rows & set(samples),
             references,
             held,
+            {s.request_id: self._contents.get(s.request_id, Content()) for s in plan.added},
         )
         assert plan.has_structured_output is bool(step.masked)
         self.received.append(step)
@@ -129,7 +130,7 @@ class Workers:
         """Run the oldest plan that was not run; returns it with its output."""
         step = self.received.popleft()
         plan = step.plan
-        self._apply_rows(plan)
+        self._apply_rows(step)
         self._prepare_memory(step)
         self._encode(step)
         drafts = self._drafts_of(plan)
@@ -154,14 +155,15 @@ class Workers:
         step.output = self._output_of(step, scores)
         return step
 
-    def _apply_rows(self, plan: SchedulerOutput) -> None:
+    def _apply_rows(self, step: Step) -> None:
+        plan = step.plan
         for row in (*plan.finished_rows.tolist(), *plan.preempted_rows.tolist()):
             del self.rows[row]
         for rewind in plan.rewound:
             self.rows[rewind.row].rewind(rewind)
         for start in plan.added:
             tokens = [*start.prompt_token_ids.tolist(), *start.output_token_ids.tolist()]
-            content = self._contents.get(start.request_id, Content())
+            content = step.contents[start.request_id]
             self.rows[start.row] = WorkerRow(
                 start, tokens, start.num_computed_tokens, Prefixes(content)
             )

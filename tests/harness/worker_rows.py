@@ -9,7 +9,7 @@ from longshore.protocol.arrays import Int32Array, Int64Array, int32_array
 from longshore.protocol.outputs import ModelRunnerOutput, TokenLogprobs
 from longshore.protocol.plan import Rewind, RowStart, SchedulerOutput
 from longshore.protocol.requests import MultimodalFeature
-from tests.harness.tokens import Prefixes
+from tests.harness.tokens import Content, Prefixes
 from tests.harness.transfers import Commands
 
 
@@ -95,6 +95,7 @@ class Step:
     masked:     rows whose tokens a mask restricts.
     references: (num_blocks,) references to each block when it was planned.
     held:       blocks that waiting requests and sends held then.
+    contents:   by request id, of the added rows: an id may be used again before the step runs.
     failing:    blocks that the synchronous loads of this step will not fill.
     nan_rows:   rows that will sample from logits that are not finite.
     sampled:    by row, once it is executed; as is `output`.
@@ -109,6 +110,7 @@ class Step:
     masked: set[int]
     references: Int64Array
     held: set[int]
+    contents: dict[str, Content]
     failing: set[int] = field(default_factory=set)
     nan_rows: set[int] = field(default_factory=set)
     sampled: dict[int, list[int]] = field(default_factory=dict)

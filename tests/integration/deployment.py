@@ -15,6 +15,8 @@ import psutil
 PATIENCE_S: Final = 60.0
 # The smallest pool that works, because it starts fast and the tests share the machine.
 SETTINGS: Final = ["--max-num-seqs", "32", "--threads", "1"]
+# Tests stop processes and wait for what others notice; a flag overrides it.
+NEVER_HANGS: Final = {"LONGSHORE_HANG_TIMEOUT_S": "0"}
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
@@ -53,7 +55,7 @@ class Deployment:
                 [*command, "--port", str(port), *SETTINGS, *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "TMPDIR": str(tmp_dir), **environment},
+                env={**os.environ, "TMPDIR": str(tmp_dir), **NEVER_HANGS, **environment},
             )
         self.members: dict[str, psutil.Process] = {}
         self.url = ""
@@ -63,10 +65,14 @@ class Deployment:
         match = re.search(r"ready at (\S+)", self.output)
         assert match is not None, self.output
         self.url = match[1]
+        self.find_members()
+        return self
+
+    def find_members(self) -> None:
+        """Look at the processes again, after one has been restarted."""
         self.members = {"supervisor": self.process}
         for child in self.process.children():
             self.members[Path(child.cmdline()[-1]).stem] = child
-        return self
 
     def _is_ready_or_ended(self) -> bool:
         return "ready at" in self.output or self.process.poll() is not None

@@ -9,15 +9,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
 
+from longshore.protocol.events import KVEventsConfig
 from longshore.protocol.handshake import (
     ClientHello,
     EngineIdentity,
     EngineReady,
+    Feature,
     FromWorker,
     ToClient,
     ToEngine,
@@ -25,7 +28,12 @@ from longshore.protocol.handshake import (
     WorkerHello,
     WorkerReady,
 )
-from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from longshore.protocol.kv_cache_spec import (
+    FullAttentionSpec,
+    HeadShare,
+    KVCacheConfig,
+    KVCacheGroup,
+)
 from longshore.protocol.outputs import EngineOutputs, FinishedRequest, ModelRunnerOutput
 from longshore.protocol.plan import SchedulerOutput, Shutdown
 from longshore.protocol.requests import AddRequest
@@ -63,7 +71,10 @@ class EngineProcess:
         cache: CacheConfig | None = None,
         num_workers: int = 1,
         num_shards: int = 1,
+        kv_connector: str | None = None,
+        kv_events: dict[str, Any] | None = None,
     ) -> None:
+        """kv_events: fields of KVEventsConfig; None: no events."""
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="longshore-test-"))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         endpoints = tuple(
@@ -79,13 +90,15 @@ class EngineProcess:
                 max_num_seqs=IDENTITY.max_num_seqs,
                 max_num_batched_tokens=IDENTITY.max_num_batched_tokens,
             ),
-            cache=cache or CacheConfig(),
+            cache=cache or CacheConfig(enable_kv_cache_events=kv_events is not None),
             identity=IDENTITY,
             workers=endpoints,
             sampling_rank=num_workers - num_shards,
             clients=self._clients,
             hash_seed="00" * 32,
             vocab_size=VOCAB_SIZE,
+            kv_connector=kv_connector,
+            kv_events=self._kv_events(kv_events),
             epoch=epoch,
             lifeline_fd=child_end.fileno(),
             runtime_dir=str(self.runtime_dir),
@@ -105,6 +118,15 @@ class EngineProcess:
             Channel(self._connect_to(endpoint), ToWorker) for endpoint in endpoints
         ]
 
+    def _kv_events(self, fields: dict[str, Any] | None) -> KVEventsConfig | None:
+        if fields is None:
+            return None
+        addresses = {
+            name: Endpoint(f"ipc://{self.runtime_dir}/{name}")
+            for name in ("endpoint", "replay_endpoint")
+        }
+        return KVEventsConfig(**{**addresses, **fields})
+
     @property
     def worker(self) -> Channel[FromWorker, ToWorker]:
         """The channel of rank 0."""
@@ -115,10 +137,14 @@ class EngineProcess:
         return decode_report(self._lines.readline())
 
     def start_worker(
-        self, *, identity: EngineIdentity = IDENTITY, num_blocks: int = 1000
+        self,
+        *,
+        identity: EngineIdentity = IDENTITY,
+        num_blocks: int = 1000,
+        features: tuple[Feature, ...] = (),
     ) -> ToWorker | None:
         """Send the hello of rank 0, and return the scheduler's answer."""
-        self.say_hello(identity=identity, num_blocks=num_blocks)
+        self.say_hello(identity=identity, num_blocks=num_blocks, features=features)
         return self.worker.receive(TIMEOUT_S)
 
     def say_hello(
@@ -132,10 +158,13 @@ class EngineProcess:
         groups: Sequence[Sequence[str]] | None = None,
         dtype: str = "float32",
         says_rank: int | None = None,
+        heads: HeadShare | None = None,
+        features: tuple[Feature, ...] = (),
     ) -> None:
         """Report that a rank has loaded its part, with `says_rank` as its number.
 
         groups: the layers of each group; None is one group with one layer.
+        heads:  None is all that its blocks have.
         """
         spec = FullAttentionSpec(
             block_size=block_size, num_kv_heads=num_kv_heads, head_size=4, dtype_bytes=4
@@ -148,7 +177,13 @@ class EngineProcess:
             dtype=dtype,
         )
         self.channels[rank].send(
-            WorkerHello(rank if says_rank is None else says_rank, identity, kv_cache)
+            WorkerHello(
+                rank if says_rank is None else says_rank,
+                identity,
+                kv_cache,
+                heads or HeadShare(0, num_kv_heads, num_kv_heads),
+                features,
+            )
         )
 
     def connect(self, **overrides: object) -> tuple["Client", ToClient | None]:
@@ -284,9 +319,10 @@ def running_engine(**settings: object) -> Iterator[EngineProcess]:
         engine.close()
 
 
-def ready_engine(engine: EngineProcess) -> Client:
-    """Start the engine up to the point where a client can send requests."""
-    engine.start_worker()
+def ready_engine(engine: EngineProcess, **worker: Any) -> Client:
+    """Start the engine up to the point where a client can send requests. worker: arguments of
+    `start_worker`."""
+    engine.start_worker(**worker)
     engine.worker.send(WorkerReady(0))
     client, answer = engine.connect()
     assert isinstance(answer, EngineReady), answer

@@ -126,7 +126,7 @@ def test_beams_share_their_history_in_blocks(tiny_model: tuple[Path, Any], cachi
     prompt: Any = {"prompt_token_ids": [20 + 11 * i % 180 for i in range(160)]}
     width, max_tokens, size = 6, 40, 16
     with LLM(tiny_model[0], in_process=True, enable_prefix_caching=caching, **SETTINGS) as llm:
-        scheduler = llm._engine._scheduler  # type: ignore[attr-defined]
+        scheduler = llm._engine.scheduler  # type: ignore[attr-defined]
         most, num_computed, num_copies, schedule = 0, 0, 0, scheduler.schedule
 
         def counted(now: float) -> Any:
@@ -175,7 +175,10 @@ def test_beams_survive_a_pool_that_is_too_small(tiny_model: tuple[Path, Any]) ->
     tight: dict[str, Any] = {"num_blocks": 14, "max_num_seqs": 8, "max_model_len": 128}
     with LLM(tiny_model[0], in_process=True, threads=1, **tight) as llm:
         got = llm.beam_search(prompts, beam_width=4, max_tokens=20, ignore_eos=True)
-    assert got == wanted
+    for one, other in zip(got, wanted, strict=True):  # batches differ, and so do the last digits
+        assert [beam.token_ids for beam in one.beams] == [beam.token_ids for beam in other.beams]
+        scores = [beam.score for beam in other.beams]
+        assert [beam.score for beam in one.beams] == pytest.approx(scores, abs=1e-3)
 
 
 def test_a_prompt_that_fails_fails_alone_and_leaves_nothing(llm: LLM) -> None:

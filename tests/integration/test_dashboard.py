@@ -14,6 +14,7 @@ from selenium.webdriver import ActionChains, Keys
 from tests.integration.browser import Page, open_page, resize
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
+from tests.integration.test_offloading import ask
 from tests.integration.test_process_life import open_stream
 
 pytestmark = pytest.mark.services
@@ -129,6 +130,11 @@ for (const top of document.querySelectorAll('.top')) top.textContent = 'to 100 m
 const isNumber = (column) => column > 0;
 fill($('workers'), [['0', '12,345', '999 ms', '999 ms', '100 %', '123,456', '79.9 GiB']], isNumber);
 fill($('tiers'), [['device', ...Array(4).fill('123,456'), '79.9 GiB']], isNumber);
+$('offload-panel').hidden = false;
+const tier = ['host memory', '123,456', '123,456', '100 %', '123,456,789', '12,345'];
+const transfer = ['host memory → device', '99.9 MiB/s', '99.99 GB/s', '79.9 GiB', '12,345', '234'];
+fill($('offload-tiers'), [tier], isNumber);
+fill($('transfers'), [transfer], isNumber);
 """
 FIND_WHAT_IS_CUT = """
 const all = (where, of = document) => [...of.querySelectorAll(where)];
@@ -149,6 +155,48 @@ def test_no_number_is_cut_however_wide_the_window(page: Page) -> None:
         resize(page.driver, width, 900)
         cut[width] = page.run(FILL_WITH_WIDE_NUMBERS + FIND_WHAT_IS_CUT)
     assert {width: what for width, what in cut.items() if what} == {}
+
+
+def test_the_tiers_and_their_transfers_are_shown(
+    start_deployment: StartDeployment, tmp_path: Path
+) -> None:
+    """Prompts that do not fit the pool together are asked for in turn, so that they are loaded."""
+    options = {
+        "cpu_bytes_to_use": "64MiB",
+        "disk_path": str(tmp_path / "tier"),
+        "disk_bytes": "64MiB",
+    }
+    deployment = start_deployment(
+        *("--kv-connector", "offloading", "--kv-connector-config", json.dumps(options)),
+        num_blocks=60,
+    ).wait_until_ready()
+    for place in ("harbour", "island", "village") * 2:
+        ask(deployment, f"The {place} has ships, and every ship has a name. " * 10)
+    with open_page(deployment.url, tmp_path / "profile") as page:
+        page.wait_for_status("idle")
+
+        def rows(body: str) -> dict[str, list[str]]:
+            cells = f"return [...document.getElementById('{body}').rows].map((row) => "
+            texts = page.run(cells + "[...row.cells].map((cell) => cell.textContent))")
+            return {name: values for name, *values in texts}
+
+        wait_until(lambda: rows("transfers").get("host memory → device", ["–"])[-3] != "0 B")
+        tiers, transfers = rows("offload-tiers"), rows("transfers")
+        assert set(tiers) == {"host memory", "disk"}
+        for blocks, room, _, _, dropped in tiers.values():
+            assert 0 < number(blocks) <= number(room)
+            assert dropped == "0"
+        assert number(tiers["host memory"][3]) > 0, "tokens were loaded"
+        for name in ("device → host memory", "host memory → device", "host memory → disk"):
+            _, speed, moved, queued, failed = transfers[name]
+            assert speed.endswith(" GB/s")
+            assert moved != "0 B"
+            assert (queued, failed) == ("0", "0")
+        assert page.complaints == []
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
 
 
 def test_of_several_engines_the_page_says_what_it_shows_of_which(
@@ -212,10 +260,22 @@ def test_the_page_says_what_is_waited_for_while_the_engine_starts(
         page.wait_for_status("idle")
 
 
-def test_a_silent_scheduler_and_the_end_of_a_server_are_shown(
+def test_a_restart_is_shown_until_the_engine_is_back(
     start_deployment: StartDeployment, tmp_path: Path
 ) -> None:
     deployment = start_deployment().wait_until_ready()
+    with open_page(deployment.url, tmp_path / "profile") as page:
+        page.wait_for_status("idle")
+        deployment.members["worker-0"].kill()
+        page.wait_for_status("restarting")
+        assert "the engine is being restarted" in page.text("detail")
+        page.wait_for_status("idle")
+
+
+def test_a_silent_scheduler_and_the_end_of_a_server_are_shown(
+    start_deployment: StartDeployment, tmp_path: Path
+) -> None:
+    deployment = start_deployment("--max-restarts", "0").wait_until_ready()
     with open_page(deployment.url, tmp_path / "profile") as page:
         page.wait_for_status("idle")
         scheduler = deployment.members["scheduler"]

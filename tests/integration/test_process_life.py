@@ -22,6 +22,8 @@ def open_stream(deployment: Deployment, max_tokens: int) -> Any:
         model=client.models.list().data[0].id,
         prompt="x",
         max_tokens=max_tokens,
+        temperature=0,
+        logprobs=2,
         stream=True,
         stream_options={"include_usage": True},
         extra_body={"ignore_eos": True, "return_token_ids": True},
@@ -57,7 +59,7 @@ def test_sigterm_to_all_processes_at_once_lets_a_live_stream_finish(
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "worker-0"])
-def test_process_that_dies_during_the_drain_is_named(
+def test_process_that_dies_during_the_drain_is_named_and_its_streams_say_so(
     start_deployment: StartDeployment, victim: str
 ) -> None:
     deployment = start_deployment().wait_until_ready()
@@ -65,11 +67,12 @@ def test_process_that_dies_during_the_drain_is_named(
     deployment.process.terminate()
     wait_until(lambda: "running requests have" in deployment.output)
     deployment.members[victim].kill()
-    with contextlib.suppress(Exception):  # it does not matter how the stream breaks off
+    with pytest.raises(openai.APIError, match="the engine has stopped"):
         list(stream)
     assert deployment.process.wait(timeout=PATIENCE_S) == 1, deployment.output
-    assert victim.replace("-", " ") in deployment.output
-    assert "SIGKILL" in deployment.output
+    name = victim.replace("-", " ")
+    assert f"{name} died (SIGKILL) while gateway was stopping" in deployment.output
+    assert "killing gateway" not in deployment.output
     deployment.assert_nothing_is_left()
 
 
@@ -84,25 +87,89 @@ def test_second_signal_cuts_the_drain_short(start_deployment: StartDeployment) -
     deployment.assert_nothing_is_left()
 
 
+def rest_of(stream: Any, max_tokens: int) -> list[tuple[int, float]]:
+    """The tokens after those of the first event: id, and by how much its log probability is above
+    the next one's. The answer must be whole."""
+    *chunks, last = stream
+    assert last.usage.completion_tokens == max_tokens
+    tokens: list[tuple[int, float]] = []
+    for (choice,) in (chunk.choices for chunk in chunks):
+        margins = [max(best.values()) - min(best.values()) for best in choice.logprobs.top_logprobs]
+        tokens += zip(choice.token_ids, margins, strict=True)
+    return tokens
+
+
+def assert_same(answer: list[tuple[int, float]], calm: list[tuple[int, float]]) -> None:
+    """The tokens are equal, up to one that rounding could decide. The first event of a stream has
+    any number of tokens, so that the two are compared from their common beginning on."""
+    length = min(len(answer), len(calm))
+    assert length > 100
+    answer, calm = answer[-length:], calm[-length:]
+    for position, ((token_id, margin), (expected, _)) in enumerate(zip(answer, calm, strict=True)):
+        if token_id != expected:
+            assert margin < 1e-3, f"token {position} is {token_id} instead of {expected}"
+            assert position > 0
+            return
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", ["scheduler", "worker-0"])
+def test_streams_go_on_when_a_process_of_their_engine_is_killed_or_hangs(
+    start_deployment: StartDeployment, victim: str, fault: signal.Signals
+) -> None:
+    flags = ("--dtype", "float32", "--hang-timeout-s", "8")
+    deployment = start_deployment(*flags).wait_until_ready()
+    calm = rest_of(open_stream(deployment, 500), 500)
+    stream = open_stream(deployment, 500)
+    former = deployment.members[victim]
+    former.send_signal(fault)
+    assert_same(rest_of(stream, 500), calm)
+    how = "was killed (SIGKILL)" if fault == signal.SIGKILL else "hangs or is stopped: it has not"
+    assert f"{victim.replace('-', ' ')} {how}" in deployment.output
+    assert "Restarting engine-0." in deployment.output
+    assert "Traceback" not in deployment.output
+    worker = deployment.members["worker-0"].pid
+    deployment.find_members()
+    assert deployment.members[victim].pid != former.pid
+    assert (deployment.members["worker-0"].pid == worker) == (victim == "scheduler")
+    assert deployment.stop() == 0
+    deployment.assert_nothing_is_left()
+
+
+def test_a_killed_gateway_returns_on_the_same_port(start_deployment: StartDeployment) -> None:
+    deployment = start_deployment().wait_until_ready()
+    stream = open_stream(deployment, 4000)
+    deployment.members["gateway"].send_signal(signal.SIGKILL)
+    with contextlib.suppress(Exception):  # it does not matter how the stream breaks off
+        list(stream)
+    client = openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="none", timeout=PATIENCE_S)
+    assert client.models.list().data  # answered by the next gateway, from the port's queue
+    wait_until(lambda: "gateway is ready again" in deployment.output)
+    assert rest_of(open_stream(deployment, 200), 200)
+    deployment.find_members()
+    assert "gateway was killed (SIGKILL)" in deployment.output
+    assert deployment.stop() == 0
+    deployment.assert_nothing_is_left()
+
+
 @pytest.mark.parametrize("victim", ["gateway", "scheduler", "worker-0", "supervisor"])
-def test_killed_process_takes_all_others_along(
+def test_without_restarts_a_killed_process_takes_all_others_along(
     start_deployment: StartDeployment, victim: str
 ) -> None:
-    deployment = start_deployment().wait_until_ready()
+    deployment = start_deployment("--max-restarts", "0").wait_until_ready()
     assert len(deployment.members) == 4
     assert len(deployment.runtime_dirs) == 1
     stream = open_stream(deployment, 4000)
     deployment.members[victim].send_signal(signal.SIGKILL)
-    if victim == "worker-0":
-        with pytest.raises(openai.APIError, match=r"the engine has stopped: worker 0 was killed"):
+    if victim in ("scheduler", "worker-0"):
+        name = victim.replace("-", " ")
+        with pytest.raises(openai.APIError, match=f"the engine has stopped: {name} was killed"):
             list(stream)
     deployment.assert_nothing_is_left()
     if victim != "supervisor":
         assert deployment.process.wait() == 1
         last_line = deployment.output.strip().splitlines()[-1]
-        assert last_line.startswith("longshore: error: the engine") or (
-            victim.replace("-", " ") in last_line
-        )
+        assert victim.replace("-", " ") in last_line
         assert "SIGKILL" in last_line
         assert "restart the server" in last_line
         assert "Traceback" not in deployment.output

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from longshore.protocol.handshake import EngineReady, Rejected, WorkerAccepted, WorkerReady
-from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed
+from longshore.protocol.kv_cache_spec import HeadShare
+from longshore.protocol.outputs import ModelRunnerOutput, TransferReport, WorkerFailed
 from longshore.protocol.transport.lifeline import (
     STOP_SIGNAL,
     Failed,
@@ -109,6 +110,10 @@ def test_tokens_that_fit_are_those_of_whole_requests_in_all_groups(engine: Engin
         ({"groups": [["layer 0"]]}, ("workers 0 and 1 both keep KV of layer 0",)),
         ({"groups": [["a", "a"]]}, ("both keep KV of a", "or one keeps it twice")),
         ({"says_rank": 0}, ("rank 0 connected to the endpoint of rank 1",)),
+        (
+            {"heads": HeadShare(0, 1, 2)},
+            ("worker 1 has HeadShare(first=0, count=1, total=2)", "is HeadShare(", "total=1"),
+        ),
     ],
     ids=[
         "shape",
@@ -123,6 +128,7 @@ def test_tokens_that_fit_are_those_of_whole_requests_in_all_groups(engine: Engin
         "a layer of another stage",
         "a layer twice",
         "rank",
+        "heads",
     ],
 )
 def test_a_rank_that_does_not_fit_is_rejected_and_so_is_the_other(
@@ -150,6 +156,24 @@ def test_a_shard_with_other_layers_than_the_first_of_its_stage_is_rejected(
     assert "worker 0 has [('a', 'b')]" in reason
 
 
+def test_a_shard_with_the_heads_of_another_is_rejected() -> None:
+    with running_engine(num_workers=2, num_shards=2) as engine:
+        for rank in (0, 1):
+            engine.say_hello(rank, groups=[["a"]], heads=HeadShare(0, 1, 2))
+        reason = reason_of_failure(engine)
+    assert "worker 1 has HeadShare(first=0, count=1, total=2)" in reason
+    assert "shard 1 of 2 is HeadShare(first=1, count=1, total=2)" in reason
+
+
+def test_a_rank_whose_blocks_have_other_heads_than_it_reports_is_rejected(
+    engine: EngineProcess,
+) -> None:
+    for rank in (0, 1):
+        engine.say_hello(rank, num_kv_heads=1, heads=HeadShare(0, 2, 2))
+    reason = reason_of_failure(engine)
+    assert "worker 0 has 2 KV heads, but its blocks of FullAttentionSpec have 1" in reason
+
+
 def test_a_group_may_have_blocks_of_a_multiple_of_the_schedulers(engine: EngineProcess) -> None:
     for rank in (0, 1):
         engine.say_hello(rank, block_size=48)
@@ -171,6 +195,22 @@ def test_a_rank_that_cannot_start_ends_the_start_of_all(
         engine.say_hello(rank)
     engine.channels[1].send(WorkerFailed(0, 1, "no memory left"))
     assert reason_of_failure(engine) == "worker 1 failed: no memory left"
+
+
+def test_a_ready_rank_may_report_transfers_while_another_one_warms_up(
+    engine: EngineProcess,
+) -> None:
+    for rank in (0, 1):
+        engine.say_hello(rank)
+    for channel in engine.channels:
+        assert isinstance(channel.receive(TIMEOUT_S), WorkerAccepted)
+    engine.channels[0].send(WorkerReady(0))
+    engine.channels[0].send(TransferReport(1, 0, connector_metadata=b"what it found"))
+    while isinstance(report := engine.next_report(), Progress) and "warm up" not in report.doing:
+        pass
+    engine.channels[1].send(WorkerReady(1))
+    assert isinstance(engine.next_report(), Ready)
+    assert isinstance(engine.connect()[1], EngineReady)
 
 
 def test_every_rank_gets_every_plan_and_one_answers(engine: EngineProcess) -> None:

@@ -22,7 +22,7 @@ from longshore.deploy.bench.options import ServeBenchOptions
 from longshore.deploy.bench.serve import run as run_bench
 from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
-from tests.integration.test_process_life import open_stream
+from tests.integration.test_process_life import assert_same, open_stream, rest_of
 from tests.integration.test_serving import reference
 
 TWO_BY_TWO: Final = ("--replicas", "2", "--gateways", "2")
@@ -261,10 +261,19 @@ def at_the_door(deployment: Deployment) -> socket.socket:
     return connection
 
 
-def test_a_process_that_is_killed_ends_all_and_is_named(start_deployment: StartDeployment) -> None:
-    """A process of the other engine; test_process_life.py kills one of each kind."""
-    deployment = start_deployment(*TWO_BY_TWO).wait_until_ready()
+def test_the_other_engine_takes_over_the_streams_of_one_that_is_killed(
+    start_deployment: StartDeployment,
+) -> None:
+    deployment = start_deployment(*TWO_BY_TWO, "--dtype", "float32").wait_until_ready()
+    streams = [open_stream(deployment, 1000) for _ in range(4)]
     deployment.members["worker-1.0"].kill()
-    assert deployment.process.wait(timeout=PATIENCE_S) == 1
+    answers = [rest_of(stream, 1000) for stream in streams]
+    for answer in answers[1:]:
+        assert_same(answer, answers[0])
     assert "worker 1.0 was killed (SIGKILL)" in deployment.output
+    assert "Restarting engine-1." in deployment.output
+    assert "engine-0" not in deployment.output
+    wait_until(lambda: "engine-1 is ready again" in deployment.output)
+    deployment.find_members()
+    assert deployment.stop() == 0
     deployment.assert_nothing_is_left()

@@ -73,10 +73,7 @@ class Admissions:
             return Verdict.SET_ASIDE
         num_external = min(match.num_tokens, request.num_tokens - num_local)
         if match.is_async and num_external > 0:
-            end = min(num_local + num_external + 1, request.num_tokens)
-            if self._scheduler.tables.num_blocks_for(end) <= self._scheduler.max_loading_blocks:
-                return self._begin_load(request, hits, num_local, num_external)
-            num_external = 0  # it could never load, so it computes
+            return self._begin_load(request, hits, num_local, num_external)
         # SCH-13: something must be computed to sample from.
         num_computed = min(num_local + num_external, request.num_tokens - 1)
         return self._admit(request, hits, num_computed, num_external)
@@ -178,7 +175,8 @@ class Admissions:
             if other.status in (Status.LOADING, Status.LOADED)
         )
         num_reserved = scheduler.tables.num_blocks_for(end)
-        if self._loads_are_full or num_loading + num_reserved > scheduler.max_loading_blocks:
+        is_over = num_loading + num_reserved > scheduler.max_loading_blocks
+        if self._loads_are_full or (num_loading and is_over):  # one alone may be as large as it is
             self._loads_are_full = True  # nobody slips past in this step
             return Verdict.SET_ASIDE
         if not self._fits(request, hits, end, request.num_tokens, scheduler.answered_step):

@@ -106,7 +106,7 @@ def _handle_failed_blocks(scheduler: "TextbookScheduler", failed_ids: set[int]) 
         if block.block_id in failed_ids
     }
     _spread(scheduler.unanswered, scheduler.tables.block_size, bad)
-    for block, content in bad:
+    for block, content in sorted(bad, key=lambda pair: pair[0].block_id):
         if block.num_taken == content:
             scheduler.tables.pool.remove_name(block)
     for request in scheduler.running[:]:

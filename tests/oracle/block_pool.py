@@ -55,7 +55,8 @@ class BlockNames:
 
 
 class TextbookBlockPool:
-    """Hands out blocks, least recently freed first; a block keeps its name until it is reused.
+    """Hands out blocks: the last freed of those without a name, then the least recently freed of
+    the others; a block keeps its name until it is reused.
 
     `free_queue` holds the blocks without a holder, the next to be taken first.
     """
@@ -76,8 +77,8 @@ class TextbookBlockPool:
         if num_blocks > len(taken):
             raise OutOfBlocks(f"{num_blocks} blocks wanted, {len(taken)} are free")
         for block in taken:
-            self.free_queue.remove(block)
             self.remove_name(block)
+            self.free_queue.remove(block)
             block.ref_count = 1
             block.num_taken += 1
         return taken
@@ -97,13 +98,20 @@ class TextbookBlockPool:
             block.ref_count += 1
 
     def free(self, blocks: Iterable[Block]) -> None:
-        """One holder less, in the order given; those without one go to the tail of the queue."""
+        """One holder less, in the order given; those without one go to the tail of the queue, where
+        they are found by their names, or to its head, if they have none."""
         for block in blocks:
             if block.ref_count == 0:
                 raise ValueError(f"block {block.block_id} is freed, but nobody holds it")
             block.ref_count -= 1
             if block.ref_count == 0:
-                self.free_queue.append(block)
+                self._enqueue(block)
+
+    def _enqueue(self, block: Block) -> None:
+        if block.name is None:
+            self.free_queue.insert(0, block)
+        else:
+            self.free_queue.append(block)
 
     def set_name(self, block: Block, name: int) -> None:
         """Make a full block findable. Several blocks may carry one name."""
@@ -113,10 +121,14 @@ class TextbookBlockPool:
         self._by_name.setdefault(name, []).append(block)
 
     def remove_name(self, block: Block) -> None:
-        """Make a block unfindable; nothing happens to one without a name."""
+        """Make a block unfindable, and the next to be taken if it is free; nothing happens to one
+        without a name."""
         if block.name is not None:
             self._by_name[block.name].remove(block)
             block.name = None
+            if block in self.free_queue:
+                self.free_queue.remove(block)
+                self._enqueue(block)
 
     def find(self, name: int) -> Block | None:
         """Of the blocks that carry the name, the one that has carried it longest."""
@@ -134,6 +146,8 @@ class TextbookBlockPool:
         assert null_block.ref_count == 0, "somebody holds the null block"
         assert null_block.name is None, "the null block has a name"
         assert len(self.free_queue) == len(set(self.free_queue)), "a block is free twice"
+        is_named = [block.name is not None for block in self.free_queue]
+        assert is_named == sorted(is_named), "a block with a name is taken before one without"
         not_held = {block for block, count in num_holders.items() if count == 0}
         assert set(self.free_queue) == not_held - {null_block}, "a block is lost"
         cached = [block for blocks in self._by_name.values() for block in blocks]

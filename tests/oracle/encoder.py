@@ -20,19 +20,22 @@ class EncoderCache:
     """Outputs by content hash. One without users stays until its room is needed.
 
     capacity: in tokens.
+    lookahead: positions that a drafter reads behind those that a step computes. Until it has passed
+              an item, its request uses it, unless that is stuck.
     unused:   outputs without a user, the longest unused first.
     evicted:  hashes the workers have not been told of.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, lookahead: int = 0) -> None:
         self.capacity = capacity
+        self.lookahead = lookahead
         self.outputs: dict[str, CachedOutput] = {}
         self.unused: list[str] = []
         self.evicted: list[str] = []
 
     def copy(self) -> "EncoderCache":
         """To try something out on."""
-        copy = EncoderCache(self.capacity)
+        copy = EncoderCache(self.capacity, self.lookahead)
         copy.unused = [*self.unused]
         for hash_, output in self.outputs.items():
             copy.outputs[hash_] = CachedOutput(output.num_tokens, [*output.users])
@@ -66,19 +69,20 @@ class EncoderCache:
         return item.num_tokens
 
     def drop(self, request: TextbookRequest, num_computed: int) -> None:
-        """The request needs no item any more that ends within its computed tokens."""
+        """The request needs no item any more that ends within its computed tokens, and before
+        those that a drafter reads."""
         for index, item in enumerate(request.items):
             output = self.outputs.get(item.hash)
             if output is None or (request, index) not in output.users:
                 continue
-            if item.offset + item.num_tokens <= num_computed:
+            if item.offset + item.num_tokens + self.lookahead <= num_computed:
                 output.users.remove((request, index))
                 if not output.users:
                     self.unused.append(item.hash)
 
     def drop_all(self, request: TextbookRequest) -> None:
         """The request ends, or computes everything anew."""
-        self.drop(request, len(request.prompt))
+        self.drop(request, len(request.prompt) + self.lookahead)
 
     def withdraw(self, request: TextbookRequest, index: int) -> Use | None:
         """The output of this item will not be made for this request. If others count on it, one of

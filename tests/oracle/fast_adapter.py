@@ -93,6 +93,7 @@ class FastAdapter:
             grammars=grammars,
             num_ranks=num_ranks,
         )
+        self._num_ranks = num_ranks
         self._drafts_apart = drafts_apart
         self._max_num_seqs = config.max_num_seqs
         self._block_size = cache.block_size
@@ -109,6 +110,7 @@ class FastAdapter:
         self._ids: dict[int, str] = {}
         self._tables: dict[int, list[int]] = {}
         self._sampling: dict[int, SamplingRows] = {}
+        self._loading_steps: set[int] = set()
 
     @property
     def num_free_blocks(self) -> int:
@@ -140,6 +142,8 @@ class FastAdapter:
         frames = [bytes(frame) for frame in self._encoder.encode(plan)]
         received = self._decoder.decode(frames)
         assert isinstance(received, SchedulerOutput)
+        if received.has_loads:
+            self._loading_steps.add(received.step)
         return self._follow(received)
 
     def _follow(self, plan: SchedulerOutput) -> OraclePlan:
@@ -242,6 +246,9 @@ class FastAdapter:
             ),
             0.0,
         )
+        if step in self._loading_steps:
+            for rank in range(1, self._num_ranks):
+                self.scheduler.update_from_transfers(TransferReport(self._epoch, rank, step), 0.0)
         if draft_rows and not in_answer:
             self.scheduler.update_drafts(int32_array(draft_rows), int32_array(draft_tokens))
 

@@ -21,6 +21,11 @@ def schedule_running(scheduler: "TextbookScheduler", step: Step) -> None:
         num_tokens, items = plan_items(
             scheduler.encoder, request, request.num_computed, need, step.encoder_budget
         )
+        if num_tokens == 0 < need:  # it is stuck; what it keeps for its drafter may be in the way
+            scheduler.encoder.drop(request, request.num_computed + scheduler.encoder.lookahead)
+            num_tokens, items = plan_items(
+                scheduler.encoder, request, request.num_computed, need, step.encoder_budget
+            )
         if num_tokens <= 0:
             continue
         end = scheduler.with_lookahead(request.num_computed + num_tokens)

@@ -19,13 +19,25 @@ def test_taking_blocks_drops_their_names() -> None:  # NUM-01
     assert ids(pool.free_queue) == [4, 5]
 
 
-def test_freed_blocks_are_queued_in_the_order_given() -> None:  # NUM-02
+def test_freed_blocks_with_names_are_queued_in_the_order_given() -> None:  # NUM-02
     pool = TextbookBlockPool(15)
     pool.take(9)
     held = pool.take(5)
     assert ids(held) == [10, 11, 12, 13, 14]
+    for block in held:
+        pool.set_name(block, block.block_id)
     pool.free(reversed(held))
     assert ids(pool.free_queue) == [14, 13, 12, 11, 10]
+
+
+def test_freed_blocks_without_names_are_taken_before_all_others_the_last_one_first() -> None:
+    pool = TextbookBlockPool(6)
+    held = pool.take(4)
+    pool.set_name(held[1], 7)
+    pool.free(reversed(held))
+    assert ids(pool.free_queue) == [1, 3, 4, 5, 2]
+    pool.remove_name(held[1])
+    assert ids(pool.free_queue) == [2, 1, 3, 4, 5]
 
 
 def test_touched_blocks_leave_the_queue_and_keep_their_names() -> None:  # NUM-03
@@ -38,13 +50,13 @@ def test_touched_blocks_leave_the_queue_and_keep_their_names() -> None:  # NUM-0
     assert [(block.ref_count, block.name) for block in hits] == [(1, 2), (1, 3)]
 
 
-def test_cached_blocks_without_a_holder_are_free() -> None:  # NUM-04
+def test_blocks_with_names_are_free_too_but_taken_last() -> None:  # NUM-04
     pool = TextbookBlockPool(8)
     blocks = pool.take(7)
     for block in (blocks[2], blocks[5]):
         pool.set_name(block, block.block_id)
     pool.free([blocks[index] for index in (2, 3, 5, 6)])
-    assert ids(pool.free_queue) == [3, 4, 6, 7]
+    assert ids(pool.free_queue) == [7, 4, 3, 6]
     pool.check_invariants(blocks[index] for index in (0, 1, 4))
 
 

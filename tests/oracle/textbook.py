@@ -97,7 +97,8 @@ class TextbookScheduler:
         capacity = self.config.encoder_cache_size
         if capacity is None:
             capacity = self.config.max_num_encoder_input_tokens
-        self.encoder = EncoderCache(capacity) if self.cross is None else RowEncoder()
+        lookahead = min(self.config.num_lookahead_tokens, 1)
+        self.encoder = EncoderCache(capacity, lookahead) if self.cross is None else RowEncoder()
         self.transfers = Transfers(self._num_ranks)
         self.unanswered: list[UnansweredPlan] = []
         self.num_invalid_drafts = 0

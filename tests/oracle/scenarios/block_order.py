@@ -14,13 +14,14 @@ BLOCK_ORDER: Final = (
         "POO-03",
         usable_blocks=5,
         lines=(
-            Add("x", [70], max_tokens=1),
+            # All five are cached, so they are taken in the order in which they were freed.
+            Add("x", range(60, 64), max_tokens=1),
             Add("cached", range(4), max_tokens=1),
-            Add("y", [71], max_tokens=1),
-            Add("z", [72], max_tokens=1),
-            Add("w", [73], max_tokens=1),
+            Add("y", range(64, 68), max_tokens=1),
+            Add("z", range(68, 72), max_tokens=1),
+            Add("w", range(72, 76), max_tokens=1),
             Plan(
-                {"x": 1, "cached": 4, "y": 1, "z": 1, "w": 1},
+                {"x": 4, "cached": 4, "y": 4, "z": 4, "w": 4},
                 new=("x", "cached", "y", "z", "w"),
                 tables={"x": (1,), "cached": (2,), "y": (3,), "z": (4,), "w": (5,)},
             ),
@@ -45,7 +46,7 @@ BLOCK_ORDER: Final = (
         ),
     ),
     scenario(
-        "a request's blocks are freed tail first",
+        "a request's blocks are freed tail first: all but the partial last one are cached",
         "NUM-02",
         "FRQ-05",
         usable_blocks=5,
@@ -76,13 +77,13 @@ BLOCK_ORDER: Final = (
                 {"x": 90, "cached": 90, "y": 90},
                 ended={"x": LENGTH, "cached": LENGTH, "y": LENGTH},
             ),
-            Add("hitter", range(9), max_tokens=1),  # the queue is 1, 3, 2, 4
+            Add("hitter", range(9), max_tokens=1),  # the queue is 4, 1, 3, 2
             Plan(
                 {"hitter": 1},
                 new=("hitter",),
                 finished=("cached", "x", "y"),
                 cached={"hitter": 8},
-                tables={"hitter": (2, 3, 1)},
+                tables={"hitter": (2, 3, 4)},
             ),
             Free(1),
             Answer({"hitter": 90}, ended={"hitter": LENGTH}),
@@ -97,8 +98,9 @@ BLOCK_ORDER: Final = (
         ),
     ),
     scenario(
-        "cached blocks without a holder are free blocks",
+        "cached blocks without a holder are free, and reused after those that are not cached",
         "NUM-04",
+        "POO-04",
         "POO-10",
         "POO-11",
         usable_blocks=7,
@@ -125,7 +127,7 @@ BLOCK_ORDER: Final = (
                 {"a": 1, "b": 1, "taker": 15},
                 new=("taker",),
                 finished=("c", "d", "e", "f"),
-                tables={"a": (1, 2), "b": (5,), "taker": (3, 4, 6, 7)},
+                tables={"a": (1, 2), "b": (5,), "taker": (7, 4, 3, 6)},
             ),
         ),
     ),

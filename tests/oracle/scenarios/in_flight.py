@@ -95,7 +95,7 @@ IN_FLIGHT: Final = (
             Plan({"one": 3}, new=("one",), tables={"one": (1,)}),
             Abort("one"),
             Add("one", range(20, 22)),
-            Plan({"one": 2}, new=("one",), finished=("one",), tables={"one": (2,)}),
+            Plan({"one": 2}, new=("one",), finished=("one",), tables={"one": (1,)}),
             Answer({"one": 90}, dropped=("one",)),
             Answer({"one": 91}),
             Abort("one"),

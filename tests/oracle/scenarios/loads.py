@@ -76,7 +76,7 @@ LOADS: Final = (
             Loads(()),
             Answer({"zero": 90}, dropped=("zero",)),
             Plan({}),
-            Loads((("one", (4, 3), 8),)),
+            Loads((("one", (3, 4), 8),)),
         ),
     ),
     scenario(

@@ -63,7 +63,7 @@ PREEMPTION: Final = (
                 tables={"one": (1, 2), "two": (3,), "three": (4,)},
             ),
             Answer({"two": 90, "three": 90}),
-            Plan({"one": 3}, preempted=("three", "two"), tables={"one": (1, 2, 4, 3)}),
+            Plan({"one": 3}, preempted=("three", "two"), tables={"one": (1, 2, 3, 4)}),
             Answer({"one": 90}, ended={"one": LENGTH}),
             Plan({"two": 2, "three": 2}, resumed=("two", "three"), finished=("one",)),
         ),
@@ -145,7 +145,7 @@ PREEMPTION: Final = (
             Plan({"casual": 4, "urgent": 1}, tables={"casual": (1, 2, 3, 4, 7, 8, 10, 11)}),
             Answer({"urgent": 92}),
             # "casual" gets 12 and 13 for its last four tokens, until "urgent" needs a block.
-            Plan({"urgent": 1}, preempted=("casual",), tables={"urgent": (5, 6, 9, 13)}),
+            Plan({"urgent": 1}, preempted=("casual",), tables={"urgent": (5, 6, 9, 12)}),
             Answer({"urgent": 93}, ended={"urgent": LENGTH}),
             Plan(
                 {"casual": 4},
