@@ -28,6 +28,9 @@ import report
 from longshore.deploy.gateway.engines import engine_choice
 from longshore.deploy.gateway.engines.engine_choice import EngineChoice
 from longshore.deploy.requests.live_requests import LiveRequest
+from longshore.protocol.arrays import EMPTY_INT32
+from longshore.protocol.requests import AddRequest
+from longshore.protocol.sampling import SamplingParams
 
 BUDGET: Final = 2048
 MAX_ROWS: Final = 256
@@ -44,6 +47,8 @@ CASES: Final = (
     ("4 gateways, alike", 4, 4, 0.3, 30.0, False),
     ("4 gateways, a slow engine", 4, 4, 1.3, 15.0, True),
 )
+
+NO_MESSAGE: Final = AddRequest("", 0, EMPTY_INT32, SamplingParams())
 
 
 @dataclass(eq=False)
@@ -146,7 +151,7 @@ class Simulation:
         num_output = max(1, int(self._rng.expovariate(1 / 150)))
         gateway = self._gateways[number]
         engine = gateway.choose(self._draws)
-        live = LiveRequest("", 0, range(num_prompt), lambda: None)
+        live = LiveRequest("", 0, range(num_prompt), NO_MESSAGE, lambda: None)
         gateway.send(engine, live)
         self._engines[engine].requests.append(Request(live, number, now, num_output, num_prompt))
         if not self._engines[engine].is_busy:
@@ -166,7 +171,7 @@ class Simulation:
             if not request.live.num_taken:
                 self.ttft_s.append(now - request.arrived_s)
                 self._gateways[request.gateway].choice.note_answer(request.live)
-            request.live.num_taken += 1
+            request.live.taken_token_ids.append(0)
             request.num_left -= 1
             if not request.num_left:
                 self._engines[number].requests.remove(request)

@@ -43,7 +43,12 @@ from longshore.protocol.handshake import (
     WorkerHello,
     WorkerReady,
 )
-from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from longshore.protocol.kv_cache_spec import (
+    FullAttentionSpec,
+    HeadShare,
+    KVCacheConfig,
+    KVCacheGroup,
+)
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.transport.channel import (
@@ -181,8 +186,8 @@ def connect_worker(
     )
     num_blocks = identity.max_num_seqs * (identity.max_model_len // BLOCK_SIZE + 1) + 1
     spec = FullAttentionSpec(BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype_bytes=2)
-    groups = (KVCacheGroup(("layer",), spec),)
-    worker.send(WorkerHello(0, identity, KVCacheConfig(num_blocks, groups, "bfloat16")))
+    groups, heads = (KVCacheGroup(("layer",), spec),), HeadShare(0, 8, 8)
+    worker.send(WorkerHello(0, identity, KVCacheConfig(num_blocks, groups, "bfloat16"), heads))
     answer = worker.receive(TIMEOUT_S)
     assert isinstance(answer, WorkerAccepted), answer
     worker.send(WorkerReady(0))

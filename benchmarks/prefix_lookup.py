@@ -28,6 +28,7 @@ from peers import workload
 from scheduler_step import add_groups, growth, kv_cache_of
 
 from longshore.protocol.arrays import Int32Array
+from longshore.protocol.kv_cache_spec import LongestRequest
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.sampling import SamplingParams
 from longshore.scheduler.config import CacheConfig
@@ -88,8 +89,8 @@ class Cache:
         self._manager = KVCacheManager(
             CacheConfig(block_size=BLOCK_SIZE, hash_algorithm=algorithm),
             kv_cache_of(groups, groups * 3 * self.num_tokens // BLOCK_SIZE, kinds),
+            LongestRequest(self.num_tokens + BLOCK_SIZE),
             max_num_seqs=MAX_NUM_SEQS,
-            max_model_len=self.num_tokens + BLOCK_SIZE,
             hash_seed=b"benchmark",
         )
         self._hasher = BlockHasher(BLOCK_SIZE, b"benchmark", algorithm)

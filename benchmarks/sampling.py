@@ -26,7 +26,7 @@ from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, K
 from longshore.protocol.plan import RowStart, SchedulerOutput, digest_changes
 from longshore.protocol.sampling import SamplingParams
 from longshore.worker.kv_cache.buffer import KVCache
-from longshore.worker.step.compute_queue import open_compute_queue
+from longshore.worker.queues.compute_queue import open_compute_queue
 from longshore.worker.step.model_runner import ModelRunner
 
 CASES = [(4_096, 64), (151_936, 8)]

@@ -27,7 +27,12 @@ from longshore.protocol.handshake import (
     WorkerHello,
     WorkerReady,
 )
-from longshore.protocol.kv_cache_spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from longshore.protocol.kv_cache_spec import (
+    FullAttentionSpec,
+    HeadShare,
+    KVCacheConfig,
+    KVCacheGroup,
+)
 from longshore.protocol.transport.channel import (
     Channel,
     Endpoint,
@@ -84,8 +89,8 @@ def measure(num_blocks: int) -> tuple[float, float]:
             open_socket(context, zmq.DEALER, endpoint, bind=False), ToWorker
         )
         spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype_bytes=2)
-        groups = (KVCacheGroup(("layer",), spec),)
-        worker.send(WorkerHello(0, IDENTITY, KVCacheConfig(num_blocks, groups, "bfloat16")))
+        groups, heads = (KVCacheGroup(("layer",), spec),), HeadShare(0, 8, 8)
+        worker.send(WorkerHello(0, IDENTITY, KVCacheConfig(num_blocks, groups, "bfloat16"), heads))
         assert isinstance(worker.receive(30), WorkerAccepted)
         worker.send(WorkerReady(0))
         with ours.makefile("rb") as lines:

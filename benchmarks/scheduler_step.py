@@ -2,6 +2,7 @@
 
     python benchmarks/scheduler_step.py [--running 1 64 256 1024 4096] [--groups 1 2 4]
                                         [--kinds windows] [--json F]
+    python benchmarks/scheduler_step.py --connector [--running 64 256 1024] [--json F]
 
 Our step plans, encodes the plan, applies the output and encodes the message to the gateway. Their
 step is only `schedule()` and `update_from_output()`. The two sides take turns (ours, theirs, ours,
@@ -16,6 +17,12 @@ cache groups, the first one has full attention. `--kinds` selects the others: `w
 windows of 256 tokens; `mixed` are such a window, a state, and chunks of 256 tokens (without the
 peer, which has no states here). `growth` is the median and the mean of a row, divided by those of
 the row with the fewest groups.
+
+`--connector` compares our step with the offloading connector to our step without one instead: two
+schedulers with the same requests take turns, one step each. `idle`: all requests complete a block
+in the same step, and only the steps count in which there is nothing to store. `storing`: in every
+step, a sixteenth of the requests completes a block, which is stored; the workers report each store
+in the next step. Medians; `ratio` divides them. `counted` is the share of the steps that count.
 """
 
 import argparse
@@ -26,10 +33,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from typing import Any
 
+import msgspec
 import numpy as np
 import report
 from peers import workload
 
+from longshore.connectors.base import ConnectorConfig, SchedulerConnector, StepView
+from longshore.connectors.offloading.connector import OffloadingConnector
+from longshore.connectors.offloading.messages import Commands, Ended, Report
 from longshore.protocol.handshake import ToClient, ToWorker
 from longshore.protocol.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -40,7 +51,7 @@ from longshore.protocol.kv_cache_spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from longshore.protocol.outputs import ModelRunnerOutput
+from longshore.protocol.outputs import ModelRunnerOutput, TransferReport
 from longshore.protocol.plan import SchedulerOutput
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.rows import PlanFollower, RowTable
@@ -89,7 +100,13 @@ class Load:
     part of a step (`intake_us`, `plan_us`, `apply_us`) and the size of each plan."""
 
     def __init__(
-        self, work: workload.Workload, *, mode: str, groups: int = 1, kinds: str = "windows"
+        self,
+        work: workload.Workload,
+        *,
+        mode: str,
+        groups: int = 1,
+        kinds: str = "windows",
+        connector: SchedulerConnector | None = None,
     ) -> None:
         num_running = len(work.first)
         kv_cache = kv_cache_of(groups, groups * work.num_blocks, kinds)
@@ -106,7 +123,9 @@ class Load:
             kv_cache=kv_cache,
             hash_seed=b"benchmark",
             vocab_size=workload.VOCAB_SIZE,
+            connector=connector,
         )
+        self._stores: list[bytes] = []  # metadata of plans, whose stores end before the next step
         self._plans: Encoder[ToWorker] = Encoder()
         self._messages: Encoder[ToClient] = Encoder()
         self._unanswered: deque[SchedulerOutput] = deque()
@@ -146,6 +165,17 @@ class Load:
         tokens = self._tokens[first : first + self._num_samples.popleft()]
         return ModelRunnerOutput(epoch=1, step=plan.step, sampled_tokens=tokens)
 
+    def _end_stores(self) -> list[TransferReport]:
+        """The workers' reports of the stores of earlier steps."""
+        stores, self._stores = self._stores, []
+        reports = []
+        for metadata in stores:
+            commands = msgspec.msgpack.decode(metadata, type=Commands)
+            jobs = [Ended(job.job_id) for job in commands.stores]
+            data = msgspec.msgpack.encode(Report(jobs))
+            reports.append(TransferReport(epoch=1, rank=0, connector_metadata=data))
+        return reports
+
     def forget_samples(self) -> None:
         """Discard the samples of the warm-up."""
         for samples in (self.intake_us, self.plan_us, self.apply_us, self.plan_bytes):
@@ -164,12 +194,17 @@ class Load:
         while (plan := scheduler.schedule(0.0)) is not None:
             frames = self._plans.encode(plan)
             unanswered.append(plan)
+            if plan.connector_metadata:
+                self._stores.append(plan.connector_metadata)
         planned = time.perf_counter_ns()
         self.plan_bytes.append(sum(map(len, frames)))
         self.num_preempted += len(unanswered[-1].preempted_rows) if frames else 0
         self._num_samples += map(self._num_sampled, islice(unanswered, num_known, None))
         output = self._answer(unanswered.popleft())
+        reports = self._end_stores()
         answering = time.perf_counter_ns()
+        for stored in reports:
+            scheduler.update_from_transfers(stored, 0.0)
         scheduler.update_from_output(output, 0.0)
         outputs = scheduler.take_outputs()
         for _, message in outputs:
@@ -304,6 +339,67 @@ def compare(
     return rows
 
 
+class Offloading(OffloadingConnector):
+    """num_asked: how often the connector was asked for its metadata."""
+
+    num_asked = 0
+
+    def build_connector_meta(self, step: StepView) -> bytes:
+        self.num_asked += 1
+        return super().build_connector_meta(step)
+
+
+def offloading(num_blocks: int) -> Offloading:
+    """The connector, with host memory for half as many blocks as the device has."""
+    config = ConnectorConfig(
+        {"cpu_bytes_to_use": num_blocks // 2},
+        block_size=FULL.block_size,
+        num_blocks=num_blocks,
+        specs=(FULL,),
+        hash_block_size=FULL.block_size,
+        rank_block_bytes=(1,),
+    )
+    return Offloading(config)
+
+
+def compare_connector(running: int, mode: str, *, steps: int) -> list[dict[str, Any]]:
+    """A row for each workload, `idle` and `storing`."""
+    rows = []
+    steps, warm_up = max(steps, MIN_ROW_STEPS * 4 // running), 64
+    for work in ("idle", "storing"):
+        requests = workload.make("steady", running, steps + warm_up)
+        if work == "idle":
+            first = [workload.Arrival(one.prompt[:512], one.max_tokens) for one in requests.first]
+            requests = workload.Workload(first, [], requests.num_blocks)
+        connector = offloading(requests.num_blocks)
+        sides = [Load(requests, mode=mode), Load(requests, mode=mode, connector=connector)]
+        asked = []
+        for number in range(warm_up + steps):
+            if number == warm_up:
+                gc.collect()
+                gc.freeze()
+            before = connector.num_asked
+            for side in sides if number % 2 else reversed(sides):
+                side.step()
+            asked.append(connector.num_asked > before)
+        gc.unfreeze()
+        counts = np.array(asked[warm_up:]) == (work == "storing")
+        without, with_one = (
+            np.add(side.plan_us, side.apply_us)[warm_up:][counts] for side in sides
+        )
+        row = {
+            "running": running,
+            "mode": mode,
+            "work": work,
+            "without_us": float(np.median(without)),
+            "with_us": float(np.median(with_one)),
+            "ratio": float(np.median(with_one) / np.median(without)),
+            "counted": float(counts.mean()),
+        }
+        rows.append(row)
+    return rows
+
+
 def growth(row: dict[str, Any], fewest: dict[str, Any], *names: str) -> dict[str, float]:
     """The figures of `row`, divided by those of the row with the fewest groups."""
     return {name.removesuffix("_us"): row[name] / fewest[name] for name in names}
@@ -321,9 +417,19 @@ def add_groups(arguments: argparse.ArgumentParser) -> None:
 def main() -> None:
     arguments = report.parser(__doc__, peer="core")
     arguments.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
+    arguments.add_argument("--connector", action="store_true", help="compare with offloading")
     arguments.add_argument("--steps", type=int, default=500, help="minimum per turn")
     add_groups(arguments)
     options = arguments.parse_args()
+    if options.connector:
+        rows = [
+            row
+            for running in options.running
+            for mode in ("sync", "async")
+            for row in compare_connector(running, mode, steps=options.steps)
+        ]
+        report.write(options.json, rows)
+        return
     groups = {
         "turns": options.turns,
         "groups": sorted(options.groups),
