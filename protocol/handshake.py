@@ -17,6 +17,7 @@ import msgspec
 from longshore.protocol.errors import HandshakeRejected
 from longshore.protocol.kv_cache_spec import HeadShare, KVCacheConfig
 from longshore.protocol.outputs import (
+    AdmissionChanged,
     EngineFailed,
     EngineOutputs,
     ModelRunnerOutput,
@@ -33,7 +34,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 12
+PROTOCOL_VERSION: Final = 13
 """Increased by every change of a message; both sides must have the same version."""
 
 
@@ -158,7 +159,13 @@ ToEngine: TypeAlias = (
     | ClientHello
 )
 ToClient: TypeAlias = (
-    EngineOutputs | EngineReport | BlockSnapshot | EngineFailed | EngineReady | Rejected
+    EngineOutputs
+    | AdmissionChanged
+    | EngineReport
+    | BlockSnapshot
+    | EngineFailed
+    | EngineReady
+    | Rejected
 )
 
 
