@@ -14,6 +14,7 @@ from cyclopts.config import Env, Toml
 
 import longshore
 from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
+from longshore.deploy.cli.admin_commands import admin
 from longshore.deploy.cli.client_options import (
     ChatOptions,
     DoctorOptions,
@@ -39,6 +40,7 @@ app.command(bench)
 kv = App(name="kv", help="Look at, check and remove the KV blocks that the disk tier keeps.")
 kv.config = ()  # flags alone: no variable may answer `clean --yes`
 app.command(kv)
+app.command(admin)
 
 
 @app.command(usage="Usage: longshore serve [OPTIONS] [MODEL]")
@@ -267,7 +269,8 @@ def _settings_file(path: Path) -> Toml:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     commands = [*_commands(app), *(f"bench.{name}" for name in _commands(bench))]
     commands.remove("bench")
-    commands.remove("kv")  # takes no settings from files
+    for group in ("kv", "admin"):
+        commands.remove(group)  # they take no settings from files
     nested = tables.pop("bench", {})
     named = {**tables, **({f"bench.{n}": t for n, t in nested.items()} if nested else {})}
     for name, table in named.items():
