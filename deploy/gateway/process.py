@@ -36,6 +36,7 @@ from longshore.deploy.supervisor.runtime_dir import read_death_note, read_progre
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.handshake import ClientHello, EngineReady
 from longshore.protocol.transport.lifeline import (
+    ALIVE_INTERVAL_S,
     Failed,
     Lifeline,
     Progress,
@@ -77,11 +78,21 @@ async def _serve(config: GatewayConfig, lifeline: Lifeline) -> None:
         await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
+            alive = asyncio.create_task(_report_alive(lifeline))
+            await serving
+            alive.cancel()
         else:
             ready.cancel()  # stopped before the engine was ready
-        await serving
+            await serving
     finally:
         process.close()
+
+
+async def _report_alive(lifeline: Lifeline) -> None:
+    """Report from the loop that serves all requests, so that one that hangs is noticed."""
+    while True:
+        lifeline.report_alive()
+        await asyncio.sleep(ALIVE_INTERVAL_S)
 
 
 class GatewayProcess:
