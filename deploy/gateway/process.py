@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import resource
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.responses import Model
 from longshore.deploy.gateway.text.tokenizer import load_tokenizer
 from longshore.deploy.requests.speech import SpeechModel
+from longshore.deploy.supervisor.limits import connections_left
 from longshore.deploy.supervisor.logs import set_up_logging
 from longshore.deploy.supervisor.runtime_dir import read_death_note, read_progress_note
 from longshore.protocol.errors import LongshoreError
@@ -57,8 +57,6 @@ def main(argv: Sequence[str]) -> int:
     (config_file,) = argv
     config = msgspec.json.decode(Path(config_file).read_bytes(), type=GatewayConfig)
     set_up_logging(config.log_level, is_relayed=config.lifeline_fd is not None)
-    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # one per stream
     disable_created_metrics()  # an unused timestamp per counter
     runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
@@ -131,7 +129,11 @@ class GatewayProcess:
             uvicorn.Config(
                 self._gateway.app,
                 http=partial(  # type: ignore[arg-type]  # uvicorn only calls it
-                    BoundedConnection, unread_timeout_s=config.unread_timeout_s
+                    BoundedConnection,
+                    unread_timeout_s=config.unread_timeout_s,
+                    max_connections=partial(
+                        connections_left, 2 * len(config.engines) + len(config.peers)
+                    ),
                 ),
                 ws="none",
                 lifespan="off",
