@@ -20,6 +20,7 @@ from longshore.deploy.supervisor.engine_config import (
     engine_processes,
     plan_engine,
 )
+from longshore.deploy.supervisor.limits import check_address_space, raise_file_limit
 from longshore.deploy.supervisor.listeners import bind, url_of
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
 from longshore.deploy.supervisor.process import ProcessSpec
@@ -51,6 +52,9 @@ def serve(
     plan = plan_engine(options, model)
     key_file = options.admin_key_file
     admin_key = None if key_file is None else read_admin_key(key_file)
+    num_processes = options.replicas * (options.num_ranks + 1) + options.gateways
+    raise_file_limit(num_processes, options.max_live_requests)
+    check_address_space(plan.device)
     with (
         StopSignals() as stop_signal,
         ExitStack() as port,
