@@ -5,7 +5,7 @@ One line of JSON each, over the private socket of the deployment, such as
 `/admin`.
 """
 
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias, get_args
 
 import msgspec
 
@@ -103,22 +103,7 @@ Action: TypeAlias = (
     | ProfileProcesses
     | SetLevel
 )
-ACTION_NAMES: Final = tuple(
-    str(action.__struct_config__.tag)
-    for action in (
-        Status,
-        PauseEngine,
-        ResumeEngine,
-        Drain,
-        Restart,
-        ResetPrefixCache,
-        ResetEncoderCache,
-        ResetConnectorCache,
-        KVSnapshot,
-        ProfileProcesses,
-        SetLevel,
-    )
-)
+ACTION_NAMES: Final = tuple(str(action.__struct_config__.tag) for action in get_args(Action))
 
 _decoder: msgspec.json.Decoder[Action] = msgspec.json.Decoder(Action)
 

@@ -25,25 +25,20 @@ class AdminFailed(LongshoreError):
 def perform(path: Path, action: Action) -> Iterator[tuple[Answer, BinaryIO]]:
     """Send an action; gives its answer, and the content that follows it. Waits as long as the
     action takes; the socket closes when the deployment ends. Raises AdminFailed."""
-    with socket.socket(socket.AF_UNIX) as connection:
+    with socket.socket(socket.AF_UNIX) as connection, connection.makefile("rb") as content:
         connection.settimeout(CONNECT_TIMEOUT_S)
         try:
             connection.connect(str(path))
             connection.settimeout(None)
             connection.sendall(msgspec.json.encode(action) + b"\n")
-            with connection.makefile("rb") as content:
-                yield _read_answer(content), content
+            line = content.readline()
         except OSError as error:
             raise AdminFailed(
                 f"{path} does not answer: {error}. Is `longshore serve` still running?"
             ) from error
-
-
-def _read_answer(content: BinaryIO) -> Answer:
-    line = content.readline()
-    if not line:
-        raise AdminFailed("the deployment ended before it answered")
-    return msgspec.json.decode(line, type=Answer)
+        if not line:
+            raise AdminFailed("the deployment ended before it answered")
+        yield msgspec.json.decode(line, type=Answer), content
 
 
 def find_socket() -> Path:

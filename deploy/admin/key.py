@@ -15,6 +15,8 @@ def read_admin_key(path: Path) -> str:
     """Raises ConfigError if the file cannot be read, is not private, or has no usable key."""
     try:
         check_private(path)
+        if not path.is_file():  # opening a pipe would block
+            raise ConfigError(f"admin_key_file={str(path)!r} is not a regular file")
         with path.open("rb") as file:
             key = file.read(MAX_CHARACTERS + 2).decode("ascii", "replace").strip()
     except OSError as error:

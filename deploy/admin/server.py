@@ -30,7 +30,7 @@ from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 logger = logging.getLogger(__name__)
 
 READ_TIMEOUT_S: Final = 5.0
-MAX_CONNECTIONS: Final = 32
+MAX_ACTIONS: Final = 32
 
 
 class AdminServer:
@@ -60,11 +60,11 @@ class AdminServer:
 class _Server(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
     block_on_close = False
-    request_queue_size = MAX_CONNECTIONS
+    request_queue_size = MAX_ACTIONS
 
     def __init__(self, path: Path, operations: Operations) -> None:
         self.operations = operations
-        self.slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.slots = threading.BoundedSemaphore(MAX_ACTIONS)
         super().__init__(str(path), _Connection)
 
     def server_bind(self) -> None:
@@ -81,16 +81,16 @@ class _Connection(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         with contextlib.suppress(OSError):  # the client has gone
+            line = self.rfile.readline(MAX_REQUEST_BYTES)
             if not self.server.slots.acquire(blocking=False):
-                self._send(Answer(False, error=f"{MAX_CONNECTIONS} actions are under way; wait"))
+                self._send(Answer(False, error=f"{MAX_ACTIONS} actions are under way; wait"))
                 return
             try:
-                self._handle()
+                self._handle(line)
             finally:
                 self.server.slots.release()
 
-    def _handle(self) -> None:
-        line = self.rfile.readline(MAX_REQUEST_BYTES)
+    def _handle(self, line: bytes) -> None:
         try:
             action = decode_action(line)
         except msgspec.MsgspecError as error:

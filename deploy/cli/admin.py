@@ -1,5 +1,6 @@
 """`longshore admin`: sends an action to a running deployment and prints what it did."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -23,7 +24,8 @@ def run(action: Action, socket: Path | None, *, as_json: bool) -> int:
             for result in answer.results:
                 print(f"{result.process}: {result.message}", flush=True)
         if isinstance(action, Drain):
-            content.read()  # until the deployment has ended
+            with contextlib.suppress(OSError):
+                content.read()  # until the deployment has ended
     return 0 if answer.ok else 1
 
 

@@ -1,5 +1,6 @@
 """The file with the key of /admin."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,12 @@ def test_a_file_without_a_usable_key_is_rejected(tmp_path: Path, content: bytes)
 def test_a_file_that_others_can_read_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="chmod 600"):
         read_admin_key(key_file(tmp_path, b"0123456789abcdef\n", 0o640))
+
+
+def test_a_pipe_is_rejected_without_waiting_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "key", 0o600)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_admin_key(tmp_path / "key")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
