@@ -10,6 +10,7 @@ from typing import Final
 
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.transport.channel import Endpoint
+from longshore.protocol.transport.security import new_secret
 
 # sockaddr_un has 107 bytes and a terminating zero.
 MAX_SOCKET_PATH_BYTES: Final = 107
@@ -23,10 +24,12 @@ class RuntimeDir:
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="longshore-"))  # mkdtemp makes it 0700
         self._memory_fds: list[int] = []
+        self._secret = new_secret()
 
     def endpoint(self, name: str) -> Endpoint:
-        """A ZMQ socket in this directory. Raises ConfigError if its path is too long."""
-        return Endpoint(f"ipc://{self.socket_path(name)}")
+        """A ZMQ socket in this directory, for the processes of this deployment only: they get its
+        secret with their configuration. Raises ConfigError if its path is too long."""
+        return Endpoint(f"ipc://{self.socket_path(name)}", secret=self._secret)
 
     def socket_path(self, name: str) -> Path:
         """Like `endpoint`, for sockets other than ZMQ's."""
