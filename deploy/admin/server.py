@@ -26,6 +26,7 @@ from longshore.deploy.admin.actions import (
 )
 from longshore.deploy.admin.operations import Operations
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.protocol.errors import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ class _Connection(socketserver.StreamRequestHandler):
             action = decode_action(line)
         except msgspec.MsgspecError as error:
             names = ", ".join(ACTION_NAMES)
-            self._send(Answer(False, error=f"not an action: {error}. Actions are {names}"[:1000]))
+            why = shortened(str(error))
+            self._send(Answer(False, error=f"not an action: {why}. Actions are {names}"))
             return
         answer, files = self.server.operations.perform(action)
         try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from longshore.protocol.commands import LogLevel, PauseMode
+from longshore.protocol.errors import ConfigError, shortened
 
 if TYPE_CHECKING:
     from longshore.deploy.admin.actions import Action
@@ -35,13 +36,11 @@ class EngineChoice:
     @property
     def number(self) -> int | None:
         """None: all. Raises ConfigError."""
-        from longshore.protocol.errors import ConfigError
-
         if self.engine == "all":
             return None
         if not (self.engine.isascii() and self.engine.isdigit() and len(self.engine) <= 4):
             raise ConfigError(
-                f"engine={self.engine[:200]!r} must be the number of an engine, or all"
+                f"engine={shortened(self.engine)!r} must be the number of an engine, or all"
             )
         return int(self.engine)
 

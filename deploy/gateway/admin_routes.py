@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from longshore.deploy.admin.actions import ACTION_NAMES, MAX_REQUEST_BYTES, KVSnapshot, Status
 from longshore.deploy.gateway.openai.errors import ApiError, invalid, unavailable
+from longshore.protocol.errors import shortened
 
 ADMIN_PREFIX: Final = "/admin/"
 CHUNK_BYTES: Final = 65_536
@@ -86,7 +87,7 @@ async def _fields_of(request: Request) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the body must be a JSON object: {error}"[:500]) from error
+        raise invalid(f"the body must be a JSON object: {shortened(str(error))}") from error
 
 
 class _Outcome(msgspec.Struct):
