@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from longshore.deploy.supervisor.abandoned_dirs import PREFIX, claim, remove_abandoned
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.transport.channel import Endpoint
 
@@ -18,10 +19,13 @@ _PROGRESS_NOTE: Final = "progress.txt"
 
 
 class RuntimeDir:
-    """A 0700 directory in the system's temporary directory (set by `TMPDIR`)."""
+    """A 0700 directory in the system's temporary directory (set by `TMPDIR`). Creating one removes
+    those that killed deployments have left."""
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="longshore-"))  # mkdtemp makes it 0700
+        remove_abandoned(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))  # mkdtemp makes it 0700
+        self._lock_fd: int | None = claim(self.path)
         self._memory_fds: list[int] = []
 
     def endpoint(self, name: str) -> Endpoint:
@@ -58,6 +62,9 @@ class RuntimeDir:
         while self._memory_fds:
             os.close(self._memory_fds.pop())
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
 
 def check_socket_path(path: Path, advice: str = "Use a shorter path.") -> None:
