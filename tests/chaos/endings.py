@@ -1,5 +1,6 @@
 """Faults while a deployment starts or drains. It ends with them, and nothing is left of it."""
 
+import contextlib
 import random
 import signal
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ class Ending:
     status:  the exit status.
     drain_s: time that running requests have; None: the fault comes while it starts.
     is_cut:  streams may be cut.
+    is_hang: the worker hangs from before the drain on.
     is_short: it is in the short form of the suite.
     """
 
@@ -41,6 +43,7 @@ class Ending:
     status: int
     drain_s: float | None = DRAIN_S
     is_cut: bool = True
+    is_hang: bool = False
     is_short: bool = True
 
 
@@ -88,7 +91,7 @@ ENDINGS: Final[Sequence[Ending]] = (
     Ending("killed in drain", "the scheduler", send("scheduler"), 1),
     Ending("killed in drain", "the gateway", send("gateway"), 1),
     Ending("killed in drain", "the supervisor", send("supervisor"), -signal.SIGKILL),
-    Ending("hung in drain", "the worker", send("worker-0", signal.SIGSTOP), 1, drain_s=2.0),
+    Ending("hung in drain", "the worker", nothing, 1, drain_s=SHORT_DRAIN_S, is_hang=True),
     Ending("killed at start", "the worker", kill_new("worker-0"), 1, drain_s=None),
     Ending(
         "killed at start", "the scheduler", kill_new("scheduler"), 1, drain_s=None, is_short=False
@@ -140,9 +143,14 @@ class Endings:
         with Load(deployment.url, self._prompts, seed=seed) as load:
             load.wait_for_tokens()
             load.stop_asking()
+            worker = deployment.members["worker-0"]
+            worker.suspend()  # so that no stream ends before the fault
             deployment.process.terminate()
             wait_until(lambda: "running requests have" in deployment.output)
             ending.inject(deployment)
+            if not ending.is_hang:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.resume()
             streams = load.finish()
         wrong = check_streams(streams, self._calm, CUT if ending.is_cut else ())
         assert not wrong, wrong[:10]

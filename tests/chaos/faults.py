@@ -75,6 +75,7 @@ REPLICAS: Final[Sequence[Fault]] = (
     Fault("hung", "a scheduler", stop("scheduler-1")),
     Fault("killed", "a gateway", kill("gateway-0")),
     Fault("killed", "the other gateway", kill("gateway-1"), is_short=False),
+    Fault("hung", "a gateway", stop("gateway-1")),
     Fault("paused", "a gateway", pause("gateway-1")),
     Fault("paused", "the supervisor", pause("supervisor"), is_short=False),
     Fault("paused", "a worker", pause("worker-0.0")),

@@ -82,18 +82,19 @@ class Target:
         """Kill processes. Streams of a gateway that is among them may be cut."""
         members = self.members()
         for name in names:
-            victim = members[name]
-            if name.startswith("gateway"):
-                victim.suspend()  # it accepts no more connections
-                self.cut_ports |= {c.raddr.port for c in victim.net_connections("tcp") if c.raddr}
-            self.victims.append(victim)
-            victim.kill()
+            self._stop(members[name], name)
+            members[name].kill()
 
     def stop(self, name: str) -> None:
-        """Stop a process for ever; it is expected to be replaced."""
-        victim = self.members()[name]
+        """Stop a process for ever; it is expected to be replaced. Streams of a gateway that is
+        stopped may be cut."""
+        self._stop(self.members()[name], name)
+
+    def _stop(self, victim: psutil.Process, name: str) -> None:
         self.victims.append(victim)
-        victim.suspend()
+        victim.suspend()  # a gateway accepts no more connections
+        if name.startswith("gateway"):
+            self.cut_ports |= {c.raddr.port for c in victim.net_connections("tcp") if c.raddr}
 
     def pause(self, name: str, duration_s: float) -> None:
         """Stop a process for some time."""
@@ -158,7 +159,7 @@ class Target:
             wait_until(lambda engine=engine: self._is_idle(engine), RECOVERY_S)
         tmp_dir = self.deployment.tmp_dir
         wait_until(lambda: processes_with_tmpdir(tmp_dir) == _ids(self.members().values()))
-        assert self._runtime_files() == self._files
+        wait_until(lambda: self._runtime_files() == self._files)
         assert "were overwritten" not in self.deployment.output  # said by --poison-kv
         wait_until(lambda: self.deployment.process.num_fds() == self._num_descriptors)
 
