@@ -36,8 +36,8 @@ class BlockChanged(EngineDead):
 
 
 class BlockGuard:
-    """`plan` is called with the tables of the host, the rest on the compute queue, in order of the
-    steps."""
+    """The checksums of one rank. `plan` is called on the thread that applies plans, all else on the
+    compute queue, in order of the steps."""
 
     def __init__(self, cache: KVCache, tables: MultiGroupBlockTable) -> None:
         self._cache = cache
@@ -85,9 +85,9 @@ class BlockGuard:
         if changed:
             listed = ", ".join(map(str, changed[:MAX_NAMED]))
             raise BlockChanged(
-                f"full KV blocks were overwritten {when}: {listed} ({len(changed)} in all). "
-                "Rows hold them, so tokens would be computed from wrong KV. Look for a transfer or a kernel "
-                "that writes outside its own blocks."
+                f"full KV blocks were overwritten {when}: {listed} ({len(changed)} in all). Rows "
+                "hold them, so tokens would be computed from wrong KV. Look for a transfer or a "
+                "kernel that writes outside its own blocks."
             )
 
     def record(self, block_ids: Int64s) -> None:
