@@ -129,7 +129,10 @@ class Endings:
                 error.add_note(deployment.output[-6000:])
                 raise
         num_complete = sum(stream.end == COMPLETE for stream in streams)
-        return Outcome(ending.kind, ending.what, num_complete, len(streams) - num_complete, None)
+        num_cut = len(streams) - num_complete
+        outcome = Outcome(ending.kind, ending.what, num_complete, num_cut, None)
+        print(outcome)
+        return outcome
 
     def _end(self, deployment: Deployment, ending: Ending, folder: Path) -> list[Stream]:
         if ending.drain_s is None:
