@@ -161,6 +161,8 @@ class EngineOptions:
             with mode 0700 if it is missing. Deployments that share stored KV need the same one.
             Default: longshore in XDG_STATE_HOME, or in ~/.local/state.
         verify_plan: Send the full state with every plan and compare it (slow; for debugging).
+        poison_kv: Fill KV blocks with a pattern before their first token is written, and stop if a
+            full block changes while a request holds it (slow; for debugging).
         startup_timeout_s: Seconds that startup may take, including loading the model.
         step_timeout_s: Seconds that a step may take, and as many again for every 1,024 tokens that
             it computes; then the worker counts as hung.
@@ -213,6 +215,7 @@ class EngineOptions:
     seed: Annotated[int | None, _MODEL] = None
     state_dir: Annotated[Path | None, _OPERATION] = None
     verify_plan: Annotated[bool, _OPERATION] = False
+    poison_kv: Annotated[bool, _OPERATION] = False
     startup_timeout_s: Annotated[float, _OPERATION] = 600.0
     step_timeout_s: Annotated[float, _OPERATION] = 60.0
     log_level: Annotated[LogLevel, _OPERATION] = "info"
