@@ -15,6 +15,7 @@ from longshore.deploy.cli.setting_checks import (
     check_duration,
     check_range,
 )
+from longshore.deploy.gateway.api_keys import CacheSharing
 from longshore.deploy.supervisor.log_lines import LogFormat
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventFormat, HashFormat
@@ -335,6 +336,9 @@ class ServeOptions(EngineOptions):
             engines once a second.
         api_key: API keys that clients may use; without any, no key is required. Set it in
             LONGSHORE_API_KEY or in a file, because other users can see command lines.
+        share_prefix_cache: Which requests share cached prefixes: those of the same API key, or all.
+            A request finds out from its cached_tokens and its speed which prefixes are cached.
+            Without API keys, all requests share.
         cors_allow_origins: Origins (https://app.example.org) whose pages may use the API from a
             browser; * allows all. Default: none.
         log_format: Format of the lines on standard error: text, or one JSON object per line.
@@ -358,6 +362,7 @@ class ServeOptions(EngineOptions):
     max_audio_s: Annotated[float, _SERVER] = 3600.0
     max_live_requests: Annotated[int, _SERVER] = 16_384
     api_key: Annotated[tuple[str, ...] | None, _SERVER] = field(default=None, repr=False)
+    share_prefix_cache: Annotated[CacheSharing, _SERVER] = "key"
     cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None
     log_format: Annotated[LogFormat, _OPERATION] = "text"
     unread_timeout_s: Annotated[float, _OPERATION] = 60.0

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.cli.ready_message import cache_sizes, ready_message
+from longshore.deploy.gateway.api_keys import plain_keys
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.requests.audio import require_extra
@@ -151,7 +152,7 @@ def _gateway(
         max_audio_bytes=options.max_audio_mib << 20,
         max_audio_s=options.max_audio_s,
         max_live_requests=options.max_live_requests,
-        api_keys=options.api_key or (),
+        api_keys=plain_keys(options.api_key or (), options.share_prefix_cache),
         cors_allow_origins=options.cors_allow_origins or (),
         drain_timeout_s=options.drain_timeout_s,
         unread_timeout_s=options.unread_timeout_s,

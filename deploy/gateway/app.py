@@ -12,6 +12,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.dashboard.dashboard import (
     Dashboard,
     ask_scheduler,
@@ -58,7 +59,7 @@ class Gateway:
         report_timeout_s: float,
         number: int = 0,
         peers: Sequence[str] = (),
-        api_keys: Sequence[str] = (),
+        api_keys: Sequence[ApiKey] = (),
         cors_allow_origins: Sequence[str] = (),
     ) -> None:
         self.metrics = GatewayMetrics()

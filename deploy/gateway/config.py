@@ -2,6 +2,7 @@
 
 import msgspec
 
+from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.model.folder import AudioInput, SamplingDefaults
 from longshore.protocol.transport.channel import Endpoint
@@ -51,7 +52,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_audio_bytes: int = 25 << 20
     max_audio_s: float = 3600.0
     max_live_requests: int = 16_384
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
     cors_allow_origins: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0

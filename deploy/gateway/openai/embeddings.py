@@ -16,7 +16,7 @@ import numpy as np
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.http.json_body import read_json_body
-from longshore.deploy.gateway.http.middleware import request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.endpoint import (
     ApiEndpoint,
@@ -148,7 +148,7 @@ class EmbeddingsEndpoint(ApiEndpoint):
             prompts=prompts,
             pooling=pooling,
             priority=request.priority or 0,
-            cache_salt=request.cache_salt,
+            cache_salt=api_key_of(exchange.scope).cache_salt(request.cache_salt),
             trace_headers=trace_headers_of(exchange.scope),
             max_in_flight=num_at_a_time(MAX_IN_FLIGHT, service),
             arrived_s=arrived_s,

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.exchange import ClientGone, Exchange
 from longshore.deploy.gateway.http.json_body import read_json_body
-from longshore.deploy.gateway.http.middleware import request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.beams import BeamGeneration
 from longshore.deploy.gateway.openai.errors import (
@@ -147,8 +147,10 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
         spec = msgspec.structs.replace(
             spec,
             trace_headers=trace_headers_of(exchange.scope),
-            # A random salt: no other request has it.
-            cache_salt=uuid.uuid4().hex if request.no_store else request.cache_salt,
+            cache_salt=api_key_of(exchange.scope).cache_salt(
+                # A random salt: no other request has it.
+                uuid.uuid4().hex if request.no_store else request.cache_salt
+            ),
             skips_reading=bool(request.skip_reading_prefix_cache),
         )
         check_capacity(spec.num_answers, service)

@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 import msgspec
 
 from longshore.deploy.gateway.http.exchange import Exchange
-from longshore.deploy.gateway.http.middleware import request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
 from longshore.deploy.gateway.http.multipart import parse_form
 from longshore.deploy.gateway.openai.endpoint import (
     ApiEndpoint,
@@ -115,6 +115,7 @@ class SpeechEndpoint(ApiEndpoint):
                 priority=request.priority,
                 is_stream=request.stream,
                 arrived_s=arrived_s,
+                cache_salt=api_key_of(exchange.scope).cache_salt(None),
                 multimodal=features,
                 num_primed=NUM_PRIMED,
                 max_in_flight=num_at_a_time(MAX_IN_FLIGHT, service),

@@ -1,0 +1,79 @@
+"""Several API keys on one deployment: what each sees of the others."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.integration.deployment import PATIENCE_S, Deployment
+
+LONG = "The harbour has ships, and every ship has a name. " * 6
+KEYS = ("--api-key", "key-of-a", "--api-key", "key-of-b")
+
+Start = Callable[..., Deployment]
+
+
+@pytest.fixture
+def start(
+    tiny_model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Start]:
+    """Starts a deployment in a directory of its own, whose path is short enough for sockets."""
+    with ExitStack() as stack:
+
+        def make(*flags: str) -> Deployment:
+            own = tmp_path_factory.mktemp("keys")
+            deployment = Deployment(tiny_model[0], own, *flags)
+            return stack.enter_context(deployment).wait_until_ready()
+
+        yield make
+
+
+def client_of(deployment: Deployment, key: str) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{deployment.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S
+    )
+
+
+def num_cached(deployment: Deployment, key: str, **extra: Any) -> int:
+    """Tokens of `LONG` that were cached when this key asked."""
+    with client_of(deployment, key) as client:
+        (served,) = client.models.list().data
+        answer = client.completions.create(
+            model=served.id, prompt=LONG, max_tokens=1, extra_body=extra
+        )
+    assert answer.usage is not None
+    details = answer.usage.prompt_tokens_details
+    return 0 if details is None else details.cached_tokens or 0
+
+
+def test_a_key_does_not_learn_what_another_sent_not_even_from_a_tier(
+    start: Start, tmp_path: Path
+) -> None:
+    settings = {"cpu_bytes_to_use": "8MiB", "disk_path": str(tmp_path / "t"), "disk_bytes": "32MiB"}
+    flags = [
+        *("--kv-connector", "offloading", "--kv-connector-config", json.dumps(settings)),
+        *("--state-dir", str(tmp_path / "state"), "--gateways", "2"),
+    ]
+    first = start(*KEYS, *flags)
+    assert num_cached(first, "key-of-a") == 0
+    assert num_cached(first, "key-of-b") == 0
+    found = num_cached(first, "key-of-a")
+    assert found > len(LONG) // 2
+    assert num_cached(first, "key-of-a", cache_salt="mine") == 0
+    assert num_cached(first, "key-of-a", cache_salt="mine") == found
+    assert num_cached(first, "key-of-b", cache_salt="mine") == 0
+    assert first.stop() == 0, first.output
+
+    second = start("--api-key", "key-of-a", "--api-key", "key-of-c", *flags)
+    assert num_cached(second, "key-of-c") == 0
+    assert num_cached(second, "key-of-a") == found  # from disk: its salt has not changed
+
+
+def test_keys_share_prefixes_if_the_operator_says_so(start: Start) -> None:
+    shared = start(*KEYS, "--share-prefix-cache", "all")
+    assert num_cached(shared, "key-of-a") == 0
+    assert num_cached(shared, "key-of-b") > len(LONG) // 2
