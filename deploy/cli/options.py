@@ -336,6 +336,9 @@ class ServeOptions(EngineOptions):
             engines once a second.
         api_key: API keys that clients may use; without any, no key is required. Set it in
             LONGSHORE_API_KEY or in a file, because other users can see command lines.
+        api_key_file: TOML file with named API keys, their shares and limits (docs/security.md).
+            Only you may be able to read it. It replaces api_key, and is read when the server
+            starts.
         share_prefix_cache: Which requests share cached prefixes: those of the same API key, or all.
             A request finds out from its cached_tokens and its speed which prefixes are cached.
             Without API keys, all requests share.
@@ -362,6 +365,7 @@ class ServeOptions(EngineOptions):
     max_audio_s: Annotated[float, _SERVER] = 3600.0
     max_live_requests: Annotated[int, _SERVER] = 16_384
     api_key: Annotated[tuple[str, ...] | None, _SERVER] = field(default=None, repr=False)
+    api_key_file: Annotated[Path | None, _SERVER] = None
     share_prefix_cache: Annotated[CacheSharing, _SERVER] = "key"
     cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None
     log_format: Annotated[LogFormat, _OPERATION] = "text"
@@ -395,6 +399,11 @@ class ServeOptions(EngineOptions):
             raise ConfigError(
                 "api_key must be one or more keys of visible ASCII characters without spaces. "
                 "Remove it to serve without keys."
+            )
+        if keys is not None and self.api_key_file is not None:
+            raise ConfigError(
+                "api_key and api_key_file are both set; move the keys into the file, and unset "
+                "api_key (LONGSHORE_API_KEY)"
             )
         for origin in self.cors_allow_origins or ():
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):

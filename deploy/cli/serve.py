@@ -8,8 +8,9 @@ from contextlib import ExitStack
 
 from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.cli.ready_message import cache_sizes, ready_message
-from longshore.deploy.gateway.api_keys import plain_keys
+from longshore.deploy.gateway.api_keys import ApiKey, plain_keys
 from longshore.deploy.gateway.config import GatewayConfig
+from longshore.deploy.gateway.key_file import read_key_file
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.requests.audio import require_extra
 from longshore.deploy.supervisor.engine_config import (
@@ -46,6 +47,7 @@ def serve(
     """
     if model.audio is not None:
         require_extra("soundfile", "soxr", "python_multipart")
+    api_keys = _api_keys(options)
     plan = plan_engine(options, model)
     with (
         StopSignals() as stop_signal,
@@ -57,7 +59,7 @@ def serve(
             port.enter_context(listener)
         url = url_of(listeners[0])
         logger.info("starting at %s; /ready shows the progress", url)
-        specs = _processes(plan, options, supervisor.runtime_dir, listeners)
+        specs = _processes(plan, options, api_keys, supervisor.runtime_dir, listeners)
         try:
             ready = supervisor.start(
                 specs, timeout_s=options.startup_timeout_s, stop_signal=stop_signal
@@ -93,9 +95,16 @@ def serve(
     logger.info("stopped")
 
 
+def _api_keys(options: ServeOptions) -> tuple[ApiKey, ...]:
+    if options.api_key_file is not None:
+        return read_key_file(options.api_key_file, options.share_prefix_cache)
+    return plain_keys(options.api_key or (), options.share_prefix_cache)
+
+
 def _processes(
     plan: EnginePlan,
     options: ServeOptions,
+    api_keys: tuple[ApiKey, ...],
     runtime_dir: RuntimeDir,
     listeners: Sequence[socket.socket],
 ) -> list[ProcessSpec]:
@@ -103,6 +112,7 @@ def _processes(
     engines = [
         engine_processes(plan, runtime_dir, replica) for replica in replicas(options.replicas)
     ]
+    key_usage_fd = runtime_dir.shared_memory("longshore-key-usage") if api_keys else None
     peers = tuple(
         str(runtime_dir.socket_path(f"gateway-{number}")) for number in range(len(listeners))
     )
@@ -115,6 +125,8 @@ def _processes(
                 options,
                 number,
                 listener,
+                api_keys=api_keys,
+                key_usage_fd=key_usage_fd,
                 engines=tuple(clients for _, clients in engines),
                 peers=peers,
             )
@@ -129,6 +141,8 @@ def _gateway(
     number: int,
     listener: socket.socket,
     *,
+    api_keys: tuple[ApiKey, ...],
+    key_usage_fd: int | None,
     engines: tuple[Endpoint, ...],
     peers: tuple[str, ...],
 ) -> ProcessSpec:
@@ -152,7 +166,8 @@ def _gateway(
         max_audio_bytes=options.max_audio_mib << 20,
         max_audio_s=options.max_audio_s,
         max_live_requests=options.max_live_requests,
-        api_keys=plain_keys(options.api_key or (), options.share_prefix_cache),
+        api_keys=api_keys,
+        key_usage_fd=key_usage_fd,
         cors_allow_origins=options.cors_allow_origins or (),
         drain_timeout_s=options.drain_timeout_s,
         unread_timeout_s=options.unread_timeout_s,
@@ -164,7 +179,7 @@ def _gateway(
         "longshore.deploy.gateway",
         config,
         environment=NO_BLAS_THREADS,
-        pass_fds=(listener.fileno(),),
+        pass_fds=tuple(fd for fd in (listener.fileno(), key_usage_fd) if fd is not None),
         stop_group="gateways",
         restart_group=f"gateway {number}" if options.gateways > 1 else "gateway",
     )

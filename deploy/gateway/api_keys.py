@@ -21,13 +21,23 @@ _CLIENT_SALT: Final = b"\1"
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One API key, or `NO_KEY` for requests to a gateway without keys.
 
+    name:       shown in metrics, logs and errors; empty: NO_KEY.
     digest:     SHA-256 of the key, in hexadecimal.
     cache_id:   what separates its cached prefixes from those of other keys. None: requests share
                 prefixes as their own salts say.
+    weight:     its share, relative to the weights of the other keys that have requests.
+    max_live_requests: limit of its running and waiting requests, in all gateways; None: no limit.
+    tokens_per_minute: limit of prompt and generated tokens within a minute, in all gateways.
+    min_priority: the most urgent priority that its requests may have; None: any.
     """
 
+    name: str = ""
     digest: str = ""
     cache_id: str | None = None
+    weight: int = 1
+    max_live_requests: int | None = None
+    tokens_per_minute: int | None = None
+    min_priority: int | None = None
 
     def cache_salt(self, given: str | None) -> str | None:
         """The cache salt of a request for which the client sent the salt `given`.
@@ -53,10 +63,15 @@ def digest_of(key: bytes) -> str:
 
 
 def plain_keys(keys: Sequence[str], sharing: CacheSharing) -> tuple[ApiKey, ...]:
-    """Keys that are given without a name or a limit."""
+    """Keys that are given without a name or a limit. Their names are their positions, from 1."""
     digests = [digest_of(key.encode()) for key in keys]
     return tuple(
-        ApiKey(digest=digest, cache_id=digest if sharing == "key" else None) for digest in digests
+        ApiKey(
+            name=f"key-{number}",
+            digest=digest,
+            cache_id=digest if sharing == "key" else None,
+        )
+        for number, digest in enumerate(digests, start=1)
     )
 
 

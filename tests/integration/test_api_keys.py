@@ -1,6 +1,9 @@
 """Several API keys on one deployment: what each sees of the others."""
 
+import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -77,3 +80,62 @@ def test_keys_share_prefixes_if_the_operator_says_so(start: Start) -> None:
     shared = start(*KEYS, "--share-prefix-cache", "all")
     assert num_cached(shared, "key-of-a") == 0
     assert num_cached(shared, "key-of-b") > len(LONG) // 2
+
+
+def write_keys(folder: Path, text: str) -> Path:
+    path = folder / "keys.toml"
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return path
+
+
+def test_the_limits_of_a_key_file_hold_across_gateways(start: Start, tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"of-alice").hexdigest()
+    path = write_keys(
+        tmp_path,
+        f"""
+        [[key]]
+        name = "alice"
+        sha256 = "{digest}"
+        max_live_requests = 2
+
+        [[key]]
+        name = "bob"
+        key = "of-bob"
+        """,
+    )
+    deployment = start("--api-key-file", str(path), "--gateways", "2")
+    with client_of(deployment, "of-bob") as client:
+        (served,) = client.models.list().data
+    ask: dict[str, Any] = {"model": served.id, "prompt": "x", "extra_body": {"ignore_eos": True}}
+    with ExitStack() as stack:
+        for _ in range(2):  # each client has a connection of its own, to one of the gateways
+            client = stack.enter_context(client_of(deployment, "of-alice"))
+            stream = client.completions.create(**ask, max_tokens=4000, stream=True)
+            stack.callback(stream.close)
+            next(iter(stream))
+        for _ in range(8):
+            client = stack.enter_context(client_of(deployment, "of-alice"))
+            with pytest.raises(openai.RateLimitError) as rejection:
+                client.completions.create(**ask, max_tokens=1)
+            assert rejection.value.code == "key_live_requests"
+        with client_of(deployment, "of-bob") as client:
+            assert client.completions.create(**ask, max_tokens=1).choices
+
+
+def test_a_key_file_that_others_can_read_ends_the_start(
+    tiny_model: tuple[Path, Any], tmp_path: Path
+) -> None:
+    path = write_keys(tmp_path, '[[key]]\nname = "a"\nkey = "b"\n')
+    path.chmod(0o644)
+    command = [sys.executable, "-m", "longshore.deploy", "serve", str(tiny_model[0])]
+    ended = subprocess.run(
+        [*command, "--api-key-file", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "chmod 600" in ended.stderr
+    assert "Traceback" not in ended.stderr

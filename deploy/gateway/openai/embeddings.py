@@ -13,6 +13,7 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 
+from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.http.json_body import read_json_body
@@ -23,6 +24,7 @@ from longshore.deploy.gateway.openai.endpoint import (
     Service,
     check_capacity,
     check_model,
+    check_priority,
     num_at_a_time,
     within,
 )
@@ -119,6 +121,8 @@ class EmbeddingsEndpoint(ApiEndpoint):
         request = read_parameters(EmbeddingRequest, body)
         check_deadline(request.deadline_s)
         check_model(request.model, service)
+        key = api_key_of(exchange.scope)
+        check_priority(request.priority or 0, key)
         try:
             pooling = service.embedding.pooling(
                 normalize=request.normalize, dimensions=request.dimensions
@@ -126,7 +130,7 @@ class EmbeddingsEndpoint(ApiEndpoint):
         except ValueError as error:
             param = str(error).replace("=", ":").partition(":")[0]
             raise invalid(str(error).removeprefix("model: "), param=param) from error
-        answer = self._answer(exchange, service, request, pooling, arrived_s)
+        answer = self._answer(exchange, service, request, pooling, key, arrived_s)
         await within(request.deadline_s, arrived_s, exchange.run_while_connected(answer))
 
     async def _answer(
@@ -135,6 +139,7 @@ class EmbeddingsEndpoint(ApiEndpoint):
         service: Service,
         request: EmbeddingRequest,
         pooling: PoolingParams,
+        key: ApiKey,
         arrived_s: float,
     ) -> None:
         inputs = request.inputs()
@@ -148,16 +153,19 @@ class EmbeddingsEndpoint(ApiEndpoint):
             prompts=prompts,
             pooling=pooling,
             priority=request.priority or 0,
-            cache_salt=api_key_of(exchange.scope).cache_salt(request.cache_salt),
+            cache_salt=key.cache_salt(request.cache_salt),
             trace_headers=trace_headers_of(exchange.scope),
-            max_in_flight=num_at_a_time(MAX_IN_FLIGHT, service),
+            max_in_flight=min(len(prompts), num_at_a_time(MAX_IN_FLIGHT, key, service)),
             arrived_s=arrived_s,
             client=service.client,
             metrics=service.metrics,
         )
-        with run:
-            ends = await run.ends()
         num_tokens = sum(map(len, prompts))
+        with (
+            service.key_usage.admit(key, num_live=run.max_in_flight, num_tokens=num_tokens),
+            run,
+        ):
+            ends = await run.ends()
         usage = EmbeddingUsage(
             num_tokens,
             num_tokens,

@@ -27,6 +27,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     skips_reading: do not look up the prefix cache.
     is_stream: yield pieces as answers grow, not each answer as a whole.
     arrived_s: from `time.perf_counter`.
+    charge:    called with the number of new tokens, which count for the limit of the API key.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     num_primed: int = 0
     max_in_flight: int | None = None
     trace_headers: Mapping[str, str] = {}
+    charge: Callable[[int], None] | None = None
 
     @property
     def num_answers(self) -> int:
