@@ -107,8 +107,9 @@ class EngineOptions:
         max_model_len: Maximum number of tokens of a request, prompt and output together. Default:
             the model's own limit, or what num_blocks can hold if that is less.
         scheduling_policy: Order in which requests are scheduled: fcfs by arrival, priority by the
-            request's priority, continuum by the first arrival of the request's job, or an installed
-            policy given by name or as package.module:Class.
+            request's priority, continuum by the first arrival of the request's job, fair by the
+            shares of API keys, or an installed policy given by name or as package.module:Class.
+            Default: fair for a key file with several keys, else fcfs.
         async_scheduling: Plan a step before the tokens of the previous step are known. Default: on,
             unless there are several pipeline stages, which overlap steps anyway.
         enable_prefix_caching: Share the KV blocks of equal prefixes.
@@ -187,7 +188,7 @@ class EngineOptions:
     max_num_scheduled_tokens: Annotated[int | None, _SCHEDULING] = None
     max_num_encoder_input_tokens: Annotated[int | None, _MODEL] = None
     max_model_len: Annotated[int | None, _MODEL] = None
-    scheduling_policy: Annotated[str, _SCHEDULING] = "fcfs"
+    scheduling_policy: Annotated[str | None, _SCHEDULING] = None
     async_scheduling: Annotated[bool | None, _SCHEDULING] = None
     enable_prefix_caching: Annotated[bool, _CACHE] = True
     enable_chunked_prefill: Annotated[bool, _SCHEDULING] = True

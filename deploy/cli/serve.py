@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.cli.ready_message import cache_sizes, ready_message
@@ -48,6 +49,8 @@ def serve(
     if model.audio is not None:
         require_extra("soundfile", "soxr", "python_multipart")
     api_keys = _api_keys(options)
+    if options.scheduling_policy is None and options.api_key_file is not None and len(api_keys) > 1:
+        options = replace(options, scheduling_policy="fair")
     plan = plan_engine(options, model)
     with (
         StopSignals() as stop_signal,

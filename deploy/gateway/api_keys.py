@@ -10,6 +10,8 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from longshore.protocol.requests import Tenant
+
 CacheSharing: TypeAlias = Literal["all", "key"]
 """Which requests share cached prefixes: all, or only those with the same API key."""
 
@@ -38,6 +40,11 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_live_requests: int | None = None
     tokens_per_minute: int | None = None
     min_priority: int | None = None
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose requests these are, for the scheduler."""
+        return Tenant(self.name, self.weight)
 
     def cache_salt(self, given: str | None) -> str | None:
         """The cache salt of a request for which the client sent the salt `given`.

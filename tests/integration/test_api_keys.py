@@ -1,7 +1,9 @@
 """Several API keys on one deployment: what each sees of the others."""
 
+import asyncio
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 
+from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from tests.integration.deployment import PATIENCE_S, Deployment
 
 LONG = "The harbour has ships, and every ship has a name. " * 6
@@ -139,3 +142,36 @@ def test_a_key_file_that_others_can_read_ends_the_start(
     assert ended.returncode == 2
     assert "chmod 600" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+async def test_a_flood_of_one_key_does_not_keep_another_key_waiting(
+    start: Start, tmp_path: Path
+) -> None:
+    keys = "".join(f'[[key]]\nname = "{name}"\nkey = "{name}"\n' for name in ("flood", "short"))
+    # The deployment has 32 rows, two of which are kept for keys with less than their share.
+    deployment = start("--api-key-file", str(write_keys(tmp_path, keys)))
+
+    async def ask(key: str, max_tokens: int) -> HttpAnswer:
+        body = {"prompt": "x", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        return await HttpEndpoint(deployment.url, api_key=key).request(
+            "POST", "/v1/completions", json.dumps(body).encode(), timeout_s=PATIENCE_S
+        )
+
+    async def num_running() -> float:
+        answer = await HttpEndpoint(deployment.url).request("GET", "/metrics", timeout_s=PATIENCE_S)
+        # none before the engine's first report
+        values = re.findall(rb"\nlongshore_scheduler_running_requests\S* (\S+)", answer.body)
+        return sum(map(float, values))
+
+    flood = [asyncio.create_task(ask("flood", 4000)) for _ in range(60)]
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while await num_running() < 30:
+                await asyncio.sleep(0.05)
+        assert (await ask("short", 2)).status == 200
+        assert not any(request.done() for request in flood)
+        assert await num_running() <= 31
+    finally:
+        for request in flood:
+            request.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)

@@ -49,7 +49,7 @@ from longshore.deploy.model.embedding import NOT_SAMPLED
 from longshore.deploy.requests.live_requests import LiveRequest
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.outputs import FinishedRequest, FinishReason
-from longshore.protocol.requests import PoolingParams
+from longshore.protocol.requests import PoolingParams, Tenant
 
 MAX_INPUTS: Final = 2048
 MAX_IN_FLIGHT: Final = 256
@@ -154,6 +154,7 @@ class EmbeddingsEndpoint(ApiEndpoint):
             pooling=pooling,
             priority=request.priority or 0,
             cache_salt=key.cache_salt(request.cache_salt),
+            tenant=key.tenant,
             trace_headers=trace_headers_of(exchange.scope),
             max_in_flight=min(len(prompts), num_at_a_time(MAX_IN_FLIGHT, key, service)),
             arrived_s=arrived_s,
@@ -259,6 +260,7 @@ class _Run(msgspec.Struct, kw_only=True):
     pooling: PoolingParams
     priority: int
     cache_salt: str | None
+    tenant: Tenant
     trace_headers: Mapping[str, str]
     max_in_flight: int
     arrived_s: float
@@ -319,6 +321,7 @@ class _Run(msgspec.Struct, kw_only=True):
                 on_change=self.changed.set,
                 priority=self.priority,
                 cache_salt=self.cache_salt,
+                tenant=self.tenant,
                 trace_headers=self.trace_headers,
                 pooling=self.pooling,
             )

@@ -200,11 +200,11 @@ def check_priority(priority: int, key: ApiKey) -> None:
 
 @contextmanager
 def admit(spec: GenerationSpec, key: ApiKey, service: Service) -> Iterator[GenerationSpec]:
-    """Count a request as live within the limits of its key; returns it with `charge` set. Raises
-    ApiError if it exceeds one."""
+    """Count a request as live within the limits of its key; returns it with `tenant` and `charge`.
+    Raises ApiError if it exceeds one."""
     num_tokens = sum(map(len, spec.prompts))
     with service.key_usage.admit(key, num_live=spec.num_answers, num_tokens=num_tokens) as admitted:
-        yield msgspec.structs.replace(spec, charge=admitted.charge)
+        yield msgspec.structs.replace(spec, tenant=key.tenant, charge=admitted.charge)
 
 
 def num_at_a_time(maximum: int, key: ApiKey, service: Service) -> int:

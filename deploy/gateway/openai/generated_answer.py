@@ -79,6 +79,7 @@ class GeneratedAnswer:
             fork_of=fork_of,
             multimodal=tuple(spec.multimodal[number : number + 1]),
             num_primed=spec.num_primed,
+            tenant=spec.tenant,
             trace_headers=spec.trace_headers,
             skips_reading=spec.skips_reading,
         )

@@ -8,7 +8,7 @@ import msgspec
 from longshore.deploy.gateway.text.answer_text import NO_STOP_STRINGS, StopStrings
 from longshore.deploy.requests.beam_search import BeamSearchParams
 from longshore.deploy.requests.token_scores import TokenScore
-from longshore.protocol.requests import MultimodalFeature
+from longshore.protocol.requests import NO_TENANT, MultimodalFeature, Tenant
 from longshore.protocol.sampling import SamplingParams
 
 
@@ -27,6 +27,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     skips_reading: do not look up the prefix cache.
     is_stream: yield pieces as answers grow, not each answer as a whole.
     arrived_s: from `time.perf_counter`.
+    tenant:    whose request it is.
     charge:    called with the number of new tokens, which count for the limit of the API key.
     """
 
@@ -46,6 +47,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     num_primed: int = 0
     max_in_flight: int | None = None
     trace_headers: Mapping[str, str] = {}
+    tenant: Tenant = NO_TENANT
     charge: Callable[[int], None] | None = None
 
     @property
