@@ -20,6 +20,7 @@ from longshore.deploy.supervisor.engine_config import (
     engine_processes,
     plan_engine,
 )
+from longshore.deploy.supervisor.limits import check_address_space, raise_file_limit
 from longshore.deploy.supervisor.listeners import bind, url_of
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
 from longshore.deploy.supervisor.process import ProcessSpec
@@ -52,6 +53,9 @@ def serve(
     if options.scheduling_policy is None and options.api_key_file is not None and len(api_keys) > 1:
         options = replace(options, scheduling_policy="fair")
     plan = plan_engine(options, model)
+    num_processes = options.replicas * (options.num_ranks + 1) + options.gateways
+    raise_file_limit(num_processes, options.max_live_requests)
+    check_address_space(plan.device)
     with (
         StopSignals() as stop_signal,
         ExitStack() as port,
