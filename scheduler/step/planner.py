@@ -24,6 +24,7 @@ from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.queue.policies import SchedulingPolicy
 from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.queue.shares import Shares
 from longshore.scheduler.step.admission import Admission
 from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows, StepsInFlight
 from longshore.scheduler.step.plan_builder import PlanBuilder
@@ -45,7 +46,7 @@ class StepPlanner:
     """Plans the steps.
 
     allow_steady: False if workers need full information about every step.
-    transfers, encoder, drafts, swaps: None unless configured.
+    transfers, encoder, drafts, swaps, shares: None unless configured.
     waits_for_transfers: in the last step, the only running request lacked blocks that they own.
     """
 
@@ -63,6 +64,7 @@ class StepPlanner:
     encoder: EncoderCache | None
     drafts: Drafts | None
     swaps: Swaps | None
+    shares: Shares | None
     allow_steady: bool
     pause: PauseState = PauseState.UNPAUSED
     waits_for_transfers: bool = False
@@ -86,6 +88,7 @@ class StepPlanner:
             self._free_skipped_blocks()
         if self.swaps is not None and budget:
             self.swaps.begin_step(self.plan.step + 1, now)
+        self._count_shares()
         is_short, num_scheduled = False, np.zeros(self.running.max_num_seqs, np.int64)
         if self.running.num_rows:
             num_scheduled, is_short = self._schedule_running(budget, now)
@@ -111,7 +114,7 @@ class StepPlanner:
         if steady is None or not steady.holds(running, step):
             return None
         if self.pause is not PauseState.UNPAUSED or (
-            running.num_rows < running.max_num_seqs and self.waiting.peek() is not None
+            running.num_rows < running.max_num_seqs and self.has_candidate()
         ):
             return None
         if self.swaps is not None and self.swaps.may_act:
@@ -141,6 +144,16 @@ class StepPlanner:
         self.in_flight.steps.append(planned)
         return plan
 
+    def has_candidate(self) -> bool:
+        """Whether a waiting request may be tried."""
+        if self.shares is not None and len(self.waiting):
+            self._count_shares()  # a row may have become free since the last step
+        return self.waiting.peek() is not None
+
+    def _count_shares(self) -> None:
+        if self.shares is not None:
+            self.shares.begin_step(self.running.generation, self.running.num_computed)
+
     # Running requests
 
     def _schedule_running(self, budget: int, now: float) -> tuple[Int64Array, bool]:
@@ -152,6 +165,8 @@ class StepPlanner:
             self.swaps.withhold(wanted)
         if self.config.long_prefill_token_threshold:
             wanted = np.minimum(wanted, self.config.long_prefill_token_threshold)
+        if self.shares is not None and (limit := self.shares.chunk_limit(budget)) is not None:
+            wanted = np.minimum(wanted, limit)
         if self.config.feed_back_tokens:
             wanted = share_of_step(wanted, running, self.config.max_steps_in_flight)
         before = None

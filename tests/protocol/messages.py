@@ -52,6 +52,7 @@ from longshore.protocol.plan import (
     Shutdown,
 )
 from longshore.protocol.requests import (
+    MAX_WEIGHT,
     AbortRequests,
     AddRequest,
     ContinueSession,
@@ -61,6 +62,7 @@ from longshore.protocol.requests import (
     PromptEmbeds,
     StopFound,
     StructuredOutput,
+    Tenant,
 )
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 from longshore.protocol.statistics import (
@@ -287,6 +289,7 @@ adds = st.builds(
     output_token_ids=int32s,
     priority=st.integers(-9, 9),
     age_s=st.floats(0, 100),
+    tenant=st.builds(Tenant, texts, st.integers(1, MAX_WEIGHT)),
     cache_salt=st.none() | texts,
     skip_reading_prefix_cache=st.booleans(),
     trace_headers=st.none() | st.dictionaries(texts, texts, max_size=2),
