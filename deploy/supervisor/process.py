@@ -1,5 +1,7 @@
 """One child process, with a configuration file, a lifeline and relayed output."""
 
+import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -10,12 +12,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import IO, Any, Final
 
 import msgspec
 
 from longshore.deploy.supervisor.log_relay import LogRelay
+from longshore.protocol.commands import Command, CommandAnswer, NumberedCommand
 from longshore.protocol.transport.lifeline import (
     STOP_SIGNAL,
     Alive,
@@ -32,13 +36,19 @@ KILL_TIMEOUT_S: Final = 20.0
 """How long a killed process may take to end, for example to release the memory of a device."""
 
 
+VARIABLE_PREFIX: Final = "LONGSHORE_"
+"""Prefix of the environment variables that are settings of commands."""
+
+
 class ProcessSpec(msgspec.Struct, frozen=True):
     """How to start one process.
 
     name:   name in log lines and messages, such as `worker 0`.
     module: run as `python -P -m module CONFIG.json`; -P keeps the current folder off sys.path.
-    config: the process's configuration; `lifeline_fd` and `runtime_dir` are filled in later.
-    environment: environment variables in addition to the inherited ones.
+    config: the process's configuration; `lifeline_fd` and `runtime_dir` are filled in later. Its
+            file is private, and deleted when the process has read it.
+    environment: environment variables in addition to the inherited ones, which are those of the
+            supervisor without settings.
     pass_fds: file descriptors that the process inherits in addition to its lifeline.
     stop_group: consecutive processes in start order with the same group are stopped together. None:
              the process is stopped by itself.
@@ -95,20 +105,24 @@ class ManagedProcess:
         self.alive_s: float | None = None
         self.lifeline_closed = False
         self._unread = b""
+        self._num_commands = itertools.count()
+        self._commands: dict[int, Future[CommandAnswer]] = {}
         self.lifeline, child_end = socket.socketpair()
         with child_end:
             config = msgspec.structs.replace(
                 spec.config, lifeline_fd=child_end.fileno(), runtime_dir=str(runtime_dir)
             )
-            config_file = runtime_dir / f"{spec.name.replace(' ', '-')}.json"
-            config_file.write_bytes(msgspec.json.encode(config))
+            self._config_file = runtime_dir / f"{spec.name.replace(' ', '-')}.json"
+            self._config_file.unlink(missing_ok=True)
+            self._config_file.touch(0o600, exist_ok=False)
+            self._config_file.write_bytes(msgspec.json.encode(config))
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", spec.module, str(config_file)],
+                [sys.executable, "-P", "-m", spec.module, str(self._config_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(child_end.fileno(), *spec.pass_fds),
-                env={**os.environ, **spec.environment},
+                env={**_environment(), **spec.environment},
                 start_new_session=True,
             )
         self.lifeline.setblocking(False)
@@ -141,10 +155,13 @@ class ManagedProcess:
                 received = b""
             if not received:
                 self.lifeline_closed = True
+                self._fail_commands()
                 return
             *lines, self._unread = (self._unread + received).split(b"\n")
             for line in lines:
                 self._note(decode_report(line))
+            if lines:  # it has read its configuration, which contains secrets
+                self._config_file.unlink(missing_ok=True)
 
     def _note(self, report: LifelineReport) -> None:
         match report:
@@ -154,10 +171,38 @@ class ManagedProcess:
                 self.failed = self.failed or report
             case Alive(late):
                 self.late, self.alive_s = late, time.monotonic()
+            case CommandAnswer(number):
+                future = self._commands.pop(number, None)
+                if future is not None:
+                    future.set_result(report)
             case Progress(doing):
                 self.ready = self.late = self.alive_s = None
                 self.doing = doing
                 logger.info("%s: %s", self.name, doing)
+
+    def send_command(self, command: Command) -> "Future[CommandAnswer]":
+        """Send an operator's command. May be called on any thread; `read_lifeline`, on another one,
+        finishes the answer. Its exception is OSError if the process ends or does not read."""
+        future: Future[CommandAnswer] = Future()
+        number = next(self._num_commands)
+        self._commands[number] = future
+        line = msgspec.json.encode(NumberedCommand(number, command)) + b"\n"
+        try:
+            if self.lifeline.send(line) != len(line):
+                raise OSError("its lifeline is full")
+        except OSError as error:
+            self._commands.pop(number, None)
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(error)
+        if self.lifeline_closed:  # perhaps after its other commands have failed
+            self._fail_commands()
+        return future
+
+    def _fail_commands(self) -> None:
+        while self._commands:
+            with contextlib.suppress(KeyError, InvalidStateError):
+                _, future = self._commands.popitem()
+                future.set_exception(OSError("the process has ended"))
 
     def forgive_silence(self) -> None:
         """Count the time without reports from now on."""
@@ -206,6 +251,7 @@ class ManagedProcess:
         """Relay the last lines of a process that has ended, and release its resources."""
         self._relay_thread.join(timeout=1.0)
         self.lifeline_closed = True
+        self._fail_commands()
         self.lifeline.close()
 
     def next_spec(self) -> ProcessSpec:
@@ -214,6 +260,14 @@ class ManagedProcess:
         if config_after is None:
             return self.spec
         return msgspec.structs.replace(self.spec, config=config_after(self.spec.config))
+
+
+def _environment() -> dict[str, str]:
+    """The variables that processes inherit. Settings are passed in configuration files, each to the
+    process that uses it; API keys, for example, to gateways only."""
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)
+    }
 
 
 def signal_name(number: int) -> str:

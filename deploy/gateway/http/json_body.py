@@ -8,6 +8,7 @@ from typing import Final, ParamSpec, TypeVar
 
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.protocol.errors import shortened
 
 MAX_INLINE_BYTES: Final = 64 << 10
 
@@ -43,7 +44,7 @@ async def read_json_body(exchange: Exchange, max_bytes: int) -> bytes:
     kind = dict(exchange.scope["headers"]).get(b"content-type", b"")
     media = kind.partition(b";")[0].strip().lower()
     if media != b"application/json" and not media.endswith(b"+json"):
-        found = f"content type {media.decode('latin-1')}" if media else "no content type"
+        found = f"content type {shortened(media.decode('latin-1'))}" if media else "no content type"
         raise ApiError(
             415,
             f"the request body has {found}; send it with Content-Type: application/json",

@@ -11,6 +11,7 @@ from tokenizers.decoders import ByteLevel
 from longshore.deploy.gateway.text.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from longshore.deploy.model.json_file import read_json_object, read_text
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.model_files import exists, open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def load_tokenizer(
     Raises ConfigError if a file exists and cannot be read.
     """
     tokenizer_file = model_dir / "tokenizer.json"
-    if not tokenizer_file.exists():
+    if not exists(tokenizer_file):
         logger.log(
             advice_level,
             "%s has no tokenizer.json: prompts must be token ids",
@@ -125,11 +126,12 @@ def load_tokenizer(
         )
         return None
     try:
+        open_regular(tokenizer_file).close()
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"{tokenizer_file} cannot be read as a tokenizer: {error}") from error
     settings_file = model_dir / "tokenizer_config.json"
-    settings = read_json_object(settings_file) if settings_file.exists() else {}
+    settings = read_json_object(settings_file) if exists(settings_file) else {}
     source = _find_template(model_dir, settings, chat_template_file)
     if source is None:
         logger.log(
@@ -151,7 +153,7 @@ def _find_template(
 ) -> str | None:
     if override is not None:
         return read_text(override)
-    if (model_dir / "chat_template.jinja").exists():
+    if exists(model_dir / "chat_template.jinja"):
         return read_text(model_dir / "chat_template.jinja")
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates; chats use `default`
