@@ -112,7 +112,8 @@ class SpeechEndpoint(ApiEndpoint):
                 language = await _detect(
                     service, speech, request, features[0], key, request_id, arrived_s
                 )
-            prompt = speech.prompt(language, self.task, request.prompt)
+            # The field `prompt` may be long; tokenizing it takes a while.
+            prompt = await asyncio.to_thread(speech.prompt, language, self.task, request.prompt)
             spec = GenerationSpec(
                 request_id=request_id,
                 prompts=[prompt] * len(features),
