@@ -34,7 +34,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 12
+PROTOCOL_VERSION: Final = 13
 """Increased by every change of a message; both sides must have the same version."""
 
 
