@@ -11,6 +11,7 @@ from typing import Final
 from longshore.deploy.supervisor.abandoned_dirs import PREFIX, claim, remove_abandoned
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.transport.channel import Endpoint
+from longshore.protocol.transport.security import new_secret
 
 # sockaddr_un has 107 bytes and a terminating zero.
 MAX_SOCKET_PATH_BYTES: Final = 107
@@ -27,10 +28,12 @@ class RuntimeDir:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))  # mkdtemp makes it 0700
         self._lock_fd: int | None = claim(self.path)
         self._memory_fds: list[int] = []
+        self._secret = new_secret()
 
     def endpoint(self, name: str) -> Endpoint:
-        """A ZMQ socket in this directory. Raises ConfigError if its path is too long."""
-        return Endpoint(f"ipc://{self.socket_path(name)}")
+        """A ZMQ socket in this directory, for the processes of this deployment only: they get its
+        secret with their configuration. Raises ConfigError if its path is too long."""
+        return Endpoint(f"ipc://{self.socket_path(name)}", secret=self._secret)
 
     def socket_path(self, name: str) -> Path:
         """Like `endpoint`, for sockets other than ZMQ's."""

@@ -1,6 +1,5 @@
 """Typed access to a checkpoint's config.json; errors name the file, the key and the value."""
 
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
@@ -10,6 +9,9 @@ from longshore.protocol.model_files import exists, read_json
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 
 Number = TypeVar("Number", int, float)
+
+MAX_NUMBER: Final = 1e15
+"""More than any number of a model; products of two are still finite."""
 
 MAX_COUNT: Final = 16_384
 """More layers, or experts of a layer, than any model has."""
@@ -38,7 +40,7 @@ class JsonFields:
         return number
 
     def real(self, key: str, default: float | None = None, *, minimum: float = 0.0) -> float:
-        """A finite float (or an int, converted) of at least `minimum`."""
+        """A float (or an int, converted) from `minimum` to MAX_NUMBER."""
         return float(self._number(float, key, default, minimum))
 
     def reals(self, key: str, count: int) -> tuple[float, ...]:
@@ -123,8 +125,8 @@ class JsonFields:
         accepted = (int,) if kind is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, accepted):
             raise self.wrong(key, f"a number of at least {minimum}")
-        if not minimum <= value <= sys.float_info.max:
-            raise self.wrong(key, f"a finite number of at least {minimum}")
+        if not minimum <= value <= MAX_NUMBER:
+            raise self.wrong(key, f"a number from {minimum} to {MAX_NUMBER:.0e}")
         return kind(value)
 
 
