@@ -66,6 +66,7 @@ from longshore.scheduler.step.output_validator import OutputValidator
 from longshore.scheduler.step.plan_builder import PlanBuilder
 from longshore.scheduler.step.planner import PauseState, StepPlanner
 from longshore.scheduler.step.running import RunningTable
+from longshore.scheduler.step.token_budget import TokenBudget
 from longshore.scheduler.validation import RequestValidator
 
 
@@ -219,6 +220,10 @@ class Scheduler:
             rate = PrefillRate() if config.preemption_mode == "auto" else None
             swaps = Swaps(policy, running, blocks, in_flight, gates, transfers, lifecycle, rate)
         needs_all_plans = verify_plan or config.feed_back_tokens or drafts is not None
+        budget = TokenBudget(
+            config.token_budget,
+            can_shrink=config.enable_chunked_prefill and encoder is None and not blocks.has_states,
+        )
         self._planner = StepPlanner(
             config=config,
             policy=policy,
@@ -236,9 +241,10 @@ class Scheduler:
             swaps=swaps,
             shares=shares,
             allow_steady=not needs_all_plans,
+            budget=budget,
         )
         recovery = self._recovery = Recovery(
-            config, running, holds, blocks, in_flight, plan, lifecycle, transfers, encoder
+            config, running, holds, blocks, in_flight, plan, lifecycle, transfers, encoder, budget
         )
         checks = OutputValidator(running, in_flight, vocab_size)
         self._processor = OutputProcessor(
@@ -385,6 +391,7 @@ class Scheduler:
         if self._transfers is not None:
             self._transfers.begin_epoch(epoch)
         self._lifecycle.begin_epoch(now)
+        self._recovery.begin_epoch()
         self._in_flight.reset()
         self.kv_cache.clear()
         if self._encoder is not None:

@@ -30,6 +30,7 @@ from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows, StepsI
 from longshore.scheduler.step.plan_builder import PlanBuilder
 from longshore.scheduler.step.running import RunningTable
 from longshore.scheduler.step.steady_decode import SteadyDecode
+from longshore.scheduler.step.token_budget import TokenBudget
 
 
 class PauseState(enum.Enum):
@@ -66,14 +67,13 @@ class StepPlanner:
     swaps: Swaps | None
     shares: Shares | None
     allow_steady: bool
+    budget: TokenBudget
     pause: PauseState = PauseState.UNPAUSED
     waits_for_transfers: bool = False
     _steady: SteadyDecode | None = None
-    _token_budget: int = field(init=False)
     _sampling: SamplingRows = field(init=False)
 
     def __post_init__(self) -> None:
-        self._token_budget = self.config.token_budget
         self._sampling = SamplingRows(self.running, np.empty(0, np.int64))
 
     def plan_step(self, now: float) -> SchedulerOutput | None:
@@ -81,7 +81,7 @@ class StepPlanner:
         self.waits_for_transfers = False
         if (plan := self._plan_steady_step()) is not None:
             return plan
-        budget = 0 if self.pause is PauseState.PAUSED_ALL else self._token_budget
+        budget = 0 if self.pause is PauseState.PAUSED_ALL else self.budget.num_tokens
         if self.encoder is not None:
             self.encoder.begin_step()
         if self.kv_cache.frees_skipped:

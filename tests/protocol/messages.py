@@ -330,6 +330,7 @@ FROM_WORKER = {
         nan_rows=int32s,
         num_nans=int32s,
         failed_block_ids=int32s,
+        is_out_of_memory=st.booleans(),
         connector_metadata=st.binary(max_size=9),
         compute_s=st.floats(0, 9),
     ),

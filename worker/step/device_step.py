@@ -20,6 +20,7 @@ from longshore.worker.kv_cache.block_guard import GuardedStep
 from longshore.worker.kv_cache.block_table import TableUpload
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.models.decoder_model import DecoderModel
+from longshore.worker.process.device import is_out_of_memory
 from longshore.worker.ranks.parallel import Parallel
 from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.extras import DeviceExtras
@@ -114,7 +115,19 @@ class DeviceStep:
         if len(cleared_blocks):
             state.cache.clear(cleared_blocks)
         if len(ints[inputs.token_index]):
+            self._compute_if_it_fits(ints, reals)
+
+    def _compute_if_it_fits(self, ints: Tensor, reals: Tensor) -> None:
+        """Without memory for its intermediate tensors, a step can be computed later, in parts. But
+        if other ranks compute it too, they wait for this one; a connector may have stored what the
+        step has not computed; and encoder inputs are given only once."""
+        try:
             self._compute(ints, reals)
+        except (RuntimeError, MemoryError) as error:
+            is_alone = self.state.parallel.num_ranks == 1 and self.transfers is None
+            if not is_alone or self.encoded or not is_out_of_memory(error):
+                raise
+            self.inputs.outcome.is_out_of_memory = True
 
     def _compute(self, ints: Tensor, reals: Tensor) -> None:
         state, inputs = self.state, self.inputs

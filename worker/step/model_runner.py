@@ -205,6 +205,10 @@ class ModelRunner:
             if (is_lost := isinstance(error, RankLost)) or isinstance(error, HookFailed):
                 reason = f"step {step}: {error}"  # the message is complete
             return WorkerFailed(self._epoch, self._parallel.rank, reason, is_consequence=is_lost)
+        if inputs.outcome.is_out_of_memory:
+            return ModelRunnerOutput(
+                self._epoch, step, is_out_of_memory=True, compute_s=completion.elapsed_s
+            )
         if not self._parallel.samples:
             return ModelRunnerOutput(
                 self._epoch,
