@@ -18,6 +18,7 @@ from longshore.protocol.errors import ConfigError, HandshakeRejected
 from longshore.protocol.kv_cache_spec import HeadShare, KVCacheConfig
 from longshore.protocol.model_files import open_regular, read_bytes
 from longshore.protocol.outputs import (
+    AdmissionChanged,
     EngineFailed,
     EngineOutputs,
     ModelRunnerOutput,
@@ -159,7 +160,13 @@ ToEngine: TypeAlias = (
     | ClientHello
 )
 ToClient: TypeAlias = (
-    EngineOutputs | EngineReport | BlockSnapshot | EngineFailed | EngineReady | Rejected
+    EngineOutputs
+    | AdmissionChanged
+    | EngineReport
+    | BlockSnapshot
+    | EngineFailed
+    | EngineReady
+    | Rejected
 )
 
 

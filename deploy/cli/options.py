@@ -163,6 +163,8 @@ class EngineOptions:
             with mode 0700 if it is missing. Deployments that share stored KV need the same one.
             Default: longshore in XDG_STATE_HOME, or in ~/.local/state.
         verify_plan: Send the full state with every plan and compare it (slow; for debugging).
+        poison_kv: Fill KV blocks with a pattern before their first token is written, and stop if a
+            full block changes while a request holds it (slow; for debugging).
         startup_timeout_s: Seconds that startup may take, including loading the model.
         step_timeout_s: Seconds that a step may take, and as many again for every 1,024 tokens that
             it computes; then the worker counts as hung.
@@ -215,6 +217,7 @@ class EngineOptions:
     seed: Annotated[int | None, _MODEL] = None
     state_dir: Annotated[Path | None, _OPERATION] = None
     verify_plan: Annotated[bool, _OPERATION] = False
+    poison_kv: Annotated[bool, _OPERATION] = False
     startup_timeout_s: Annotated[float, _OPERATION] = 600.0
     step_timeout_s: Annotated[float, _OPERATION] = 60.0
     log_level: Annotated[LogLevel, _OPERATION] = "info"
@@ -334,6 +337,8 @@ class ServeOptions(EngineOptions):
             engines once a second.
         api_key: API keys that clients may use; without any, no key is required. Set it in
             LONGSHORE_API_KEY or in a file, because other users can see command lines.
+        admin_key_file: File with the key of the paths under /admin, readable by its owner only.
+            Without it, these paths do not exist.
         api_key_file: TOML file with named API keys, their shares and limits (docs/security.md).
             Only you may be able to read it. It replaces api_key, and is read when the server
             starts.
@@ -363,6 +368,7 @@ class ServeOptions(EngineOptions):
     max_audio_s: Annotated[float, _SERVER] = 3600.0
     max_live_requests: Annotated[int, _SERVER] = 16_384
     api_key: Annotated[tuple[str, ...] | None, _SERVER] = field(default=None, repr=False)
+    admin_key_file: Annotated[Path | None, _SERVER] = None
     api_key_file: Annotated[Path | None, _SERVER] = None
     share_prefix_cache: Annotated[CacheSharing, _SERVER] = "key"
     cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from longshore.deploy.admin.key import read_admin_key
+from longshore.deploy.admin.operations import Operations
+from longshore.deploy.admin.server import AdminServer
 from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.cli.ready_message import cache_sizes, ready_message
 from longshore.deploy.gateway.api_keys import ApiKey, plain_keys
@@ -53,6 +56,8 @@ def serve(
     if options.scheduling_policy is None and options.api_key_file is not None and len(api_keys) > 1:
         options = replace(options, scheduling_policy="fair")
     plan = plan_engine(options, model)
+    key_file = options.admin_key_file
+    admin_key = None if key_file is None else read_admin_key(key_file)
     num_processes = options.replicas * (options.num_ranks + 1) + options.gateways
     raise_file_limit(num_processes, options.max_live_requests)
     check_address_space(plan.device)
@@ -60,13 +65,27 @@ def serve(
         StopSignals() as stop_signal,
         ExitStack() as port,
         Supervisor(RuntimeDir(), sys.stderr, LINE_FORMATS[options.log_format]) as supervisor,
+        ExitStack() as commands,
     ):
+        admin = AdminServer(
+            supervisor.runtime_dir,
+            Operations(
+                supervisor,
+                replicas(options.replicas),
+                stop=stop_signal.request,
+                state_dir=plan.state_dir,
+                drain_timeout_s=options.drain_timeout_s,
+                start_timeout_s=options.startup_timeout_s,
+            ),
+        )
+        commands.enter_context(admin)
         listeners = bind(options.host, options.port, options.gateways)
         for listener in listeners:
             port.enter_context(listener)
         url = url_of(listeners[0])
         logger.info("starting at %s; /ready shows the progress", url)
-        specs = _processes(plan, options, api_keys, supervisor.runtime_dir, listeners)
+        logger.info("`longshore admin` uses the socket %s", admin.path)
+        specs = _processes(plan, options, api_keys, supervisor.runtime_dir, listeners, admin_key)
         try:
             ready = supervisor.start(
                 specs, timeout_s=options.startup_timeout_s, stop_signal=stop_signal
@@ -114,6 +133,7 @@ def _processes(
     api_keys: tuple[ApiKey, ...],
     runtime_dir: RuntimeDir,
     listeners: Sequence[socket.socket],
+    admin_key: str | None,
 ) -> list[ProcessSpec]:
     """In start order: schedulers need their workers, and gateways need the schedulers."""
     engines = [
@@ -136,6 +156,7 @@ def _processes(
                 key_usage_fd=key_usage_fd,
                 engines=tuple(clients for _, clients in engines),
                 peers=peers,
+                admin_key=admin_key,
             )
             for number, listener in enumerate(listeners)
         ),
@@ -152,6 +173,7 @@ def _gateway(
     key_usage_fd: int | None,
     engines: tuple[Endpoint, ...],
     peers: tuple[str, ...],
+    admin_key: str | None,
 ) -> ProcessSpec:
     model = plan.model
     config = GatewayConfig(
@@ -173,6 +195,7 @@ def _gateway(
         max_audio_bytes=options.max_audio_mib << 20,
         max_audio_s=options.max_audio_s,
         max_live_requests=options.max_live_requests,
+        admin_key=admin_key,
         api_keys=api_keys,
         key_usage_fd=key_usage_fd,
         cors_allow_origins=options.cors_allow_origins or (),

@@ -26,6 +26,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_audio_bytes, max_audio_s: limits of an audio file's size and duration.
     max_live_requests: limit of running and waiting requests; others get a 429.
     api_keys:          keys that clients may use; empty: no key is required.
+    admin_key:         key for /admin; None: these paths do not exist.
     key_usage_fd:      inherited memory in which all gateways count what the keys use; see KeyUsage.
     cors_allow_origins: origins whose pages may use the API from a browser; empty: none.
     drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
@@ -53,6 +54,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_audio_bytes: int = 25 << 20
     max_audio_s: float = 3600.0
     max_live_requests: int = 16_384
+    admin_key: str | None = None
     api_keys: tuple[ApiKey, ...] = ()
     key_usage_fd: int | None = None
     cors_allow_origins: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.supervisor import STOP_TIMEOUT_S, Supervisor
 from longshore.protocol.errors import EngineDead, HandshakeRejected
 from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine
-from longshore.protocol.outputs import EngineFailed, EngineOutputs
+from longshore.protocol.outputs import AdmissionChanged, EngineFailed, EngineOutputs
 from longshore.protocol.requests import ClientRequest
 from longshore.protocol.statistics import BlockSnapshot, DescribeBlocks, EngineReport
 from longshore.protocol.transport.channel import Channel, open_socket
@@ -94,8 +94,8 @@ class RemoteEngine:
                 raise self._dead(self._supervisor.wait_for_death(DEATH_TIMEOUT_S) or reason)
             case Rejected(reason):  # the engine has disconnected this client
                 raise self._dead(reason)
-            case EngineReady() | EngineReport():
-                return None  # a second answer to the handshake; reports are never requested
+            case EngineReady() | EngineReport() | AdmissionChanged():
+                return None  # a second handshake; not requested; no operator pauses this engine
             case _:
                 assert_never(message)
 

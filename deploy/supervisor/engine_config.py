@@ -317,6 +317,7 @@ def _worker_process(
         max_steps_in_flight=plan.options.max_steps_in_flight,
         eos_token_ids=plan.model.eos_token_ids,
         threads=plan.options.threads,
+        poison_kv=plan.options.poison_kv,
         startup_timeout_s=plan.options.startup_timeout_s,
         step_timeout_s=plan.options.step_timeout_s,
         kv_connector=plan.options.kv_connector,

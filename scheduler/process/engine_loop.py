@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, assert_never
 
+from longshore.protocol.commands import CommandAnswer, EngineCommand
 from longshore.protocol.errors import EngineDead, LongshoreError, ProtocolError
 from longshore.protocol.handshake import (
     PROTOCOL_VERSION,
@@ -28,6 +29,7 @@ from longshore.protocol.handshake import (
 )
 from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import (
+    AdmissionChanged,
     EngineFailed,
     EngineOutputs,
     ModelRunnerOutput,
@@ -48,6 +50,7 @@ from longshore.protocol.transport.lifeline import stop_signals
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.inspect.worker_statistics import WorkerStatistics
 from longshore.scheduler.process.event_publisher import EventPublisher
+from longshore.scheduler.process.operator_commands import OperatorCommands
 from longshore.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -65,7 +68,11 @@ class EngineError(LongshoreError):
 
 class Engine:
     """One scheduler, its workers (by rank) and its clients. `run` returns when the process is
-    stopped, or raises EngineError. events: None: KV events are not published."""
+    stopped, or raises EngineError.
+
+    events: None: KV events are not published.
+    answer_command: sends the answer to a command, given to `command`.
+    """
 
     def __init__(
         self,
@@ -75,6 +82,7 @@ class Engine:
         clients: ServerChannel[ToClient, ToEngine],
         events: EventPublisher | None = None,
         report_alive: Callable[[], None] = lambda: None,
+        answer_command: Callable[[CommandAnswer], None] = lambda answer: None,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
@@ -82,6 +90,15 @@ class Engine:
         self._clients = clients
         self._events = events
         self._report_alive = report_alive
+        self._commands = OperatorCommands(
+            scheduler,
+            events,
+            clients=lambda: list(self._peer_of_index),
+            answer=answer_command,
+            announce=self._announce_admission,
+            advance=self._advance,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._engine_id = f"{config.engine_id}.{config.epoch}"
         self._index_of_peer: dict[bytes, int] = {}
         self._peer_of_index: dict[int, bytes] = {}
@@ -96,7 +113,7 @@ class Engine:
 
     async def run(self) -> None:
         """Serve until the process is stopped. Workers get `Shutdown` in every case."""
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         for number in stop_signals(self._config.lifeline_fd):
             loop.add_signal_handler(number, self._stopping.set)
@@ -118,6 +135,8 @@ class Engine:
         try:
             await self._stopping.wait()
         finally:
+            self._loop = None
+            self._commands.close()
             for task in tasks:
                 task.cancel()
             if self._poll is not None:
@@ -135,6 +154,20 @@ class Engine:
                     worker.send(Shutdown(reason))
         if self._failure is not None:
             raise EngineError(str(self._failure)) from self._failure
+
+    def command(self, number: int, command: EngineCommand) -> None:
+        """Carry out an operator's command soon. May be called on any thread; ignored unless the
+        engine runs."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has just ended
+                loop.call_soon_threadsafe(
+                    self._guarded(partial(self._commands.execute, number, command))
+                )
+
+    def _announce_admission(self) -> None:
+        for index in list(self._peer_of_index):
+            self._send(index, AdmissionChanged(self._commands.closed_reason))
 
     def _guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Wrap a callback: after an exception the tables may be wrong, so the engine stops."""
@@ -249,6 +282,8 @@ class Engine:
             self._num_clients += 1
         num_blocks = self._scheduler.kv_cache.num_blocks
         self._clients.send(peer, EngineReady(self._engine_id, self._config.identity, num_blocks))
+        if self._commands.closed_reason is not None:
+            self._clients.send(peer, AdmissionChanged(self._commands.closed_reason))
         self._reported_state = ()  # send it the statistics
 
     def _send_outputs_and_plans(self) -> None:
@@ -285,6 +320,9 @@ class Engine:
 
     def _on_poll(self) -> None:
         self._poll = None
+        self._advance()
+
+    def _advance(self) -> None:
         self._send_outputs_and_plans()
         self._check_sockets()
 
@@ -310,9 +348,9 @@ class Engine:
         for watcher in self._watchers:
             watcher.check()
 
-    def _send(self, index: int, outputs: EngineOutputs) -> None:
+    def _send(self, index: int, message: EngineOutputs | AdmissionChanged) -> None:
         peer = self._peer_of_index.get(index)
-        if peer is not None and not self._clients.send(peer, outputs):
+        if peer is not None and not self._clients.send(peer, message):
             del self._peer_of_index[index], self._index_of_peer[peer]
             logger.info("client %d disconnected; aborting its requests", index)
             self._scheduler.abort_client(index, time.monotonic())

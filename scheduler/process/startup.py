@@ -84,7 +84,17 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
         )
         logger.info("ready: %d blocks, which hold %d tokens", kv_cache.num_blocks, tokens)
         try:
-            _run(Engine(config, scheduler, workers, clients, events, lifeline.report_alive))
+            engine = Engine(
+                config,
+                scheduler,
+                workers,
+                clients,
+                events,
+                lifeline.report_alive,
+                answer_command=lifeline.report,
+            )
+            lifeline.handle_commands(engine.command)
+            _run(engine)
         finally:
             clients.close()
     finally:

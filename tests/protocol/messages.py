@@ -31,6 +31,7 @@ from longshore.protocol.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from longshore.protocol.outputs import (
+    AdmissionChanged,
     EngineFailed,
     EngineOutputs,
     FinishedRequest,
@@ -412,6 +413,7 @@ TO_CLIENT = {
         st.lists(holders, max_size=2).map(tuple),
         int32s,
     ),
+    AdmissionChanged: st.builds(AdmissionChanged, st.none() | texts),
     EngineFailed: st.builds(EngineFailed, texts),
     EngineReady: st.builds(EngineReady, texts, identities, counts),
     Rejected: rejections,

@@ -16,6 +16,7 @@ from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
 from longshore.worker.kernels.argmax import argmax
+from longshore.worker.kv_cache.block_guard import GuardedStep
 from longshore.worker.kv_cache.block_table import TableUpload
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.models.decoder_model import DecoderModel
@@ -66,6 +67,7 @@ class DeviceStep:
     fed_back: tokens that another rank sampled in an earlier step and this step computes.
     pooling:  the step's part of pooled vectors, if any.
     transfers: the connector's hooks of this step; None without a connector and in the warm-up.
+    guard:    verifies full blocks, with `--poison-kv`.
     prepare:  called with the model's inputs before the forward pass; used in the warm-up.
     """
 
@@ -80,16 +82,20 @@ class DeviceStep:
     fed_back: FedBackTokens | None
     pooling: StepPooling | None = None
     transfers: StepTransfers | None = None
+    guard: GuardedStep | None = None
     prepare: Preparation | None = None
 
     def run(self) -> None:
         """Compute, sample, and start copying the results into the step's staging set."""
-        if self.transfers is None:
-            self._run()
-            return
-        self.transfers.before_step()
+        if self.guard is not None:
+            self.guard.begin()
+        if self.transfers is not None:
+            self.transfers.before_step()
         self._run()
-        self.transfers.after_step()
+        if self.transfers is not None:
+            self.transfers.after_step()
+        if self.guard is not None:
+            self.guard.end()
 
     def _run(self) -> None:
         state, inputs = self.state, self.inputs

@@ -88,7 +88,8 @@ class Engines:
         if self.death is not None:
             return str(self.death)
         if any(client.is_ready for client in self.clients):
-            return None
+            closed = [client.closed_reason for client in self.clients if client.is_ready]
+            return None if None in closed else f"the engine is {closed[0]}; requests wait"
         losses = [client.loss for client in self.clients if client.loss is not None]
         return f"the engine is being restarted: {losses[0]}" if losses else "not connected yet"
 
@@ -158,7 +159,11 @@ class Engines:
         return engine
 
     def _usable(self) -> list[bool]:
-        """Which engines are ready; all that may return, if none is."""
+        """Which engines admit requests; if none does, those that are ready; if none is, those that
+        may return."""
+        is_open = [client.is_ready and client.closed_reason is None for client in self.clients]
+        if any(is_open):
+            return is_open
         if any(client.is_ready for client in self.clients):
             return [client.is_ready for client in self.clients]
         return [client.death is None for client in self.clients]

@@ -11,6 +11,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from longshore.deploy.gateway.admin_routes import ADMIN_PREFIX
 from longshore.deploy.gateway.api_keys import NO_KEY, ApiKey, find_key
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
@@ -32,7 +33,8 @@ _API_KEY_KEY: Final = "longshore.api_key"
 class RequestMiddleware:
     """An ASGI application that wraps another one.
 
-    api_keys: keys accepted as `Authorization: Bearer KEY`; empty: no key is required.
+    api_keys: keys accepted as `Authorization: Bearer KEY`; empty: no key is required. Paths under
+              /admin check a key of their own.
     paths:    paths that metrics count by name. The number of other paths is unbounded.
     """
 
@@ -98,7 +100,7 @@ class RequestMiddleware:
 
     def _key(self, path: str, authorization: bytes) -> ApiKey:
         """The key of a request. Raises ApiError if it needs one and has none."""
-        if not self._api_keys or path in OPEN_PATHS:
+        if not self._api_keys or path in OPEN_PATHS or path.startswith(ADMIN_PREFIX):
             return NO_KEY
         scheme, _, given = authorization.partition(b" ")
         key = find_key(self._api_keys, given.strip())
