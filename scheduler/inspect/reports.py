@@ -84,7 +84,8 @@ class WaitingReasons:
             )
         if running.num_rows == running.max_num_seqs:
             return f"a row: all max_num_seqs={running.max_num_seqs} are held"
-        if not planner.has_candidate():
+        planner.count_shares()
+        if planner.waiting.peek() is None:
             return "a row: those that are free are reserved for keys with less than their share"
         num_free, is_owed = kv_cache.num_free_blocks, planner.admission.is_owed(request)
         if gates.is_closed and running.num_rows and not is_owed:

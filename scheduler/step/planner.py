@@ -88,7 +88,8 @@ class StepPlanner:
             self._free_skipped_blocks()
         if self.swaps is not None and budget:
             self.swaps.begin_step(self.plan.step + 1, now)
-        self._count_shares()
+        if self.shares is not None:
+            self.count_shares()
         is_short, num_scheduled = False, np.zeros(self.running.max_num_seqs, np.int64)
         if self.running.num_rows:
             num_scheduled, is_short = self._schedule_running(budget, now)
@@ -113,10 +114,13 @@ class StepPlanner:
         steady, running, step = self._steady, self.running, self.plan.step + 1
         if steady is None or not steady.holds(running, step):
             return None
-        if self.pause is not PauseState.UNPAUSED or (
-            running.num_rows < running.max_num_seqs and self.has_candidate()
-        ):
+        if self.pause is not PauseState.UNPAUSED:
             return None
+        if running.num_rows < running.max_num_seqs:
+            if self.shares is not None and len(self.waiting):
+                self.count_shares()  # a row may have become free since the last step
+            if self.waiting.peek() is not None:
+                return None
         if self.swaps is not None and self.swaps.may_act:
             return None
         needs_no_block = steady.needs_no_block(step)
@@ -144,13 +148,8 @@ class StepPlanner:
         self.in_flight.steps.append(planned)
         return plan
 
-    def has_candidate(self) -> bool:
-        """Whether a waiting request may be tried."""
-        if self.shares is not None and len(self.waiting):
-            self._count_shares()  # a row may have become free since the last step
-        return self.waiting.peek() is not None
-
-    def _count_shares(self) -> None:
+    def count_shares(self) -> None:
+        """Let the fair policy know which rows are held now."""
         if self.shares is not None:
             self.shares.begin_step(self.running.generation, self.running.num_computed)
 

@@ -12,6 +12,7 @@ import pytest
 
 from longshore.deploy.admin.actions import ACTION_NAMES
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
+from longshore.deploy.gateway.api_keys import plain_keys
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from tests.deploy.gateway.conftest import PATIENCE_S, RunningGateway, StartGateway
 
@@ -65,7 +66,7 @@ def start_administered(start_gateway: StartGateway) -> Any:
 
 
 async def test_an_action_is_passed_on_and_answered(start_administered: Any) -> None:
-    async with start_administered(api_keys=(API_KEY,)) as run:
+    async with start_administered(api_keys=plain_keys([API_KEY], "key")) as run:
         answer = await run.send("pause", b'{"engine": 1, "mode": "keep", "action": "drain"}')
         assert (answer.status, answer.body) == (200, DONE)
         assert run.supervisor.actions == [{"engine": 1, "mode": "keep", "action": "pause"}]
@@ -85,7 +86,7 @@ async def test_without_an_admin_key_there_is_no_path(start_administered: Any) ->
 
 @pytest.mark.parametrize("key", [None, API_KEY, KEY[:-1], KEY + "x", "\xff"])
 async def test_only_the_admin_key_opens(start_administered: Any, key: str | None) -> None:
-    async with start_administered(api_keys=(API_KEY,)) as run:
+    async with start_administered(api_keys=plain_keys([API_KEY], "key")) as run:
         answer = await run.send("drain", key=key)
         assert answer.status == 401
         assert json.loads(answer.body)["error"]["code"] == "invalid_admin_key"
@@ -93,7 +94,7 @@ async def test_only_the_admin_key_opens(start_administered: Any, key: str | None
 
 
 async def test_the_admin_key_is_no_api_key(start_administered: Any) -> None:
-    async with start_administered(api_keys=(API_KEY,)) as run:
+    async with start_administered(api_keys=plain_keys([API_KEY], "key")) as run:
         client = HttpEndpoint(f"http://127.0.0.1:{run.gateway.port}", api_key=KEY)
         answer = await client.request("GET", "/v1/models", timeout_s=PATIENCE_S)
         assert answer.status == 401

@@ -14,10 +14,11 @@ from longshore.deploy.gateway.key_usage import KeyUsage
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.protocol.outputs import FinishReason
-from longshore.protocol.requests import AddRequest
+from longshore.protocol.requests import AddRequest, Tenant
 from tests.deploy.gateway.conftest import PATIENCE_S, RunningGateway, StartGateway
 from tests.deploy.gateway.fake_engine import FakeEngine, never_answer
 from tests.deploy.gateway.http.test_exchange import error_of
+from tests.deploy.gateway.openai.test_embeddings import MODEL, pooled
 
 
 def make_key(name: str, **limits: int) -> ApiKey:
@@ -217,3 +218,22 @@ async def test_a_key_cannot_be_more_urgent_than_the_operator_allows(
         else:
             assert answer.status == 200
             assert gateway.engine.requests[0].priority == priority
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [5], "max_tokens": 2}),
+        ("/v1/embeddings", {"input": [[5]]}),
+    ],
+)
+async def test_the_engine_learns_whose_request_it_is(
+    start_gateway: StartGateway, path: str, body: dict[str, Any]
+) -> None:
+    alice = ApiKey(name="alice", digest=digest_of(b"alice"), weight=3, cache_id="alice")
+    script = pooled if path == "/v1/embeddings" else end
+    async with start_gateway(script, api_keys=(alice,), embedding=MODEL) as gateway:
+        assert (await post(gateway, path, "alice", **body, cache_salt="s")).status == 200
+        (request,) = gateway.engine.requests
+        assert request.tenant == Tenant("alice", 3)
+        assert request.cache_salt == alice.cache_salt("s")
