@@ -17,8 +17,10 @@ import msgspec
 from longshore.protocol.errors import HandshakeRejected
 from longshore.protocol.kv_cache_spec import HeadShare, KVCacheConfig
 from longshore.protocol.outputs import (
+    EngineContinues,
     EngineFailed,
     EngineOutputs,
+    EnginePaused,
     ModelRunnerOutput,
     TransferReport,
     WorkerFailed,
@@ -33,7 +35,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 12
+PROTOCOL_VERSION: Final = 13
 """Increased by every change of a message; both sides must have the same version."""
 
 
@@ -158,7 +160,14 @@ ToEngine: TypeAlias = (
     | ClientHello
 )
 ToClient: TypeAlias = (
-    EngineOutputs | EngineReport | BlockSnapshot | EngineFailed | EngineReady | Rejected
+    EngineOutputs
+    | EngineReport
+    | BlockSnapshot
+    | EnginePaused
+    | EngineContinues
+    | EngineFailed
+    | EngineReady
+    | Rejected
 )
 
 

@@ -193,6 +193,21 @@ class EngineOutputs(
     stats: SchedulerStats | None = None
 
 
+class EnginePaused(msgspec.Struct, tag="engine_paused", frozen=True, forbid_unknown_fields=True):
+    """No request advances until the engine has new workers, because of `reason`. Requests stay
+    live, and new ones wait."""
+
+    reason: str
+
+
+class EngineContinues(
+    msgspec.Struct, tag="engine_continues", frozen=True, forbid_unknown_fields=True
+):
+    """The engine has new workers; the pause is over."""
+
+    engine_id: str
+
+
 class EngineFailed(msgspec.Struct, tag="engine_failed", frozen=True, forbid_unknown_fields=True):
     """The engine stops because of `reason`; every live request of this client is lost."""
 

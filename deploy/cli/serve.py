@@ -100,7 +100,8 @@ def _processes(
 ) -> list[ProcessSpec]:
     """In start order: schedulers need their workers, and gateways need the schedulers."""
     engines = [
-        engine_processes(plan, runtime_dir, replica) for replica in replicas(options.replicas)
+        engine_processes(plan, runtime_dir, replica, is_restarted=options.max_restarts > 0)
+        for replica in replicas(options.replicas)
     ]
     peers = tuple(
         str(runtime_dir.socket_path(f"gateway-{number}")) for number in range(len(listeners))

@@ -1,12 +1,14 @@
 """The lifeline between a process and its supervisor: one inherited socket.
 
 The child reports that it is ready, or why it failed, and then regularly that it is alive, from the
-loop that does its work: a process that hangs reports nothing. The supervisor sends nothing; it asks
-for an orderly shutdown with STOP_SIGNAL. When the supervisor's end closes, for any reason, the
-child removes the runtime directory and exits at once, so that no orphan and no socket file remains.
-When the child's end closes, the supervisor knows that it died.
+loop that does its work: a process that hangs reports nothing. The supervisor sends `Restarting` to
+a process that outlives others, and asks for an orderly shutdown with STOP_SIGNAL. When the
+supervisor's end closes, for any reason, the child removes the runtime directory and exits at once,
+so that no orphan and no socket file remains. When the child's end closes, the supervisor knows that
+it died.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -14,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -69,15 +72,33 @@ class Alive(msgspec.Struct, tag="alive", frozen=True, forbid_unknown_fields=True
     late: str | None = None
 
 
-LifelineReport: TypeAlias = Ready | Failed | Progress | Alive
+class Acknowledged(msgspec.Struct, tag="acknowledged", frozen=True, forbid_unknown_fields=True):
+    """`Restarting` has been received."""
+
+
+LifelineReport: TypeAlias = Ready | Failed | Progress | Alive | Acknowledged
+
+
+class Restarting(msgspec.Struct, tag="restarting", frozen=True, forbid_unknown_fields=True):
+    """The processes that this one needs have ended, all of them, and are started again as soon as
+    this is acknowledged. `reason` says which one died first, and how."""
+
+    reason: str
+
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[LifelineReport] = msgspec.json.Decoder(LifelineReport)
+_restarting_decoder = msgspec.json.Decoder(Restarting)
 
 
 def decode_report(line: bytes) -> LifelineReport:
     """Decode one line of a child. Raises msgspec.MsgspecError if it is not a report."""
     return _decoder.decode(line)
+
+
+def encode_restarting(message: Restarting) -> bytes:
+    """One line to a child."""
+    return _encoder.encode(message) + b"\n"
 
 
 class Lifeline:
@@ -88,6 +109,8 @@ class Lifeline:
         self._socket = None if fd is None else socket.socket(fileno=fd)
         self._runtime_dir = runtime_dir
         self._next_alive_s = 0.0
+        self._received: deque[Restarting] = deque()
+        self._has_received = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         if self._socket is not None:
             self._socket.setblocking(True)
             # A supervisor that does not read must not keep this process from ending.
@@ -116,11 +139,26 @@ class Lifeline:
         except OSError:
             return
 
+    def fileno(self) -> int:
+        """Readable when the supervisor has sent something."""
+        return self._has_received
+
+    def take_received(self) -> list[Restarting]:
+        """What the supervisor has sent since the last call. Never blocks."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._has_received)
+        return [self._received.popleft() for _ in range(len(self._received))]
+
     def _watch(self) -> None:
         assert self._socket is not None
+        unread = b""
         try:
-            while self._socket.recv(4096):
-                continue
+            while received := self._socket.recv(4096):
+                *lines, unread = (unread + received).split(b"\n")
+                for line in lines:
+                    with contextlib.suppress(msgspec.MsgspecError):
+                        self._received.append(_restarting_decoder.decode(line))
+                        os.eventfd_write(self._has_received, 1)
         except OSError:
             pass
         if self._runtime_dir is not None:

@@ -84,7 +84,7 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
         )
         logger.info("ready: %d blocks, which hold %d tokens", kv_cache.num_blocks, tokens)
         try:
-            _run(Engine(config, scheduler, workers, clients, events, lifeline.report_alive))
+            _run(Engine(config, scheduler, workers, clients, lifeline, accepted, events))
         finally:
             clients.close()
     finally:

@@ -34,7 +34,13 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
     KVCacheGroup,
 )
-from longshore.protocol.outputs import EngineOutputs, FinishedRequest, ModelRunnerOutput
+from longshore.protocol.outputs import (
+    EngineContinues,
+    EngineOutputs,
+    EnginePaused,
+    FinishedRequest,
+    ModelRunnerOutput,
+)
 from longshore.protocol.plan import SchedulerOutput, Shutdown
 from longshore.protocol.requests import AddRequest
 from longshore.protocol.rows import PlanFollower, RowTable
@@ -45,7 +51,13 @@ from longshore.protocol.transport.channel import (
     Endpoint,
     open_socket,
 )
-from longshore.protocol.transport.lifeline import LifelineReport, decode_report
+from longshore.protocol.transport.lifeline import (
+    Acknowledged,
+    LifelineReport,
+    Restarting,
+    decode_report,
+    encode_restarting,
+)
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 
 VOCAB_SIZE = 1000
@@ -73,11 +85,12 @@ class EngineProcess:
         num_shards: int = 1,
         kv_connector: str | None = None,
         kv_events: dict[str, Any] | None = None,
+        outlives_workers: bool = False,
     ) -> None:
         """kv_events: fields of KVEventsConfig; None: no events."""
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="longshore-test-"))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        endpoints = tuple(
+        endpoints = self._endpoints = tuple(
             Endpoint(f"ipc://{self.runtime_dir}/worker-{rank}") for rank in range(num_workers)
         )
         self._clients = Endpoint(f"ipc://{self.runtime_dir}/clients")
@@ -100,6 +113,7 @@ class EngineProcess:
             kv_connector=kv_connector,
             kv_events=self._kv_events(kv_events),
             epoch=epoch,
+            outlives_workers=outlives_workers,
             lifeline_fd=child_end.fileno(),
             runtime_dir=str(self.runtime_dir),
         )
@@ -135,6 +149,21 @@ class EngineProcess:
     def next_report(self) -> LifelineReport:
         """The next line that the process writes to its supervisor."""
         return decode_report(self._lines.readline())
+
+    def end_workers(self, reason: str) -> None:
+        """End the scripted workers and their connections, say so as the supervisor does, and
+        connect new ones when the scheduler knows it. Its reports until then are skipped."""
+        for worker in self.workers:
+            worker.stop()
+        self.workers.clear()
+        for channel in self.channels:
+            self._sockets.remove(channel.socket)
+            channel.socket.close(linger=0)
+        self._lifeline.sendall(encode_restarting(Restarting(reason)))
+        while not isinstance(self.next_report(), Acknowledged):
+            continue
+        for rank, endpoint in enumerate(self._endpoints):
+            self.channels[rank] = Channel(self._connect_to(endpoint), ToWorker)
 
     def start_worker(
         self,
@@ -227,6 +256,7 @@ class Client:
         self.finished: dict[int, FinishedRequest] = {}
         self.steps_in_flight: list[float] = []
         self.stats: SchedulerStats | None = None
+        self.pauses: list[EnginePaused | EngineContinues] = []
 
     def add(self, handle: int, *, prompt_len: int = 40, max_tokens: int = 5) -> None:
         self.channel.send(
@@ -244,6 +274,9 @@ class Client:
             message = self.channel.receive(TIMEOUT_S)
             if message is None:
                 raise TimeoutError("the engine went silent")
+            if isinstance(message, EnginePaused | EngineContinues):
+                self.pauses.append(message)
+                continue
             assert isinstance(message, EngineOutputs), message
             for handle, token in zip(
                 message.handles.tolist(), message.tokens.tolist(), strict=True

@@ -31,8 +31,10 @@ from longshore.protocol.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from longshore.protocol.outputs import (
+    EngineContinues,
     EngineFailed,
     EngineOutputs,
+    EnginePaused,
     FinishedRequest,
     FinishReason,
     ModelRunnerOutput,
@@ -409,6 +411,8 @@ TO_CLIENT = {
         st.lists(holders, max_size=2).map(tuple),
         int32s,
     ),
+    EnginePaused: st.builds(EnginePaused, texts),
+    EngineContinues: st.builds(EngineContinues, texts),
     EngineFailed: st.builds(EngineFailed, texts),
     EngineReady: st.builds(EngineReady, texts, identities, counts),
     Rejected: rejections,
