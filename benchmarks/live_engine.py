@@ -63,6 +63,7 @@ from longshore.protocol.transport.lifeline import (
     Ready,
     decode_report,
 )
+from longshore.protocol.transport.security import new_secret
 from longshore.scheduler import __main__ as scheduler_main
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 from longshore.scheduler.scheduler import Scheduler
@@ -96,6 +97,7 @@ class LiveEngine:
             hash_seed_digest="benchmark",
         )
         self._lifeline, child_end = socket.socketpair()
+        secret = new_secret()
         config = SchedulerProcessConfig(
             scheduler=SchedulerConfig(
                 max_model_len=max_model_len,
@@ -105,8 +107,8 @@ class LiveEngine:
             ),
             cache=CacheConfig(block_size=BLOCK_SIZE),
             identity=self._identity,
-            workers=(Endpoint(f"ipc://{self.directory}/worker"),),
-            clients=Endpoint(f"ipc://{self.directory}/clients"),
+            workers=(Endpoint(f"ipc://{self.directory}/worker", secret=secret),),
+            clients=Endpoint(f"ipc://{self.directory}/clients", secret=secret),
             hash_seed="00" * 32,
             vocab_size=VOCAB_SIZE,
             epoch=EPOCH,

@@ -1,5 +1,17 @@
 """Errors of all packages. A message says what happened, why it matters, and what to do."""
 
+from typing import Final
+
+MAX_ECHOED_CHARACTERS: Final = 200
+"""Limit of a name or value from outside in a message."""
+
+
+def shortened(text: str) -> str:
+    """`text`, or as much of it as a message may repeat."""
+    if len(text) <= MAX_ECHOED_CHARACTERS:
+        return text
+    return f"{text[:MAX_ECHOED_CHARACTERS]}..."
+
 
 class LongshoreError(Exception):
     """Base of all errors that Longshore raises deliberately."""

@@ -14,8 +14,9 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from longshore.protocol.errors import HandshakeRejected
+from longshore.protocol.errors import ConfigError, HandshakeRejected
 from longshore.protocol.kv_cache_spec import HeadShare, KVCacheConfig
+from longshore.protocol.model_files import open_regular, read_bytes
 from longshore.protocol.outputs import (
     EngineContinues,
     EngineFailed,
@@ -184,12 +185,21 @@ def model_fingerprint(model_dir: Path) -> str:
 
     Not all weights are read, so it is cheap. Two sets of weights that differ in fewer places than
     are sampled can have the same one; sets that were trained differently have not.
+
+    Raises ConfigError if a file cannot be read.
     """
-    state = hashlib.sha256((model_dir / "config.json").read_bytes())
+    try:
+        return _fingerprint(model_dir)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"{model_dir} has a file that cannot be read: {error}") from error
+
+
+def _fingerprint(model_dir: Path) -> str:
+    state = hashlib.sha256(read_bytes(model_dir / "config.json"))
     for path in sorted(model_dir.glob("*.safetensors")):
         size_bytes = path.stat().st_size
         state.update(f"{path.name}:{size_bytes};".encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             header = file.read(min(header_bytes, MAX_HEADER_BYTES))
             state.update(header)
@@ -213,7 +223,7 @@ def _small_tensors(header: bytes) -> list[tuple[int, int]]:
     not valid: the loader rejects such a file."""
     try:
         tensors = msgspec.json.decode(header, type=dict[str, _TensorEntry])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
     offsets = (entry.data_offsets for entry in tensors.values())
     return sorted(

@@ -143,5 +143,6 @@ class SamplingParams(
         for word in words:
             if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS or min(word) < 0:
                 raise ValueError(
-                    f"bad word {word} must have 1..{MAX_BAD_WORD_TOKENS} token ids, none negative"
+                    f"a bad word has {len(word)} token ids; it must have 1..{MAX_BAD_WORD_TOKENS}, "
+                    "none negative"
                 )

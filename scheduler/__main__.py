@@ -1,6 +1,7 @@
 """`python -m longshore.scheduler CONFIG.json`: the scheduler process."""
 
 import logging
+import resource
 import sys
 from pathlib import Path
 
@@ -24,6 +25,9 @@ def main() -> int:
     engine = f"{config.engine_id}.{config.epoch}"
     send_records(config.log_level, is_relayed=is_relayed, engine=engine)
     runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
+    # ZMQ aborts a process that has no descriptor left for a connection.
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     stop_signals(config.lifeline_fd)  # ignore from the start what a supervised process ignores
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
     try:

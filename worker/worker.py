@@ -6,6 +6,7 @@ loads the weights and measures memory; `start` allocates the KV cache and return
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -40,13 +41,14 @@ from longshore.worker.kv_cache.plan import (
     plan_groups,
 )
 from longshore.worker.kv_cache.report import report_on
-from longshore.worker.loading.loader import load_weights
+from longshore.worker.loading.loader import check_weights, load_weights
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
 from longshore.worker.models.registry import MODELS
 from longshore.worker.models.rope_config import DynamicRope, rotation_of
 from longshore.worker.process.byte_size import byte_size
 from longshore.worker.process.device import (
+    check_memory,
     dtype_name,
     fits_in_memory,
     open_device,
@@ -104,14 +106,18 @@ class Worker:
             num_kv_heads=model_config.num_kv_heads,
         )
         self.max_model_len = _max_model_len(config, model_config)
+        build = partial(
+            MODELS[type(model_config)],
+            model_config,
+            max_model_len=self.max_model_len,
+            dtype=self._dtype,
+            parallel=parallel,
+        )
+        # On `meta`, tensors have shapes and no memory.
+        num_bytes = check_weights(build(device=torch.device("meta")), model_dir)
+        check_memory("The model", num_bytes, self._device)
         with fits_in_memory("The model", self._device):
-            self.model = MODELS[type(model_config)](
-                model_config,
-                max_model_len=self.max_model_len,
-                dtype=self._dtype,
-                device=self._device,
-                parallel=parallel,
-            )
+            self.model = build(device=self._device)
         load_weights(self.model, model_dir, show_progress=config.show_progress)
         self.kv_cache = self._plan_cache()
         self.heads = model_config.head_share(parallel.shard, parallel.num_shards)

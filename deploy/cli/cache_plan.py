@@ -3,7 +3,6 @@
 Reads config.json and the headers of the weight files, and imports no tensor library.
 """
 
-import json
 import math
 import struct
 from collections import Counter
@@ -20,6 +19,7 @@ from longshore.deploy.machine.device import resolve_device
 from longshore.deploy.model.folder import AudioInput, read_model_folder
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import KVCacheDtype, LongestRequest
+from longshore.protocol.model_files import MAX_FILE_BYTES, open_regular, parse_json
 from longshore.scheduler.config import CacheConfig
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.plan import (
@@ -142,13 +142,13 @@ def num_stored_elements(path: Path) -> int:
     """Elements of all tensors in a safetensors file, from its header. Raises ConfigError if the
     file has no valid header."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(length))
+            header: Any = parse_json(file.read(min(length, MAX_FILE_BYTES)))
         return sum(
             math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
         )
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{path} is not a valid safetensors file: {error}") from error
 
 

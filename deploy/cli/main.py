@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env, Toml
@@ -27,18 +27,22 @@ from longshore.deploy.cli.options import (
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
 from longshore.deploy.supervisor.logs import set_up_logging
+from longshore.deploy.supervisor.process import VARIABLE_PREFIX
 from longshore.protocol.errors import ConfigError, LongshoreError
 
 logger = logging.getLogger(__name__)
 
 app = App(name="longshore", help="Serve language models.", version=longshore.__version__)
-PREFIX: Final = "LONGSHORE_"
-_ENVIRONMENT = Env(PREFIX, command=False)
+_ENVIRONMENT = Env(VARIABLE_PREFIX, command=False)
 bench = App(name="bench", help="Measure throughput and latency; print the results as JSON.")
 app.command(bench)
 kv = App(name="kv", help="Look at, check and remove the KV blocks that the disk tier keeps.")
 kv.config = ()  # flags alone: no variable may answer `clean --yes`
 app.command(kv)
+keys = App(name="keys", help="Make, rotate, show and remove the keys of KV event subscribers.")
+keys.config = ()  # flags alone, except for the state directory, which `serve` uses as well
+app.command(keys)
+_StateDir = Annotated[Path | None, Parameter(env_var=f"{VARIABLE_PREFIX}STATE_DIR")]
 
 
 @app.command(usage="Usage: longshore serve [OPTIONS] [MODEL]")
@@ -204,6 +208,77 @@ def kv_clean(
     clean(path, model=model, store_id=store, every=all, older_than=older_than, yes=yes)
 
 
+@keys.command(name="create")
+def keys_create(
+    name: str,
+    *,
+    public_key: str | None = None,
+    output: Path | None = None,
+    state_dir: _StateDir = None,
+) -> None:
+    """Authorize a subscriber of KV events. The first time, also make the engines' keys, which
+    servers use from their next start on; from then on, subscribers need keys.
+
+    Args:
+        name: Name of the subscriber.
+        public_key: Public key that the subscriber has made. Default: make a pair.
+        output: File for the subscriber's keys. Default: NAME.json.
+        state_dir: State directory of the server.
+    """
+    from longshore.deploy.cli.keys import create
+
+    create(name, public_key=public_key, output=output, state_dir=state_dir)
+
+
+@keys.command(name="rotate")
+def keys_rotate(
+    name: str | None = None,
+    *,
+    public_key: str | None = None,
+    output: Path | None = None,
+    state_dir: _StateDir = None,
+) -> None:
+    """Authorize a second key of a subscriber; the old one is valid until it is removed. Without a
+    name, replace the engines' keys.
+
+    Args:
+        name: Name of the subscriber.
+        public_key: Public key that the subscriber has made. Default: make a pair.
+        output: File for the subscriber's keys. Default: NAME.json.
+        state_dir: State directory of the server.
+    """
+    from longshore.deploy.cli.keys import rotate
+
+    rotate(name, public_key=public_key, output=output, state_dir=state_dir)
+
+
+@keys.command(name="remove")
+def keys_remove(name: str, *, old: bool = False, state_dir: _StateDir = None) -> None:
+    """Remove the keys of a subscriber: it cannot connect again.
+
+    Args:
+        name: Name of the subscriber.
+        old: Keep the key that was added last.
+        state_dir: State directory of the server.
+    """
+    from longshore.deploy.cli.keys import remove
+
+    remove(name, only_old=old, state_dir=state_dir)
+
+
+@keys.command(name="show")
+def keys_show(*, json: bool = False, state_dir: _StateDir = None) -> None:
+    """Show the public keys of engines and subscribers.
+
+    Args:
+        json: Print JSON instead of a table.
+        state_dir: State directory of the server.
+    """
+    from longshore.deploy.cli.keys import show
+
+    show(as_json=json, state_dir=state_dir)
+
+
 @app.meta.default
 def launch(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
@@ -226,16 +301,18 @@ def _check_variables(variables: Mapping[str, str]) -> None:
     key must not serve without keys, and for `LONGSHORE_NO_...`, which would be ignored. Warn about
     variables that no command reads."""
     for name, value in variables.items():
-        if name.startswith(PREFIX + "NO_"):
-            setting = name.removeprefix(PREFIX + "NO_")
-            raise ConfigError(f"{name} is not a variable; use {PREFIX}{setting}=false instead")
-        if name.startswith(PREFIX) and not value.strip():
+        if name.startswith(VARIABLE_PREFIX + "NO_"):
+            setting = name.removeprefix(VARIABLE_PREFIX + "NO_")
+            raise ConfigError(
+                f"{name} is not a variable; use {VARIABLE_PREFIX}{setting}=false instead"
+            )
+        if name.startswith(VARIABLE_PREFIX) and not value.strip():
             raise ConfigError(f"{name} is set but empty; give it a value or unset it")
     known = _known_variables()
     unknown = [
         f"{name} (did you mean {nearest[0]}?)" if nearest else name
         for name in sorted(variables)
-        if name.startswith(PREFIX) and name not in known
+        if name.startswith(VARIABLE_PREFIX) and name not in known
         for nearest in [difflib.get_close_matches(name, known, n=1, cutoff=0.8)]
     ]
     if unknown:
@@ -249,7 +326,7 @@ def _known_variables() -> set[str]:
         *(bench[name] for name in _commands(bench)),
     ]
     return {
-        PREFIX + name.removeprefix("--").replace("-", "_").upper()
+        VARIABLE_PREFIX + name.removeprefix("--").replace("-", "_").upper()
         for command in commands
         if command.default_command is not None
         for argument in command.assemble_argument_collection()
@@ -266,8 +343,8 @@ def _settings_file(path: Path) -> Toml:
     except (OSError, CycloptsError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     commands = [*_commands(app), *(f"bench.{name}" for name in _commands(bench))]
-    commands.remove("bench")
-    commands.remove("kv")  # takes no settings from files
+    for name in ("bench", "kv", "keys"):  # the last two take no settings from files
+        commands.remove(name)
     nested = tables.pop("bench", {})
     named = {**tables, **({f"bench.{n}": t for n, t in nested.items()} if nested else {})}
     for name, table in named.items():

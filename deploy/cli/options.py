@@ -152,8 +152,6 @@ class EngineOptions:
             0.24, and sends maps since.
         kv_events_hashes: Whether block hashes are whole (bytes), or integers of their last 8 bytes,
             which some subscribers need.
-        kv_events_keys: JSON file with CURVE keys (public, secret, allowed_clients), which TCP needs
-            beyond loopback addresses.
         cpu_kernels: auto uses the kernels compiled at installation, if there are any; torch uses
             plain PyTorch, which is slower.
         threads: CPU threads per worker. Default: the physical cores, divided among the workers.
@@ -210,7 +208,6 @@ class EngineOptions:
     kv_events_buffer: Annotated[int, _EVENTS] = 10_000
     kv_events_format: Annotated[EventFormat, _EVENTS] = "arrays"
     kv_events_hashes: Annotated[HashFormat, _EVENTS] = "bytes"
-    kv_events_keys: Annotated[Path | None, _EVENTS] = None
     cpu_kernels: Annotated[Literal["auto", "torch"], _MODEL] = "auto"
     threads: Annotated[int | None, _MODEL] = None
     seed: Annotated[int | None, _MODEL] = None
@@ -295,7 +292,7 @@ class EngineOptions:
                     "cached blocks"
                 )
             return
-        for name in ("endpoint", "replay_endpoint", "keys"):
+        for name in ("endpoint", "replay_endpoint"):
             if getattr(self, f"kv_events_{name}") is not None:
                 raise ConfigError(f"kv_events_{name} is set, but enable_kv_cache_events is not")
 

@@ -17,6 +17,7 @@ from longshore.deploy.supervisor.engine_config import (
     engine_processes,
     plan_engine,
 )
+from longshore.deploy.supervisor.limits import check_address_space, raise_file_limit
 from longshore.deploy.supervisor.listeners import bind, url_of
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
 from longshore.deploy.supervisor.process import ProcessSpec
@@ -46,6 +47,9 @@ def serve(
     if model.audio is not None:
         require_extra("soundfile", "soxr", "python_multipart")
     plan = plan_engine(options, model)
+    num_processes = options.replicas * (options.num_ranks + 1) + options.gateways
+    raise_file_limit(num_processes, options.max_live_requests)
+    check_address_space(plan.device)
     with (
         StopSignals() as stop_signal,
         ExitStack() as port,

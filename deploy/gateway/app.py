@@ -38,6 +38,7 @@ from longshore.deploy.gateway.openai.transcriptions import (
 )
 from longshore.deploy.gateway.request_log import note_failure
 from longshore.deploy.supervisor.replica import Replica
+from longshore.protocol.errors import shortened
 
 
 class Gateway:
@@ -196,7 +197,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    target = f"{request.method} {request.scope['path']}"
+    target = f"{shortened(request.method)} {shortened(request.scope['path'])}"
     headers = error.headers or {}
     if error.status_code == 404:
         message = f"{target} does not exist; GET /openapi.json lists the paths"

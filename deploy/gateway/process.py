@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import resource
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -31,11 +30,13 @@ from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.responses import Model
 from longshore.deploy.gateway.text.tokenizer import load_tokenizer
 from longshore.deploy.requests.speech import SpeechModel
+from longshore.deploy.supervisor.limits import connections_left
 from longshore.deploy.supervisor.logs import set_up_logging
 from longshore.deploy.supervisor.runtime_dir import read_death_note, read_progress_note
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.handshake import ClientHello, EngineReady
 from longshore.protocol.transport.lifeline import (
+    ALIVE_INTERVAL_S,
     Failed,
     Lifeline,
     Progress,
@@ -56,8 +57,6 @@ def main(argv: Sequence[str]) -> int:
     (config_file,) = argv
     config = msgspec.json.decode(Path(config_file).read_bytes(), type=GatewayConfig)
     set_up_logging(config.log_level, is_relayed=config.lifeline_fd is not None)
-    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # one per stream
     disable_created_metrics()  # an unused timestamp per counter
     runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
@@ -77,11 +76,21 @@ async def _serve(config: GatewayConfig, lifeline: Lifeline) -> None:
         await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             ready.result()
+            alive = asyncio.create_task(_report_alive(lifeline))
+            await serving
+            alive.cancel()
         else:
             ready.cancel()  # stopped before the engine was ready
-        await serving
+            await serving
     finally:
         process.close()
+
+
+async def _report_alive(lifeline: Lifeline) -> None:
+    """Report from the loop that serves all requests, so that one that hangs is noticed."""
+    while True:
+        lifeline.report_alive()
+        await asyncio.sleep(ALIVE_INTERVAL_S)
 
 
 class GatewayProcess:
@@ -120,7 +129,11 @@ class GatewayProcess:
             uvicorn.Config(
                 self._gateway.app,
                 http=partial(  # type: ignore[arg-type]  # uvicorn only calls it
-                    BoundedConnection, unread_timeout_s=config.unread_timeout_s
+                    BoundedConnection,
+                    unread_timeout_s=config.unread_timeout_s,
+                    max_connections=partial(
+                        connections_left, 2 * len(config.engines) + len(config.peers)
+                    ),
                 ),
                 ws="none",
                 lifespan="off",

@@ -42,11 +42,11 @@ def _gib(num_bytes: int) -> str:
 
 
 def _memory(host: Host) -> Finding:
-    memory = host_memory(host.root)
+    memory = host_memory(host.root, host.limit)
     if memory is None:
         return Finding("memory", "unknown: /proc/meminfo cannot be read", "warning")
     limit = memory.limit_bytes
-    total = _gib(memory.total_bytes) if limit is None else f"{_gib(limit)} (control group limit)"
+    total = _gib(memory.total_bytes) if limit is None else f"{_gib(limit)} ({memory.limit_name})"
     found = f"{_gib(memory.available_bytes)} available of {total}"
     if memory.available_bytes < 1 << 30:
         return Finding(
@@ -54,7 +54,7 @@ def _memory(host: Host) -> Finding:
             found,
             "warning",
             "A process that needs more is killed",
-            "Stop other programs, raise the container's limit, or lower --num-blocks",
+            "Stop other programs, raise the limit, or lower --num-blocks",
         )
     return Finding("memory", found)
 

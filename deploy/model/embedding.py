@@ -8,6 +8,7 @@ import msgspec
 
 from longshore.deploy.model.json_file import read_json_object, read_text
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.model_files import exists
 from longshore.protocol.requests import PoolingKind, PoolingParams
 from longshore.protocol.sampling import SamplingParams
 
@@ -65,7 +66,7 @@ def read_embedding_model(model_dir: Path, size: int, *, is_only: bool = False) -
     """size: elements of the model's hidden states. Raises ConfigError for invalid files."""
     default = EmbeddingModel(size, is_only=is_only)
     file = model_dir / MODULES_FILE
-    if not file.exists():
+    if not exists(file):
         return default
     kind: PoolingKind | None = None
     normalize = False
@@ -101,7 +102,7 @@ def _modules(file: Path) -> list[tuple[str, str]]:
     try:
         modules = msgspec.json.decode(read_text(file), type=list[dict[str, Any]])
         return [(module["type"].rpartition(".")[2], module["path"]) for module in modules]
-    except (msgspec.DecodeError, KeyError, AttributeError) as error:
+    except (msgspec.DecodeError, RecursionError, KeyError, AttributeError) as error:
         raise ConfigError(f"{file} is not a list of modules with type and path: {error}") from error
 
 

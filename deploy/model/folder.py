@@ -12,6 +12,7 @@ from longshore.deploy.model.embedding import EmbeddingModel, read_embedding_mode
 from longshore.deploy.model.hub import model_name, resolve_model
 from longshore.deploy.model.json_file import read_json_object
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.model_files import exists
 from longshore.protocol.sampling import SamplingParams
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
@@ -82,13 +83,13 @@ def read_model_folder(name: str | Path) -> ModelFolder:
     path = resolve_model(name)
     if not path.is_dir():
         raise ConfigError(f"{path} is a file; a model must be a folder in Hugging Face format")
-    if not (path / "config.json").exists():
+    if not exists(path / "config.json"):
         raise ConfigError(f"{path} has no config.json, so it is not a model folder")
     model = read_model_config(path)
     config = read_json_object(path / "config.json")
     generation = (
         read_json_object(path / "generation_config.json")
-        if (path / "generation_config.json").exists()
+        if exists(path / "generation_config.json")
         else {}
     )
     eos = generation.get("eos_token_id")

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 from typing import Final
 
-from longshore.protocol.errors import ConfigError
+from longshore.protocol.errors import ConfigError, shortened
+from longshore.protocol.model_files import exists
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +21,18 @@ def resolve_model(model: str | Path) -> Path:
     download is used. Raises ConfigError if there is none.
     """
     path = Path(model)
-    if path.exists():
+    if exists(path):
+        try:
+            path.stat()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be opened ({error.strerror})") from error
         return path
     match = _HUB_ID.fullmatch(str(model))
     if match is None:
         raise ConfigError(
-            f"{model} is neither a folder nor a model hub id (owner/name or owner/name@revision). "
-            "Use a folder in Hugging Face format, with config.json and safetensors files."
+            f"{shortened(str(model))} is neither a folder nor a model hub id (owner/name or "
+            "owner/name@revision). Use a folder in Hugging Face format, with config.json and "
+            "safetensors files."
         )
     return _fetch(match["repo"], match["revision"])
 

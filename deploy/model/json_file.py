@@ -1,16 +1,16 @@
 """Reads text and JSON files of model folders; errors name the file."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.model_files import read_bytes, read_json
 
 
 def read_text(path: Path) -> str:
     """Raises ConfigError if the file cannot be read as UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
@@ -18,7 +18,9 @@ def read_text(path: Path) -> str:
 def read_json_object(path: Path) -> dict[str, Any]:
     """Raises ConfigError if the file cannot be read or is not a JSON object."""
     try:
-        content = json.loads(read_text(path))
+        content = read_json(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

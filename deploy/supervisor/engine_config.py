@@ -1,5 +1,6 @@
 """Derives the configuration of an engine's processes from the user's settings."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,8 @@ NO_BLAS_THREADS: Final = {"OPENBLAS_NUM_THREADS": "1"}
 # All ranks are on one host. Other hosts must not reach them, since gloo and NCCL do not
 # authenticate.
 LOOPBACK_ONLY: Final = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+TORCH_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -263,7 +266,7 @@ def engine_processes(
                     shared_memory_fd=memory_fd,
                 ),
                 pass_fds=() if memory_fd is None else (memory_fd,),
-                environment=LOOPBACK_ONLY if options.num_ranks > 1 else {},
+                environment=_worker_environment(options, runtime_dir),
                 stop_group="workers",
                 stopped_by=replica.scheduler,
                 restart_group=_engine_id(replica),
@@ -284,6 +287,12 @@ def engine_processes(
             config_after=_next_scheduler,
         ),
     ], clients
+
+
+def _worker_environment(options: EngineOptions, runtime_dir: RuntimeDir) -> dict[str, str]:
+    # torch creates its cache folder in TMPDIR and never removes it, unless this names another one.
+    cache = os.environ.get(TORCH_CACHE, str(runtime_dir.path / "torch"))
+    return {TORCH_CACHE: cache, **(LOOPBACK_ONLY if options.num_ranks > 1 else {})}
 
 
 def _next_scheduler(config: SchedulerProcessConfig) -> SchedulerProcessConfig:

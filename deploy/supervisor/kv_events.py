@@ -5,15 +5,14 @@ import socket
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from longshore.deploy.cli.options import EngineOptions
+from longshore.deploy.supervisor.event_keys import EventKeys
 from longshore.deploy.supervisor.replica import Replica
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir, check_socket_path
-from longshore.deploy.supervisor.state_dir import check_private
+from longshore.deploy.supervisor.state_dir import StateDir, check_private
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEventsConfig
-from longshore.protocol.transport.channel import CurveKeys, Endpoint, is_loopback
+from longshore.protocol.transport.channel import Endpoint, is_loopback
 
 _TCP: Final = re.compile(r"(tcp://(?:[\w.*-]+|\[[0-9A-Fa-f:.]+\])):(\d{1,5})")
 
@@ -24,13 +23,15 @@ def kv_events_config(
     """The configuration of one engine; None if events are disabled. Raises ConfigError."""
     if not options.enable_kv_cache_events:
         return None
-    keys = None if options.kv_events_keys is None else _read_keys(options.kv_events_keys)
+    event_keys = EventKeys(StateDir(options.state_dir))
+    keys = event_keys.of_engines()
 
     def endpoint(setting: str, file_name: str) -> Endpoint:
         address: str | None = getattr(options, setting)
         if address is None:
-            return runtime_dir.endpoint(replica.file_name(file_name))
-        return _endpoint(setting, address, replica, keys)
+            path = runtime_dir.socket_path(replica.file_name(file_name))
+            return Endpoint(f"ipc://{path}", keys)
+        return _endpoint(setting, address, replica, event_keys)
 
     _check_distinct(options, replica.count)
     return KVEventsConfig(
@@ -58,13 +59,14 @@ def _check_distinct(options: EngineOptions, num_engines: int) -> None:
         )
 
 
-def _endpoint(name: str, address: str, replica: Replica, keys: CurveKeys | None) -> Endpoint:
+def _endpoint(name: str, address: str, replica: Replica, event_keys: EventKeys) -> Endpoint:
     """The address of one engine: engines of a deployment have consecutive ports, or files with
     their numbers."""
+    keys = event_keys.of_engines()
     if address.startswith("ipc://"):
         path = Path(replica.file_name(address.removeprefix("ipc://")))
         _check_socket(name, path)
-        return Endpoint(f"ipc://{path}")
+        return Endpoint(f"ipc://{path}", keys)
     match = _TCP.fullmatch(address)
     if match is None or not 0 < (port := int(match[2]) + replica.number) < 65536:
         raise ConfigError(f"{name}={address!r} must be ipc://PATH or tcp://ADDRESS:PORT")
@@ -72,7 +74,8 @@ def _endpoint(name: str, address: str, replica: Replica, keys: CurveKeys | None)
     if keys is None and not is_loopback(endpoint):
         raise ConfigError(
             f"{name}={address!r} can be reached from other hosts, and the events contain the "
-            "tokens of all prompts. Set kv_events_keys, or use ipc:// or tcp://127.0.0.1:PORT."
+            f"tokens of all prompts, but there are no keys in {event_keys.folder}. Make them with "
+            "`longshore keys create NAME`, or use ipc:// or tcp://127.0.0.1:PORT."
         )
     return endpoint
 
@@ -91,15 +94,3 @@ def _check_socket(name: str, path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         if path.exists() and probe.connect_ex(str(path)) == 0:
             raise ConfigError(f"{name}={str(path)!r} is used by another process")
-
-
-def _read_keys(path: Path) -> CurveKeys:
-    try:
-        check_private(path)
-        keys = msgspec.json.decode(path.read_bytes(), type=CurveKeys)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(
-            f"kv_events_keys={str(path)!r}: {error}. It must be a JSON object with public, secret "
-            "and allowed_clients, which are keys as zmq.curve_keypair() returns them."
-        ) from error
-    return keys

@@ -36,13 +36,19 @@ KILL_TIMEOUT_S: Final = 20.0
 """How long a killed process may take to end, for example to release the memory of a device."""
 
 
+VARIABLE_PREFIX: Final = "LONGSHORE_"
+"""Prefix of the environment variables that are settings of commands."""
+
+
 class ProcessSpec(msgspec.Struct, frozen=True):
     """How to start one process.
 
     name:   name in log lines and messages, such as `worker 0`.
     module: run as `python -P -m module CONFIG.json`; -P keeps the current folder off sys.path.
-    config: the process's configuration; `lifeline_fd` and `runtime_dir` are filled in later.
-    environment: environment variables in addition to the inherited ones.
+    config: the process's configuration; `lifeline_fd` and `runtime_dir` are filled in later. Its
+            file is private, and deleted when the process has read it.
+    environment: environment variables in addition to the inherited ones, which are those of the
+            supervisor without settings.
     pass_fds: file descriptors that the process inherits in addition to its lifeline.
     stop_group: consecutive processes in start order with the same group are stopped together. None:
              the process is stopped by itself.
@@ -107,15 +113,17 @@ class ManagedProcess:
             config = msgspec.structs.replace(
                 spec.config, lifeline_fd=child_end.fileno(), runtime_dir=str(runtime_dir)
             )
-            config_file = runtime_dir / f"{spec.name.replace(' ', '-')}.json"
-            config_file.write_bytes(msgspec.json.encode(config))
+            self._config_file = runtime_dir / f"{spec.name.replace(' ', '-')}.json"
+            self._config_file.unlink(missing_ok=True)
+            self._config_file.touch(0o600, exist_ok=False)
+            self._config_file.write_bytes(msgspec.json.encode(config))
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", spec.module, str(config_file)],
+                [sys.executable, "-P", "-m", spec.module, str(self._config_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(child_end.fileno(), *spec.pass_fds),
-                env={**os.environ, **spec.environment},
+                env={**_environment(), **spec.environment},
                 start_new_session=True,
             )
         self.lifeline.setblocking(False)
@@ -152,6 +160,8 @@ class ManagedProcess:
             *lines, self._unread = (self._unread + received).split(b"\n")
             for line in lines:
                 self._note(decode_report(line))
+            if lines:  # it has read its configuration, which contains secrets
+                self._config_file.unlink(missing_ok=True)
 
     def _note(self, report: LifelineReport) -> None:
         match report:
@@ -235,6 +245,14 @@ class ManagedProcess:
         if config_after is None:
             return self.spec
         return msgspec.structs.replace(self.spec, config=config_after(self.spec.config))
+
+
+def _environment() -> dict[str, str]:
+    """The variables that processes inherit. Settings are passed in configuration files, each to the
+    process that uses it; API keys, for example, to gateways only."""
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)
+    }
 
 
 def signal_name(number: int) -> str:

@@ -8,8 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from longshore.deploy.supervisor.abandoned_dirs import PREFIX, claim, remove_abandoned
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.transport.channel import Endpoint
+from longshore.protocol.transport.security import new_secret
 
 # sockaddr_un has 107 bytes and a terminating zero.
 MAX_SOCKET_PATH_BYTES: Final = 107
@@ -18,15 +20,20 @@ _PROGRESS_NOTE: Final = "progress.txt"
 
 
 class RuntimeDir:
-    """A 0700 directory in the system's temporary directory (set by `TMPDIR`)."""
+    """A 0700 directory in the system's temporary directory (set by `TMPDIR`). Creating one removes
+    those that killed deployments have left."""
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="longshore-"))  # mkdtemp makes it 0700
+        remove_abandoned(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))  # mkdtemp makes it 0700
+        self._lock_fd: int | None = claim(self.path)
         self._memory_fds: list[int] = []
+        self._secret = new_secret()
 
     def endpoint(self, name: str) -> Endpoint:
-        """A ZMQ socket in this directory. Raises ConfigError if its path is too long."""
-        return Endpoint(f"ipc://{self.socket_path(name)}")
+        """A ZMQ socket in this directory, for the processes of this deployment only: they get its
+        secret with their configuration. Raises ConfigError if its path is too long."""
+        return Endpoint(f"ipc://{self.socket_path(name)}", secret=self._secret)
 
     def socket_path(self, name: str) -> Path:
         """Like `endpoint`, for sockets other than ZMQ's."""
@@ -58,6 +65,9 @@ class RuntimeDir:
         while self._memory_fds:
             os.close(self._memory_fds.pop())
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
 
 def check_socket_path(path: Path, advice: str = "Use a shorter path.") -> None:

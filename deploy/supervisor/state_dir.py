@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.model_files import read_bytes
 
 HASH_SEED_BYTES: Final = 32
 _SEED_FILE: Final = "block_hash_seed"
@@ -57,7 +58,7 @@ class StateDir:
             if not path.exists():
                 self._create(path, secrets.token_hex(HASH_SEED_BYTES) + "\n")
             check_private(path)
-            text = path.read_text("ascii").strip()
+            text = read_bytes(path).decode("ascii").strip()
         except OSError as error:
             raise ConfigError(
                 f"the block hash seed {path} cannot be created or read ({error.strerror}). "

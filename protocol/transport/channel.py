@@ -2,7 +2,8 @@
 
 A channel is one DEALER socket, or one ROUTER socket for many clients. Invalid messages are counted
 by error, logged and skipped; they never stop the process. Only private sockets are allowed:
-`ipc://` in a 0700 directory, or `tcp://` with CURVE keys.
+`ipc://` in a 0700 directory, or `tcp://` with CURVE keys. With a secret or keys, only peers that
+prove to know them are connected (`security`).
 """
 
 import asyncio
@@ -10,18 +11,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import msgspec
 import zmq
 
 from longshore.protocol.errors import ConfigError, EngineDead, MalformedMessage, ProtocolError
 from longshore.protocol.transport.codec import MAX_MESSAGE_BYTES, Decoder, Encoder, Frame
-
-if TYPE_CHECKING:
-    from zmq.auth.thread import ThreadAuthenticator
+from longshore.protocol.transport.security import (
+    CurveKeys,
+    stop_authenticator,
+    use_keys,
+    use_secret,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,24 +36,17 @@ AnswerBad: TypeAlias = Callable[[bytes, bytes, ProtocolError], bool]
 """Called with the peer, the header of its invalid message, and the error. True: it was answered."""
 
 
-class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Z85 keys of one end (`zmq.curve_keypair()`).
-
-    server:          public key of the server, for an end that connects.
-    allowed_clients: public keys of the only clients that an end that binds accepts.
-    """
-
-    public: str
-    secret: str
-    server: str | None = None
-    allowed_clients: tuple[str, ...] = ()
-
-
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Address of a channel. `tcp://` needs keys."""
+    """Address of a channel.
+
+    curve:  keys of this end; `tcp://` needs them.
+    secret: known to both ends of an `ipc://` socket, from `security.new_secret`. With neither,
+            every process that can open the socket's file is accepted.
+    """
 
     address: str
     curve: CurveKeys | None = None
+    secret: str | None = None
 
 
 def open_socket(
@@ -113,58 +108,23 @@ def _secure(
     *,
     bind: bool,
 ) -> None:
-    if endpoint.address.startswith("ipc://"):
-        return
-    if not endpoint.address.startswith("tcp://"):
+    is_ipc = endpoint.address.startswith("ipc://")
+    if not is_ipc and not endpoint.address.startswith("tcp://"):
         raise ConfigError(f"endpoint {endpoint.address!r} must begin with ipc:// or tcp://")
-    keys = endpoint.curve
-    if keys is None:
+    if endpoint.curve is not None:
+        use_keys(context, socket, endpoint.address, endpoint.curve, bind=bind)
+    elif not is_ipc:
         raise ConfigError(
             f"endpoint {endpoint.address!r} has no CURVE keys; anyone on the network could send "
             "requests and read responses. Use ipc:// on one host, or configure keys."
         )
-    socket.curve_publickey = keys.public.encode()
-    socket.curve_secretkey = keys.secret.encode()
-    if not bind:
-        if keys.server is None:
-            raise ConfigError(f"endpoint {endpoint.address!r} needs the server's public key")
-        socket.curve_serverkey = keys.server.encode()
-        return
-    if not keys.allowed_clients:
-        raise ConfigError(
-            f"endpoint {endpoint.address!r} allows no client keys; no client could connect"
-        )
-    allowed = {key.encode() for key in keys.allowed_clients}
-    # The address is the ZAP domain, so that each endpoint has its own allow list.
-    _authenticator(context).configure_curve_callback(
-        domain=endpoint.address,
-        credentials_provider=SimpleNamespace(callback=lambda domain, key: key in allowed),
-    )
-    socket.setsockopt(zmq.ZAP_DOMAIN, endpoint.address.encode())
-    socket.curve_server = True
-
-
-# ZMQ has one authenticator per context. It owns a socket, so it must stop before the context ends.
-_authenticators: WeakKeyDictionary["zmq.Context[zmq.Socket[bytes]]", "ThreadAuthenticator"] = (
-    WeakKeyDictionary()
-)
-
-
-def _authenticator(context: "zmq.Context[zmq.Socket[bytes]]") -> "ThreadAuthenticator":
-    from zmq.auth.thread import ThreadAuthenticator
-
-    authenticator = _authenticators.get(context)
-    if authenticator is None:
-        authenticator = _authenticators[context] = ThreadAuthenticator(context)
-        authenticator.start()
-    return authenticator
+    elif endpoint.secret is not None:
+        use_secret(socket, endpoint.secret, bind=bind)
 
 
 def close_context(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     """Terminate a context whose sockets are closed; waits until queued messages are sent."""
-    authenticator = _authenticators.pop(context, None)
-    if authenticator is not None:
-        authenticator.stop()
+    stop_authenticator(context)
     context.term()
 
 

@@ -15,10 +15,11 @@ import pytest
 from cyclopts import CycloptsError, MissingArgumentError
 from cyclopts.config import Toml
 
-from longshore.deploy.cli.main import PREFIX, app
 from longshore.deploy.cli.main import _settings_file as settings_file
+from longshore.deploy.cli.main import app
 from longshore.deploy.llm.llm import LLM
 from longshore.deploy.model.demo import DEMO_MODEL_DIR
+from longshore.deploy.supervisor.process import VARIABLE_PREFIX
 from longshore.protocol.errors import ConfigError
 from tests.conftest import ROOT, load_script
 from tests.deploy.sounds import as_file, tone
@@ -190,7 +191,7 @@ def run_in_shell(
         cwd=folder,
         env={
             **os.environ,
-            **{PREFIX + name: value for name, value in defaults.items()},
+            **{VARIABLE_PREFIX + name: value for name, value in defaults.items()},
             "PATH": path,
             "CURL_HOME": str(folder),
         },
@@ -309,7 +310,7 @@ def test_every_variable_that_a_page_names_is_a_setting() -> None:
     for _, command in load_script("reference").commands():
         for argument in command.assemble_argument_collection():
             name = argument.names[0].removeprefix("--")
-            known.add(PREFIX + name.replace("-", "_").upper())
+            known.add(VARIABLE_PREFIX + name.replace("-", "_").upper())
     for page in pages():
         named = re.findall(r"\bLONGSHORE_[A-Z_]+\b", page.read_text(encoding="utf-8"))
         assert set(named) <= known, page

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import zmq
 
 from longshore.protocol.events import END_OF_REPLAY, SNAPSHOT_REQUEST, sequence_frame
-from longshore.protocol.transport.channel import CurveKeys
+from longshore.protocol.transport.security import CurveKeys
 from tests.harness.event_index import EventIndex
 
 TIMEOUT_MS = 60_000

@@ -136,10 +136,13 @@ def test_streams_go_on_when_a_process_of_their_engine_is_killed_or_hangs(
     deployment.assert_nothing_is_left()
 
 
-def test_a_killed_gateway_returns_on_the_same_port(start_deployment: StartDeployment) -> None:
-    deployment = start_deployment().wait_until_ready()
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_gateway_that_is_killed_or_hangs_returns_on_the_same_port(
+    start_deployment: StartDeployment, fault: signal.Signals
+) -> None:
+    deployment = start_deployment("--hang-timeout-s", "8").wait_until_ready()
     stream = open_stream(deployment, 4000)
-    deployment.members["gateway"].send_signal(signal.SIGKILL)
+    deployment.members["gateway"].send_signal(fault)
     with contextlib.suppress(Exception):  # it does not matter how the stream breaks off
         list(stream)
     client = openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="none", timeout=PATIENCE_S)
@@ -147,7 +150,8 @@ def test_a_killed_gateway_returns_on_the_same_port(start_deployment: StartDeploy
     wait_until(lambda: "gateway is ready again" in deployment.output)
     assert rest_of(open_stream(deployment, 200), 200)
     deployment.find_members()
-    assert "gateway was killed (SIGKILL)" in deployment.output
+    how = "was killed (SIGKILL)" if fault == signal.SIGKILL else "hangs or is stopped: it has not"
+    assert f"gateway {how}" in deployment.output
     assert deployment.stop() == 0
     deployment.assert_nothing_is_left()
 

@@ -41,6 +41,8 @@ def rotary_table(
 
     rotary_dim: leading elements of a head that are rotated, as pairs (i, i + rotary_dim / 2).
     """
+    if device.type == "meta":  # a model whose shapes are checked before it is built
+        return torch.empty((max_positions, 2, rotary_dim // 2), device=device)
     if isinstance(rope, LongRope):
         is_long = rope.is_long(max_positions)
         logger.info(

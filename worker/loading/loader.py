@@ -2,7 +2,8 @@
 
 Files are memory-mapped, so each tensor is read once, directly into its memory and in the model's
 dtype. A rank reads only its part of a tensor. Every tensor of the model must be in the checkpoint
-with the expected shape, and every tensor of the checkpoint must be used.
+with the expected shape, and every tensor of the checkpoint must be used. This is checked for the
+whole model before anything is read; `check_weights` checks it before memory is allocated.
 """
 
 import logging
@@ -17,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from longshore.protocol.errors import shortened
+from longshore.protocol.model_files import exists, open_regular
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.layers.stored_tensor import StoredTensor, StoredTensors
 from longshore.worker.loading.bare_checkpoint import as_stored
@@ -53,14 +56,35 @@ def load_weights(
     logger.info("packed weights in %.1f s", time.monotonic() - filled)
 
 
-def _fill(model: LoadableModel, model_dir: Path, show_progress: bool | None) -> tuple[int, int]:
-    """Returns the number of tensors and the bytes that this rank has loaded. Keeps no reference to
-    the filled memory, because the model may replace it with packed weights."""
+def check_weights(model: LoadableModel, model_dir: Path) -> int:
+    """Check that the checkpoint in `model_dir` fits `model`, as `load_weights` does, without
+    touching the model's memory: it may be on torch's device `meta`. Returns the bytes that the
+    weights of this rank will have."""
+    _, _, tensors = _match(model, model_dir)
+    return sum(target.nbytes for stored in tensors.values() for target, _ in stored.parts)
+
+
+def _match(
+    model: LoadableModel, model_dir: Path
+) -> tuple[LoadableModel, dict[Path, set[str]], StoredTensors]:
+    """The model under the names of the checkpoint, the tensors in each file, and the destinations
+    of those that the model needs. Raises BrokenCheckpoint or UnsupportedModel."""
     files = find_tensors(model_dir)
     found = {name for names in files.values() for name in names}
     model = as_stored(model, found)
     tensors = model.checkpoint_tensors()
     _check_names(model_dir, model, wanted=tensors.keys(), found=found)
+    for path, names in files.items():
+        with open_safetensors(path) as file:
+            for name in sorted(names & tensors.keys()):
+                _check_tensor(path, file, name, tensors[name])
+    return model, files, tensors
+
+
+def _fill(model: LoadableModel, model_dir: Path, show_progress: bool | None) -> tuple[int, int]:
+    """Returns the number of tensors and the bytes that this rank has loaded. Keeps no reference to
+    the filled memory, because the model may replace it with packed weights."""
+    model, files, tensors = _match(model, model_dir)
     bar = tqdm(
         total=len(tensors),
         desc=f"Loading {model_dir.name}",
@@ -72,7 +96,7 @@ def _fill(model: LoadableModel, model_dir: Path, show_progress: bool | None) -> 
         for path, names in files.items():
             with open_safetensors(path) as file:
                 for name in sorted(names & tensors.keys()):
-                    num_bytes += _copy_tensor(path, file, name, tensors[name])
+                    num_bytes += _copy_tensor(file, name, tensors[name])
                     bar.update()
     _check_copies(model, files, tensors)
     return len(tensors), num_bytes
@@ -84,10 +108,10 @@ def find_tensors(model_dir: Path) -> dict[Path, set[str]]:
     Raises BrokenCheckpoint if a file is missing, truncated, or lacks a tensor listed in the index.
     """
     single = model_dir / SINGLE_FILE
-    if single.exists():
+    if exists(single):
         return {single: _tensor_names(single)}
     index = model_dir / INDEX_FILE
-    if not index.exists():
+    if not exists(index):
         raise BrokenCheckpoint(
             f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}. Only safetensors files are "
             "supported; convert other formats first."
@@ -121,6 +145,7 @@ def find_tensors(model_dir: Path) -> dict[Path, set[str]]:
 def open_safetensors(path: Path) -> Iterator[safe_open]:
     """Open a safetensors file. Raises BrokenCheckpoint for errors on opening and on reading."""
     try:
+        open_regular(path).close()
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
@@ -151,19 +176,23 @@ def _check_names(
         )
 
 
-def _copy_tensor(path: Path, file: safe_open, name: str, stored: StoredTensor) -> int:
-    """Copy one tensor into the model; returns the bytes loaded."""
+def _check_tensor(path: Path, file: safe_open, name: str, stored: StoredTensor) -> None:
     view = file.get_slice(name)
     if tuple(view.get_shape()) != stored.shape:
         raise BrokenCheckpoint(
-            f"{path}: {name} has shape {tuple(view.get_shape())}, but config.json implies "
-            f"{stored.shape}. Config and weights belong to different models."
+            f"{path}: {shortened(name)} has shape {tuple(view.get_shape())}, but config.json "
+            f"implies {stored.shape}. Config and weights belong to different models."
         )
     if view.get_dtype() not in _FLOATS:
         raise UnsupportedModel(
-            f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(_FLOATS)} are "
-            "supported. Use a checkpoint that is not quantised."
+            f"{path}: {shortened(name)} is stored as {view.get_dtype()}; only "
+            f"{', '.join(_FLOATS)} are supported. Use a checkpoint that is not quantised."
         )
+
+
+def _copy_tensor(file: safe_open, name: str, stored: StoredTensor) -> int:
+    """Copy one tensor into the model; returns the bytes loaded."""
+    view = file.get_slice(name)
     for target, index in stored.parts:
         target.copy_(view[index])
     return sum(target.nbytes for target, _ in stored.parts)
@@ -195,6 +224,6 @@ def _is_copy(file: safe_open, name: str, original: StoredTensor) -> bool:
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMED])
+    shown = ", ".join(map(shortened, names[:_MAX_NAMED]))
     hidden = len(names) - _MAX_NAMED
     return shown if hidden <= 0 else f"{shown} and {hidden} more"

@@ -56,7 +56,7 @@ class BambaConfig(HybridConfig):
 
 def _attention_layers(fields: JsonFields) -> frozenset[int]:
     key = "attn_layer_indices"
-    layers, num_layers = fields.values.get(key) or [], fields.integer("num_hidden_layers")
+    layers, num_layers = fields.values.get(key) or [], fields.count("num_hidden_layers")
     if not isinstance(layers, list) or not all(
         type(layer) is int and 0 <= layer < num_layers for layer in layers
     ):

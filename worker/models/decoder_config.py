@@ -263,7 +263,7 @@ def read_dense_fields(
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": fields.integer("hidden_size"),
         "intermediate_size": fields.integer("intermediate_size"),
-        "num_layers": fields.integer("num_hidden_layers"),
+        "num_layers": fields.count("num_hidden_layers"),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -294,7 +294,7 @@ def sliding_window(fields: JsonFields, default: int | None = None) -> int | None
 
 def read_layer_types(fields: JsonFields, default: Callable[[int], str]) -> tuple[str, ...]:
     """`layer_types`, one per layer. default: the type of each layer if absent."""
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers")
     types = fields.values.get("layer_types")
     if types is None:
         return tuple(map(default, range(num_layers)))

@@ -15,8 +15,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
-from longshore.worker.errors import UnsupportedModel
-from longshore.worker.loading.tensor_names import is_bare_checkpoint
+from longshore.protocol.errors import shortened
+from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
+from longshore.worker.loading.tensor_names import (
+    is_bare_checkpoint,
+    num_stored_layers,
+    tensor_names,
+)
 from longshore.worker.models.bamba_config import BambaConfig
 from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.deepseek_config import DeepseekV2Config, DeepseekV3Config
@@ -70,8 +75,14 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
     """
     fields = read_json_object(model_dir / "config.json")
     config = _family(fields).read(fields)
+    names = tensor_names(model_dir)
+    if 0 < (num_stored := num_stored_layers(names)) < config.num_layers:
+        raise BrokenCheckpoint(
+            f"{fields.source} declares {config.num_layers:,} layers, but the checkpoint has "
+            f"{num_stored:,}. The weights are incomplete, or config.json belongs to another model."
+        )
     if not config.tie_word_embeddings and (
-        _is_bare_architecture(fields) or is_bare_checkpoint(model_dir)
+        _is_bare_architecture(fields) or is_bare_checkpoint(names)
     ):
         config = replace(config, has_head=False)
     return config
@@ -104,7 +115,8 @@ def _family(fields: JsonFields) -> type[DecoderConfig]:
             if family.model_type == model_type:
                 return family
         raise UnsupportedModel(
-            f"{fields.source}: model_type={model_type!r} is not supported. {_supported()}"
+            f"{fields.source}: model_type={shortened(model_type)!r} is not supported. "
+            f"{_supported()}"
         )
     for name in (*names, *map(_with_head, names)):
         if name in ARCHITECTURES:
@@ -113,7 +125,8 @@ def _family(fields: JsonFields) -> type[DecoderConfig]:
         if entry_point.name in names:
             return _checked_family(entry_point.name, entry_point.load())
     raise UnsupportedModel(
-        f"{fields.source}: architecture {', '.join(names)} is not supported. {_supported()}"
+        f"{fields.source}: architecture {shortened(', '.join(names))} is not supported. "
+        f"{_supported()}"
     )
 
 

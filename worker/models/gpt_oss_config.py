@@ -43,7 +43,7 @@ class GptOssConfig(DecoderConfig):
     def read(cls, fields: JsonFields) -> "GptOssConfig":
         if not fields.values.keys() & {"rope_scaling", "rope_parameters"}:
             fields = fields.with_defaults({"rope_scaling": DEFAULT_ROPE})
-        num_experts = fields.integer("num_local_experts", 128)
+        num_experts = fields.count("num_local_experts", 128)
         bias = fields.boolean("attention_bias", True)
         shape = read_dense_fields(
             fields,

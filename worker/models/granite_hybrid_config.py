@@ -46,7 +46,7 @@ class GraniteHybridConfig(HybridConfig):
 
     @classmethod
     def read(cls, fields: JsonFields) -> "GraniteHybridConfig":
-        num_experts = fields.integer("num_local_experts", 8, minimum=0)
+        num_experts = fields.count("num_local_experts", 8, minimum=0)
         top_k = fields.integer("num_experts_per_tok", 2)
         if num_experts and top_k > num_experts:
             raise fields.wrong("num_experts_per_tok", f"at most num_local_experts={num_experts}")
@@ -88,7 +88,7 @@ def _has_rope(fields: JsonFields) -> bool:
 
 
 def _attention_layers(fields: JsonFields) -> frozenset[int]:
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers")
     key = "layer_types" if fields.values.get("layer_types") is not None else "layers_block_type"
     types = fields.values.get(key)
     if types is None:

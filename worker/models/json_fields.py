@@ -1,14 +1,20 @@
 """Typed access to a checkpoint's config.json; errors name the file, the key and the value."""
 
-import json
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
+from longshore.protocol.errors import shortened
+from longshore.protocol.model_files import exists, read_json
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 
 Number = TypeVar("Number", int, float)
+
+MAX_NUMBER: Final = 1e15
+"""More than any number of a model; products of two are still finite."""
+
+MAX_COUNT: Final = 16_384
+"""More layers, or experts of a layer, than any model has."""
 
 
 class JsonFields:
@@ -25,8 +31,16 @@ class JsonFields:
         """An int of at least `minimum`; raises BrokenCheckpoint if missing without a default."""
         return self._number(int, key, default, minimum)
 
+    def count(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """A number of things that are enumerated, such as layers: an int of at least `minimum`, and
+        at most MAX_COUNT."""
+        number = self.integer(key, default, minimum=minimum)
+        if number > MAX_COUNT:
+            raise self.wrong(key, f"a number of at most {MAX_COUNT:,}")
+        return number
+
     def real(self, key: str, default: float | None = None, *, minimum: float = 0.0) -> float:
-        """A finite float (or an int, converted) of at least `minimum`."""
+        """A float (or an int, converted) from `minimum` to MAX_NUMBER."""
         return float(self._number(float, key, default, minimum))
 
     def reals(self, key: str, count: int) -> tuple[float, ...]:
@@ -69,7 +83,7 @@ class JsonFields:
         """The object in another file of the same folder, or None if there is no such file. Only for
         the top-level object of a file. Raises BrokenCheckpoint."""
         path = Path(self.source).with_name(file_name)
-        return read_json_object(path) if path.exists() else None
+        return read_json_object(path) if exists(path) else None
 
     def with_defaults(
         self, defaults: Mapping[str, object], *, nullable: Collection[str] = ()
@@ -86,12 +100,14 @@ class JsonFields:
         value = self.values.get(key)
         if value is not None and value != neutral:
             raise UnsupportedModel(
-                f"{self.source}: {key}={value!r}: {why}. Use a checkpoint without it."
+                f"{self.source}: {key}={shortened(repr(value))}: {why}. "
+                "Use a checkpoint without it."
             )
 
     def wrong(self, key: str, expected: str) -> BrokenCheckpoint:
+        value = shortened(repr(self.values.get(key)))
         return BrokenCheckpoint(
-            f"{self.source}: {key}={self.values.get(key)!r} must be {expected}. "
+            f"{self.source}: {shortened(key)}={value} must be {expected}. "
             "Repair the file or fetch it again."
         )
 
@@ -108,15 +124,15 @@ class JsonFields:
         accepted = (int,) if kind is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, accepted):
             raise self.wrong(key, f"a number of at least {minimum}")
-        if not minimum <= value <= sys.float_info.max:
-            raise self.wrong(key, f"a finite number of at least {minimum}")
+        if not minimum <= value <= MAX_NUMBER:
+            raise self.wrong(key, f"a number from {minimum} to {MAX_NUMBER:.0e}")
         return kind(value)
 
 
 def read_json_object(path: Path) -> JsonFields:
     """The JSON object in `path`. Raises BrokenCheckpoint if there is none."""
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path)
     except FileNotFoundError:
         raise BrokenCheckpoint(
             f"{path} does not exist. A model is a folder in Hugging Face format."

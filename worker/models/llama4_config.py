@@ -49,7 +49,7 @@ class Llama4Config(DecoderConfig):
 
     @classmethod
     def read(cls, fields: JsonFields) -> "Llama4Config":
-        num_experts = fields.integer("num_local_experts", 16)
+        num_experts = fields.count("num_local_experts", 16)
         rope_layers = _rope_layers(fields)
         bias = fields.boolean("attention_bias", False)
         chunk = fields.integer("attention_chunk_size", 8192)
@@ -88,7 +88,7 @@ class Llama4Config(DecoderConfig):
 def _rope_layers(fields: JsonFields) -> frozenset[int]:
     """Layers with a 1 in `no_rope_layers`. If it is absent, all but every
     `no_rope_layer_interval`-th layer."""
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers")
     flags = fields.values.get("no_rope_layers") or None
     if flags is None:
         interval = fields.integer("no_rope_layer_interval", 4)
@@ -100,7 +100,7 @@ def _rope_layers(fields: JsonFields) -> frozenset[int]:
 
 def _expert_layers(fields: JsonFields) -> frozenset[int]:
     """The layers in `moe_layers`. If it is absent, every `interleave_moe_layer_step`-th layer."""
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers")
     layers = fields.values.get("moe_layers")
     if layers is None:
         step = fields.integer("interleave_moe_layer_step", 1)

@@ -127,7 +127,7 @@ class Mamba2Config(DecoderConfig):
             vocab_size=fields.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=mamba.width,
-            num_layers=fields.integer("num_hidden_layers"),
+            num_layers=fields.count("num_hidden_layers"),
             num_heads=mamba.num_heads,
             num_kv_heads=mamba.num_heads,
             head_dim=mamba.head_dim,

@@ -38,7 +38,7 @@ def same_window(fields: JsonFields, window: int | None) -> dict[str, Any]:
     layer_type = FULL if window is None else SLIDING
     fields.reject_unless_neutral(
         "layer_types",
-        [layer_type] * fields.integer("num_hidden_layers"),
+        [layer_type] * fields.count("num_hidden_layers"),
         "layers of this family are all alike",
     )
     return {"window": window, "layer_type": lambda _: layer_type}

@@ -23,7 +23,7 @@ class MixtralConfig(DecoderConfig):
 
     @classmethod
     def read(cls, fields: JsonFields) -> "MixtralConfig":
-        num_experts = fields.integer("num_local_experts", 8)
+        num_experts = fields.count("num_local_experts", 8)
         shape = read_dense_fields(
             fields,
             rms_norm_eps=1e-5,

@@ -35,7 +35,7 @@ class Qwen3MoeConfig(DecoderConfig):
     @classmethod
     def read(cls, fields: JsonFields) -> "Qwen3MoeConfig":
         # transformers 4 writes num_experts, version 5 num_local_experts.
-        num_experts = fields.integer("num_local_experts", fields.integer("num_experts", 128))
+        num_experts = fields.count("num_local_experts", fields.count("num_experts", 128))
         bias = fields.boolean("attention_bias", False)
         has_window = fields.boolean("use_sliding_window", False)
         window = sliding_window(fields, 4096) if has_window else None

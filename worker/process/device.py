@@ -7,8 +7,14 @@ from typing import Final
 import torch
 
 from longshore.protocol.errors import ConfigError
-from longshore.worker.process.host_resources import available_host_bytes
+from longshore.worker.process.byte_size import byte_size
+from longshore.worker.process.host_resources import available_host_bytes, host_memory
 
+_CPU_ALLOCATION_FAILURES: Final = (
+    "DefaultCPUAllocator",
+    "Storage size calculation overflowed",
+    "numel: integer multiplication overflow",
+)
 TORCH_DTYPES: Final = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -49,16 +55,44 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def check_memory(what: str, num_bytes: int, device: torch.device) -> None:
+    """Raise ConfigError if `what` needs more memory than this process may ever use. Allocating it
+    could succeed, and the process would be killed when it fills the memory."""
+    memory = host_memory() if device.type == "cpu" else None
+    if memory is not None and num_bytes > memory.usable_bytes:
+        raise ConfigError(
+            f"{what} needs {byte_size(num_bytes)} on {device}, but {memory.description}. Use a "
+            "smaller model or dtype, raise the limit, or use a machine with more memory."
+        )
+
+
 @contextmanager
 def fits_in_memory(what: str, device: torch.device) -> Iterator[None]:
     """Turn a failed allocation in the block into a ConfigError that names `what` and the device."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        memory = host_memory() if device.type == "cpu" else None
+        limit = "" if memory is None else f" ({memory.description})"
         raise ConfigError(
-            f"{what} cannot be allocated on {device}: {error}. "
+            f"{what} cannot be allocated on {device}: {_first_line(error)}{limit}. "
             "Use a smaller setting, a smaller dtype, or a device with more memory."
         ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation has failed. torch has an exception for GPUs; for a CPU, it raises
+    RuntimeError, also for sizes that cannot be expressed in 64 bits."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    is_known = any(text in str(error) for text in _CPU_ALLOCATION_FAILURES)
+    return isinstance(error, RuntimeError) and is_known
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def wait_for_device(device: torch.device) -> None:

@@ -1,14 +1,18 @@
-"""Cores and memory of the host, and the limits that control groups set. Does not import torch.
+"""Cores and memory of the host, and the limits of control groups and of the process. Does not
+import torch.
 
 `longshore doctor` reports these numbers, so its report matches what a server will use. `root` is
 the folder above /proc and /sys; tests pass another one.
 """
 
 import os
-from collections.abc import Collection, Iterator
+import resource
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from longshore.worker.process.byte_size import byte_size
 
 ROOT: Final = Path("/")
 
@@ -18,18 +22,40 @@ _MEMORY_FILES: Final = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
 """Limit and usage files of control groups, version 2 and version 1."""
+CONTROL_GROUP_LIMIT: Final = "control group limit"
+ADDRESS_SPACE_LIMIT: Final = "limit of address space (ulimit -v, RLIMIT_AS)"
+_PROCESS_LIMITS: Final = (
+    (ADDRESS_SPACE_LIMIT, resource.RLIMIT_AS, 0),
+    ("limit of data (ulimit -d, RLIMIT_DATA)", resource.RLIMIT_DATA, 5),
+)
+"""Limits of a process, with the columns of /proc/self/statm that they apply to."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """available_bytes: MemAvailable of the kernel, limited by what each control group has left.
+    """available_bytes: MemAvailable of the kernel, limited by what each limit leaves.
     total_bytes: memory of the host.
-    limit_bytes: the lowest control group limit below total_bytes, if any.
+    limit_bytes: the lowest limit of a control group, or of the process, below total_bytes, if any.
+    limit_name: what sets it.
     """
 
     available_bytes: int
     total_bytes: int
     limit_bytes: int | None
+    limit_name: str | None = None
+
+    @property
+    def usable_bytes(self) -> int:
+        """What this process can never exceed."""
+        return self.total_bytes if self.limit_bytes is None else self.limit_bytes
+
+    @property
+    def description(self) -> str:
+        """What sets `usable_bytes`, for a message."""
+        size = byte_size(self.usable_bytes)
+        if self.limit_name is None:
+            return f"this machine has {size}"
+        return f"the {self.limit_name} is {size}"
 
 
 def num_physical_cores(allowed: Collection[int] | None = None, root: Path = ROOT) -> int:
@@ -43,20 +69,38 @@ def num_physical_cores(allowed: Collection[int] | None = None, root: Path = ROOT
     return len(allowed) if None in cores else len(set(cores))
 
 
-def host_memory(root: Path = ROOT) -> HostMemory | None:
-    """Memory of the host; None if /proc/meminfo is missing or incomplete."""
+def host_memory(
+    root: Path = ROOT, limit_of: Callable[[int], tuple[int, int]] = resource.getrlimit
+) -> HostMemory | None:
+    """Memory of the host; None if /proc/meminfo is missing or incomplete. limit_of: (soft, hard) of
+    a RLIMIT_* of this process."""
     total, available = (meminfo(f"Mem{name}", root) for name in ("Total", "Available"))
     if total is None or available is None:
         return None
-    limit = None
+    lowest: tuple[int | None, str | None] = (None, None)
+    for name, limit, used in _memory_limits(root, limit_of):
+        if limit < total:
+            available = min(available, max(limit - used, 0))
+            if lowest[0] is None or limit < lowest[0]:
+                lowest = (limit, name)
+    return HostMemory(available, total, *lowest)
+
+
+def _memory_limits(
+    root: Path, limit_of: Callable[[int], tuple[int, int]]
+) -> Iterator[tuple[str, int, int]]:
+    """Name, limit and usage, in bytes."""
     for folder in control_groups("memory", root):
         for limit_file, used_file in _MEMORY_FILES:
-            own_limit = _number(folder / limit_file)
-            if own_limit is not None and own_limit < total:
-                left = max(own_limit - (_number(folder / used_file) or 0), 0)
-                available = min(available, left)
-                limit = own_limit if limit is None else min(limit, own_limit)
-    return HostMemory(available, total, limit)
+            limit = _number(folder / limit_file)
+            if limit is not None:
+                yield CONTROL_GROUP_LIMIT, limit, _number(folder / used_file) or 0
+    pages = (_text(root / "proc/self/statm") or "").split()
+    for name, which, column in _PROCESS_LIMITS:
+        limit, _ = limit_of(which)
+        if limit != resource.RLIM_INFINITY:
+            used = int(pages[column]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+            yield name, limit, used
 
 
 def available_host_bytes() -> int:

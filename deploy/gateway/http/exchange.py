@@ -41,6 +41,10 @@ class Outlet(Protocol):
     @property
     def is_writable(self) -> bool: ...
 
+    def begin_stream(self) -> None:
+        """Called before a response without a known length begins. For a client with HTTP/1.0, it
+        ends with the connection instead of in chunks."""
+
     def write_part(self, data: bytes) -> None:
         """Write without blocking, regardless of `is_writable`. Raises ClientGone."""
 
@@ -123,6 +127,7 @@ class Exchange:
 
     async def start_stream(self) -> None:
         """Begin a stream of events, with status 200."""
+        self._outlet.begin_stream()
         await self._start(200, _STREAM_HEADERS)
 
     async def send_events(self, *events: bytes) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from longshore.deploy.gateway.openai.errors import invalid
+from longshore.deploy.gateway.openai.errors import invalid, shortened
 from longshore.deploy.requests.audio import require_extra
 
 MAX_FIELDS: Final = 64
@@ -93,13 +93,13 @@ class _Parts:
             raise invalid("a part of the form has no name")
         if self._is_file:
             if self._name in self.form.files:
-                raise invalid(f"the form has several files {self._name!r}; send one")
+                raise invalid(f"the form has several files {shortened(self._name)!r}; send one")
             self.form.files[self._name] = data
             return
         if len(data) > MAX_FIELD_BYTES:
             raise invalid(
-                f"the form field {self._name!r} is longer than {MAX_FIELD_BYTES} bytes (if it is "
-                "a file, send it with a filename)",
+                f"the form field {shortened(self._name)!r} is longer than {MAX_FIELD_BYTES} bytes "
+                "(if it is a file, send it with a filename)",
                 param=self._name,
             )
         self.form.fields.append((self._name, data.decode()))

@@ -1,13 +1,14 @@
 """The messages of a chat, in OpenAI's format and as input of chat templates."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from longshore.deploy.gateway.openai.errors import invalid
+from longshore.deploy.gateway.openai.errors import invalid, shortened
 
 MAX_MESSAGES: Final = 16_384
+_EMPTY: Final = (b"null", b"[]")
 
 
 class ContentPart(msgspec.Struct):
@@ -19,29 +20,31 @@ class ContentPart(msgspec.Struct):
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """One message. `name` and `refusal` are accepted as the API defines them. Unsupported fields
-    are accepted if empty, because clients send answers back as they got them."""
+    are accepted if empty, because clients send answers back as they got them; they are not decoded.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
-    annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
-    tool_call_id: Any = None
-    tool_calls: Any = None
+    annotations: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    audio: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    function_call: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    tool_call_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
     def as_template_input(self, position: int) -> dict[str, object]:
         """The message for chat templates. Raises ApiError for what is not supported."""
         role = "system" if self.role == "developer" else self.role
         if role not in ("system", "user", "assistant"):
             raise invalid(
-                f"messages[{position}].role is {self.role!r}; supported are system, developer, "
-                "user and assistant (tools are not supported yet)",
+                f"messages[{position}].role is {shortened(self.role)!r}; supported are system, "
+                "developer, user and assistant (tools are not supported yet)",
                 param="messages",
             )
         for name in ("annotations", "audio", "function_call", "tool_call_id", "tool_calls"):
-            if getattr(self, name) not in (None, []):
+            value = getattr(self, name)
+            if value is not msgspec.UNSET and b"".join(bytes(value).split()) not in _EMPTY:
                 raise invalid(
                     f"messages[{position}].{name} is not supported; remove it",
                     param="messages",
@@ -58,8 +61,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
         for part in self.content:
             if part.type != "text" or part.text is None:
                 raise invalid(
-                    f"messages[{position}].content has a part of type {part.type!r}; only text is "
-                    "supported",
+                    f"messages[{position}].content has a part of type {shortened(part.type)!r}; "
+                    "only text is supported",
                     param="messages",
                 )
         return "\n".join(part.text or "" for part in self.content)

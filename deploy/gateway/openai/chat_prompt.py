@@ -16,6 +16,9 @@ from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, Model
 _NOT_KWARGS: Final = frozenset(
     {"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"}
 )
+# A message or a part of one takes as long as a text of this length.
+CHARACTERS_PER_STEP: Final = 64
+MAX_INLINE_PARTS: Final = MAX_INLINE_CHARACTERS // CHARACTERS_PER_STEP
 # Private-use characters, which no template or message should contain.
 _END_OF_MESSAGE: Final = "\ue000end\ue001of\ue002message\ue000"
 
@@ -76,10 +79,22 @@ class ChatRenderer:
             template = self._template = self._template or tokenizer.chat_template.twin()
             return render_chat(template, template_input(messages), form)
 
-        # The size as JSON, because many small messages take time too.
-        if len(msgspec.json.encode((messages, form.variables))) > MAX_INLINE_CHARACTERS:
+        if _is_large(messages, form.variables):
             return await asyncio.get_running_loop().run_in_executor(self._thread, render_there)
         return render_chat(tokenizer.chat_template, template_input(messages), form)
+
+
+def _is_large(messages: Sequence[ChatMessage], variables: Mapping[str, Any]) -> bool:
+    """Whether rendering takes more than a few milliseconds."""
+    size = len(msgspec.json.encode(variables))
+    for message in messages:
+        parts = message.content if isinstance(message.content, list) else ()
+        texts = (message.content, message.name, *(part.text for part in parts[:MAX_INLINE_PARTS]))
+        size += CHARACTERS_PER_STEP * (1 + len(parts))
+        size += sum(len(text) for text in texts if isinstance(text, str))
+        if size > MAX_INLINE_CHARACTERS:
+            return True
+    return False
 
 
 def render_chat(

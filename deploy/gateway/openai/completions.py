@@ -53,6 +53,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
                 f"{MAX_PROMPTS} are allowed",
                 param="n",
             )
+        texts = [given if isinstance(given, str) else "" for given in request.prompts()]
         return GenerationSpec(
             request_id=request_id,
             prompts=prompts,
@@ -64,6 +65,7 @@ class CompletionsEndpoint(GenerationEndpoint[CompletionRequest]):
             scores_only=request.scores_only,
             stops=service.prompts.stops(request),
             beams=self._beams(service, request, max(map(len, prompts))),
+            num_echoed_characters=sum(map(len, texts)) if request.echo else 0,
         )
 
     def _beams(

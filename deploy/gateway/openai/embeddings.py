@@ -31,6 +31,7 @@ from longshore.deploy.gateway.openai.errors import (
     invalid,
     unavailable,
 )
+from longshore.deploy.gateway.openai.parameters import read_parameters
 from longshore.deploy.gateway.openai.prompts import no_tokenizer
 from longshore.deploy.gateway.openai.requests import (
     CacheSalt,
@@ -38,7 +39,6 @@ from longshore.deploy.gateway.openai.requests import (
     TokenIds,
     check_deadline,
     each_of,
-    read_parameters,
 )
 from longshore.deploy.gateway.openai.responses import PromptTokensDetails
 from longshore.deploy.gateway.request_log import answer_ended, answers_begin
@@ -52,9 +52,6 @@ from longshore.protocol.requests import PoolingParams
 MAX_INPUTS: Final = 2048
 MAX_IN_FLIGHT: Final = 256
 """Limit of inputs of one request in the engine at a time, so that they do not fill its queue."""
-
-MAX_INLINE_ELEMENTS: Final = 65_536
-"""Embeddings with more elements are encoded on another thread."""
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -116,7 +113,7 @@ class EmbeddingsEndpoint(ApiEndpoint):
                 f"{self.path} is for models that take text",
                 param="model",
             )
-        request = read_parameters(EmbeddingRequest, body)
+        request = await service.json.run(len(body), read_parameters, EmbeddingRequest, body)
         check_deadline(request.deadline_s)
         check_model(request.model, service)
         try:
@@ -138,7 +135,7 @@ class EmbeddingsEndpoint(ApiEndpoint):
         arrived_s: float,
     ) -> None:
         inputs = request.inputs()
-        if sum(len(each) for each in inputs if isinstance(each, str)) > MAX_INLINE_CHARACTERS:
+        if sum(map(len, inputs)) > MAX_INLINE_CHARACTERS:
             prompts = await asyncio.to_thread(_token_ids, inputs, request, service)
         else:
             prompts = _token_ids(inputs, request, service)
@@ -164,12 +161,11 @@ class EmbeddingsEndpoint(ApiEndpoint):
             PromptTokensDetails(sum(end.num_cached_tokens for end in ends)),
         )
         as_text = request.encoding_format == "base64"
-        if sum(len(end.pooled) for end in ends) > MAX_INLINE_ELEMENTS:
-            data = await asyncio.to_thread(_written, ends, as_text=as_text)
-        else:
-            data = _written(ends, as_text=as_text)
-        response = {"object": "list", "data": data, "model": service.model_name, "usage": usage}
-        await exchange.send_json(msgspec.json.encode(response))
+        num_bytes = sum(end.pooled.nbytes for end in ends)
+        response = await service.json.run(
+            num_bytes, _response, ends, service.model_name, usage, as_text=as_text
+        )
+        await exchange.send_json(response)
 
 
 def _token_ids(
@@ -226,9 +222,12 @@ def _checked(token_ids: TokenIds, index: int, longest: int, vocab_size: int) -> 
     return token_ids
 
 
-def _written(ends: Sequence[FinishedRequest], *, as_text: bool) -> list[msgspec.Raw]:
-    """Each embedding as JSON."""
-    return [
+def _response(
+    ends: Sequence[FinishedRequest], model: str, usage: EmbeddingUsage, *, as_text: bool
+) -> bytes:
+    """The response as JSON. Each embedding is encoded on its own, to release the interpreter lock
+    in between."""
+    data = [
         msgspec.Raw(
             msgspec.json.encode(
                 EmbeddingItem(
@@ -241,6 +240,7 @@ def _written(ends: Sequence[FinishedRequest], *, as_text: bool) -> list[msgspec.
         )
         for index, end in enumerate(ends)
     ]
+    return msgspec.json.encode({"object": "list", "data": data, "model": model, "usage": usage})
 
 
 class _Run(msgspec.Struct, kw_only=True):

@@ -12,9 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.exchange import ClientGone, Exchange
-from longshore.deploy.gateway.http.json_body import read_json_body
+from longshore.deploy.gateway.http.json_body import JsonThread, read_json_body
 from longshore.deploy.gateway.http.middleware import request_id_of, trace_headers_of
 from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.gateway.openai.answer_size import check_prompt_size, piece_bytes
 from longshore.deploy.gateway.openai.beams import BeamGeneration
 from longshore.deploy.gateway.openai.errors import (
     ApiError,
@@ -45,6 +46,7 @@ class Service(msgspec.Struct, frozen=True):
     max_audio_bytes, max_audio_s: limits of an audio file's size and duration.
     max_live_requests: limit of running and waiting requests.
     audio_decoder: decodes audio files within a memory limit.
+    json: decodes and encodes large bodies.
     """
 
     model_name: str
@@ -59,6 +61,7 @@ class Service(msgspec.Struct, frozen=True):
     max_audio_s: float = 3600.0
     embedding: EmbeddingModel | None = None
     audio_decoder: AudioDecoder = msgspec.field(default_factory=AudioDecoder)
+    json: JsonThread = msgspec.field(default_factory=JsonThread)
 
 
 class ResponseWriter(ABC):
@@ -140,7 +143,7 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
                 f"/v1/embeddings; {self.path} is for models that generate text",
                 param="model",
             )
-        request = parse_request(self.request_type, body)
+        request = await service.json.run(len(body), parse_request, self.request_type, body)
         check_model(request.model, service)
         request_id = request_id_of(exchange.scope, self.id_prefix)
         spec = await self.specify(service, request, request_id, arrived_s)
@@ -151,14 +154,21 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
             cache_salt=uuid.uuid4().hex if request.no_store else request.cache_salt,
             skips_reading=bool(request.skip_reading_prefix_cache),
         )
+        check_prompt_size(spec)
         check_capacity(spec.num_answers, service)
         writer = self.writer(service, request, request_id)
         kind = Generation if spec.beams is None else BeamGeneration
         with kind(spec, service.client, service.tokenizer, service.metrics) as generation:
             if request.stream:
-                answer = stream(exchange, generation, writer, include_usage=request.include_usage)
+                answer = stream(
+                    exchange,
+                    generation,
+                    writer,
+                    service.json,
+                    include_usage=request.include_usage,
+                )
             else:
-                answer = answer_whole(exchange, generation, writer)
+                answer = answer_whole(exchange, generation, writer, service.json)
             await within(request.deadline_s, arrived_s, exchange.run_while_connected(answer))
 
 
@@ -200,6 +210,7 @@ async def stream(
     exchange: Exchange,
     generation: Generation | BeamGeneration,
     writer: ResponseWriter,
+    json: JsonThread,
     *,
     include_usage: bool,
 ) -> None:
@@ -217,8 +228,9 @@ async def stream(
         if exchange.status is None:
             await exchange.start_stream()
             await exchange.send_events(*map(_encode, writer.first_chunks()))
-        chunks = [_encode(chunk) for piece in pieces for chunk in writer.chunks(piece)]
-        await exchange.send_events(*chunks)
+        await exchange.send_events(
+            *await json.run(sum(map(piece_bytes, pieces)), _events, writer, pieces)
+        )
     if include_usage:
         await exchange.send_events(_encode(writer.usage_chunk(generation.usage())))
     await exchange.send_events(b"[DONE]")
@@ -226,12 +238,25 @@ async def stream(
 
 
 async def answer_whole(
-    exchange: Exchange, generation: Generation | BeamGeneration, writer: ResponseWriter
+    exchange: Exchange,
+    generation: Generation | BeamGeneration,
+    writer: ResponseWriter,
+    json: JsonThread,
 ) -> None:
     answers = [piece async for pieces in generation.pieces() for piece in pieces]
     answers.sort(key=lambda piece: piece.index)
-    whole = writer.whole(answers, generation.usage())
+    num_bytes = sum(map(piece_bytes, answers))
+    whole = await json.run(num_bytes, _whole, writer, answers, generation.usage())
     if isinstance(whole, str):
         await exchange.send_text(whole)
     else:
-        await exchange.send_json(_encode(whole))
+        await exchange.send_json(whole)
+
+
+def _events(writer: ResponseWriter, pieces: Sequence[Piece]) -> list[bytes]:
+    return [_encode(chunk) for piece in pieces for chunk in writer.chunks(piece)]
+
+
+def _whole(writer: ResponseWriter, pieces: Sequence[Piece], usage: Usage) -> bytes | str:
+    whole = writer.whole(pieces, usage)
+    return whole if isinstance(whole, str) else _encode(whole)

@@ -4,6 +4,10 @@ from typing import Final
 
 import msgspec
 
+MAX_ECHOED_CHARACTERS: Final = 200
+"""Limit of a client's name or value in an error."""
+MAX_MESSAGE_CHARACTERS: Final = 1000
+
 
 class ErrorBody(msgspec.Struct, frozen=True):
     """`type` groups errors, `param` names the invalid request field, `code` is for programs."""
@@ -32,9 +36,11 @@ class ApiError(Exception):
         code: str | None = None,
         headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
+        message = shortened(message, MAX_MESSAGE_CHARACTERS)
         super().__init__(message)
         self.status = status
         self.headers = headers
+        param = param and shortened(param)
         self.body = ErrorBody(message, _TYPE_OF_STATUS.get(status, "api_error"), param, code)
 
     def json(self) -> bytes:
@@ -46,12 +52,20 @@ _TYPE_OF_STATUS: Final = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
+    414: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+
+
+def shortened(text: str, max_characters: int = MAX_ECHOED_CHARACTERS) -> str:
+    """`text`, cut to a length at which it can be part of an error."""
+    return text if len(text) <= max_characters else f"{text[:max_characters]}..."
 
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
@@ -79,7 +93,7 @@ def unknown_model(name: str, served: str) -> ApiError:
     """404: the deployment serves one model."""
     return ApiError(
         404,
-        f"the model {name!r} does not exist; this server serves {served!r}",
+        f"the model {shortened(name)!r} does not exist; this server serves {served!r}",
         param="model",
         code="model_not_found",
     )

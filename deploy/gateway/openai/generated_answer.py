@@ -39,6 +39,7 @@ class GeneratedAnswer:
         tokenizer: TokenDecoder | None,
         metrics: GatewayMetrics,
         on_growth: Callable[["GeneratedAnswer"], None],
+        on_tokens: Callable[[int], None],
     ) -> None:
         self.index = index
         self._spec = spec
@@ -49,6 +50,7 @@ class GeneratedAnswer:
         self._client = client
         self._metrics = metrics
         self._on_growth = on_growth
+        self._on_tokens = on_tokens
         self._last_token_s: float | None = None
         self._submitted_s = 0.0
         self._first_token_s: float | None = None
@@ -61,6 +63,12 @@ class GeneratedAnswer:
     @property
     def is_growing(self) -> bool:
         return self.live is not None and self.live.is_live and not self._is_stopped
+
+    @property
+    def begins_with_scores(self) -> bool:
+        """The next piece has the scores of the prompt."""
+        asks = self._sampling.prompt_logprobs is not None
+        return asks and self.live is not None and self.live.num_taken == 0
 
     @property
     def end(self) -> FinishedRequest | None:
@@ -90,6 +98,7 @@ class GeneratedAnswer:
         if num_tokens:
             self._num_seen += num_tokens
             self._measure(num_tokens)
+            self._on_tokens(num_tokens)
         if self._spec.is_stream or not self.live.is_live:
             self._on_growth(self)
         if self._spec.stops.texts:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.metrics import GatewayMetrics
+from longshore.deploy.gateway.openai.answer_size import check_output_size
 from longshore.deploy.gateway.openai.errors import ApiError, unavailable
 from longshore.deploy.gateway.openai.generated_answer import GeneratedAnswer
 from longshore.deploy.gateway.openai.generation_spec import GenerationSpec, Piece, ShowAtOnce
@@ -35,10 +36,13 @@ class Generation:
         self._is_awaited = False
         self._show_at_once: ShowAtOnce | None = None
         self._failure: Exception | None = None
+        self._num_tokens = 0
         self._num_prompt_tokens = metrics.prompts_received(spec.prompts)
         samples = sample_params(spec.sampling, spec.num_samples)
         self._answers = [
-            GeneratedAnswer(index, spec, sampling, client, tokenizer, metrics, self._on_growth)
+            GeneratedAnswer(
+                index, spec, sampling, client, tokenizer, metrics, self._on_growth, self._on_tokens
+            )
             for index, sampling in enumerate(samples * len(spec.prompts))
         ]
         answers_begin(
@@ -101,10 +105,23 @@ class Generation:
             return
         self._changed.set()
 
+    def _on_tokens(self, num_tokens: int) -> None:
+        """Count the tokens that are held until the answers are complete."""
+        self._num_tokens += num_tokens
+        if self._spec.is_stream or self._failure is not None:
+            return
+        try:
+            check_output_size(self._spec, self._num_tokens)
+        except ApiError as error:
+            self._failure = error
+            self._changed.set()
+
     def _was_shown(self, answer: GeneratedAnswer) -> bool:
         """Show the answer's next piece at once, if that is possible now."""
         is_idle = self._is_awaited and not self._changed.is_set()
         if self._show_at_once is None or not is_idle or not answer.is_growing:
+            return False
+        if answer.begins_with_scores:  # a large piece, which is written off the event loop
             return False
         try:
             return self._show_at_once(answer.take)

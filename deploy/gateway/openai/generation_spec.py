@@ -25,6 +25,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
                is submitted when one has finished. None: no limit.
     trace_headers: passed to the engine.
     skips_reading: do not look up the prefix cache.
+    num_echoed_characters: length of the prompts' texts, if they are part of the answers.
     is_stream: yield pieces as answers grow, not each answer as a whole.
     arrived_s: from `time.perf_counter`.
     """
@@ -45,6 +46,7 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     num_primed: int = 0
     max_in_flight: int | None = None
     trace_headers: Mapping[str, str] = {}
+    num_echoed_characters: int = 0
 
     @property
     def num_answers(self) -> int:

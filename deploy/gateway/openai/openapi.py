@@ -10,9 +10,8 @@ import longshore
 from longshore.deploy.gateway.dashboard.dashboard import DashboardState
 from longshore.deploy.gateway.openai.embeddings import EmbeddingRequest, EmbeddingResponse
 from longshore.deploy.gateway.openai.errors import ErrorEnvelope
+from longshore.deploy.gateway.openai.parameters import IGNORED, UNSUPPORTED
 from longshore.deploy.gateway.openai.requests import (
-    IGNORED,
-    UNSUPPORTED,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,

@@ -16,13 +16,16 @@ from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.deploy.gateway.text.tokenizer import (
     MAX_INLINE_CHARACTERS,
     MAX_TOKENS_PER_CUT,
+    SLICE_CHARACTERS,
     ModelTokenizer,
 )
 from longshore.deploy.model.folder import SamplingDefaults
 from longshore.deploy.requests.validation import prompt_problem, sampling_problem
-from longshore.protocol.sampling import SamplingParams
+from longshore.protocol.sampling import MAX_BAD_WORDS, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
+MAX_BAD_WORD_CHARACTERS: Final = 8192
+"""Limit of all bad words together, because they are tokenized on the event loop."""
 
 T = TypeVar("T")
 
@@ -52,8 +55,7 @@ class PromptReader:
     async def completion_prompts(self, request: CompletionRequest) -> list[list[int]]:
         """One valid list of token ids per prompt."""
         prompts = request.prompts()
-        num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        if num_characters > MAX_INLINE_CHARACTERS:
+        if sum(map(len, prompts)) > MAX_INLINE_CHARACTERS:
             return await asyncio.to_thread(self._encode_prompts, prompts)
         return self._encode_prompts(prompts)
 
@@ -91,11 +93,11 @@ class PromptReader:
     def reject_too_long(self, text: str, tokenizer: ModelTokenizer, param: str) -> None:
         """Raise ApiError for text that cannot fit the model, counting slice by slice: tokenizing
         megabytes as a whole takes seconds and a hundred times their memory."""
-        if len(text) <= MAX_INLINE_CHARACTERS:
+        if len(text) <= SLICE_CHARACTERS:
             return
         num_tokens = 0
-        for start in range(0, len(text), MAX_INLINE_CHARACTERS):
-            part = text[start : start + MAX_INLINE_CHARACTERS]
+        for start in range(0, len(text), SLICE_CHARACTERS):
+            part = text[start : start + SLICE_CHARACTERS]
             num_tokens += max(0, len(tokenizer.encode_rendered(part)) - MAX_TOKENS_PER_CUT)
             if num_tokens >= self.max_model_len:
                 raise invalid(
@@ -155,11 +157,22 @@ class PromptReader:
             return ()
         if self._tokenizer is None:
             raise no_tokenizer("bad_words")
+        if len(words) > MAX_BAD_WORDS:
+            raise invalid(
+                f"bad_words has {len(words)} texts; at most {MAX_BAD_WORDS} are allowed",
+                param="bad_words",
+            )
+        num_characters = sum(map(len, words))
+        if num_characters > MAX_BAD_WORD_CHARACTERS:
+            raise invalid(
+                f"bad_words has {num_characters} characters; at most {MAX_BAD_WORD_CHARACTERS} in "
+                "all its texts are allowed",
+                param="bad_words",
+            )
         if not all(word.strip() for word in words):
             raise invalid("bad_words has an empty text", param="bad_words")
         spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
-        encoded = (tuple(self._tokenizer.encode_rendered(spelling)) for spelling in spellings)
-        return tuple(dict.fromkeys(encoded))
+        return tuple(dict.fromkeys(map(tuple, self._tokenizer.encode_each(spellings))))
 
     def _check_prompt(self, token_ids: Sequence[int], param: str) -> None:
         problem = prompt_problem(

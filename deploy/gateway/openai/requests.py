@@ -1,18 +1,13 @@
-"""Request bodies of the OpenAI API.
+"""Request bodies of the OpenAI API."""
 
-A parameter is a field below, or listed as unsupported with its neutral values, or unknown. An
-unsupported parameter that would change the answer is rejected by name, never ignored.
-"""
-
-import re
-from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 
 from longshore.deploy.cli.setting_checks import MAX_TIMEOUT_S
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage
-from longshore.deploy.gateway.openai.errors import invalid
+from longshore.deploy.gateway.openai.errors import invalid, shortened
+from longshore.deploy.gateway.openai.parameters import read_parameters
 from longshore.deploy.gateway.text.answer_text import StopStrings
 from longshore.protocol.requests import MAX_NAME_CHARACTERS
 from longshore.protocol.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
@@ -25,61 +20,6 @@ MAX_PROMPTS: Final = 1024
 MAX_SAMPLES: Final = 128
 MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 256
-
-# Accepted, without effect on the answer: labels and cache hints.
-IGNORED: Final = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "user",
-    }
-)
-# Not supported yet. The values here (and null) have no effect, so they are accepted.
-UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": (),
-    "audio": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1,),
-    "kv_transfer_params": (),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "prompt_embeds": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -168,7 +108,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             )
         for token_id in self.logit_bias or ():
             if not (token_id.isascii() and token_id.isdecimal() and len(token_id) <= 10):
-                raise invalid(f"logit_bias: {token_id!r} is not a token id", param="logit_bias")
+                raise invalid(
+                    f"logit_bias: {shortened(token_id)!r} is not a token id", param="logit_bias"
+                )
         return {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()} or None
 
 
@@ -240,28 +182,24 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         return bool(self.echo) and self.max_tokens == 0
 
     def prompts(self) -> list[str | TokenIds]:
-        """The list of prompts. Raises ApiError if texts and token ids are mixed."""
+        """The list of prompts. Raises ApiError as `each_of` does."""
         return each_of(self.prompt, "prompt", MAX_PROMPTS)
 
 
 def each_of(
     given: str | list[str | int | TokenIds], param: str, maximum: int
 ) -> list[str | TokenIds]:
-    """The list of prompts or inputs. Raises ApiError for none, too many, or several kinds."""
+    """The list of prompts or inputs, which are all of one kind (see `read_parameters`). Raises
+    ApiError for none or too many."""
     if isinstance(given, str):
         return [given]
-    kinds = {type(item) for item in given}
-    if not kinds:
+    if not given:
         raise invalid(f"{param} is an empty list; it needs at least one item", param=param)
-    if len(kinds) > 1:
-        raise invalid(
-            f"{param} mixes texts, token ids and lists of token ids; use one kind", param=param
-        )
-    if kinds == {int}:
-        return [[item for item in given if isinstance(item, int)]]
+    if isinstance(given[0], int):
+        return [cast(TokenIds, given)]
     if len(given) > maximum:
         raise invalid(f"{param} has {len(given)} items; at most {maximum} are allowed", param=param)
-    return [item for item in given if not isinstance(item, int)]
+    return cast(list[str | TokenIds], given)
 
 
 class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
@@ -292,10 +230,6 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
 
 
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
-ParametersT = TypeVar("ParametersT", bound=msgspec.Struct)
-JsonT = TypeVar("JsonT")
-
-_FIELD_OF_ERROR: Final = re.compile(r"at `\$\.(\w+)|(?:required|unknown) field `(\w+)`")
 
 
 def parse_request(kind: type[RequestT], body: bytes) -> RequestT:
@@ -324,58 +258,3 @@ def check_deadline(deadline_s: float | None) -> None:
             f"deadline_s={deadline_s} must be above 0 and at most {MAX_TIMEOUT_S}",
             param="deadline_s",
         )
-
-
-def read_parameters(kind: type[ParametersT], body: bytes) -> ParametersT:
-    """`body` as `kind`, without ignored parameters. Raises ApiError (400) naming the invalid
-    parameter."""
-    # Decode only the values that are used: others, such as millions of empty lists, stay bytes.
-    parameters = read_json(dict[str, msgspec.Raw], body)
-    served = _served(parameters, kind.__struct_fields__)
-    is_all = len(served) == len(parameters)
-    return read_json(kind, body if is_all else msgspec.json.encode(served))
-
-
-def read_json(kind: type[JsonT], body: bytes) -> JsonT:
-    """`body` as `kind`. Raises ApiError (400) naming the invalid field."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        field = field_at_fault(error)
-        where = "" if field else "the JSON of the request body: "
-        raise invalid(f"{where}{error}", param=field) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the request body is not JSON: {error}") from error
-
-
-def field_at_fault(error: msgspec.ValidationError) -> str | None:
-    """The name of the field with the wrong type."""
-    match = _FIELD_OF_ERROR.search(str(error))
-    return match and (match[1] or match[2])
-
-
-def _served(parameters: dict[str, msgspec.Raw], fields: Sequence[str]) -> dict[str, msgspec.Raw]:
-    served = {}
-    for name, value in parameters.items():
-        if name in fields:
-            served[name] = value
-        elif name in UNSUPPORTED:
-            _check_changes_nothing(name, read_json(Any, value))
-        elif name not in IGNORED:
-            raise invalid(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
-    return served
-
-
-def _check_changes_nothing(name: str, value: object) -> None:
-    neutral = UNSUPPORTED[name]
-    if value is None or any(
-        value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
-    ):
-        return
-    advice = "remove it"
-    if neutral:
-        values = " or ".join(msgspec.json.encode(item).decode() for item in neutral)
-        advice += f" or set it to {values}"
-    raise invalid(
-        f"{name} is not supported; {advice}", param=name, code="unsupported_parameter"
-    ) from None

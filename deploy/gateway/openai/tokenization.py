@@ -5,7 +5,9 @@
 """
 
 import asyncio
-from typing import Any, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -19,11 +21,15 @@ from longshore.deploy.gateway.openai.endpoint import (
     check_model,
 )
 from longshore.deploy.gateway.openai.errors import invalid
+from longshore.deploy.gateway.openai.parameters import read_parameters
 from longshore.deploy.gateway.openai.prompts import no_tokenizer
-from longshore.deploy.gateway.openai.requests import read_json
 from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
 
+MAX_DETOKENIZED: Final = 16_384
+"""Limit of the token ids of a text, or the model's maximum length if that is larger."""
+
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+ArgumentT = TypeVar("ArgumentT")
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -74,15 +80,16 @@ class TokenizeEndpoint(ApiEndpoint):
         tokenizer = _tokenizer(service, param)
         text, with_special = await _text(request, service, tokenizer)
 
-        def answer(text: str) -> TokenizeResponse:
+        def answer(text: str) -> bytes:
             service.prompts.reject_too_long(text, tokenizer, param)
             encode = tokenizer.encode if with_special else tokenizer.encode_rendered
             ids = encode(text)
             strings = [tokenizer.decode([i]) for i in ids] if request.return_token_strs else None
-            return TokenizeResponse(len(ids), service.prompts.max_model_len, ids, strings)
+            return msgspec.json.encode(
+                TokenizeResponse(len(ids), service.prompts.max_model_len, ids, strings)
+            )
 
-        response = await _off_loop_if_long(len(text), answer, text)
-        await exchange.send_json(msgspec.json.encode(response))
+        await exchange.send_json(await _off_loop_if_long(len(text), answer, text))
 
 
 class DetokenizeEndpoint(ApiEndpoint):
@@ -94,11 +101,22 @@ class DetokenizeEndpoint(ApiEndpoint):
         request = await _read(exchange, service, DetokenizeRequest)
         check_model(request.model, service)
         tokenizer = _tokenizer(service, "tokens")
-        for token_id in request.tokens:
-            if not 0 <= token_id < 2**31:
-                raise invalid(f"tokens has {token_id}, which is not a token id", param="tokens")
-        text = await _off_loop_if_long(len(request.tokens), tokenizer.decode, request.tokens)
-        await exchange.send_json(msgspec.json.encode(DetokenizeResponse(text)))
+        maximum = max(MAX_DETOKENIZED, service.prompts.max_model_len)
+        if len(request.tokens) > maximum:
+            raise invalid(
+                f"tokens has {len(request.tokens)} token ids; at most {maximum} are allowed",
+                param="tokens",
+            )
+
+        def answer(token_ids: list[int]) -> bytes:
+            for token_id in token_ids:
+                if not 0 <= token_id < 2**31:
+                    raise invalid(f"tokens has {token_id}, which is not a token id", param="tokens")
+            return msgspec.json.encode(DetokenizeResponse(tokenizer.decode(token_ids)))
+
+        await exchange.send_json(
+            await _off_loop_if_long(len(request.tokens), answer, request.tokens)
+        )
 
 
 async def _text(
@@ -117,14 +135,19 @@ async def _text(
     raise invalid("either prompt or messages is required, but not both", param="prompt")
 
 
-async def _off_loop_if_long(length: int, function: Any, argument: Any) -> Any:
+async def _off_loop_if_long(
+    length: int, function: Callable[[ArgumentT], bytes], argument: ArgumentT
+) -> bytes:
     if length > MAX_INLINE_CHARACTERS:
         return await asyncio.to_thread(function, argument)
     return function(argument)
 
 
 async def _read(exchange: Exchange, service: Service, kind: type[BodyT]) -> BodyT:
-    return read_json(kind, await read_json_body(exchange, service.max_body_bytes))
+    body = await read_json_body(exchange, service.max_body_bytes)
+    return await service.json.run(
+        len(body), partial(read_parameters, accepts_others=False), kind, body
+    )
 
 
 def _tokenizer(service: Service, param: str) -> ModelTokenizer:

@@ -5,12 +5,9 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from longshore.deploy.gateway.http.multipart import Form
-from longshore.deploy.gateway.openai.errors import invalid
-from longshore.deploy.gateway.openai.requests import (
-    IGNORED,
-    Int32,
-    field_at_fault,
-)
+from longshore.deploy.gateway.openai.errors import invalid, shortened
+from longshore.deploy.gateway.openai.parameters import IGNORED, field_at_fault
+from longshore.deploy.gateway.openai.requests import Int32
 
 FORMATS: Final = ("json", "text")
 # Parameters for timestamps, log probabilities, speakers and splitting by voice activity are not
@@ -57,7 +54,7 @@ class TranscriptionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
             known = " or ".join(FORMATS)
             times = self.response_format in ("verbose_json", "srt", "vtt")
             raise invalid(
-                f"response_format={self.response_format!r} is not supported"
+                f"response_format={shortened(self.response_format)!r} is not supported"
                 + (", because timestamps are not computed" if times else "")
                 + f"; use {known}",
                 param="response_format",
@@ -79,16 +76,18 @@ def read_request(form: Form) -> tuple[bytes, TranscriptionRequest]:
                 f"{plain} is not supported; remove it", param=plain, code="unsupported_parameter"
             )
         if name in values:
-            raise invalid(f"the form has the field {name!r} twice", param=name)
+            raise invalid(f"the form has the field {shortened(name)!r} twice", param=name)
         if name == "file":
             raise invalid("the form field `file` is not a file; send it as a file", param="file")
         if name in TranscriptionRequest.__struct_fields__:
             values[name] = value
         elif plain not in IGNORED:
-            raise invalid(f"unknown parameter {name!r}", param=name, code="unknown_parameter")
+            raise invalid(
+                f"unknown parameter {shortened(name)!r}", param=name, code="unknown_parameter"
+            )
     for name in form.files:
         if name != "file":
-            raise invalid(f"unknown file {name!r}; send the audio as `file`", param=name)
+            raise invalid(f"unknown file {shortened(name)!r}; send the audio as `file`", param=name)
     if "file" not in form.files:
         raise invalid("the form has no file; send the audio as `file`", param="file")
     try:

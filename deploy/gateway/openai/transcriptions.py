@@ -125,9 +125,9 @@ class SpeechEndpoint(ApiEndpoint):
             writer = TranscriptWriter(len(features), request.response_format, num_audio_tokens)
             with Generation(spec, service.client, speech.tokenizer, service.metrics) as generation:
                 if request.stream:
-                    await stream(exchange, generation, writer, include_usage=True)
+                    await stream(exchange, generation, writer, service.json, include_usage=True)
                 else:
-                    await answer_whole(exchange, generation, writer)
+                    await answer_whole(exchange, generation, writer, service.json)
 
 
 class TranscriptionsEndpoint(SpeechEndpoint):

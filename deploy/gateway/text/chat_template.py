@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from longshore.deploy.gateway.text.template_bounds import BoundedEnvironment
 from longshore.protocol.errors import ConfigError
 
+MAX_TIME_PATTERN: Final = 256
 PLAIN_TEMPLATE: Final = (
     "{{ bos_token }}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -120,4 +121,6 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
+    if len(pattern) > MAX_TIME_PATTERN:  # its fields may be as wide as they say
+        raise TemplateError(f"strftime_now takes at most {MAX_TIME_PATTERN} characters")
     return datetime.now().strftime(pattern)

@@ -22,15 +22,18 @@ FIXED_BUDGET: Final = 10_000_000  # one or two seconds
 BUDGET_PER_CHARACTER: Final = 32  # of the input
 MAX_INTEGER_BITS: Final = 4096
 
-# Filters and string methods with a number argument that bounds what they add per line or item.
+# Filters and string methods with an argument, a number or a text, that bounds what they add per
+# line or item.
 _WIDENING: Final = frozenset(
-    {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "tojson"}
-    | {"wordwrap", "zfill"}
+    {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "wordwrap"}
+    | {"zfill"}
 )
-_GROWING: Final = _WIDENING | {"join", "replace", "format", "format_map", "%"}
+_FORMATTING: Final = frozenset({"format", "format_map", "%"})
+_GROWING: Final = _WIDENING | _FORMATTING | {"join", "replace", "tojson", "translate"}
 _SIZED: Final = (str, list, tuple, dict, range)
 _REMOVED_FILTERS: Final = ("lipsum", "urlize")
-_WIDE_FIELD: Final = re.compile(r"\d{5}|\*|\{[^{}]*\{")
+_WIDE_FIELD: Final = re.compile(r"[0-9]{5}|\*|\{[^{}]*\{")
+_NUMBER: Final = re.compile(r"[0-9]+")
 _COUNTED: Final = "longshore_counted"
 _LOOKED_AT: Final = "longshore_looked_at"
 
@@ -105,22 +108,34 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Pay for what a filter or method adds to `value` and its arguments."""
         if name not in _GROWING:
             return
-        numbers = [abs(each) for each in arguments if isinstance(each, int)]
-        texts = [each for each in arguments if isinstance(each, str)]
         length = 1 + (len(value) if isinstance(value, _SIZED) else 0)
-        if name in _WIDENING and numbers:
-            self._pay(length * max(numbers))
+        if name in _WIDENING:
+            widths = [abs(n) for n in arguments if isinstance(n, int)]
+            texts = [len(text) for text in arguments if isinstance(text, str)]
+            self._pay(length * max(widths + texts, default=0))
+        elif name == "tojson":
+            indents = [abs(n) for n in arguments if isinstance(n, int)]
+            self._pay(_num_indents(value) * (sum(indents) + _size_of_texts(arguments)))
+        elif name == "translate":
+            tables = [each for each in arguments if isinstance(each, dict)]
+            self._pay(length * max((_size(text) for t in tables for text in t.values()), default=0))
         elif name == "join":
-            self._pay(length * sum(map(len, texts)))
+            self._pay(length * sum(len(each) for each in arguments if isinstance(each, str)))
             (parts,) = arguments[:1] or ((),)
             self._pay(len(value) * len(parts) if isinstance(parts, _SIZED) else 0)
-        elif name == "replace" and len(texts) > 1:
-            self._pay((length if not texts[0] else str(value).count(texts[0])) * len(texts[1]))
-        elif name in ("format", "format_map", "%"):
-            if _WIDE_FIELD.search(str(value)):
-                raise TemplateTooCostly("it formats a text with too large a width")
-            text = str(value)
-            self._pay((text.count("{") + text.count("%")) * sum(map(len, texts)))
+        elif name == "replace":
+            old, new = ([each for each in arguments if isinstance(each, str)] + ["", ""])[:2]
+            self._pay((str(value).count(old) if old else length) * len(new))
+        else:
+            self._pay_for_fields(str(value), arguments)
+
+    def _pay_for_fields(self, text: str, arguments: Sequence[Any]) -> None:
+        """Pay for formatting: each field may be as wide as it says, and have all arguments."""
+        if _WIDE_FIELD.search(text):
+            raise TemplateTooCostly("it formats a text with too large a width")
+        self._pay(sum(map(int, _NUMBER.findall(text))))
+        num_fields = text.count("{") + text.count("%")
+        self._pay(num_fields * (STEP_COST + _size_of_texts(arguments)))
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         position = int(hasattr(function, "jinja_pass_arg"))  # after context or environment
@@ -225,3 +240,31 @@ class _WithCosts(NodeTransformer):
     def visit_Getitem(self, node: Getitem) -> Node:
         self.generic_visit(node)
         return self._filtered(node, _LOOKED_AT) if isinstance(node.arg, Slice) else node
+
+
+def _size_of_texts(arguments: Sequence[Any]) -> int:
+    """The size of the arguments that are texts or contain several values."""
+    return sum(_size(each) for each in arguments if isinstance(each, str | dict | list | tuple))
+
+
+def _size(value: object) -> int:
+    """At least the length of `value` as text."""
+    match value:
+        case str():
+            return len(value)
+        case dict():
+            return STEP_COST + sum(_size(each) for item in value.items() for each in item)
+        case list() | tuple():
+            return STEP_COST + sum(map(_size, value))
+    return STEP_COST
+
+
+def _num_indents(value: object, depth: int = 1) -> int:
+    """The number of indents, and of separators, in `value` as JSON: at least one per item, and one
+    per level around it."""
+    match value:
+        case dict():
+            return depth + sum(2 * depth + _num_indents(each, depth + 1) for each in value.values())
+        case list() | tuple():
+            return depth + sum(depth + _num_indents(each, depth + 1) for each in value)
+    return depth

@@ -5,17 +5,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from tokenizers.decoders import ByteLevel
 
 from longshore.deploy.gateway.text.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from longshore.deploy.model.json_file import read_json_object, read_text
 from longshore.protocol.errors import ConfigError
+from longshore.protocol.model_files import exists, open_regular
 
 logger = logging.getLogger(__name__)
 
 # Longer text is tokenized on another thread, so that streams do not wait for it.
-MAX_INLINE_CHARACTERS: Final = 16_384
+MAX_INLINE_CHARACTERS: Final = 4096
+MAX_INLINE_TOKENS: Final = 256  # likewise for decoding
+SLICE_CHARACTERS: Final = 16_384  # of a text whose number of tokens is estimated
 # Tokens that a cut may add to a text: it may split tokens of the whole text.
 MAX_TOKENS_PER_CUT: Final = 64
 
@@ -49,18 +52,28 @@ class ModelTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode a plain prompt, with the special tokens that the model's text begins with."""
-        return self._tokenizer.encode(text, add_special_tokens=True).ids
+        return self._encode(text, with_special=True).ids
 
     def encode_rendered(self, text: str) -> list[int]:
         """Encode a rendered chat: the template has added the special tokens already."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, with_special=False).ids
+
+    def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode texts without special tokens."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def _encode(self, text: str, *, with_special: bool) -> Encoding:
+        # Methods for batches release the interpreter lock; `encode` and `decode` do not.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special)
+        return encoding
 
     def encode_cut(self, text: str, max_tokens: int, *, with_special: bool) -> list[int]:
         """Encode and truncate to `max_tokens`, including special tokens, which are kept. The end
         of the text is removed, or its beginning if `keeps_end`. Only the part of a text that may be
         kept is encoded, because tokens need a hundred times the memory of their text."""
         part = self._part_of(text, max_tokens)
-        encoding = self._tokenizer.encode(part, add_special_tokens=False)
+        encoding = self._encode(part, with_special=False)
         num_special = self._tokenizer.num_special_tokens_to_add(False) if with_special else 0
         side = "left" if self.keeps_end else "right"
         encoding.truncate(max(0, max_tokens - num_special), direction=side)
@@ -70,9 +83,9 @@ class ModelTokenizer:
 
     def _part_of(self, text: str, num_tokens: int) -> str:
         """The slices of the text, from the end that is kept, that hold at least `num_tokens`."""
-        for num_slices in range(1, -(-len(text) // MAX_INLINE_CHARACTERS)):
-            stop = num_slices * MAX_INLINE_CHARACTERS
-            start = stop - MAX_INLINE_CHARACTERS
+        for num_slices in range(1, -(-len(text) // SLICE_CHARACTERS)):
+            stop = num_slices * SLICE_CHARACTERS
+            start = stop - SLICE_CHARACTERS
             piece = text[-stop : len(text) - start] if self.keeps_end else text[start:stop]
             num_tokens -= len(self.encode_rendered(piece)) - MAX_TOKENS_PER_CUT
             if num_tokens <= 0:
@@ -81,6 +94,8 @@ class ModelTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode ids. Those outside the vocabulary have no text."""
+        if len(token_ids) > MAX_INLINE_TOKENS:
+            return self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)[0]
         if len(token_ids) != 1:
             return self._tokenizer.decode(token_ids, skip_special_tokens=False)
         (token_id,) = token_ids
@@ -103,7 +118,7 @@ def load_tokenizer(
     Raises ConfigError if a file exists and cannot be read.
     """
     tokenizer_file = model_dir / "tokenizer.json"
-    if not tokenizer_file.exists():
+    if not exists(tokenizer_file):
         logger.log(
             advice_level,
             "%s has no tokenizer.json: prompts must be token ids",
@@ -111,11 +126,12 @@ def load_tokenizer(
         )
         return None
     try:
+        open_regular(tokenizer_file).close()
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"{tokenizer_file} cannot be read as a tokenizer: {error}") from error
     settings_file = model_dir / "tokenizer_config.json"
-    settings = read_json_object(settings_file) if settings_file.exists() else {}
+    settings = read_json_object(settings_file) if exists(settings_file) else {}
     source = _find_template(model_dir, settings, chat_template_file)
     if source is None:
         logger.log(
@@ -137,7 +153,7 @@ def _find_template(
 ) -> str | None:
     if override is not None:
         return read_text(override)
-    if (model_dir / "chat_template.jinja").exists():
+    if exists(model_dir / "chat_template.jinja"):
         return read_text(model_dir / "chat_template.jinja")
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named templates; chats use `default`

@@ -148,7 +148,10 @@ def test_what_no_worker_can_do_yet_is_no_setting() -> None:
 LAYOUT = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
 
 
-def test_every_rank_is_a_process_that_knows_its_place(model_dir: Path) -> None:
+def test_every_rank_is_a_process_that_knows_its_place(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     sizes = {"num_hidden_layers": 3, "intermediate_size": 16}
     (model_dir / "config.json").write_text(json.dumps(CONFIG | sizes))
     runtime_dir = RuntimeDir()
@@ -171,7 +174,11 @@ def test_every_rank_is_a_process_that_knows_its_place(model_dir: Path) -> None:
     assert config.sampling_rank == 4
     assert (config.scheduler.max_steps_in_flight, config.scheduler.feed_back_tokens) == (3, True)
     for worker in workers:
-        assert worker.environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        assert worker.environment == {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "TORCHINDUCTOR_CACHE_DIR": str(runtime_dir.path / "torch"),
+        }
         assert worker.stopped_by == scheduler.name
 
 

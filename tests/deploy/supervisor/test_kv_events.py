@@ -1,6 +1,5 @@
 """Where KV events are published: settings, defaults, and what is not private."""
 
-import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +8,11 @@ from typing import Any
 import pytest
 
 from longshore.deploy.cli.options import EngineOptions
+from longshore.deploy.supervisor.event_keys import EventKeys
 from longshore.deploy.supervisor.kv_events import kv_events_config
 from longshore.deploy.supervisor.replica import Replica, replicas
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.deploy.supervisor.state_dir import StateDir
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import KVEventsConfig
 from longshore.protocol.transport.channel import Endpoint
@@ -34,6 +35,7 @@ def private(tmp_path: Path) -> Path:
 
 
 def config_of(runtime_dir: RuntimeDir, replica: Replica = ONLY, **settings: Any) -> KVEventsConfig:
+    settings.setdefault("state_dir", runtime_dir.path / "state")  # not this user's
     options = EngineOptions(enable_kv_cache_events=True, **settings)
     config = kv_events_config(options, runtime_dir, replica)
     assert config is not None
@@ -106,29 +108,19 @@ def test_ports_that_overlap_are_rejected(
 def test_tcp_beyond_this_host_needs_keys(
     runtime_dir: RuntimeDir, private: Path, address: str
 ) -> None:
-    with pytest.raises(ConfigError, match=r"tokens of all prompts.*kv_events_keys"):
-        config_of(runtime_dir, kv_events_endpoint=address)
-    keys = private / "keys.json"
-    keys.write_text(json.dumps({"public": "p", "secret": "s", "allowed_clients": ["c"]}))
-    keys.chmod(0o600)
-    config = config_of(runtime_dir, kv_events_endpoint=address, kv_events_keys=keys)
-    assert config.endpoint.curve is not None
-    assert config.endpoint.curve.allowed_clients == ("c",)
-    keys.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        config_of(runtime_dir, kv_events_endpoint=address, kv_events_keys=keys)
+    with pytest.raises(ConfigError, match=r"tokens of all prompts.*longshore keys create"):
+        config_of(runtime_dir, kv_events_endpoint=address, state_dir=private)
+    EventKeys(StateDir(private)).authorize("router", is_new=True, today="2026-01-31")
+    config = config_of(runtime_dir, kv_events_endpoint=address, state_dir=private)
+    assert config.endpoint.curve == EventKeys(StateDir(private)).of_engines()
 
 
-def test_keys_that_cannot_be_read_are_an_error_that_says_what_they_must_be(
-    runtime_dir: RuntimeDir, private: Path
-) -> None:
-    keys = private / "keys.json"
-    for content in (None, "{", '{"public": "p"}'):
-        if content is not None:
-            keys.write_text(content)
-            keys.chmod(0o600)
-        with pytest.raises(ConfigError, match="JSON object with public, secret"):
-            config_of(runtime_dir, kv_events_endpoint="tcp://127.0.0.1:5557", kv_events_keys=keys)
+def test_with_keys_every_socket_of_events_has_them(runtime_dir: RuntimeDir, private: Path) -> None:
+    keys = EventKeys(StateDir(private / "state"))
+    keys.authorize("router", is_new=True, today="2026-01-31")
+    for address in (None, "tcp://127.0.0.1:5557", f"ipc://{private}/events"):
+        config = config_of(runtime_dir, kv_events_endpoint=address, state_dir=private / "state")
+        assert config.endpoint.curve == config.replay_endpoint.curve == keys.of_engines()
 
 
 @pytest.mark.parametrize("address", ["5557", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "udp://a:1",
@@ -161,7 +153,6 @@ def test_socket_of_another_process_is_not_replaced(runtime_dir: RuntimeDir, priv
     [
         ({"kv_events_endpoint": "ipc:///a"}, "kv_events_endpoint is set, but"),
         ({"kv_events_replay_endpoint": "ipc:///a"}, "kv_events_replay_endpoint is set, but"),
-        ({"kv_events_keys": Path("/a")}, "kv_events_keys is set, but"),
         (
             {"enable_kv_cache_events": True, "enable_prefix_caching": False},
             "needs enable_prefix_caching",

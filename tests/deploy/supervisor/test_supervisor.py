@@ -1,5 +1,6 @@
 """The supervisor with real child processes that behave, fail, hang, die or ignore signals."""
 
+import contextlib
 import functools
 import io
 import os
@@ -18,7 +19,8 @@ import psutil
 import pytest
 
 from longshore.deploy.supervisor import restarts
-from longshore.deploy.supervisor.process import ProcessSpec
+from longshore.deploy.supervisor.log_relay import LogRelay
+from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir, read_progress_note
 from longshore.deploy.supervisor.stop_signals import StopSignals
 from longshore.deploy.supervisor.supervisor import (
@@ -64,6 +66,37 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 def nothing_is_left(supervisor: Supervisor) -> bool:
     return not supervisor.processes and not supervisor.runtime_dir.path.exists()
+
+
+def test_configuration_is_private_and_deleted_once_read(
+    supervisor: Supervisor, output: io.StringIO
+) -> None:
+    folder = supervisor.runtime_dir.path
+    for _ in range(2):  # it is written again for a restart
+        process = ManagedProcess(spec("worker 0", "serve"), folder, LogRelay(output))
+        file = folder / "worker-0.json"
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                assert file.stat().st_mode & 0o777 == 0o600
+            while process.ready is None:
+                select.select([process], [], [])
+                process.read_lifeline()
+            assert not file.exists()
+        finally:
+            process.kill()
+            process.close()
+
+
+def test_settings_in_variables_do_not_reach_the_children(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGSHORE_API_KEY", "an api key")
+    monkeypatch.setenv("ANOTHER_VARIABLE", "kept")
+    supervisor.start([spec("gateway", "serve")], timeout_s=60)
+    (child,) = supervisor.processes
+    variables = psutil.Process(child.pid).environ()
+    assert variables["ANOTHER_VARIABLE"] == "kept"
+    assert [name for name in variables if name.startswith("LONGSHORE_")] == []
 
 
 def test_children_start_report_and_stop_in_reverse_order(

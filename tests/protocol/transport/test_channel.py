@@ -2,83 +2,27 @@
 
 import asyncio
 import logging
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import uvloop
-import zmq
 
 from longshore.protocol.errors import ConfigError, EngineDead, MalformedMessage
-from longshore.protocol.handshake import ClientHello, Rejected, ToClient, ToEngine
+from longshore.protocol.handshake import ClientHello, Rejected
 from longshore.protocol.outputs import EngineFailed
 from longshore.protocol.requests import AbortRequests, StopFound
 from longshore.protocol.transport.channel import (
     Channel,
-    CurveKeys,
     Endpoint,
-    ServerChannel,
     SocketWatcher,
-    close_context,
     count_bad,
-    open_socket,
 )
-
-Context = zmq.Context[zmq.Socket[bytes]]
-WAIT_S = 60.0
-
-
-class Sockets:
-    """Opens contexts and sockets, and closes all of them."""
-
-    def __init__(self) -> None:
-        self._contexts: list[Context] = []
-        self._sockets: list[Any] = []
-
-    def new_context(self) -> Context:
-        self._contexts.append(zmq.Context())
-        return self._contexts[-1]
-
-    def open(
-        self, kind: int, endpoint: Endpoint, *, bind: bool, context: Context | None = None
-    ) -> Any:
-        """A socket of `context`, by default of the context opened first."""
-        if context is None:
-            context = self._contexts[0] if self._contexts else self.new_context()
-        self._sockets.append(open_socket(context, kind, endpoint, bind=bind))
-        return self._sockets[-1]
-
-    def engine(self, endpoint: Endpoint, context: Context | None = None) -> Channel[Any, Any]:
-        """The end that binds and receives ToEngine."""
-        return Channel(self.open(zmq.DEALER, endpoint, bind=True, context=context), ToEngine)
-
-    def server(self, endpoint: Endpoint, context: Context | None = None) -> ServerChannel[Any, Any]:
-        """The same for many clients."""
-        return ServerChannel(self.open(zmq.ROUTER, endpoint, bind=True, context=context), ToEngine)
-
-    def client(self, endpoint: Endpoint, context: Context | None = None) -> Channel[Any, Any]:
-        return Channel(self.open(zmq.DEALER, endpoint, bind=False, context=context), ToClient)
-
-    def close(self) -> None:
-        for socket in self._sockets:
-            socket.close(linger=0)
-        for context in self._contexts:
-            # In a thread, because a context that is still in use would block here forever.
-            closer = threading.Thread(target=close_context, args=(context,), daemon=True)
-            closer.start()
-            closer.join(WAIT_S)
-            assert not closer.is_alive(), "the context does not terminate"
-
-
-@pytest.fixture
-def sockets() -> Iterator[Sockets]:
-    opened = Sockets()
-    yield opened
-    opened.close()
+from longshore.protocol.transport.security import CurveKeys
+from tests.harness.sockets import WAIT_S, Sockets
 
 
 @pytest.fixture
@@ -187,67 +131,6 @@ def test_a_connecting_end_needs_the_servers_key(sockets: Sockets) -> None:
     endpoint = Endpoint("tcp://127.0.0.1:1", CurveKeys("p" * 40, "s" * 40))
     with pytest.raises(ConfigError, match="needs the server's public key"):
         sockets.client(endpoint)
-
-
-def keypair() -> tuple[str, str]:
-    public, secret = zmq.curve_keypair()
-    return public.decode(), secret.decode()
-
-
-def last_address(socket: Any) -> str:
-    return str(socket.getsockopt(zmq.LAST_ENDPOINT).decode())
-
-
-def curve_client(address: str, keys: tuple[str, str], server: str) -> Endpoint:
-    return Endpoint(address, CurveKeys(*keys, server=server))
-
-
-def test_curve_accepts_only_the_configured_clients(sockets: Sockets) -> None:
-    server_keys, good_keys, wrong_keys = keypair(), keypair(), keypair()
-    allowed = CurveKeys(*server_keys, allowed_clients=(good_keys[0],))
-    server = sockets.server(Endpoint("tcp://127.0.0.1:*", allowed), sockets.new_context())
-    address = last_address(server.socket)
-    other = sockets.new_context()
-    wrong = sockets.client(curve_client(address, wrong_keys, server_keys[0]), other)
-    misled = sockets.client(curve_client(address, good_keys, keypair()[0]), other)
-    events = wrong.socket.get_monitor_socket()
-    wrong.send(ClientHello("wrong key", "f"))
-    misled.send(ClientHello("right key, wrong server", "f"))
-    good = sockets.client(curve_client(address, good_keys, server_keys[0]), other)
-    good.send(ClientHello("good", "f"))
-    assert server.socket.poll(WAIT_S * 1000)
-    ((peer, message),) = server.drain()
-    assert message.name == "good"
-    assert server.send(peer, Rejected("only you"))
-    assert good.receive(WAIT_S) == Rejected("only you")
-    # The wrong key was rejected, not merely slow.
-    seen = set()
-    while zmq.EVENT_HANDSHAKE_FAILED_AUTH not in seen:
-        assert events.poll(WAIT_S * 1000)
-        seen.add(int.from_bytes(events.recv_multipart()[0][:2], "little"))
-    wrong.socket.disable_monitor()
-    events.close(linger=0)
-    assert server.receive() is None
-    assert wrong.receive() is None
-    assert misled.receive() is None
-
-
-def test_two_curve_endpoints_of_one_context_have_separate_allow_lists(sockets: Sockets) -> None:
-    context, server_keys = sockets.new_context(), keypair()
-    client_keys = {"first": keypair(), "second": keypair()}
-    servers = {}
-    for number, (name, keys) in enumerate(client_keys.items(), 1):
-        allowed = CurveKeys(*server_keys, allowed_clients=(keys[0],))
-        servers[name] = sockets.server(Endpoint(f"tcp://127.0.0.{number}:*", allowed), context)
-    other = sockets.new_context()
-    for name, keys in client_keys.items():
-        for server in servers.values():
-            address = last_address(server.socket)
-            client = sockets.client(curve_client(address, keys, server_keys[0]), other)
-            client.send(ClientHello(name, "f"))
-    for name, server in servers.items():
-        assert server.socket.poll(WAIT_S * 1000)
-        assert [message.name for _, message in server.drain()] == [name]
 
 
 # The watcher

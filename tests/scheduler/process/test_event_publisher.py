@@ -22,7 +22,8 @@ from longshore.protocol.events import (
     KVEventsConfig,
     sequence_frame,
 )
-from longshore.protocol.transport.channel import CurveKeys, Endpoint, SocketWatcher, close_context
+from longshore.protocol.transport.channel import Endpoint, SocketWatcher, close_context
+from longshore.protocol.transport.security import CurveKeys
 from longshore.scheduler.process.event_publisher import (
     REPLAY_PART,
     EventPublisher,
@@ -170,12 +171,14 @@ def test_tcp_beyond_this_host_needs_keys(place: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-async def test_subscriber_over_tcp_gets_a_snapshot(has_keys: bool) -> None:
+async def test_subscriber_over_tcp_gets_a_snapshot(has_keys: bool, tmp_path: Path) -> None:
     server, client = CurveKeys("", ""), None
     if has_keys:
         ours, theirs = zmq.curve_keypair(), zmq.curve_keypair()
         public, secret = (key.decode() for key in theirs)
-        server = CurveKeys(ours[0].decode(), ours[1].decode(), allowed_clients=(public,))
+        authorized = tmp_path / "authorized"
+        authorized.write_text(public)
+        server = CurveKeys(ours[0].decode(), ours[1].decode(), authorized=str(authorized))
         client = CurveKeys(public, secret, server=server.public)
     keys = server if has_keys else None
     opened = Opened(Endpoint(ANY_PORT, keys), Endpoint("tcp://127.0.0.2:*", keys))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 from longshore.worker.models.families import read_model_config
@@ -168,9 +169,10 @@ def test_a_tensor_that_no_stage_has_a_place_for_is_rejected(stage: int, tmp_path
 
 
 def test_a_stage_whose_layers_are_missing_is_rejected(tmp_path: Path) -> None:
-    make_tiny_llama(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    make_tiny_llama(tmp_path, num_hidden_layers=4)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({n: t for n, t in tensors.items() if not n.startswith("model.layers.2.")}, file)
     PagedModel(tmp_path, parallel=Parallel(stage=0, num_stages=2))
     with pytest.raises(BrokenCheckpoint, match=r"lacks model\.layers\.2"):
         PagedModel(tmp_path, parallel=Parallel(stage=1, num_stages=2))

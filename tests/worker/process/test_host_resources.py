@@ -1,6 +1,7 @@
 """Cores and memory, read from folders of fictitious machines."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from longshore.deploy.machine.host import Host
 from longshore.deploy.machine.processors import processor_findings
 from longshore.deploy.machine.resources import resource_findings
 from longshore.worker.process.host_resources import (
+    CONTROL_GROUP_LIMIT,
     HostMemory,
     available_host_bytes,
     host_memory,
@@ -51,7 +53,9 @@ def test_limits_of_every_control_group_around_a_process_count(
     tmp_path: Path, files: dict[str, str]
 ) -> None:
     host = fake_host(tmp_path, files)
-    assert host_memory(tmp_path) == HostMemory(3 * GIB, 64 * GIB, 4 * GIB)
+    memory = host_memory(tmp_path)
+    assert memory == HostMemory(3 * GIB, 64 * GIB, 4 * GIB, CONTROL_GROUP_LIMIT)
+    assert memory.description == "the control group limit is 4.00 GiB"
     assert quota_cores(tmp_path) == 3.0
     found = told_by_doctor(host)
     assert found["memory"] == "3.0 GiB available of 4.0 GiB (control group limit)"
@@ -60,8 +64,30 @@ def test_limits_of_every_control_group_around_a_process_count(
 
 def test_a_group_without_limits_sets_none(tmp_path: Path) -> None:
     fake_host(tmp_path, NO_LIMIT_1)
-    assert host_memory(tmp_path) == HostMemory(32 * GIB, 64 * GIB, None)
+    memory = host_memory(tmp_path)
+    assert memory == HostMemory(32 * GIB, 64 * GIB, None)
+    assert memory.description == "this machine has 64.00 GiB"
     assert quota_cores(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("which", "name", "used_pages"),
+    [(resource.RLIMIT_AS, "ulimit -v, RLIMIT_AS", 7), (resource.RLIMIT_DATA, "RLIMIT_DATA", 3)],
+)
+def test_limits_of_the_process_count_and_are_named(
+    tmp_path: Path, which: int, name: str, used_pages: int
+) -> None:
+    def limit(asked: int) -> tuple[int, int]:
+        size = 2 * GIB if asked == which else resource.RLIM_INFINITY
+        return size, resource.RLIM_INFINITY
+
+    host = fake_host(tmp_path, {"proc/self/statm": "7 6 5 4 0 3 0\n", **NESTED}, limit=limit)
+    memory = host_memory(tmp_path, limit)
+    assert memory is not None
+    left = 2 * GIB - used_pages * os.sysconf("SC_PAGE_SIZE")
+    assert (memory.available_bytes, memory.limit_bytes) == (left, 2 * GIB)
+    assert name in memory.description
+    assert name in told_by_doctor(host)["memory"]
 
 
 def test_cores_without_a_topology_are_as_many_as_processors(tmp_path: Path) -> None:

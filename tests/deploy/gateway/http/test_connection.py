@@ -1,6 +1,7 @@
 """What a connection may send before the gateway handles a request."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 
@@ -8,9 +9,11 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from longshore.deploy.gateway import process
 from longshore.deploy.gateway.http import connection
 from longshore.deploy.gateway.http.connection import (
     MAX_HEAD_BYTES,
+    MAX_URL_BYTES,
     MIN_BODY_BYTES,
     BoundedConnection,
 )
@@ -60,11 +63,110 @@ async def exchange(gateway: RunningGateway, *parts: bytes) -> bytes:
 async def test_endless_head_is_cut_off(
     start_gateway: StartGateway, start: bytes, flood: bytes
 ) -> None:
+    status = b"HTTP/1.1 414" if start.startswith(b"GET /a") else b"HTTP/1.1 431"
     async with start_gateway() as gateway:
         num_floods = 4 * MAX_HEAD_BYTES // len(flood)
         answer = await exchange(gateway, start, *[flood] * num_floods)
-        assert answer == CUT_OFF or answer.startswith(b"HTTP/1.1 431")
+        assert answer == CUT_OFF or answer.startswith(status)
         assert (await gateway.get("/health")).status == 200
+
+
+def head_of(size: int, url: bytes = b"/health") -> bytes:
+    """A complete request without a body."""
+    lines = [b"GET %s HTTP/1.1" % url, b"Host: x", b"Connection: close", b"A: "]
+    head = b"\r\n".join(lines)
+    return head + b"a" * (size - len(head) - 4) + b"\r\n\r\n"
+
+
+LONGEST_URL = b"/health?" + b"a" * (MAX_URL_BYTES - len(b"/health?"))
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "error"),
+    [
+        (head_of(MAX_HEAD_BYTES - 100), 200, b""),
+        (head_of(MAX_HEAD_BYTES + 100), 431, b"the URL and the header fields are larger than"),
+        (head_of(2 * MAX_URL_BYTES, LONGEST_URL), 200, b""),
+        (head_of(2 * MAX_URL_BYTES, LONGEST_URL + b"a"), 414, b"the URL is longer than 8192"),
+    ],
+    ids=["head that fits", "large head", "URL that fits", "long URL"],
+)
+async def test_head_that_arrives_at_once_has_the_same_limits(
+    start_gateway: StartGateway, request_: bytes, status: int, error: bytes
+) -> None:
+    async with start_gateway() as gateway:
+        answer = await exchange(gateway, request_)
+        if status != 200 and answer == CUT_OFF:
+            return
+        assert answer.startswith(b"HTTP/1.1 %d" % status)
+        assert error in answer
+        if error:
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == (
+                "invalid_request_error"
+            )
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_stream_for_http_1_0_ends_with_the_connection_and_has_no_chunks(
+    start_gateway: StartGateway, path: str
+) -> None:
+    prompt: dict[str, object] = {"prompt": "one"}
+    if "chat" in path:
+        prompt = {"messages": [{"role": "user", "content": "one"}]}
+    body = json.dumps({"model": "tiny", "max_tokens": 3, "stream": True, **prompt}).encode()
+
+    def post(version: bytes, *headers: bytes) -> bytes:
+        lines = [b"POST %s HTTP/%s" % (path.encode(), version), b"Host: x", *headers]
+        lines += [b"Content-Type: application/json", b"Content-Length: %d" % len(body), b""]
+        return b"\r\n".join([*lines, body])
+
+    async with start_gateway() as gateway:
+        old = await exchange(gateway, post(b"1.0", b"Connection: keep-alive"))
+        new = await exchange(gateway, post(b"1.1", b"Connection: close"))
+        plain = await exchange(gateway, POST.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    head, _, events = old.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    lines = events.split(b"\n\n")
+    assert lines[-2:] == [b"data: [DONE]", b""]
+    assert all(json.loads(line.removeprefix(b"data: ")) for line in lines[:-2])
+    new_head, _, chunks = new.partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in new_head.lower()
+    assert chunks.endswith(b"0\r\n\r\n")
+    assert chunks.count(b"data: ") == events.count(b"data: ")
+    assert json.loads(plain.partition(b"\r\n\r\n")[2])["choices"]
+
+
+async def test_connections_without_descriptors_are_refused_and_the_others_go_on(
+    start_gateway: StartGateway,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(process, "connections_left", lambda num_processes: 2)
+    monkeypatch.setattr(connection, "MAX_REFUSED", 1)
+    async with start_gateway() as gateway:
+        open_ = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(2)]
+        async with asyncio.timeout(TIMEOUT_S):
+            for reader, writer in open_:  # a response shows that the gateway has accepted it
+                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert (await reader.readuntil(b"alive\n")).startswith(b"HTTP/1.1 200")
+            answered, aborted = [
+                await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(2)
+            ]
+            with contextlib.suppress(ConnectionError):
+                assert await aborted[0].read() == b""
+            answered[1].write(POST)
+            answer = await answered[0].read()
+            for reader, writer in open_:
+                writer.write(POST)
+                assert (await reader.readuntil(b"}]")).startswith(b"HTTP/1.1 200")
+        for _, writer in (*open_, answered, aborted):
+            writer.close()
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"too many connections" in answer
+    (line,) = [record for record in caplog.records if "refusing connections" in record.message]
+    assert "2 are open" in line.message
 
 
 @pytest.mark.parametrize(
@@ -198,6 +300,7 @@ def connected(client: Unread) -> BoundedConnection:
         {},
         asyncio.get_running_loop(),
         unread_timeout_s=0.01,
+        max_connections=lambda: 1,
     )
     made.connection_made(client)
     return made
@@ -223,7 +326,7 @@ def refuse(made: BoundedConnection) -> None:
 
 
 def flood(made: BoundedConnection) -> None:
-    made.data_received(b"GET /" + b"a" * MAX_HEAD_BYTES)
+    made.data_received(b"GET / HTTP/1.1\r\nA: " + b"a" * MAX_HEAD_BYTES)
 
 
 @pytest.mark.parametrize("write", [fill, answer, refuse, flood])

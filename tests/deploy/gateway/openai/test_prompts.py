@@ -8,7 +8,11 @@ import pytest
 from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.requests import CompletionRequest
-from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS, ModelTokenizer
+from longshore.deploy.gateway.text.tokenizer import (
+    MAX_INLINE_CHARACTERS,
+    SLICE_CHARACTERS,
+    ModelTokenizer,
+)
 from longshore.deploy.model.folder import SamplingDefaults
 
 
@@ -66,4 +70,4 @@ async def test_text_that_can_never_fit_is_not_tokenized_whole() -> None:
     with pytest.raises(ApiError, match="has at least") as caught:
         await make_reader(tokenizer).completion_prompts(request)
     assert caught.value.status == 400
-    assert tokenizer.num_characters <= MAX_INLINE_CHARACTERS
+    assert tokenizer.num_characters <= SLICE_CHARACTERS

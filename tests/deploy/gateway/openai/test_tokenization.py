@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from longshore.deploy.gateway.openai.chat_messages import MAX_MESSAGES
-from longshore.deploy.gateway.text.tokenizer import MAX_INLINE_CHARACTERS
+from longshore.deploy.gateway.text.tokenizer import SLICE_CHARACTERS
 from tests.deploy.gateway.conftest import RunningGateway, StartGateway
 from tests.deploy.gateway.http.test_exchange import error_of
 from tests.deploy.tiny_tokenizer import BOS_ID
@@ -51,7 +51,7 @@ async def test_detokenize_undoes_it(start_gateway: StartGateway) -> None:
         ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt", "either"),
         ("/tokenize", {"messages": []}, "messages", "empty"),
         ("/tokenize", {"prompt": 5}, "prompt", "Expected `str"),
-        ("/tokenize", {"prompt": "a", "extra": 1}, "extra", "unknown field"),
+        ("/tokenize", {"prompt": "a", "extra": 1}, "extra", "unknown parameter"),
         ("/detokenize", {}, "tokens", "required"),
         ("/detokenize", {"tokens": [-1]}, "tokens", "-1"),
         ("/detokenize", {"tokens": [2**31]}, "tokens", "2147483648"),
@@ -87,7 +87,7 @@ async def test_a_model_without_a_tokenizer_has_no_text(start_gateway: StartGatew
 async def test_a_text_that_the_model_can_never_take_is_rejected(
     start_gateway: StartGateway, messages: bool
 ) -> None:
-    text = "x " * MAX_INLINE_CHARACTERS
+    text = "x " * SLICE_CHARACTERS
     body = {"messages": [{"role": "user", "content": text}]} if messages else {"prompt": text}
     async with start_gateway(max_body_bytes=1 << 20) as gateway:
         answer = await gateway.post("/tokenize", body)

@@ -1,0 +1,181 @@
+"""Starts that cannot succeed end within seconds, with one line that says why, and leave nothing."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import pytest
+
+from tests.integration.conftest import StartDeployment
+from tests.integration.deployment import PATIENCE_S, wait_until
+
+TORCH_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def replace_by_circle(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def nest(path: Path) -> None:
+    path.write_text('{"a":' * 100_000)
+
+
+def serve(folder: Path, temp_dir: Path, **limits: tuple[int, int]) -> tuple[int, list[str]]:
+    """Exit status and lines of `longshore serve`, which has no time to wait for anything."""
+
+    def set_limits() -> None:
+        for name, value in limits.items():
+            resource.setrlimit(getattr(resource, name), value)
+
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "longshore.deploy", "serve", str(folder)),
+            *("--port", "0", "--num-blocks", "600", "--threads", "1"),
+        ],
+        env={
+            **{name: value for name, value in os.environ.items() if name != TORCH_CACHE},
+            "TMPDIR": str(temp_dir),
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        preexec_fn=set_limits,
+    )
+    return ended.returncode, ended.stdout.splitlines()
+
+
+@pytest.fixture
+def folder(tiny_model: tuple[Path, Any], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model[0], tmp_path / "model"))
+
+
+@pytest.fixture
+def temp_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "t"
+    path.mkdir()
+    return path
+
+
+BAD_FOLDERS: Final[dict[str, tuple[Callable[[Path], None], str]]] = {
+    "layers": (
+        lambda folder: edit(folder, num_hidden_layers=10**9),
+        "num_hidden_layers=1000000000 must be a number of at most 16,384",
+    ),
+    "nested config": (lambda folder: nest(folder / "config.json"), "nested too deeply"),
+    "nested defaults": (
+        lambda folder: nest(folder / "generation_config.json"),
+        "nested too deeply",
+    ),
+    "config is a pipe": (
+        lambda folder: replace_by_pipe(folder / "config.json"),
+        "config.json is not readable JSON: [Errno 22] it is not a regular file",
+    ),
+    "weights are a pipe": (
+        lambda folder: replace_by_pipe(folder / "model.safetensors"),
+        "it is not a regular file",
+    ),
+    "config is a circle": (
+        lambda folder: replace_by_circle(folder / "config.json"),
+        "Too many levels of symbolic links",
+    ),
+    "folder is a circle": (
+        lambda folder: (shutil.rmtree(folder), folder.symlink_to(folder))[1],
+        "cannot be opened (Too many levels of symbolic links)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FOLDERS)
+def test_a_folder_that_cannot_be_read_is_rejected_in_one_line(
+    folder: Path, temp_dir: Path, name: str
+) -> None:
+    damage, reason = BAD_FOLDERS[name]
+    damage(folder)
+    status, lines = serve(folder, temp_dir)
+    assert status == 2, lines
+    (line,) = lines
+    assert line.startswith("longshore: error: ")
+    assert reason in line
+    assert list(temp_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"RLIMIT_NOFILE": (40, 40)}, "a process may open 40 files (hard limit, ulimit -Hn)"),
+        ({"RLIMIT_AS": (1 << 30, 1 << 30)}, "limited to 1.00 GiB (ulimit -v, RLIMIT_AS)"),
+    ],
+    ids=["files", "address space"],
+)
+def test_limits_that_are_too_low_are_named_in_one_line(
+    folder: Path, temp_dir: Path, limits: dict[str, tuple[int, int]], reason: str
+) -> None:
+    status, lines = serve(folder, temp_dir, **limits)
+    assert status == 2, lines
+    (line,) = lines
+    assert reason in line
+    assert list(temp_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (
+            lambda folder: edit(folder, hidden_size=10**7, num_attention_heads=4),
+            "but config.json implies",
+        ),
+        (lambda folder: replace_by_pipe(folder / "tokenizer.json"), "it is not a regular file"),
+    ],
+    ids=["width", "tokenizer"],
+)
+def test_what_only_a_process_finds_is_the_last_line(
+    folder: Path, temp_dir: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    damage(folder)
+    status, lines = serve(folder, temp_dir)
+    assert status == 1, lines
+    assert lines[-1].startswith("longshore: error: ")
+    assert reason in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+    assert list(temp_dir.iterdir()) == []
+
+
+def test_a_good_start_leaves_nothing_and_the_next_one_removes_what_killed_processes_left(
+    start_deployment: StartDeployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TORCH_CACHE, raising=False)
+    killed = start_deployment().wait_until_ready()
+    members = list(killed.members.values())
+    for process in members:  # so that none of them sees that another one has ended
+        process.send_signal(signal.SIGSTOP)
+    for process in members:
+        process.kill()
+    psutil.wait_procs(members, timeout=PATIENCE_S)
+    (left,) = killed.runtime_dirs
+    last = start_deployment().wait_until_ready()
+    assert left not in last.runtime_dirs
+    assert last.stop() == 0, last.output
+    last.assert_nothing_is_left()
+    wait_until(lambda: [path.name for path in tmp_path.iterdir()] == ["output.txt"])
