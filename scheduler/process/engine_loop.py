@@ -67,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 0.02
+DISCONNECT_POLL_S = 0.002
+DISCONNECT_TIMEOUT_S = 5.0
 STALL_S = 10.0
 MAX_STALL_LINES = 10
 CAUSE_TIMEOUT_S = 2.0
@@ -240,11 +242,20 @@ class Engine:
 
     def _on_lifeline(self) -> None:
         for message in self._lifeline.take_received():
-            self._begin_epoch(message.reason)
+            self._await_disconnects(message.reason, time.monotonic() + DISCONNECT_TIMEOUT_S)
+
+    def _await_disconnects(self, reason: str, deadline_s: float) -> None:
+        """The workers have ended, but this process may not have read all that they sent."""
+        if any(worker.has_peer for worker in self._workers) and time.monotonic() < deadline_s:
+            again = self._guarded(partial(self._await_disconnects, reason, deadline_s))
+            asyncio.get_running_loop().call_later(DISCONNECT_POLL_S, again)
+            self._check_sockets()
+        else:
+            self._begin_epoch(reason)
 
     def _begin_epoch(self, reason: str) -> None:
-        """All workers have ended, and others are being started. What the former ones have sent is
-        applied first; it is as valid as before."""
+        """All workers have ended, and others are started as soon as this is acknowledged. What the
+        former ones have sent is applied first; it is as valid as before."""
         for worker in self._workers:
             for message in worker.drain():
                 if self._handshake is None:  # else none of them has had a plan
