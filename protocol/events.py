@@ -153,6 +153,19 @@ def _as_map(event: WireEvent) -> dict[str, Any]:
     return {"type": event.__struct_config__.tag, **msgspec.structs.asdict(event)}
 
 
+def readable_event(event: WireEvent) -> dict[str, Any]:
+    """An event as a map, with hashes in hexadecimal, for JSON."""
+    return {name: _readable(value) for name, value in _as_map(event).items()}
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, list) and value and isinstance(value[0], bytes):
+        return [each.hex() for each in value]
+    return value
+
+
 # Frames. A message is (topic, sequence number, payload).
 
 SEQUENCE_BYTES: Final = 8

@@ -18,6 +18,7 @@ from longshore.protocol.errors import ConfigError, HandshakeRejected
 from longshore.protocol.kv_cache_spec import HeadShare, KVCacheConfig
 from longshore.protocol.model_files import open_regular, read_bytes
 from longshore.protocol.outputs import (
+    AdmissionChanged,
     EngineContinues,
     EngineFailed,
     EngineOutputs,
@@ -162,6 +163,7 @@ ToEngine: TypeAlias = (
 )
 ToClient: TypeAlias = (
     EngineOutputs
+    | AdmissionChanged
     | EngineReport
     | BlockSnapshot
     | EnginePaused

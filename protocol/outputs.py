@@ -208,6 +208,18 @@ class EngineContinues(
     engine_id: str
 
 
+class AdmissionChanged(
+    msgspec.Struct, tag="admission", frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Sent when it changes, and to a new client of an engine that is closed.
+
+    closed_reason: why new requests wait at this engine, so that they should go to another one;
+                   None: they are admitted.
+    """
+
+    closed_reason: str | None = None
+
+
 class EngineFailed(msgspec.Struct, tag="engine_failed", frozen=True, forbid_unknown_fields=True):
     """The engine stops because of `reason`; every live request of this client is lost."""
 

@@ -358,6 +358,11 @@ class Scheduler:
 
     # The whole engine
 
+    @property
+    def pause(self) -> PauseState:
+        """What `set_pause` has set."""
+        return self._planner.pause
+
     def set_pause(self, state: PauseState) -> None:
         """Set what is scheduled from now on; unanswered plans are not affected."""
         self._planner.pause = state

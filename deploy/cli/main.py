@@ -14,6 +14,7 @@ from cyclopts.config import Env, Toml
 
 import longshore
 from longshore.deploy.bench.options import ServeBenchOptions, ThroughputOptions
+from longshore.deploy.cli.admin_commands import admin
 from longshore.deploy.cli.client_options import (
     ChatOptions,
     DoctorOptions,
@@ -39,6 +40,7 @@ app.command(bench)
 kv = App(name="kv", help="Look at, check and remove the KV blocks that the disk tier keeps.")
 kv.config = ()  # flags alone: no variable may answer `clean --yes`
 app.command(kv)
+app.command(admin)
 keys = App(name="keys", help="Make, rotate, show and remove the keys of KV event subscribers.")
 keys.config = ()  # flags alone, except for the state directory, which `serve` uses as well
 app.command(keys)
@@ -343,7 +345,7 @@ def _settings_file(path: Path) -> Toml:
     except (OSError, CycloptsError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     commands = [*_commands(app), *(f"bench.{name}" for name in _commands(bench))]
-    for name in ("bench", "kv", "keys"):  # the last two take no settings from files
+    for name in ("bench", "kv", "keys", "admin"):  # all but the first take no settings from files
         commands.remove(name)
     nested = tables.pop("bench", {})
     named = {**tables, **({f"bench.{n}": t for n, t in nested.items()} if nested else {})}

@@ -332,6 +332,8 @@ class ServeOptions(EngineOptions):
             engines once a second.
         api_key: API keys that clients may use; without any, no key is required. Set it in
             LONGSHORE_API_KEY or in a file, because other users can see command lines.
+        admin_key_file: File with the key of the paths under /admin, readable by its owner only.
+            Without it, these paths do not exist.
         cors_allow_origins: Origins (https://app.example.org) whose pages may use the API from a
             browser; * allows all. Default: none.
         log_format: Format of the lines on standard error: text, or one JSON object per line.
@@ -355,6 +357,7 @@ class ServeOptions(EngineOptions):
     max_audio_s: Annotated[float, _SERVER] = 3600.0
     max_live_requests: Annotated[int, _SERVER] = 16_384
     api_key: Annotated[tuple[str, ...] | None, _SERVER] = field(default=None, repr=False)
+    admin_key_file: Annotated[Path | None, _SERVER] = None
     cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None
     log_format: Annotated[LogFormat, _OPERATION] = "text"
     unread_timeout_s: Annotated[float, _OPERATION] = 60.0

@@ -6,6 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from longshore.deploy.admin.key import read_admin_key
+from longshore.deploy.admin.operations import Operations
+from longshore.deploy.admin.server import AdminServer
 from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.cli.ready_message import cache_sizes, ready_message
 from longshore.deploy.gateway.config import GatewayConfig
@@ -47,6 +50,8 @@ def serve(
     if model.audio is not None:
         require_extra("soundfile", "soxr", "python_multipart")
     plan = plan_engine(options, model)
+    key_file = options.admin_key_file
+    admin_key = None if key_file is None else read_admin_key(key_file)
     num_processes = options.replicas * (options.num_ranks + 1) + options.gateways
     raise_file_limit(num_processes, options.max_live_requests)
     check_address_space(plan.device)
@@ -54,13 +59,27 @@ def serve(
         StopSignals() as stop_signal,
         ExitStack() as port,
         Supervisor(RuntimeDir(), sys.stderr, LINE_FORMATS[options.log_format]) as supervisor,
+        ExitStack() as commands,
     ):
+        admin = AdminServer(
+            supervisor.runtime_dir,
+            Operations(
+                supervisor,
+                replicas(options.replicas),
+                stop=stop_signal.request,
+                state_dir=plan.state_dir,
+                drain_timeout_s=options.drain_timeout_s,
+                start_timeout_s=options.startup_timeout_s,
+            ),
+        )
+        commands.enter_context(admin)
         listeners = bind(options.host, options.port, options.gateways)
         for listener in listeners:
             port.enter_context(listener)
         url = url_of(listeners[0])
         logger.info("starting at %s; /ready shows the progress", url)
-        specs = _processes(plan, options, supervisor.runtime_dir, listeners)
+        logger.info("`longshore admin` uses the socket %s", admin.path)
+        specs = _processes(plan, options, supervisor.runtime_dir, listeners, admin_key)
         try:
             ready = supervisor.start(
                 specs, timeout_s=options.startup_timeout_s, stop_signal=stop_signal
@@ -101,6 +120,7 @@ def _processes(
     options: ServeOptions,
     runtime_dir: RuntimeDir,
     listeners: Sequence[socket.socket],
+    admin_key: str | None,
 ) -> list[ProcessSpec]:
     """In start order: schedulers need their workers, and gateways need the schedulers."""
     engines = [
@@ -121,6 +141,7 @@ def _processes(
                 listener,
                 engines=tuple(clients for _, clients in engines),
                 peers=peers,
+                admin_key=admin_key,
             )
             for number, listener in enumerate(listeners)
         ),
@@ -135,6 +156,7 @@ def _gateway(
     *,
     engines: tuple[Endpoint, ...],
     peers: tuple[str, ...],
+    admin_key: str | None,
 ) -> ProcessSpec:
     model = plan.model
     config = GatewayConfig(
@@ -157,6 +179,7 @@ def _gateway(
         max_audio_s=options.max_audio_s,
         max_live_requests=options.max_live_requests,
         api_keys=options.api_key or (),
+        admin_key=admin_key,
         cors_allow_origins=options.cors_allow_origins or (),
         drain_timeout_s=options.drain_timeout_s,
         unread_timeout_s=options.unread_timeout_s,

@@ -12,6 +12,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from longshore.deploy.gateway.admin_routes import AdminRoutes
 from longshore.deploy.gateway.dashboard.dashboard import (
     Dashboard,
     ask_scheduler,
@@ -48,6 +49,7 @@ class Gateway:
     report_timeout_s: seconds that a scheduler has to answer.
     number, peers: see PeerGateways.
     api_keys: see RequestMiddleware.
+    admin: None: there are no paths under /admin.
     cors_allow_origins: origins whose pages may use the API from a browser; `*`: all.
     """
 
@@ -60,6 +62,7 @@ class Gateway:
         number: int = 0,
         peers: Sequence[str] = (),
         api_keys: Sequence[str] = (),
+        admin: AdminRoutes | None = None,
         cors_allow_origins: Sequence[str] = (),
     ) -> None:
         self.metrics = GatewayMetrics()
@@ -97,6 +100,7 @@ class Gateway:
                 Route("/", _to_dashboard),
                 Route("/dashboard", dashboard.page),
                 Route("/dashboard/state", dashboard.state),
+                *(() if admin is None else admin.routes),
             ],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )

@@ -25,6 +25,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_audio_bytes, max_audio_s: limits of an audio file's size and duration.
     max_live_requests: limit of running and waiting requests; others get a 429.
     api_keys:          keys that clients may use; empty: no key is required.
+    admin_key:         key for /admin; None: these paths do not exist.
     cors_allow_origins: origins whose pages may use the API from a browser; empty: none.
     drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
     unread_timeout_s:  seconds after which a client that reads nothing of a response is
@@ -52,6 +53,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_audio_s: float = 3600.0
     max_live_requests: int = 16_384
     api_keys: tuple[str, ...] = ()
+    admin_key: str | None = None
     cors_allow_origins: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0

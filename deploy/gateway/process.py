@@ -21,6 +21,8 @@ import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
 
+from longshore.deploy.admin.actions import SOCKET_NAME
+from longshore.deploy.gateway.admin_routes import AdminRoutes
 from longshore.deploy.gateway.app import Gateway
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.engines.engines import Engines
@@ -111,6 +113,7 @@ class GatewayProcess:
             number=config.number,
             peers=config.peers,
             api_keys=config.api_keys,
+            admin=_admin_routes(config),
             cors_allow_origins=config.cors_allow_origins,
         )
         self._runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
@@ -248,6 +251,12 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _admin_routes(config: GatewayConfig) -> AdminRoutes | None:
+    if config.admin_key is None or config.runtime_dir is None:
+        return None
+    return AdminRoutes(config.admin_key, Path(config.runtime_dir) / f"{SOCKET_NAME}.sock")
 
 
 def _details(engine: EngineReady) -> dict[str, str]:

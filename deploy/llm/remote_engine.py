@@ -15,6 +15,7 @@ from longshore.deploy.supervisor.supervisor import STOP_TIMEOUT_S, Supervisor
 from longshore.protocol.errors import EngineDead, HandshakeRejected
 from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine
 from longshore.protocol.outputs import (
+    AdmissionChanged,
     EngineContinues,
     EngineFailed,
     EngineOutputs,
@@ -99,8 +100,8 @@ class RemoteEngine:
                 raise self._dead(self._supervisor.wait_for_death(DEATH_TIMEOUT_S) or reason)
             case Rejected(reason):  # the engine has disconnected this client
                 raise self._dead(reason)
-            case EngineReady() | EngineReport():
-                return None  # a second answer to the handshake; reports are never requested
+            case EngineReady() | EngineReport() | AdmissionChanged():
+                return None  # a second handshake; not requested; no operator pauses this engine
             case EnginePaused() | EngineContinues():
                 return None  # only of engines whose workers are restarted
             case _:

@@ -39,7 +39,7 @@ class EventKeys:
     """Every method raises ConfigError if a file cannot be read or written, or is damaged."""
 
     def __init__(self, state_dir: StateDir) -> None:
-        self.folder = state_dir.path / _FOLDER
+        self.folder = state_dir.path.absolute() / _FOLDER
         self._pair_file = self.folder / _PAIR_FILE
         self._authorized_file = self.folder / _AUTHORIZED_FILE
 

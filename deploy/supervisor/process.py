@@ -1,6 +1,7 @@
 """One child process, with a configuration file, a lifeline and relayed output."""
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -11,12 +12,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import IO, Any, Final
 
 import msgspec
 
 from longshore.deploy.supervisor.log_relay import LogRelay
+from longshore.protocol.commands import Command, CommandAnswer, NumberedCommand
 from longshore.protocol.transport.lifeline import (
     STOP_SIGNAL,
     Acknowledged,
@@ -108,6 +111,8 @@ class ManagedProcess:
         self.alive_s: float | None = None
         self.lifeline_closed = False
         self._unread = b""
+        self._num_commands = itertools.count()
+        self._commands: dict[int, Future[CommandAnswer]] = {}
         self.lifeline, child_end = socket.socketpair()
         with child_end:
             config = msgspec.structs.replace(
@@ -156,6 +161,7 @@ class ManagedProcess:
                 received = b""
             if not received:
                 self.lifeline_closed = True
+                self._fail_commands()
                 return
             *lines, self._unread = (self._unread + received).split(b"\n")
             for line in lines:
@@ -173,10 +179,38 @@ class ManagedProcess:
                 self._must_answer = False
             case Alive(late):
                 self.late, self.alive_s = late, time.monotonic()
+            case CommandAnswer(number):
+                future = self._commands.pop(number, None)
+                if future is not None:
+                    future.set_result(report)
             case Progress(doing):
                 self.ready = self.late = self.alive_s = None
                 self.doing = doing
                 logger.info("%s: %s", self.name, doing)
+
+    def send_command(self, command: Command) -> "Future[CommandAnswer]":
+        """Send an operator's command. May be called on any thread; `read_lifeline`, on another one,
+        finishes the answer. Its exception is OSError if the process ends or does not read."""
+        future: Future[CommandAnswer] = Future()
+        number = next(self._num_commands)
+        self._commands[number] = future
+        line = msgspec.json.encode(NumberedCommand(number, command)) + b"\n"
+        try:
+            if self.lifeline.send(line) != len(line):
+                raise OSError("its lifeline is full")
+        except OSError as error:
+            self._commands.pop(number, None)
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(error)
+        if self.lifeline_closed:  # perhaps after its other commands have failed
+            self._fail_commands()
+        return future
+
+    def _fail_commands(self) -> None:
+        while self._commands:
+            with contextlib.suppress(KeyError, InvalidStateError):
+                _, future = self._commands.popitem()
+                future.set_exception(OSError("the process has ended"))
 
     def forgive_silence(self) -> None:
         """Count the time without reports from now on."""
@@ -237,6 +271,7 @@ class ManagedProcess:
         """Relay the last lines of a process that has ended, and release its resources."""
         self._relay_thread.join(timeout=1.0)
         self.lifeline_closed = True
+        self._fail_commands()
         self.lifeline.close()
 
     def next_spec(self) -> ProcessSpec:

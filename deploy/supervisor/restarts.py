@@ -20,6 +20,8 @@ class Restarts:
     running_since_s: when the group was last ready; None while it is not.
     next_start_s: when it is started again; None while it runs.
     deadline_s:   when it must be ready.
+    stop_deadline_s: when it must have ended, for an ordered restart; None: no such restart has
+                  begun.
     """
 
     max_in_a_row: int
@@ -27,6 +29,7 @@ class Restarts:
     running_since_s: float | None = 0.0
     next_start_s: float | None = None
     deadline_s: float = math.inf
+    stop_deadline_s: float | None = None
 
     def died(self, now_s: float) -> bool:
         """The group has died. Returns whether it is to be started again, at `next_start_s`: the
@@ -42,6 +45,15 @@ class Restarts:
         self.num_in_a_row += 1
         self.next_start_s = now_s + delay_s
         return True
+
+    def stopping(self, *, deadline_s: float) -> None:
+        """An operator restarts its processes, which were told to end. The row of deaths is over."""
+        self.running_since_s, self.stop_deadline_s = None, deadline_s
+        self.num_in_a_row = 0
+
+    def stopped(self, now_s: float) -> None:
+        """They have ended."""
+        self.stop_deadline_s, self.next_start_s = None, now_s
 
     def started(self, *, deadline_s: float) -> None:
         """Its processes have been started, and must be ready at the deadline."""

@@ -10,6 +10,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._is_set = False
+        self._has_begun = False
         self._reader, self._writer = socket.socketpair()
         self._previous: dict[int, object] = {}
 
@@ -25,9 +26,16 @@ class StopSignals:
         self._writer.close()
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
+        self._has_begun = True
         if not self._is_set:
             self._is_set = True
             self._writer.send(b"!")
+
+    def request(self) -> None:
+        """As the first signal. Nothing happens after a signal or another call: that is not a second
+        signal, which would abort what the first one began. May be called on any thread."""
+        if not self._has_begun:
+            self._note(signal.SIGTERM, None)
 
     def fileno(self) -> int:
         return self._reader.fileno()

@@ -10,11 +10,12 @@ import logging
 import math
 import selectors
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, TextIO
 
 from longshore.deploy.supervisor.log_lines import LineFormat, text_line
 from longshore.deploy.supervisor.log_relay import LogRelay
+from longshore.deploy.supervisor.ordered_restarts import OrderedRestarts
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
 from longshore.deploy.supervisor.restarts import Restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
@@ -59,6 +60,7 @@ class Supervisor:
 
     stream: receives the processes' output, each line with the process name.
     format_line: format of these lines.
+    ordered_restarts: restarts that an operator wants; `keep_running` carries them out.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Supervisor:
         self.runtime_dir = runtime_dir
         self._relay = LogRelay(stream, format_line)
         self.processes: list[ManagedProcess] = []
+        self.ordered_restarts = OrderedRestarts()
 
     def __enter__(self) -> "Supervisor":
         return self
@@ -159,11 +162,25 @@ class Supervisor:
         hang_timeout_s:  a process that has not reported to be alive for so long counts as dead, if
                          it ever did; 0: only processes that have ended do.
         """
+        self.ordered_restarts.open()
+        try:
+            return self._keep_running(max_restarts, start_timeout_s, stop_signal, hang_timeout_s)
+        finally:
+            self.ordered_restarts.close("the deployment is being stopped")
+
+    def _keep_running(
+        self,
+        max_restarts: int,
+        start_timeout_s: float,
+        stop_signal: StopSignal,
+        hang_timeout_s: float,
+    ) -> str | None:
         names = dict.fromkeys(process.spec.restart_group for process in self.processes)
         groups = {name: Restarts(max_restarts) for name in names if name is not None}
         while not stop_signal.is_set():
             for process in self.processes:
                 process.read_lifeline()
+            self._begin_restarts(groups)
             for name, group in groups.items():
                 death = self._keep_group_running(name, group, start_timeout_s, hang_timeout_s)
                 if death is not None:
@@ -176,6 +193,8 @@ class Supervisor:
                 (group.due_s for name, group in groups.items() if name not in waiting),
                 default=math.inf,
             )
+            if any(group.stop_deadline_s is not None for group in groups.values()):
+                due_s = min(due_s, time.monotonic() + EXIT_POLL_S)
             if hang_timeout_s:
                 due_s = min(due_s, time.monotonic() + ALIVE_INTERVAL_S)
             timeout_s = None if due_s == math.inf else max(0.0, due_s - time.monotonic())
@@ -185,11 +204,27 @@ class Supervisor:
                     process.forgive_silence()
         return None
 
+    def _begin_restarts(self, groups: Mapping[str, Restarts]) -> None:
+        """Tell the processes of groups that an operator wants to restart to end, as `stop` does. A
+        group that is not running is being restarted anyway."""
+        for name in self.ordered_restarts.take_new():
+            group = groups[name]
+            if group.running_since_s is None:
+                continue
+            group.stopping(deadline_s=time.monotonic() + 2 * STOP_TIMEOUT_S)
+            for process in self._members(name):
+                if process.stopped_by is None:
+                    process.terminate()
+
     def _keep_group_running(
         self, name: str, group: Restarts, start_timeout_s: float, hang_timeout_s: float
     ) -> str | None:
         """Do what is due for the group. Returns the reason if it is not started again."""
         now_s = time.monotonic()
+        if group.stop_deadline_s is not None:
+            if not self._has_ended(name, is_late=now_s >= group.stop_deadline_s):
+                return None
+            group.stopped(now_s)
         if group.next_start_s is not None:
             if now_s < group.next_start_s or self._is_unanswered(name, hang_timeout_s):
                 return None
@@ -204,6 +239,7 @@ class Supervisor:
             if group.running_since_s is None and all(process.ready for process in members):
                 group.became_ready(now_s)
                 logger.info("%s is ready again", name)
+                self.ordered_restarts.finish(name)
             return None
         return self._note_death(death, name, group)
 
@@ -218,6 +254,20 @@ class Supervisor:
                 process.kill()
                 process.close()
         return any(process.is_unanswered for process in unanswered)
+
+    def _has_ended(self, name: str, *, is_late: bool) -> bool:
+        """Whether the processes of a group that were told to end have ended; those that are late
+        are killed."""
+        members = self._members(name)
+        running = [process for process in members if process.poll() is None]
+        if running and not is_late:
+            return False
+        for process in running:
+            logger.warning("killing %s: it did not stop in time", process.name)
+            process.kill()
+        for process in members:
+            process.close()
+        return True
 
     def _note_death(self, death: str, name: str, group: Restarts) -> str | None:
         """End what is left of the group. Returns the reason if it is not started again."""
@@ -295,6 +345,8 @@ class Supervisor:
             for process in self.processes:
                 if not process.lifeline_closed:
                     selector.register(process, selectors.EVENT_READ)
+            if self.ordered_restarts.is_open:
+                selector.register(self.ordered_restarts, selectors.EVENT_READ)
             if stop_signal is not None:
                 selector.register(stop_signal, selectors.EVENT_READ)
             for key, _ in selector.select(timeout_s):

@@ -1,14 +1,15 @@
 """The lifeline between a process and its supervisor: one inherited socket.
 
 The child reports that it is ready, or why it failed, and then regularly that it is alive, from the
-loop that does its work: a process that hangs reports nothing. The supervisor sends `Restarting` to
-a process that outlives others, and asks for an orderly shutdown with STOP_SIGNAL. When the
-supervisor's end closes, for any reason, the child removes the runtime directory and exits at once,
-so that no orphan and no socket file remains. When the child's end closes, the supervisor knows that
-it died.
+loop that does its work: a process that hangs reports nothing. The supervisor sends commands of an
+operator, and `Restarting` to a process that outlives others; it asks for an orderly shutdown with
+STOP_SIGNAL. When the supervisor's end closes, for any reason, the child removes the runtime
+directory and exits at once, so that no orphan and no socket file remains. When the child's end
+closes, the supervisor knows that it died.
 """
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -17,10 +18,22 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import msgspec
+
+from longshore.protocol.commands import (
+    CommandAnswer,
+    EngineCommand,
+    NumberedCommand,
+    Profile,
+    SetLogLevel,
+)
+from longshore.protocol.logs.stack_samples import sample_stacks
+
+logger = logging.getLogger(__name__)
 
 EXIT_SUPERVISOR_GONE: Final = 75
 
@@ -28,6 +41,8 @@ REPORT_TIMEOUT_S: Final = 2
 
 ALIVE_INTERVAL_S: Final = 1.0
 """How often a process reports that it is alive, once it is ready."""
+
+MAX_COMMAND_BYTES: Final = 65_536
 
 STOP_SIGNAL: Final = signal.SIGUSR1
 """Asks a supervised process for an orderly shutdown."""
@@ -76,7 +91,9 @@ class Acknowledged(msgspec.Struct, tag="acknowledged", frozen=True, forbid_unkno
     """`Restarting` has been received."""
 
 
-LifelineReport: TypeAlias = Ready | Failed | Progress | Alive | Acknowledged
+LifelineReport: TypeAlias = Ready | Failed | Progress | Alive | CommandAnswer | Acknowledged
+CommandHandler: TypeAlias = Callable[[int, EngineCommand], None]
+"""Carries out a command, given with its number, or passes it on to another thread."""
 
 
 class Restarting(msgspec.Struct, tag="restarting", frozen=True, forbid_unknown_fields=True):
@@ -87,6 +104,7 @@ class Restarting(msgspec.Struct, tag="restarting", frozen=True, forbid_unknown_f
 
 
 _encoder = msgspec.json.Encoder()
+_command_decoder = msgspec.json.Decoder(NumberedCommand)
 _decoder: msgspec.json.Decoder[LifelineReport] = msgspec.json.Decoder(LifelineReport)
 _restarting_decoder = msgspec.json.Decoder(Restarting)
 
@@ -111,6 +129,8 @@ class Lifeline:
         self._next_alive_s = 0.0
         self._received: deque[Restarting] = deque()
         self._has_received = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._sending = threading.Lock()  # reports of several threads must not mix
+        self._handler: CommandHandler | None = None
         if self._socket is not None:
             self._socket.setblocking(True)
             # A supervisor that does not read must not keep this process from ending.
@@ -122,10 +142,8 @@ class Lifeline:
         """Send `report` to the supervisor; ignored if the supervisor has just exited."""
         if self._socket is None:
             return
-        try:
+        with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(_encoder.encode(report) + b"\n")
-        except OSError:
-            return
 
     def report_alive(self, late: str | None = None) -> None:
         """Report Alive, at most every ALIVE_INTERVAL_S. Never blocks: a supervisor that does not
@@ -134,10 +152,15 @@ class Lifeline:
         if self._socket is None or now_s < self._next_alive_s:
             return
         self._next_alive_s = now_s + ALIVE_INTERVAL_S
-        try:
-            self._socket.send(_encoder.encode(Alive(late)) + b"\n", socket.MSG_DONTWAIT)
-        except OSError:
-            return
+        if self._sending.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                self._socket.send(_encoder.encode(Alive(late)) + b"\n", socket.MSG_DONTWAIT)
+            self._sending.release()
+
+    def handle_commands(self, handler: CommandHandler) -> None:
+        """From now on `handler` gets the operator's commands to this engine, on the lifeline's
+        thread. It must report a CommandAnswer for each."""
+        self._handler = handler
 
     def fileno(self) -> int:
         """Readable when the supervisor has sent something."""
@@ -155,12 +178,51 @@ class Lifeline:
         try:
             while received := self._socket.recv(4096):
                 *lines, unread = (unread + received).split(b"\n")
+                unread = unread[:MAX_COMMAND_BYTES]
                 for line in lines:
-                    with contextlib.suppress(msgspec.MsgspecError):
+                    try:
                         self._received.append(_restarting_decoder.decode(line))
                         os.eventfd_write(self._has_received, 1)
+                    except msgspec.MsgspecError:
+                        self._obey(line)
         except OSError:
             pass
         if self._runtime_dir is not None:
             shutil.rmtree(self._runtime_dir, ignore_errors=True)
         os._exit(EXIT_SUPERVISOR_GONE)
+
+    def _obey(self, line: bytes) -> None:
+        try:
+            numbered = _command_decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            logger.warning("the supervisor sent an invalid command: %s", error)
+            return
+        number = numbered.number
+        match numbered.command:
+            case SetLogLevel(level):
+                logging.getLogger().setLevel(level.upper())
+                self.report(CommandAnswer(number, True, f"logs {level} and above"))
+            case Profile() as profile:
+                threading.Thread(
+                    target=self._profile, args=(number, profile), name="profile", daemon=True
+                ).start()
+            case _ as command if self._handler is not None:
+                self._handler(number, command)
+            case _:
+                why = "the process is still starting, or takes no such commands"
+                self.report(CommandAnswer(number, False, why))
+
+    def _profile(self, number: int, profile: Profile) -> None:
+        try:
+            num_samples = sample_stacks(profile.duration_s, Path(profile.path))
+        except OSError as error:
+            self.report(CommandAnswer(number, False, f"the profile cannot be written: {error}"))
+            return
+        self.report(
+            CommandAnswer(
+                number,
+                True,
+                f"{num_samples} samples in {profile.path}",
+                {"num_samples": num_samples, "path": profile.path},
+            )
+        )

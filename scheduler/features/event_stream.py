@@ -97,9 +97,18 @@ class EventStream:
     def snapshot(self, now_s: float) -> tuple[int, Iterator[bytes]]:
         """The number of the last batch, and the whole index after it, as payloads with
         `StoredBlocks`. A payload is encoded when it is taken; later batches do not change it."""
+        number, batches = self._snapshot_runs()
+        return number, (self._encode(runs, now_s) for runs in batches)
+
+    def snapshot_events(self) -> tuple[int, Iterator[list[WireEvent]]]:
+        """The same, not encoded."""
+        number, batches = self._snapshot_runs()
+        return number, ([self._wire_event(run) for run in runs] for runs in batches)
+
+    def _snapshot_runs(self) -> tuple[int, Iterator[list[_Run]]]:
         blocks = list(chain.from_iterable(each.values() for each in self._index.values()))
-        runs = _batches(_runs(blocks, SNAPSHOT_PAYLOAD_BLOCKS), SNAPSHOT_PAYLOAD_BLOCKS)
-        return self._next_number - 1, (self._encode(each, now_s) for each in runs)
+        runs = _runs(blocks, SNAPSHOT_PAYLOAD_BLOCKS)
+        return self._next_number - 1, _batches(runs, SNAPSHOT_PAYLOAD_BLOCKS)
 
     def _apply(self, events: Iterable[KVEvent]) -> Iterator[KVEvent]:
         """Apply events to the index; yields those that change it, and what follows from them."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, assert_never
 
+from longshore.protocol.commands import EngineCommand
 from longshore.protocol.errors import EngineDead, LongshoreError, ProtocolError
 from longshore.protocol.handshake import (
     PROTOCOL_VERSION,
@@ -28,6 +29,7 @@ from longshore.protocol.handshake import (
 )
 from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import (
+    AdmissionChanged,
     EngineContinues,
     EngineFailed,
     EngineOutputs,
@@ -56,6 +58,7 @@ from longshore.protocol.transport.lifeline import (
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.inspect.worker_statistics import WorkerStatistics
 from longshore.scheduler.process.event_publisher import EventPublisher
+from longshore.scheduler.process.operator_commands import OperatorCommands
 from longshore.scheduler.process.worker_handshake import (
     AcceptedWorkers,
     WorkerChannel,
@@ -111,6 +114,15 @@ class Engine:
         self._epoch = config.epoch
         self._handshake: WorkerHandshake | None = None  # while the workers are replaced
         self._pause_reason = ""
+        self._commands = OperatorCommands(
+            scheduler,
+            events,
+            clients=lambda: list(self._peer_of_index),
+            answer=lifeline.report,
+            announce=self._announce_admission,
+            advance=self._advance,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._index_of_peer: dict[bytes, int] = {}
         self._peer_of_index: dict[int, bytes] = {}
         self._num_clients = 0
@@ -124,7 +136,7 @@ class Engine:
 
     async def run(self) -> None:
         """Serve until the process is stopped. Workers get `Shutdown` in every case."""
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         for number in stop_signals(self._config.lifeline_fd):
             loop.add_signal_handler(number, self._stopping.set)
@@ -147,6 +159,8 @@ class Engine:
         try:
             await self._stopping.wait()
         finally:
+            self._loop = None
+            self._commands.close()
             for task in tasks:
                 task.cancel()
             if self._poll is not None:
@@ -165,6 +179,20 @@ class Engine:
                     worker.send(Shutdown(reason))
         if self._failure is not None:
             raise EngineError(str(self._failure)) from self._failure
+
+    def command(self, number: int, command: EngineCommand) -> None:
+        """Carry out an operator's command soon. May be called on any thread; ignored unless the
+        engine runs."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has just ended
+                loop.call_soon_threadsafe(
+                    self._guarded(partial(self._commands.execute, number, command))
+                )
+
+    def _announce_admission(self) -> None:
+        for index in list(self._peer_of_index):
+            self._send(index, AdmissionChanged(self._commands.closed_reason))
 
     def _guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Wrap a callback: after an exception the tables may be wrong, so the engine stops."""
@@ -367,6 +395,8 @@ class Engine:
         self._clients.send(peer, EngineReady(self._engine_id, self._config.identity, num_blocks))
         if self._handshake is not None:
             self._clients.send(peer, EnginePaused(self._pause_reason))
+        if self._commands.closed_reason is not None:
+            self._clients.send(peer, AdmissionChanged(self._commands.closed_reason))
         self._reported_state = ()  # send it the statistics
 
     def _send_outputs_and_plans(self) -> None:
@@ -403,6 +433,9 @@ class Engine:
 
     def _on_poll(self) -> None:
         self._poll = None
+        self._advance()
+
+    def _advance(self) -> None:
         self._send_outputs_and_plans()
         self._check_sockets()
 
@@ -429,9 +462,9 @@ class Engine:
         for watcher in self._watchers:
             watcher.check()
 
-    def _send(self, index: int, outputs: EngineOutputs) -> None:
+    def _send(self, index: int, message: EngineOutputs | AdmissionChanged) -> None:
         peer = self._peer_of_index.get(index)
-        if peer is not None and not self._clients.send(peer, outputs):
+        if peer is not None and not self._clients.send(peer, message):
             del self._peer_of_index[index], self._index_of_peer[peer]
             logger.info("client %d disconnected; aborting its requests", index)
             self._scheduler.abort_client(index, time.monotonic())

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 import zmq
 
@@ -24,6 +24,7 @@ from longshore.protocol.events import (
     AllBlocksCleared,
     KVEvent,
     KVEventsConfig,
+    readable_event,
     sequence_frame,
 )
 from longshore.protocol.kv_cache_spec import KVCacheConfig
@@ -95,6 +96,7 @@ class EventPublisher:
     ) -> None:
         self._events, self.requests = sockets.events, sockets.requests
         self._topic = config.topic.encode()
+        self._engine_number = config.engine_number
         self._stream = EventStream(
             config,
             kv_cache,
@@ -132,6 +134,19 @@ class EventPublisher:
                     await asyncio.sleep(0)
             except zmq.ZMQError as error:  # the peer is gone, or does not read
                 logger.warning("an answer to a subscriber of KV events was not sent: %s", error)
+
+    def snapshot_lines(self) -> Iterator[list[dict[str, Any]]]:
+        """The whole index for an operator, in parts: one object that says what the snapshot is of,
+        then one per event, with hashes in hexadecimal."""
+        number, batches = self._stream.snapshot_events()
+        head = {
+            "engine": self._engine_number,
+            "snapshot_after": number,
+            "publisher_id": self._stream.publisher_id.hex(),
+        }
+        yield [head]
+        for events in batches:
+            yield [readable_event(event) for event in events]
 
     def _receive(self) -> tuple[bytes, bytes] | None:
         """The next valid request and its sender."""

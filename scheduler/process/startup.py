@@ -84,7 +84,9 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
         )
         logger.info("ready: %d blocks, which hold %d tokens", kv_cache.num_blocks, tokens)
         try:
-            _run(Engine(config, scheduler, workers, clients, lifeline, accepted, events))
+            engine = Engine(config, scheduler, workers, clients, lifeline, accepted, events)
+            lifeline.handle_commands(engine.command)
+            _run(engine)
         finally:
             clients.close()
     finally:

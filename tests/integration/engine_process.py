@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from longshore.protocol.commands import Command, CommandAnswer, NumberedCommand
 from longshore.protocol.events import KVEventsConfig
 from longshore.protocol.handshake import (
     ClientHello,
@@ -35,6 +36,7 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheGroup,
 )
 from longshore.protocol.outputs import (
+    AdmissionChanged,
     EngineContinues,
     EngineOutputs,
     EnginePaused,
@@ -165,6 +167,22 @@ class EngineProcess:
         for rank, endpoint in enumerate(self._endpoints):
             self.channels[rank] = Channel(self._connect_to(endpoint), ToWorker)
 
+    def send_command(self, command: Command, number: int = 1) -> None:
+        """Send a command of an operator."""
+        line = msgspec.json.encode(NumberedCommand(number, command))
+        self._lifeline.sendall(line + b"\n")
+
+    def next_answer(self) -> CommandAnswer:
+        """The next answer to a command; other reports are skipped."""
+        while not isinstance(report := self.next_report(), CommandAnswer):
+            continue
+        return report
+
+    def command(self, command: Command) -> CommandAnswer:
+        """Send a command and wait for its answer."""
+        self.send_command(command)
+        return self.next_answer()
+
     def start_worker(
         self,
         *,
@@ -255,6 +273,7 @@ class Client:
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, FinishedRequest] = {}
         self.steps_in_flight: list[float] = []
+        self.closed_reasons: list[str | None] = []
         self.stats: SchedulerStats | None = None
         self.pauses: list[EnginePaused | EngineContinues] = []
 
@@ -268,14 +287,17 @@ class Client:
             )
         )
 
-    def receive_until(self, done: Callable[[], bool]) -> None:
+    def receive_until(self, done: Callable[[], bool], patience_s: float = TIMEOUT_S) -> None:
         """Read outputs until `done()`. Raises TimeoutError if no message arrives for too long."""
         while not done():
-            message = self.channel.receive(TIMEOUT_S)
+            message = self.channel.receive(patience_s)
             if message is None:
                 raise TimeoutError("the engine went silent")
             if isinstance(message, EnginePaused | EngineContinues):
                 self.pauses.append(message)
+                continue
+            if isinstance(message, AdmissionChanged):
+                self.closed_reasons.append(message.closed_reason)
                 continue
             assert isinstance(message, EngineOutputs), message
             for handle, token in zip(

@@ -15,9 +15,9 @@ from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
 
 
-def open_stream(deployment: Deployment, max_tokens: int) -> Any:
+def open_stream(deployment: Deployment, max_tokens: int, api_key: str = "none") -> Any:
     """A stream whose first token has arrived."""
-    client = openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{deployment.url}/v1", api_key=api_key, max_retries=0)
     stream = client.completions.create(
         model=client.models.list().data[0].id,
         prompt="x",

@@ -31,6 +31,7 @@ from longshore.protocol.kv_cache_spec import (
     SlidingWindowSpec,
 )
 from longshore.protocol.outputs import (
+    AdmissionChanged,
     EngineContinues,
     EngineFailed,
     EngineOutputs,
@@ -413,6 +414,7 @@ TO_CLIENT = {
     ),
     EnginePaused: st.builds(EnginePaused, texts),
     EngineContinues: st.builds(EngineContinues, texts),
+    AdmissionChanged: st.builds(AdmissionChanged, st.none() | texts),
     EngineFailed: st.builds(EngineFailed, texts),
     EngineReady: st.builds(EngineReady, texts, identities, counts),
     Rejected: rejections,

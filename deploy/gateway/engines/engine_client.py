@@ -24,6 +24,7 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import EngineDead, HandshakeRejected
 from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine
 from longshore.protocol.outputs import (
+    AdmissionChanged,
     EngineContinues,
     EngineFailed,
     EngineOutputs,
@@ -55,6 +56,7 @@ class EngineClient:
     """One engine, which may be restarted. Create it inside a running loop.
 
     is_ready: the engine accepts requests. Until then, and again once it is lost, they wait here.
+    closed_reason: why new requests wait there, although it is ready; None: they do not.
     loss:     why the engine was lost; None once it is ready.
     pause:    why a ready engine does not run its requests for now; None if it does.
     death:    set when the engine will not return; nothing can be submitted then.
@@ -62,7 +64,7 @@ class EngineClient:
     seeds:    source of seeds for requests without one.
     on_stats: called with the engine's statistics, about once per second while anything changes,
               after the finished requests that they count.
-    on_change: called when the engine is ready or lost.
+    on_change: called when the engine is ready, lost, closed or open again.
     why_stopped: returns the supervisor's reason for stopping the deployment, if any; the scheduler
               itself does not know it.
     """
@@ -92,6 +94,7 @@ class EngineClient:
         self._report: asyncio.Future[EngineReport] | None = None
         self._block_snapshot: asyncio.Future[BlockSnapshot] | None = None
         self.is_ready = False
+        self.closed_reason: str | None = None
         self.loss: str | None = None
         self.pause: str | None = None
         self.death: EngineDead | None = None
@@ -231,6 +234,9 @@ class EngineClient:
                         self._block_snapshot = None
                 case EngineReady():
                     self._become_ready(message)
+                case AdmissionChanged(reason):
+                    self.closed_reason = reason
+                    self._on_change()
                 case Rejected(reason) if self.is_ready:  # it has dropped this client
                     self._lose(reason)
                 case Rejected(reason):
@@ -265,6 +271,7 @@ class EngineClient:
 
     def _become_ready(self, message: EngineReady) -> None:
         self.is_ready, loss, self.loss = True, self.loss, None
+        self.closed_reason = None
         if not self._first_ready.done():
             self._first_ready.set_result(message)
         if loss is not None:

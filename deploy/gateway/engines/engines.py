@@ -88,7 +88,8 @@ class Engines:
         if self.death is not None:
             return str(self.death)
         if any(client.is_running for client in self.clients):
-            return None
+            closed = [client.closed_reason for client in self.clients if client.is_running]
+            return None if None in closed else f"the engine is {closed[0]}; requests wait"
         losses = [why for client in self.clients if (why := client.loss or client.pause)]
         return f"the engine is being restarted: {losses[0]}" if losses else "not connected yet"
 
@@ -158,7 +159,11 @@ class Engines:
         return engine
 
     def _usable(self) -> list[bool]:
-        """Which engines run; all that may return, if none does."""
+        """Which engines run and admit requests; if none does, those that run; if none does, those
+        that may return."""
+        is_open = [client.is_running and client.closed_reason is None for client in self.clients]
+        if any(is_open):
+            return is_open
         if any(client.is_running for client in self.clients):
             return [client.is_running for client in self.clients]
         return [client.death is None for client in self.clients]

@@ -12,6 +12,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from longshore.deploy.gateway.admin_routes import ADMIN_PREFIX
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
@@ -31,7 +32,8 @@ _TRACE_KEY: Final = "longshore.trace_headers"
 class RequestMiddleware:
     """An ASGI application that wraps another one.
 
-    api_keys: keys accepted as `Authorization: Bearer KEY`; empty: no key is required.
+    api_keys: keys accepted as `Authorization: Bearer KEY`; empty: no key is required. Paths under
+              /admin check a key of their own.
     paths:    paths that metrics count by name. The number of other paths is unbounded.
     """
 
@@ -96,7 +98,7 @@ class RequestMiddleware:
         self._log.end(request, status)
 
     def _check_key(self, path: str, authorization: bytes) -> None:
-        if not self._api_keys or path in OPEN_PATHS:
+        if not self._api_keys or path in OPEN_PATHS or path.startswith(ADMIN_PREFIX):
             return
         scheme, _, given = authorization.partition(b" ")
         # Compare with all keys, in constant time.

@@ -10,6 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from longshore.protocol.commands import (
+    Command,
+    CommandAnswer,
+    DescribeState,
+    NumberedCommand,
+    Profile,
+    SetLogLevel,
+)
 from longshore.protocol.transport.lifeline import (
     EXIT_SUPERVISOR_GONE,
     Failed,
@@ -29,6 +37,7 @@ lifeline.report(Ready({"num_blocks": "7"}))
 threading.Event().wait(60)
 """
 WAIT_S = 60.0
+IS_DEBUG = "my level is debug"
 
 
 def start_child(
@@ -88,6 +97,53 @@ def test_data_from_the_supervisor_does_not_end_the_child(runtime_dir: Path) -> N
     finally:
         child.kill()
         child.wait()
+
+
+def test_commands_that_every_process_takes_are_carried_out(
+    runtime_dir: Path, tmp_path: Path
+) -> None:
+    program = CHILD.replace(
+        "threading.Event().wait(60)",
+        """
+import logging, time
+while logging.getLogger().level != logging.DEBUG:
+    time.sleep(0.01)
+lifeline.report(Progress("my level is debug"))
+threading.Event().wait(60)
+""",
+    )
+    child, ours = start_child(runtime_dir, program)
+    try:
+        with ours, ours.makefile("rb") as lines:
+            lines.readline(), lines.readline()
+            ours.sendall(b"not a command\n" + encoded(7, SetLogLevel("debug")))
+            answer = CommandAnswer(7, True, "logs debug and above")
+            reports = [decode_report(lines.readline()) for _ in range(2)]
+            assert sorted(map(str, reports)) == sorted(map(str, (answer, Progress(IS_DEBUG))))
+            path = tmp_path / "stacks.folded"
+            profile = encoded(8, Profile(0.1, str(path)))
+            ours.sendall(profile[:10])
+            ours.sendall(profile[10:])
+            done = decode_report(lines.readline())
+            assert isinstance(done, CommandAnswer)
+            assert (done.number, done.ok, done.values["path"]) == (8, True, str(path))
+            assert path.read_text()
+            ours.sendall(encoded(9, Profile(0.1, str(path))))
+            failed = decode_report(lines.readline())
+            assert isinstance(failed, CommandAnswer)
+            assert not failed.ok
+            assert "File exists" in failed.message
+            ours.sendall(encoded(10, DescribeState()))  # for schedulers
+            refused = decode_report(lines.readline())
+            assert isinstance(refused, CommandAnswer)
+            assert not refused.ok
+    finally:
+        child.kill()
+        child.wait()
+
+
+def encoded(number: int, command: Command) -> bytes:
+    return msgspec.json.encode(NumberedCommand(number, command)) + b"\n"
 
 
 def test_without_a_supervisor_reports_are_discarded() -> None:

@@ -1,8 +1,9 @@
 """Several engines used as one: which engine gets which request, and what happens if one dies."""
 
+import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello
 from longshore.protocol.outputs import (
+    AdmissionChanged,
     EngineContinues,
     EngineOutputs,
     EnginePaused,
@@ -305,3 +307,50 @@ async def test_seeds_are_repeatable_and_each_gateway_s_own() -> None:
     one = await seeds(0, 1)
     assert one == await seeds(0, 1) == await seeds(0, 2)  # on whichever engine
     assert not {*one} & {*await seeds(1, 2)}
+
+
+async def test_new_requests_go_to_engines_that_admit_them_and_live_ones_stay() -> None:
+    async with running(2) as (engines, fakes):
+        lives = [submit(engines) for _ in range(2)]
+        assert engines_of(lives) == [0, 1]
+        await fakes[0].wait_for(lambda: bool(fakes[0].requests))
+        fakes[0].send(AdmissionChanged("paused by the operator"))
+        await until(lambda: engines.clients[0].closed_reason is not None)
+        assert engines_of([submit(engines) for _ in range(4)]) == [1] * 4
+        assert submit(engines, fork_of=lives[0]).engine == 1  # it needs no fork
+        assert engines.not_ready_reason is None
+        assert lives[0].engine == 0
+        assert lives[0].is_live
+        fakes[0].send(AdmissionChanged())
+        await until(lambda: engines.clients[0].closed_reason is None)
+        assert submit(engines).engine == 0
+
+
+async def test_if_no_engine_admits_requests_they_wait_at_one_and_it_is_not_ready() -> None:
+    async with running(2) as (engines, fakes):
+        for fake in fakes:
+            fake.send(AdmissionChanged("paused by the operator"))
+        await until(lambda: engines.not_ready_reason is not None)
+        assert engines.not_ready_reason == "the engine is paused by the operator; requests wait"
+        assert sorted(engines_of([submit(engines) for _ in range(2)])) == [0, 1]
+        for fake in fakes:
+            await fake.wait_for(lambda fake=fake: bool(fake.requests))
+
+
+async def test_a_restarted_engine_admits_requests_again() -> None:
+    async with running(1) as (engines, (fake,)):
+        fake.send(AdmissionChanged("draining for a restart by the operator"))
+        await until(lambda: engines.not_ready_reason is not None)
+        waiting = submit(engines)
+        await fake.wait_for(lambda: len(fake.requests) == 1)
+        fake.fail("the engine is shutting down")
+        await fake.return_to_life()
+        await fake.wait_for(lambda: len(fake.requests) == 2)
+        assert engines.not_ready_reason is None
+        assert waiting.is_live
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,219 @@
+"""The commands of `longshore admin`."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from longshore.protocol.commands import LogLevel, PauseMode
+from longshore.protocol.errors import ConfigError, shortened
+
+if TYPE_CHECKING:
+    from longshore.deploy.admin.actions import Action
+
+admin = App(
+    name="admin",
+    help="Administer a deployment of this user on this machine, through its private socket.",
+)
+admin.config = ()  # flags alone: no variable may stop or restart engines
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice:
+    """Which engines of which deployment.
+
+    Attributes:
+        engine: Number of the engine, or all.
+        socket: Admin socket, as the log of `longshore serve` names it. Default: that of the only
+            deployment.
+    """
+
+    engine: str = "all"
+    socket: Path | None = None
+
+    @property
+    def number(self) -> int | None:
+        """None: all. Raises ConfigError."""
+        if self.engine == "all":
+            return None
+        if not (self.engine.isascii() and self.engine.isdigit() and len(self.engine) <= 4):
+            raise ConfigError(
+                f"engine={shortened(self.engine)!r} must be the number of an engine, or all"
+            )
+        return int(self.engine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineActionOptions(EngineChoice):
+    """Which engines, and how the results are printed.
+
+    Attributes:
+        json: Print one JSON object instead of lines.
+    """
+
+    json: bool = False
+
+
+_Choice = Annotated[EngineChoice, Parameter(name="*")]
+_EngineOptions = Annotated[EngineActionOptions, Parameter(name="*")]
+_ALL = EngineActionOptions()
+
+
+@admin.command
+def status(*, options: _EngineOptions = _ALL) -> None:
+    """Show the state of each process, and what each engine does.
+
+    Exit status 0: all are ready; 1: some are not.
+    """
+    from longshore.deploy.admin.actions import Status
+
+    _run(Status(engine=options.number), options.socket, options.json)
+
+
+@admin.command
+def pause(
+    *, mode: PauseMode = "wait", timeout_s: float = 30.0, options: _EngineOptions = _ALL
+) -> None:
+    """Stop admitting requests. New ones go to engines that are not paused, or wait.
+
+    Args:
+        mode: What happens to requests that run: they finish (wait), they stop, and keep their KV
+            blocks (keep), or all requests are aborted (abort).
+        timeout_s: Seconds to wait for running requests, in mode wait. The engine stays paused
+            afterwards.
+    """
+    from longshore.deploy.admin.actions import PauseEngine
+
+    _run(
+        PauseEngine(mode=mode, timeout_s=timeout_s, engine=options.number),
+        options.socket,
+        options.json,
+    )
+
+
+@admin.command
+def resume(*, options: _EngineOptions = _ALL) -> None:
+    """End a pause."""
+    from longshore.deploy.admin.actions import ResumeEngine
+
+    _run(ResumeEngine(engine=options.number), options.socket, options.json)
+
+
+@admin.command
+def drain(*, socket: Path | None = None, json: bool = False) -> None:
+    """Stop the deployment as SIGTERM does, and wait until it has ended: no requests are accepted,
+    and running ones have --drain-timeout-s to finish.
+
+    Args:
+        socket: Admin socket, as the log of `longshore serve` names it. Default: that of the only
+            deployment.
+        json: Print one JSON object instead of lines.
+    """
+    from longshore.deploy.admin.actions import Drain
+
+    _run(Drain(), socket, json)
+
+
+@admin.command
+def restart(*, timeout_s: float | None = None, options: _EngineOptions = _ALL) -> None:
+    """Restart engines, one after the other, without losing a request. An engine's running requests
+    finish, while new ones go to the other engines, or wait; requests that do not finish in time go
+    on where they were, on another engine or on the restarted one.
+
+    Args:
+        timeout_s: Seconds for the running requests of an engine. Default: the deployment's
+            --drain-timeout-s.
+    """
+    from longshore.deploy.admin.actions import Restart
+
+    _run(Restart(timeout_s=timeout_s, engine=options.number), options.socket, options.json)
+
+
+@admin.command
+def reset_prefix_cache(*, preempt: bool = False, options: _EngineOptions = _ALL) -> None:
+    """Empty the prefix cache. Fails while requests hold blocks.
+
+    Args:
+        preempt: Take the blocks of running requests, which then compute their KV again.
+    """
+    from longshore.deploy.admin.actions import ResetPrefixCache
+
+    _run(ResetPrefixCache(preempt=preempt, engine=options.number), options.socket, options.json)
+
+
+@admin.command
+def reset_encoder_cache(*, options: _EngineOptions = _ALL) -> None:
+    """Drop all encoder outputs. Fails while a request needs one."""
+    from longshore.deploy.admin.actions import ResetEncoderCache
+
+    _run(ResetEncoderCache(engine=options.number), options.socket, options.json)
+
+
+@admin.command
+def reset_connector_cache(*, options: _EngineOptions = _ALL) -> None:
+    """Drop the KV that the connector has stored. Fails without a connector, or if it cannot."""
+    from longshore.deploy.admin.actions import ResetConnectorCache
+
+    _run(ResetConnectorCache(engine=options.number), options.socket, options.json)
+
+
+@admin.command
+def kv_snapshot(*, output: Path | None = None, options: _Choice = _ALL) -> None:
+    """Write which KV blocks are stored where, as lines of JSON: for each engine, one line about the
+    snapshot and one per event. Needs --enable-kv-cache-events.
+
+    Args:
+        output: New file to write. Default: standard output.
+    """
+    from longshore.deploy.admin.actions import KVSnapshot
+    from longshore.deploy.cli.admin import run_snapshot
+
+    sys.exit(run_snapshot(KVSnapshot(engine=options.number), options.socket, output))
+
+
+@admin.command
+def profile(
+    *,
+    process: str | None = None,
+    duration_s: float = 5.0,
+    options: _EngineOptions = _ALL,
+) -> None:
+    """Sample the Python stacks of processes, 200 times a second. The files are in the state
+    directory; flamegraph.pl and speedscope.app draw them.
+
+    Args:
+        process: Name of one process, as `status` prints it. Default: all.
+        duration_s: Seconds to sample.
+    """
+    from longshore.deploy.admin.actions import ProfileProcesses
+
+    _run(
+        ProfileProcesses(process=process, duration_s=duration_s, engine=options.number),
+        options.socket,
+        options.json,
+    )
+
+
+@admin.command
+def log_level(
+    level: LogLevel, *, process: str | None = None, options: _EngineOptions = _ALL
+) -> None:
+    """Set the lowest level of log records, until the process is restarted.
+
+    Args:
+        level: debug, info, warning or error.
+        process: Name of one process, as `status` prints it. Default: all.
+    """
+    from longshore.deploy.admin.actions import SetLevel
+
+    _run(
+        SetLevel(level=level, process=process, engine=options.number), options.socket, options.json
+    )
+
+
+def _run(action: "Action", socket: Path | None, as_json: bool) -> None:
+    from longshore.deploy.cli.admin import run
+
+    sys.exit(run(action, socket, as_json=as_json))

@@ -1,0 +1,198 @@
+"""Carries out an operator's commands in the loop of the scheduler process."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Final, assert_never
+
+import msgspec
+
+from longshore.protocol.commands import (
+    CommandAnswer,
+    DescribeState,
+    DrainEngine,
+    EngineCommand,
+    Pause,
+    ResetCache,
+    Resume,
+    WriteKVSnapshot,
+)
+from longshore.scheduler.process.event_publisher import EventPublisher
+from longshore.scheduler.scheduler import Scheduler
+from longshore.scheduler.step.planner import PauseState
+
+POLL_S: Final = 0.02
+"""How often a command that waits for running requests looks at them."""
+
+PAUSED: Final = "paused by the operator"
+DRAINING: Final = "draining for a restart by the operator"
+
+
+class OperatorCommands:
+    """Executes commands of one engine. Not thread-safe: use it in the engine's loop.
+
+    closed_reason: why new requests are not admitted, for clients; None: they are.
+    answer:    sends an answer to the supervisor.
+    announce:  called when `closed_reason` has changed.
+    advance:   plans and sends what a command has made possible.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        events: EventPublisher | None,
+        *,
+        clients: Callable[[], Iterable[int]],
+        answer: Callable[[CommandAnswer], None],
+        announce: Callable[[], None],
+        advance: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._events = events
+        self._clients = clients
+        self._answer = answer
+        self._announce = announce
+        self._advance = advance
+        self._waiting: set[asyncio.Task[None]] = set()
+        self._is_draining = False
+        self.closed_reason: str | None = None
+
+    def execute(self, number: int, command: EngineCommand) -> None:
+        """Carry out a command, or begin to; it is answered when it has been carried out."""
+        answer = partial(self._send, number)
+        match command:
+            case DescribeState():
+                answer(True, "")
+            case Pause():
+                self._pause(command, answer)
+            case Resume():
+                self._resume(answer)
+            case DrainEngine():
+                self._drain(command, answer)
+            case ResetCache():
+                self._reset(command, answer)
+            case WriteKVSnapshot(path):
+                self._begin(self._write_snapshot(path, answer))
+            case _:
+                assert_never(command)
+
+    def close(self) -> None:
+        """Commands that have not been carried out are not any more."""
+        for task in self._waiting:
+            task.cancel()
+
+    def _send(self, number: int, ok: bool, message: str, **values: str | int) -> None:
+        scheduler = self._scheduler
+        num_running, num_waiting = scheduler.get_request_counts()
+        counts: dict[str, str | int | float | bool] = {
+            "state": self.closed_reason or "admits requests",
+            "pause": scheduler.pause.value,
+            "running": num_running,
+            "waiting": num_waiting,
+            "kv_usage": round(scheduler.kv_cache.usage, 4),
+        }
+        if not message:
+            message = f"{counts['state']}; {num_running} requests run, {num_waiting} wait"
+        self._answer(CommandAnswer(number, ok, message, {**counts, **values}))
+
+    def _begin(self, task: Any) -> None:
+        running = asyncio.get_running_loop().create_task(task)
+        self._waiting.add(running)
+        running.add_done_callback(self._waiting.discard)
+
+    def _close_admission(self, reason: str | None) -> None:
+        if reason != self.closed_reason:
+            self.closed_reason = reason
+            self._announce()
+
+    def _pause(self, command: Pause, answer: Callable[..., None]) -> None:
+        if self._is_draining:
+            answer(False, "the engine is being restarted")
+            return
+        self._close_admission(PAUSED)
+        if command.mode == "wait":
+            self._scheduler.set_pause(PauseState.PAUSED_NEW)
+            self._advance()
+            self._begin(self._answer_when_idle(command.timeout_s, True, answer))
+            return
+        self._scheduler.set_pause(PauseState.PAUSED_ALL)
+        if command.mode == "abort":
+            for client in self._clients():
+                self._scheduler.abort_client(client, time.monotonic())
+        self._advance()
+        answer(True, "")
+
+    def _resume(self, answer: Callable[..., None]) -> None:
+        if self._is_draining:
+            answer(False, "the engine is being restarted")
+            return
+        self._scheduler.set_pause(PauseState.UNPAUSED)
+        self._close_admission(None)
+        self._advance()
+        answer(True, "")
+
+    def _drain(self, command: DrainEngine, answer: Callable[..., None]) -> None:
+        self._is_draining = True
+        self._close_admission(DRAINING)
+        if command.holds_new and self._scheduler.pause is PauseState.UNPAUSED:
+            self._scheduler.set_pause(PauseState.PAUSED_NEW)
+            self._advance()
+        is_paused = self._scheduler.pause is not PauseState.UNPAUSED
+        self._begin(self._answer_when_idle(command.timeout_s, is_paused, answer))
+
+    async def _answer_when_idle(
+        self, timeout_s: float, only_running: bool, answer: Callable[..., None]
+    ) -> None:
+        """Answer when no request runs, or none runs or waits; not ok after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._is_busy(only_running):
+            if time.monotonic() >= deadline_s:
+                num_running, num_waiting = self._scheduler.get_request_counts()
+                left = f"{num_running} requests run and {num_waiting} wait"
+                answer(False, f"{self.closed_reason or 'resumed'}; {left} after {timeout_s:g} s")
+                return
+            await asyncio.sleep(POLL_S)
+        answer(True, "")
+
+    def _is_busy(self, only_running: bool) -> bool:
+        if only_running:
+            return self._scheduler.get_request_counts()[0] > 0
+        return self._scheduler.is_waited_for()
+
+    def _reset(self, command: ResetCache, answer: Callable[..., None]) -> None:
+        scheduler = self._scheduler
+        match command.cache:
+            case "prefix":
+                done = scheduler.reset_prefix_cache(
+                    time.monotonic(), reset_running_requests=command.preempts
+                )
+                why = "requests or transfers hold blocks"
+            case "encoder":
+                done, why = scheduler.reset_encoder_cache(), "a request needs an encoder output"
+            case "connector":
+                done = scheduler.reset_connector_cache()
+                why = "there is no connector, or it cannot drop its KV now"
+            case _:
+                assert_never(command.cache)
+        self._advance()
+        what = f"the {command.cache} cache"
+        answer(done, f"{what} is empty" if done else f"{what} was not reset: {why}")
+
+    async def _write_snapshot(self, path: str, answer: Callable[..., None]) -> None:
+        if self._events is None:
+            answer(False, "KV events are disabled; start with --enable-kv-cache-events")
+            return
+        num_lines = 0
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "wb") as file:
+                for part in self._events.snapshot_lines():
+                    file.writelines(msgspec.json.encode(line) + b"\n" for line in part)
+                    num_lines += len(part)
+                    await asyncio.sleep(0)  # other work runs between two parts
+        except OSError as error:
+            answer(False, f"the snapshot cannot be written: {error}")
+            return
+        answer(True, f"{num_lines} lines", path=path, num_lines=num_lines)

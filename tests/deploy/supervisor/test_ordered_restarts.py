@@ -1,0 +1,176 @@
+"""Restarts and commands of an operator, with real child processes."""
+
+import io
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import psutil
+import pytest
+
+from longshore.deploy.supervisor import supervisor as supervisor_module
+from longshore.deploy.supervisor.process import ManagedProcess
+from longshore.deploy.supervisor.runtime_dir import RuntimeDir
+from longshore.deploy.supervisor.stop_signals import StopSignals
+from longshore.deploy.supervisor.supervisor import Supervisor
+from longshore.protocol.commands import CommandAnswer, DescribeState, SetLogLevel
+from tests.deploy.supervisor.test_supervisor import spec, wait_until
+
+WAIT_S = 60.0
+
+
+@dataclass
+class Running:
+    """A supervisor in another thread; `ends` has how that ended."""
+
+    supervisor: Supervisor
+    stop_signal: StopSignals
+    ends: list[str | None] = field(default_factory=list)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {process.name: process.pid for process in self.supervisor.processes}
+
+    def named(self, name: str) -> ManagedProcess:
+        return next(each for each in self.supervisor.processes if each.name == name)
+
+    def freeze(self, name: str) -> None:
+        """Stop a process, as if it hung, and wait until the system has stopped it."""
+        process = psutil.Process(self.named(name).pid)
+        process.suspend()
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+
+    def restart(self, group: str) -> None:
+        self.supervisor.ordered_restarts.order(group).result(WAIT_S)
+
+
+@contextmanager
+def running(behaviour: str = "serve", max_restarts: int = 5) -> Iterator[Running]:
+    """Engine 0 has one process, engine 1 has two with this behaviour."""
+    with StopSignals() as stop_signal, Supervisor(RuntimeDir(), io.StringIO()) as supervisor:
+        run = Running(supervisor, stop_signal)
+        supervisor.start(
+            [
+                spec("scheduler 0", "serve", restart_group="engine-0"),
+                spec("worker 1", behaviour, restart_group="engine-1"),
+                spec("scheduler 1", behaviour, restart_group="engine-1"),
+            ],
+            timeout_s=WAIT_S,
+        )
+
+        def keep_running() -> None:
+            run.ends.append(
+                supervisor.keep_running(
+                    max_restarts=max_restarts, start_timeout_s=WAIT_S, stop_signal=stop_signal
+                )
+            )
+
+        thread = threading.Thread(target=keep_running)
+        thread.start()
+        try:
+            wait_until(lambda: supervisor.ordered_restarts.is_open)
+            yield run
+        finally:
+            stop_signal.request()
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+def test_the_processes_of_a_group_end_by_themselves_and_start_again() -> None:
+    with running(max_restarts=0) as run:  # which a death would use up
+        for _ in range(2):
+            before, old = run.pids, [run.named("worker 1"), run.named("scheduler 1")]
+            run.restart("engine-1")
+            changed = {name for name, pid in run.pids.items() if pid != before[name]}
+            assert changed == {"worker 1", "scheduler 1"}
+            assert [process.poll() for process in old] == [0, 0]
+            assert all(process.ready is not None for process in run.supervisor.processes)
+    assert run.ends == [None]
+
+
+def test_processes_that_do_not_end_in_time_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "STOP_TIMEOUT_S", 0.1)
+    with running("deaf") as run:
+        old = run.named("worker 1")
+        run.restart("engine-1")
+        assert old.poll() == -signal.SIGKILL
+        assert run.named("worker 1").ready is not None
+    assert run.ends == [None]
+
+
+def test_a_group_is_restarted_once_at_a_time() -> None:
+    with running() as run:
+        run.freeze("worker 1")  # it does not end
+        future = run.supervisor.ordered_restarts.order("engine-1")
+        with pytest.raises(RuntimeError, match="engine-1 is being restarted already"):
+            run.supervisor.ordered_restarts.order("engine-1")
+        run.restart("engine-0")  # another one may be restarted meanwhile
+        os.kill(run.named("worker 1").pid, signal.SIGCONT)
+        future.result(WAIT_S)
+
+
+def test_a_restart_ends_with_the_deployment() -> None:
+    with running() as run:
+        run.freeze("worker 1")
+        future = run.supervisor.ordered_restarts.order("engine-1")
+        run.stop_signal.request()
+        with pytest.raises(RuntimeError, match="is being stopped"):
+            future.result(WAIT_S)
+        wait_until(lambda: not run.supervisor.ordered_restarts.is_open)
+        with pytest.raises(RuntimeError, match="starting or stopping"):
+            run.supervisor.ordered_restarts.order("engine-0")
+
+
+def test_a_death_during_a_restart_is_restarted_too() -> None:
+    with running() as run:
+        run.freeze("worker 1")
+        future = run.supervisor.ordered_restarts.order("engine-1")
+        os.kill(run.named("worker 1").pid, signal.SIGKILL)
+        future.result(WAIT_S)
+    assert run.ends == [None]
+
+
+def test_a_request_to_stop_is_no_second_signal() -> None:
+    with StopSignals() as stop_signal:
+        stop_signal.request()
+        assert stop_signal.is_set()
+        stop_signal.clear()
+        stop_signal.request()
+        assert not stop_signal.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop_signal.is_set()
+
+
+def test_answers_go_to_who_asked() -> None:
+    with running() as run:
+        process = run.named("worker 1")
+        first = process.send_command(SetLogLevel("debug"))
+        second = process.send_command(DescribeState())
+        assert first.result(WAIT_S) == CommandAnswer(0, True, "logs debug and above")
+        assert (second.result(WAIT_S).number, second.result(WAIT_S).ok) == (1, False)
+
+
+def test_commands_fail_with_their_process(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    with running() as run:
+        process = run.named("worker 1")
+        run.freeze("worker 1")
+        unanswered = process.send_command(SetLogLevel("debug"))
+        assert not unanswered.done()
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(OSError, match="the process has ended"):
+            unanswered.result(WAIT_S)
+        with pytest.raises(OSError):  # noqa: PT011  # the system's message, or the one above
+            process.send_command(SetLogLevel("debug")).result(WAIT_S)
+
+
+def test_commands_to_a_process_that_does_not_read_fail() -> None:
+    with running() as run:
+        process = run.named("worker 1")
+        run.freeze("worker 1")
+        futures = [process.send_command(SetLogLevel("debug")) for _ in range(5_000)]
+        assert any(future.done() and future.exception() is not None for future in futures)
