@@ -49,6 +49,8 @@ class ModelRunnerOutput(
     nan_rows, num_nans: sampling rows whose logits (or vector) were not finite, and the number of
                   such elements; their token is meaningless.
     failed_block_ids: blocks that a load failed to fill before this step used them.
+    is_out_of_memory: the device had no memory for the step: nothing of it was computed, what later
+                  plans compute from it is meaningless, and the fields of results are empty.
     connector_metadata: data of the connector's worker half, opaque here.
     compute_s:    time that the step took on the device, in seconds.
     """
@@ -65,6 +67,7 @@ class ModelRunnerOutput(
     nan_rows: Int32Array = EMPTY_INT32
     num_nans: Int32Array = EMPTY_INT32
     failed_block_ids: Int32Array = EMPTY_INT32
+    is_out_of_memory: bool = False
     connector_metadata: bytes = b""
     compute_s: float = 0.0
 

@@ -13,7 +13,9 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import DescribeEngine
 
 MAX_NAME_CHARACTERS: Final = 1024
-"""Limit for a request id, a job id and a cache salt; longer ones are rejected."""
+"""Limit for a request id, a job id, a tenant and a cache salt; longer ones are rejected."""
+
+MAX_WEIGHT: Final = 1000
 
 MAX_DIMENSIONS: Final = 2**31 - 1
 
@@ -96,6 +98,20 @@ class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
+class Tenant(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Whose request it is, for policies that share the engine between tenants.
+
+    name:   of the API key; empty without keys.
+    weight: its share, relative to those of the other tenants with requests.
+    """
+
+    name: str = ""
+    weight: Annotated[int, msgspec.Meta(ge=1, le=MAX_WEIGHT)] = 1
+
+
+NO_TENANT: Final = Tenant()
+
+
 class AddRequest(
     msgspec.Struct, tag="add", frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -107,6 +123,7 @@ class AddRequest(
     priority:          lower is more urgent; only the priority policy reads it.
     age_s:             seconds since the request first arrived anywhere; a duration, because the
                        clocks of two hosts differ.
+    tenant:            whose request it is; only the fair policy reads it.
     cache_salt:        only requests with the same salt share prefix blocks.
     skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
     trace_headers:     of the client's HTTP request (W3C trace context). They reach the scheduler's
@@ -134,6 +151,7 @@ class AddRequest(
     output_token_ids: Int32Array = EMPTY_INT32
     priority: int = 0
     age_s: float = 0.0
+    tenant: Tenant = NO_TENANT
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool = False
     trace_headers: dict[str, str] | None = None

@@ -22,6 +22,7 @@ from longshore.scheduler.kv_cache.blocks import HeldBlocks
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.queue.shares import Shares
 from longshore.scheduler.request import Outcome, Request, RequestChange, RequestStatus
 from longshore.scheduler.step.client_outputs import ClientOutputs
 from longshore.scheduler.step.in_flight import StepsInFlight
@@ -35,7 +36,7 @@ class Lifecycle:
     """All requests that have not ended, by client and handle.
 
     eos_token_ids: end-of-sequence ids, which end a request unless it ignores them.
-    transfers, encoder, loras, grammars: None unless configured.
+    transfers, encoder, loras, grammars, shares: None unless configured.
     num_restored: loads that have restored all KV of a swapped request.
     """
 
@@ -54,6 +55,7 @@ class Lifecycle:
     encoder: EncoderCache | None
     loras: LoRASlots | None
     grammars: Grammars | None
+    shares: Shares | None
     log: RequestLog = field(default_factory=RequestLog)
     num_preemptions: int = 0
     num_restored: int = 0
@@ -254,6 +256,8 @@ class Lifecycle:
                 blocks = None
         if self.grammars is not None:
             self.grammars.drop(request)
+        if self.shares is not None:
+            self.shares.ended(request)
         request.change(outcome.reason)
         self.outputs.add_finish(
             request,

@@ -210,6 +210,7 @@ class Request:
         self.client_index = client_index
         self.priority = message.priority
         self.arrival_time = now - message.age_s
+        self.tenant = message.tenant
         self.cache_salt = message.cache_salt
         self.wants_no_hits = message.skip_reading_prefix_cache
         self.trace_headers = message.trace_headers

@@ -54,8 +54,9 @@ from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.queue.outside_policies import checked, load_policy
-from longshore.scheduler.queue.policies import SchedulingPolicy
+from longshore.scheduler.queue.policies import FairPolicy, SchedulingPolicy
 from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.queue.shares import Shares
 from longshore.scheduler.request import Outcome, RequestStatus
 from longshore.scheduler.step.admission import Admission, AdmissionGates
 from longshore.scheduler.step.client_outputs import ClientOutputs
@@ -65,6 +66,7 @@ from longshore.scheduler.step.output_validator import OutputValidator
 from longshore.scheduler.step.plan_builder import PlanBuilder
 from longshore.scheduler.step.planner import PauseState, StepPlanner
 from longshore.scheduler.step.running import RunningTable
+from longshore.scheduler.step.token_budget import TokenBudget
 from longshore.scheduler.validation import RequestValidator
 
 
@@ -126,6 +128,10 @@ class Scheduler:
             record_cached=connector is not None and config.kv_role != "kv_consumer",
         )
         policy = load_policy(config.policy) if policy is None else checked(policy)
+        shares = None
+        if isinstance(policy, FairPolicy):
+            num_slots = blocks.num_usable_blocks * cache.block_size
+            shares = policy.shares = Shares(config.max_num_seqs, num_slots)
         waiting = self.waiting = WaitingRequests(policy)
         running = self.running = RunningTable(
             config.max_num_seqs, config.max_model_len, config.num_speculative_tokens
@@ -134,7 +140,11 @@ class Scheduler:
         holds = self._holds = Holds(blocks)
         outputs = self._outputs = ClientOutputs()
         gates = self._gates = AdmissionGates(
-            cache, kv_cache.num_blocks, blocks.num_usable_blocks, swaps=can_swap
+            cache,
+            kv_cache.num_blocks,
+            blocks.num_usable_blocks,
+            swaps=can_swap,
+            has_shares=shares is not None,
         )
 
         # Features: forks are always there, the others only if configured
@@ -186,6 +196,7 @@ class Scheduler:
             encoder=encoder,
             loras=loras,
             grammars=masks,
+            shares=shares,
         )
         admission = Admission(
             config=config,
@@ -203,11 +214,16 @@ class Scheduler:
             encoder=encoder,
             loras=loras,
             grammars=masks,
+            shares=shares,
         )
         if transfers is not None and can_swap:
             rate = PrefillRate() if config.preemption_mode == "auto" else None
             swaps = Swaps(policy, running, blocks, in_flight, gates, transfers, lifecycle, rate)
         needs_all_plans = verify_plan or config.feed_back_tokens or drafts is not None
+        budget = TokenBudget(
+            config.token_budget,
+            can_shrink=config.enable_chunked_prefill and encoder is None and not blocks.has_states,
+        )
         self._planner = StepPlanner(
             config=config,
             policy=policy,
@@ -223,10 +239,12 @@ class Scheduler:
             encoder=encoder,
             drafts=drafts,
             swaps=swaps,
+            shares=shares,
             allow_steady=not needs_all_plans,
+            budget=budget,
         )
         recovery = self._recovery = Recovery(
-            config, running, holds, blocks, in_flight, plan, lifecycle, transfers, encoder
+            config, running, holds, blocks, in_flight, plan, lifecycle, transfers, encoder, budget
         )
         checks = OutputValidator(running, in_flight, vocab_size)
         self._processor = OutputProcessor(
@@ -373,6 +391,7 @@ class Scheduler:
         if self._transfers is not None:
             self._transfers.begin_epoch(epoch)
         self._lifecycle.begin_epoch(now)
+        self._recovery.begin_epoch()
         self._in_flight.reset()
         self.kv_cache.clear()
         if self._encoder is not None:

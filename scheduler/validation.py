@@ -125,6 +125,8 @@ class RequestValidator:
         for name in ("request_id", "cache_salt", "job_id"):
             if len(getattr(message, name) or "") > MAX_NAME_CHARACTERS:
                 return f"{name} is longer than {MAX_NAME_CHARACTERS} characters"
+        if len(message.tenant.name) > MAX_NAME_CHARACTERS:
+            return f"the tenant's name is longer than {MAX_NAME_CHARACTERS} characters"
         if not len(message.prompt_token_ids):
             return "the prompt has no tokens; there is nothing to continue"
         num_bytes = 4 * num_tokens

@@ -27,6 +27,7 @@ TESTS = Path(__file__).resolve().parent
 LONGEST = (
     "oracle/test_equal_plans.py",
     "scheduler/features/test_transfer_races.py",
+    "chaos",
     "integration",
     "testing",
     "worker/models",

@@ -34,6 +34,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     eos_token_ids:       not sampled until a request has min_tokens.
     num_ranks_on_device: ranks that measure and share the same memory.
     cpu_kernels:         "auto" uses the compiled kernels if they were built; "torch" uses torch.
+    poison_kv:           fill blocks with a pattern before use, and verify that full ones do not
+                         change.
     threads:             threads of CPU kernels; None keeps torch's setting.
     show_progress:       progress bar while loading; None shows it on a terminal only.
     """
@@ -55,6 +57,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_ranks_on_device: int = 1
     cpu_kernels: Literal["auto", "torch"] = "auto"
     threads: int | None = None
+    poison_kv: bool = False
     show_progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -144,6 +147,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                  how many blocks a request can hold.
     threads:     threads of CPU kernels; None divides the physical cores among the ranks of all
                  engines.
+    poison_kv:   see WorkerConfig.
     startup_timeout_s: how long this rank waits for the other ranks and for its scheduler during
                  startup, warm-up included.
     step_timeout_s: how long a step may take, plus as long again for every 1,024 tokens.
@@ -171,6 +175,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     eos_token_ids: tuple[int, ...] = ()
     cpu_kernels: Literal["auto", "torch"] = "auto"
     threads: int | None = None
+    poison_kv: bool = False
     startup_timeout_s: float = 600.0
     step_timeout_s: float = 60.0
     kv_connector: str | None = None
@@ -217,6 +222,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
                 "num_ranks_on_device": self.num_ranks_on_device,
                 "cpu_kernels": self.cpu_kernels,
                 "threads": self.threads,
+                "poison_kv": self.poison_kv,
                 "show_progress": self.show_progress,
             },
             WorkerConfig,

@@ -178,6 +178,7 @@ class Worker:
             parallel=self._parallel,
             eos_token_ids=self._config.eos_token_ids,
             connector=self.connector,
+            guards_blocks=self._config.poison_kv,
         )
         wait_for_device(self._device)  # the queue's stream does not wait for the default stream
         self._warm_up(runner)
@@ -203,7 +204,11 @@ class Worker:
     def make_cache(self, config: KVCacheConfig) -> kv_cache.KVCache:
         """A KV cache for this rank's layers, in the model's dtype and on its device."""
         return kv_cache.KVCache(
-            config, dtype=self._dtype, device=self._device, scales=self.kv_scales
+            config,
+            dtype=self._dtype,
+            device=self._device,
+            scales=self.kv_scales,
+            poison=self._config.poison_kv,
         )
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from longshore.deploy.cli.setting_checks import (
     check_duration,
     check_range,
 )
+from longshore.deploy.gateway.api_keys import CacheSharing
 from longshore.deploy.supervisor.log_lines import LogFormat
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.events import EventFormat, HashFormat
@@ -106,8 +107,9 @@ class EngineOptions:
         max_model_len: Maximum number of tokens of a request, prompt and output together. Default:
             the model's own limit, or what num_blocks can hold if that is less.
         scheduling_policy: Order in which requests are scheduled: fcfs by arrival, priority by the
-            request's priority, continuum by the first arrival of the request's job, or an installed
-            policy given by name or as package.module:Class.
+            request's priority, continuum by the first arrival of the request's job, fair by the
+            shares of API keys, or an installed policy given by name or as package.module:Class.
+            Default: fair for a key file with several keys, else fcfs.
         async_scheduling: Plan a step before the tokens of the previous step are known. Default: on,
             unless there are several pipeline stages, which overlap steps anyway.
         enable_prefix_caching: Share the KV blocks of equal prefixes.
@@ -161,6 +163,8 @@ class EngineOptions:
             with mode 0700 if it is missing. Deployments that share stored KV need the same one.
             Default: longshore in XDG_STATE_HOME, or in ~/.local/state.
         verify_plan: Send the full state with every plan and compare it (slow; for debugging).
+        poison_kv: Fill KV blocks with a pattern before their first token is written, and stop if a
+            full block changes while a request holds it (slow; for debugging).
         startup_timeout_s: Seconds that startup may take, including loading the model.
         step_timeout_s: Seconds that a step may take, and as many again for every 1,024 tokens that
             it computes; then the worker counts as hung.
@@ -184,7 +188,7 @@ class EngineOptions:
     max_num_scheduled_tokens: Annotated[int | None, _SCHEDULING] = None
     max_num_encoder_input_tokens: Annotated[int | None, _MODEL] = None
     max_model_len: Annotated[int | None, _MODEL] = None
-    scheduling_policy: Annotated[str, _SCHEDULING] = "fcfs"
+    scheduling_policy: Annotated[str | None, _SCHEDULING] = None
     async_scheduling: Annotated[bool | None, _SCHEDULING] = None
     enable_prefix_caching: Annotated[bool, _CACHE] = True
     enable_chunked_prefill: Annotated[bool, _SCHEDULING] = True
@@ -213,6 +217,7 @@ class EngineOptions:
     seed: Annotated[int | None, _MODEL] = None
     state_dir: Annotated[Path | None, _OPERATION] = None
     verify_plan: Annotated[bool, _OPERATION] = False
+    poison_kv: Annotated[bool, _OPERATION] = False
     startup_timeout_s: Annotated[float, _OPERATION] = 600.0
     step_timeout_s: Annotated[float, _OPERATION] = 60.0
     log_level: Annotated[LogLevel, _OPERATION] = "info"
@@ -334,6 +339,12 @@ class ServeOptions(EngineOptions):
             LONGSHORE_API_KEY or in a file, because other users can see command lines.
         admin_key_file: File with the key of the paths under /admin, readable by its owner only.
             Without it, these paths do not exist.
+        api_key_file: TOML file with named API keys, their shares and limits (docs/security.md).
+            Only you may be able to read it. It replaces api_key, and is read when the server
+            starts.
+        share_prefix_cache: Which requests share cached prefixes: those of the same API key, or all.
+            A request finds out from its cached_tokens and its speed which prefixes are cached.
+            Without API keys, all requests share.
         cors_allow_origins: Origins (https://app.example.org) whose pages may use the API from a
             browser; * allows all. Default: none.
         log_format: Format of the lines on standard error: text, or one JSON object per line.
@@ -358,6 +369,8 @@ class ServeOptions(EngineOptions):
     max_live_requests: Annotated[int, _SERVER] = 16_384
     api_key: Annotated[tuple[str, ...] | None, _SERVER] = field(default=None, repr=False)
     admin_key_file: Annotated[Path | None, _SERVER] = None
+    api_key_file: Annotated[Path | None, _SERVER] = None
+    share_prefix_cache: Annotated[CacheSharing, _SERVER] = "key"
     cors_allow_origins: Annotated[tuple[str, ...] | None, _SERVER] = None
     log_format: Annotated[LogFormat, _OPERATION] = "text"
     unread_timeout_s: Annotated[float, _OPERATION] = 60.0
@@ -390,6 +403,11 @@ class ServeOptions(EngineOptions):
             raise ConfigError(
                 "api_key must be one or more keys of visible ASCII characters without spaces. "
                 "Remove it to serve without keys."
+            )
+        if keys is not None and self.api_key_file is not None:
+            raise ConfigError(
+                "api_key and api_key_file are both set; move the keys into the file, and unset "
+                "api_key (LONGSHORE_API_KEY)"
             )
         for origin in self.cors_allow_origins or ():
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", origin):

@@ -5,13 +5,16 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from longshore.deploy.admin.key import read_admin_key
 from longshore.deploy.admin.operations import Operations
 from longshore.deploy.admin.server import AdminServer
 from longshore.deploy.cli.options import ServeOptions
 from longshore.deploy.cli.ready_message import cache_sizes, ready_message
+from longshore.deploy.gateway.api_keys import ApiKey, plain_keys
 from longshore.deploy.gateway.config import GatewayConfig
+from longshore.deploy.gateway.key_file import read_key_file
 from longshore.deploy.model.folder import ModelFolder
 from longshore.deploy.requests.audio import require_extra
 from longshore.deploy.supervisor.engine_config import (
@@ -49,6 +52,9 @@ def serve(
     """
     if model.audio is not None:
         require_extra("soundfile", "soxr", "python_multipart")
+    api_keys = _api_keys(options)
+    if options.scheduling_policy is None and options.api_key_file is not None and len(api_keys) > 1:
+        options = replace(options, scheduling_policy="fair")
     plan = plan_engine(options, model)
     key_file = options.admin_key_file
     admin_key = None if key_file is None else read_admin_key(key_file)
@@ -79,7 +85,9 @@ def serve(
         url = url_of(listeners[0])
         logger.info("starting at %s; /ready shows the progress", url)
         logger.info("`longshore admin` uses the socket %s", admin.path)
-        specs = _processes(plan, options, supervisor.runtime_dir, listeners, admin_key)
+        specs = _processes(
+            plan, options, api_keys, supervisor.runtime_dir, listeners, admin_key=admin_key
+        )
         try:
             ready = supervisor.start(
                 specs, timeout_s=options.startup_timeout_s, stop_signal=stop_signal
@@ -115,11 +123,19 @@ def serve(
     logger.info("stopped")
 
 
+def _api_keys(options: ServeOptions) -> tuple[ApiKey, ...]:
+    if options.api_key_file is not None:
+        return read_key_file(options.api_key_file, options.share_prefix_cache)
+    return plain_keys(options.api_key or (), options.share_prefix_cache)
+
+
 def _processes(
     plan: EnginePlan,
     options: ServeOptions,
+    api_keys: tuple[ApiKey, ...],
     runtime_dir: RuntimeDir,
     listeners: Sequence[socket.socket],
+    *,
     admin_key: str | None,
 ) -> list[ProcessSpec]:
     """In start order: schedulers need their workers, and gateways need the schedulers."""
@@ -127,6 +143,7 @@ def _processes(
         engine_processes(plan, runtime_dir, replica, is_restarted=options.max_restarts > 0)
         for replica in replicas(options.replicas)
     ]
+    key_usage_fd = runtime_dir.shared_memory("longshore-key-usage") if api_keys else None
     peers = tuple(
         str(runtime_dir.socket_path(f"gateway-{number}")) for number in range(len(listeners))
     )
@@ -139,6 +156,8 @@ def _processes(
                 options,
                 number,
                 listener,
+                api_keys=api_keys,
+                key_usage_fd=key_usage_fd,
                 engines=tuple(clients for _, clients in engines),
                 peers=peers,
                 admin_key=admin_key,
@@ -154,6 +173,8 @@ def _gateway(
     number: int,
     listener: socket.socket,
     *,
+    api_keys: tuple[ApiKey, ...],
+    key_usage_fd: int | None,
     engines: tuple[Endpoint, ...],
     peers: tuple[str, ...],
     admin_key: str | None,
@@ -178,8 +199,9 @@ def _gateway(
         max_audio_bytes=options.max_audio_mib << 20,
         max_audio_s=options.max_audio_s,
         max_live_requests=options.max_live_requests,
-        api_keys=options.api_key or (),
         admin_key=admin_key,
+        api_keys=api_keys,
+        key_usage_fd=key_usage_fd,
         cors_allow_origins=options.cors_allow_origins or (),
         drain_timeout_s=options.drain_timeout_s,
         unread_timeout_s=options.unread_timeout_s,
@@ -191,7 +213,7 @@ def _gateway(
         "longshore.deploy.gateway",
         config,
         environment=NO_BLAS_THREADS,
-        pass_fds=(listener.fileno(),),
+        pass_fds=tuple(fd for fd in (listener.fileno(), key_usage_fd) if fd is not None),
         stop_group="gateways",
         restart_group=f"gateway {number}" if options.gateways > 1 else "gateway",
     )

@@ -13,6 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from longshore.deploy.gateway.admin_routes import AdminRoutes
+from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.dashboard.dashboard import (
     Dashboard,
     ask_scheduler,
@@ -61,8 +62,8 @@ class Gateway:
         report_timeout_s: float,
         number: int = 0,
         peers: Sequence[str] = (),
-        api_keys: Sequence[str] = (),
         admin: AdminRoutes | None = None,
+        api_keys: Sequence[ApiKey] = (),
         cors_allow_origins: Sequence[str] = (),
     ) -> None:
         self.metrics = GatewayMetrics()

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.model.embedding import EmbeddingModel
 from longshore.deploy.model.folder import AudioInput, SamplingDefaults
 from longshore.protocol.transport.channel import Endpoint
@@ -26,6 +27,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_live_requests: limit of running and waiting requests; others get a 429.
     api_keys:          keys that clients may use; empty: no key is required.
     admin_key:         key for /admin; None: these paths do not exist.
+    key_usage_fd:      inherited memory in which all gateways count what the keys use; see KeyUsage.
     cors_allow_origins: origins whose pages may use the API from a browser; empty: none.
     drain_timeout_s:   seconds that running requests have to finish after SIGTERM.
     unread_timeout_s:  seconds after which a client that reads nothing of a response is
@@ -52,8 +54,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_audio_bytes: int = 25 << 20
     max_audio_s: float = 3600.0
     max_live_requests: int = 16_384
-    api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
+    api_keys: tuple[ApiKey, ...] = ()
+    key_usage_fd: int | None = None
     cors_allow_origins: tuple[str, ...] = ()
     drain_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0

@@ -4,8 +4,8 @@ docs/metrics.md lists them all; a test compares. Times are in seconds.
 """
 
 import platform
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.process_collector import ProcessCollector
@@ -34,6 +34,18 @@ _LENGTH_BOUNDS: Final = (
     1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072,
 )  # fmt: skip
 _REASONS: Final = frozenset(reason.api_name for reason in FinishReason)
+
+
+KEY_LIMITS: Final = ("key_live_requests", "key_tokens_per_minute")
+"""Codes of the errors for the limits of an API key."""
+
+
+class KeyCounts(NamedTuple):
+    """The metrics of one API key; `rejected` by the code of the error."""
+
+    live_requests: Gauge
+    tokens: Counter
+    rejected: Mapping[str, Counter]
 
 
 class GatewayMetrics:
@@ -113,6 +125,25 @@ class GatewayMetrics:
             buckets=_REQUEST_BOUNDS_S,
             registry=registry,
         )
+        self._key_live_requests = Gauge(
+            "longshore_key_live_requests",
+            "Requests sent to the engine and not finished, by API key",
+            ["key"],
+            registry=registry,
+        )
+        self._key_tokens = Counter(
+            "longshore_key_tokens",
+            "Prompt tokens and generated tokens, by API key",
+            ["key"],
+            registry=registry,
+        )
+        self._key_rejected = Counter(
+            "longshore_key_rejected_requests",
+            "HTTP requests rejected because of a limit of their API key; `reason` is the code of "
+            "the error",
+            ["key", "reason"],
+            registry=registry,
+        )
         # Create all series at the start: a rate needs the zero before the first increment.
         self._finished = {reason: finished.labels(reason) for reason in _REASONS}
         self._durations = {reason: durations.labels(reason) for reason in _REASONS}
@@ -125,6 +156,14 @@ class GatewayMetrics:
     def watch_readiness(self, not_ready_reason: Callable[[], str | None]) -> None:
         """Set the function that `longshore_ready` calls at every scrape."""
         self._ready.set_function(lambda: not_ready_reason() is None)
+
+    def key_counts(self, name: str) -> KeyCounts:
+        """The counts of one API key. To be called only for keys that exist: each has its series."""
+        return KeyCounts(
+            self._key_live_requests.labels(name),
+            self._key_tokens.labels(name),
+            {reason: self._key_rejected.labels(name, reason) for reason in KEY_LIMITS},
+        )
 
     def prompts_received(self, prompts: Sequence[Sequence[int]]) -> int:
         """Count the prompts of an HTTP request; returns the number of their tokens."""

@@ -27,6 +27,7 @@ from longshore.deploy.gateway.app import Gateway
 from longshore.deploy.gateway.config import GatewayConfig
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.connection import BoundedConnection
+from longshore.deploy.gateway.key_usage import KeyUsage
 from longshore.deploy.gateway.openai.endpoint import Service
 from longshore.deploy.gateway.openai.prompts import PromptReader
 from longshore.deploy.gateway.openai.responses import Model
@@ -116,6 +117,13 @@ class GatewayProcess:
             admin=_admin_routes(config),
             cors_allow_origins=config.cors_allow_origins,
         )
+        self._key_usage = KeyUsage(
+            config.api_keys,
+            self._gateway.metrics,
+            number=config.number,
+            num_gateways=max(1, len(config.peers)),
+            memory_fd=config.key_usage_fd,
+        )
         self._runtime_dir = None if config.runtime_dir is None else Path(config.runtime_dir)
         name = f"gateway {config.number}" if len(config.peers) > 1 else "gateway"
         hello = ClientHello(name=name, model_fingerprint=config.model_fingerprint)
@@ -185,6 +193,7 @@ class GatewayProcess:
                 self._gateway.metrics,
                 config.max_body_bytes,
                 config.max_live_requests,
+                self._key_usage,
                 speech,
                 config.max_audio_bytes,
                 config.max_audio_s,

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from longshore.deploy.model.json_file import read_json_object, read_text
-from longshore.protocol.errors import ConfigError
+from longshore.protocol.errors import ConfigError, shortened
 from longshore.protocol.model_files import exists
 from longshore.protocol.requests import PoolingKind, PoolingParams
 from longshore.protocol.sampling import SamplingParams
@@ -81,15 +81,15 @@ def read_embedding_model(model_dir: Path, size: int, *, is_only: bool = False) -
                 modes = _pooling_modes(read_json_object(config))
                 if len(modes) != 1 or modes[0] not in _MODES:
                     problem = (
-                        f"{config} pools {', '.join(modes) or 'nothing'}; supported is one of the "
-                        "mean, the last token and the first (cls)"
+                        f"{config} pools {shortened(', '.join(modes)) or 'nothing'}; supported is "
+                        "one of the mean, the last token and the first (cls)"
                     )
                     return msgspec.structs.replace(default, problem=problem)
                 kind = _MODES[modes[0]]
             case _:
                 problem = (
-                    f"{file} has a module {name} that is not supported; without it the embeddings "
-                    "would be wrong"
+                    f"{file} has a module {shortened(name)} that is not supported; without it the "
+                    "embeddings would be wrong"
                 )
                 return msgspec.structs.replace(default, problem=problem)
     if kind is None:

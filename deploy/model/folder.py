@@ -11,7 +11,7 @@ import msgspec
 from longshore.deploy.model.embedding import EmbeddingModel, read_embedding_model
 from longshore.deploy.model.hub import model_name, resolve_model
 from longshore.deploy.model.json_file import read_json_object
-from longshore.protocol.errors import ConfigError
+from longshore.protocol.errors import ConfigError, shortened
 from longshore.protocol.model_files import exists
 from longshore.protocol.sampling import SamplingParams
 from longshore.worker.models.decoder_config import DecoderConfig
@@ -142,6 +142,7 @@ def _token_ids(value: object, path: Path) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     numbers = [token_id for token_id in ids if type(token_id) is int]  # not bool
     if len(numbers) < len(ids):
-        raise ConfigError(f"{path}: eos_token_id is {value!r}, neither an id nor a list of ids")
+        given = shortened(repr(value))
+        raise ConfigError(f"{path}: eos_token_id is {given}, neither an id nor a list of ids")
     # Some converted folders have -1 for "none".
     return tuple(token_id for token_id in numbers if token_id >= 0)

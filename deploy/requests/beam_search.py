@@ -16,6 +16,7 @@ import numpy as np
 
 from longshore.deploy.requests.live_requests import LiveRequest, RequestFields
 from longshore.protocol.outputs import FinishReason
+from longshore.protocol.requests import NO_TENANT, Tenant
 from longshore.protocol.sampling import MAX_LOGPROBS, SamplingParams
 
 
@@ -179,12 +180,13 @@ class BeamSearch:
         on_change: Callable[[], None],
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: Tenant = NO_TENANT,
     ) -> None:
         self._client = client
         self._request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self._on_change = on_change
-        self._priority, self._cache_salt = priority, cache_salt
+        self._priority, self._cache_salt, self._tenant = priority, cache_salt, tenant
         self._sampling = SamplingParams(
             temperature=0.0,
             seed=0,
@@ -246,6 +248,7 @@ class BeamSearch:
                     on_change=self._on_change,
                     priority=self._priority,
                     cache_salt=self._cache_salt,
+                    tenant=self._tenant,
                     fork_of=parents[beam.parent] if parents else None,
                     keeps_blocks=True,
                 )

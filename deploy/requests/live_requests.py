@@ -17,11 +17,13 @@ from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.outputs import EngineOutputs, FinishedRequest
 from longshore.protocol.requests import (
+    NO_TENANT,
     AbortRequests,
     AddRequest,
     MultimodalFeature,
     PoolingParams,
     StopFound,
+    Tenant,
 )
 from longshore.protocol.sampling import SamplingParams
 
@@ -117,6 +119,7 @@ class RequestFields(TypedDict, total=False):
     keeps_blocks: bool
     multimodal: tuple[MultimodalFeature, ...]
     num_primed: int
+    tenant: Tenant
     trace_headers: Mapping[str, str] | None
     skips_reading: bool
     pooling: PoolingParams | None
@@ -153,6 +156,7 @@ class LiveRequests:
         keeps_blocks: bool = False,
         multimodal: tuple[MultimodalFeature, ...] = (),
         num_primed: int = 0,
+        tenant: Tenant = NO_TENANT,
         trace_headers: Mapping[str, str] | None = None,
         skips_reading: bool = False,
         pooling: PoolingParams | None = None,
@@ -182,6 +186,7 @@ class LiveRequests:
             multimodal=multimodal,
             resumable=keeps_blocks,
             keeps_blocks=keeps_blocks,
+            tenant=tenant,
             trace_headers=dict(trace_headers) if trace_headers else None,
             skip_reading_prefix_cache=skips_reading,
             pooling=pooling,

@@ -54,6 +54,7 @@ from longshore.worker.models.decoder_config import DecoderConfig
 from longshore.worker.models.families import read_model_config
 
 _ONLY: Final = Replica()
+_DEFAULT_POLICY: Final = "fcfs"
 # These processes only use numpy for bookkeeping: no thread pool, and no memory for its stacks.
 NO_BLAS_THREADS: Final = {"OPENBLAS_NUM_THREADS": "1"}
 # All ranks are on one host. Other hosts must not reach them, since gloo and NCCL do not
@@ -85,7 +86,7 @@ class EnginePlan:
 
 def plan_engine(options: EngineOptions, model: ModelFolder) -> EnginePlan:
     """Derive every component's settings. Raises ConfigError for settings that do not fit."""
-    _check_policy(options.scheduling_policy)
+    _check_policy(options.scheduling_policy or _DEFAULT_POLICY)
     config = read_model_config(model.path)
     config.check_split(
         num_shards=options.tensor_parallel_size, num_stages=options.pipeline_parallel_size
@@ -177,7 +178,7 @@ def _scheduler_config(
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         enable_chunked_prefill=options.enable_chunked_prefill,
         scheduler_reserve_full_isl=options.scheduler_reserve_full_isl,
-        policy=options.scheduling_policy,
+        policy=options.scheduling_policy or _DEFAULT_POLICY,
         kv_role=options.kv_role,
         preemption_mode=options.preemption_mode,
         load_failure_policy=options.load_failure_policy,
@@ -324,6 +325,7 @@ def _worker_process(
         max_steps_in_flight=plan.options.max_steps_in_flight,
         eos_token_ids=plan.model.eos_token_ids,
         threads=plan.options.threads,
+        poison_kv=plan.options.poison_kv,
         startup_timeout_s=plan.options.startup_timeout_s,
         step_timeout_s=plan.options.step_timeout_s,
         kv_connector=plan.options.kv_connector,

@@ -6,10 +6,13 @@ that the engine must survive. It is an ordinary connector, so it works in every 
 """
 
 import math
+import os
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -53,6 +56,11 @@ POLL_INTERVAL_S: Final = 0.005
 MAX_POLLS: Final = 8
 """A late report waits for at most so many calls of `get_finished`."""
 
+DELAY_S: Final = 1.0
+"""How long a hook takes that `Faults.switch` delays."""
+
+NEVER_S: Final = 1e6
+
 JUNK: Final = (0x3F, 0xFF)
 """Bytes of overwritten blocks: in float32 a plausible number, and one that is not finite."""
 
@@ -74,6 +82,10 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                    were not reported have `max_unreported_blocks` blocks.
     raise_in:      `FaultyConnector.HOOK` or `FaultyWorker.HOOK`, which raises from its call number
                    `raise_at` on.
+    switch:        path of a file. Once it exists, the hook that it names is faulty once: its
+                   content is `raise`, `hang` or `delay`, and FaultyConnector.HOOK or
+                   FaultyWorker.HOOK. A hook that hangs never ends; a delay lasts `DELAY_S`. The
+                   file is removed first.
     """
 
     ask_later: float = 0.0
@@ -86,6 +98,7 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_unreported_blocks: int = 0
     raise_in: str = ""
     raise_at: int = 1
+    switch: str = ""
 
 
 class FaultyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,6 +154,20 @@ class _Chance:
         is_chosen = faults.raise_in == f"{self._half}.{hook}"
         if is_chosen and self.num_calls[hook] >= faults.raise_at:
             raise InjectedFault(f"call {self.num_calls[hook]} of {hook}")
+        if faults.switch and os.path.exists(faults.switch):
+            self._obey(Path(faults.switch), hook)
+
+    def _obey(self, switch: Path, hook: str) -> None:
+        try:
+            what, _, name = switch.read_text().partition(" ")
+            if name != f"{self._half}.{hook}":
+                return
+            switch.unlink()
+        except FileNotFoundError:  # another rank was first
+            return
+        if what == "raise":
+            raise InjectedFault(f"{hook}, which {switch} names")
+        time.sleep(DELAY_S if what == "delay" else NEVER_S)
 
     def some(self, block_ids: Sequence[int]) -> list[int]:
         """At least one of these blocks."""

@@ -27,6 +27,7 @@ from longshore.scheduler.request import Outcome, Request
 from longshore.scheduler.step.in_flight import PastOccupant, PlannedStep, StepsInFlight
 from longshore.scheduler.step.plan_builder import PlanBuilder
 from longshore.scheduler.step.running import RunningTable
+from longshore.scheduler.step.token_budget import TokenBudget
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,10 @@ class Recovery:
     lifecycle: Lifecycle
     transfers: Transfers | None
     encoder: EncoderCache | None
+    budget: TokenBudget
     num_rewinds: int = 0
+    # Nothing of the plans up to this one is valid; the later ones have been planned with this.
+    _failed_through: int = 0
 
     def fail_loads(self, failed: Int32Array, planned: PlannedStep, now: float) -> None:
         """Loads failed to fill these blocks: loads within the answered step, or background loads
@@ -121,6 +125,45 @@ class Recovery:
             )
             self.lifecycle.end(request, Outcome(FinishReason.ERROR, text, step=step), now)
         self._invalidate({generation: num_hit_tokens}, step, now)
+
+    def begin_epoch(self) -> None:
+        """The steps of new workers are counted from 1 again."""
+        self._failed_through = 0
+
+    def fail_step(self, step: int, now: float) -> None:
+        """The device had no memory for a step. Later plans get half as many tokens; if they cannot
+        have fewer, the newest request ends. Everything of the plans in flight is recomputed."""
+        if step <= self._failed_through:
+            return
+        self._failed_through = self.in_flight.newest_step
+        requests = self.running.requests_in_order()
+        sources = {
+            int(self.running.generation[request.row]): self._num_certain_tokens(request)
+            for request in requests
+        }
+        for generation, past in self.in_flight.past_occupants():
+            sources[generation] = past.num_hit_tokens
+        if self.budget.halve():
+            logger.warning(
+                "the device had no memory for a step; from now on a step has at most %d tokens. "
+                "Lower --max-num-scheduled-tokens, or the memory of the KV cache",
+                self.budget.num_tokens,
+                extra=fields(step_id=step),
+            )
+        elif requests:
+            text = "the device has no memory to compute this request, even in the smallest step"
+            outcome = Outcome(FinishReason.ERROR, text, step=step)
+            self.lifecycle.end(requests[-1], outcome, now)
+        self._invalidate(sources, step, now)
+
+    def _num_certain_tokens(self, request: Request) -> int:
+        """Leading tokens of a running request that no plan in flight computes: each plan has at
+        most the budget. Pooled vectors are sums that are only begun anew."""
+        if request.pooling is not None:
+            return request.num_hit_tokens
+        num_in_flight = len(self.in_flight.steps) * self.budget.num_tokens
+        num_computed = int(self.running.num_computed[request.row])
+        return max(request.num_hit_tokens, num_computed - num_in_flight)
 
     def _invalidate(
         self, sources: dict[int, int], step: int, now: float, *, reason: str | None = None

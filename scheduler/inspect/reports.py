@@ -84,13 +84,15 @@ class WaitingReasons:
             )
         if running.num_rows == running.max_num_seqs:
             return f"a row: all max_num_seqs={running.max_num_seqs} are held"
-        num_free = kv_cache.num_free_blocks
-        if gates.is_closed and running.num_rows:
+        if not planner.has_candidate():
+            return "a row: those that are free are reserved for keys with less than their share"
+        num_free, is_owed = kv_cache.num_free_blocks, planner.admission.is_owed(request)
+        if gates.is_closed and running.num_rows and not is_owed:
             return (
                 f"memory pressure to fall: {kv_cache.usage:.0%} of the blocks are held; "
                 "admissions continue below admit_threshold"
             )
-        num_kept = gates.watermark_blocks if running.num_rows else 0
+        num_kept = gates.num_kept(is_owed=is_owed) if running.num_rows else 0
         num_needed = self._num_blocks_needed(request)
         if num_free - num_needed < num_kept:
             return (

@@ -12,6 +12,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, Final, Generic, Protocol, TypeAlias, TypeVar
 
+from longshore.protocol.requests import Tenant
+from longshore.scheduler.queue.shares import Rank, Shares
+
 Order: TypeAlias = float | str | tuple[float | str, ...]
 """Sort key of a request; the smallest is served first. All keys of a queue have one shape."""
 
@@ -21,6 +24,7 @@ class PolicyRequest(Protocol):
 
     arrival_time: seconds on the scheduler's clock; when the request first arrived at any process.
     client_index: the connection that the request came from.
+    tenant:       the API key that it was sent with, and its weight.
     job_id:       the agent's job of which the request is a turn; None outside jobs.
     max_total_tokens: the request ends when prompt and output together have this many tokens.
     """
@@ -33,6 +37,8 @@ class PolicyRequest(Protocol):
     def arrival_time(self) -> float: ...
     @property
     def client_index(self) -> int: ...
+    @property
+    def tenant(self) -> Tenant: ...
     @property
     def job_id(self) -> str | None: ...
     @property
@@ -126,7 +132,58 @@ class PriorityQueue(Generic[RequestT]):
             yield heapq.heappop(heap)[2]
 
 
-RequestQueue: TypeAlias = FCFSQueue[RequestT] | PriorityQueue[RequestT]
+class FairQueue(Generic[RequestT]):
+    """A PriorityQueue per tenant; `peek` and `pop` choose the tenant by its share. They are O(t) in
+    the number of tenants that wait, in addition to what a PriorityQueue takes."""
+
+    def __init__(self, shares: Shares, order: Callable[[RequestT], Order]) -> None:
+        self._shares = shares
+        self._order = order
+        self._queues: dict[str, PriorityQueue[RequestT]] = {}
+
+    def add(self, request: RequestT) -> None:
+        queue = self._queues.get(request.tenant.name)
+        if queue is None:
+            queue = self._queues[request.tenant.name] = PriorityQueue(self._order)
+        queue.add(request)
+
+    def peek(self) -> RequestT | None:
+        """The head; None also if all that wait must leave what is free to others."""
+        name = self._shares.first(self._queues)
+        return None if name is None else self._queues[name].peek()
+
+    def pop(self) -> RequestT:
+        name = self._shares.first(self._queues)
+        if name is None:
+            raise LookupError("no request in the queue may be served")
+        request = self._queues[name].pop()
+        self._drop_if_empty(name)
+        return request
+
+    def prepend(self, request: RequestT) -> None:
+        self.add(request)
+
+    def remove(self, request: RequestT) -> None:
+        name = request.tenant.name
+        if name not in self._queues:
+            raise LookupError(f"{request.request_id} is not in the queue")
+        self._queues[name].remove(request)
+        self._drop_if_empty(name)
+
+    def _drop_if_empty(self, name: str) -> None:
+        if not len(self._queues[name]):
+            del self._queues[name]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[RequestT]:
+        """Tenant by tenant, the one that is served next first."""
+        for name in sorted(self._queues, key=self._shares.rank):
+            yield from self._queues[name]
+
+
+RequestQueue: TypeAlias = FCFSQueue[RequestT] | PriorityQueue[RequestT] | FairQueue[RequestT]
 
 
 class SchedulingPolicy(ABC):
@@ -204,7 +261,41 @@ class PriorityPolicy(OrderedPolicy):
     """The smallest (priority, arrival, id) is served first, the largest is preempted first."""
 
     def order(self, request: PolicyRequest) -> Order:
-        return request.priority, request.arrival_time
+        return _urgency(request)
+
+
+class FairPolicy(SchedulingPolicy):
+    """Shares rows, KV cache and tokens between tenants; the requests of one tenant are served by
+    (priority, arrival, id). A request of a tenant that runs more than its share is preempted first.
+
+    shares: the scheduler, which knows the sizes, replaces them before the first call.
+    """
+
+    def __init__(self) -> None:
+        self.shares = Shares(max_num_seqs=1 << 16, num_slots=1 << 62)
+
+    def make_queue(self) -> RequestQueue[Any]:
+        return FairQueue(self.shares, _urgency)
+
+    def arrived(self, request: PolicyRequest) -> None:
+        self.shares.arrived(request, request.tenant)
+
+    def prefers_skipped(self, waiting: PolicyRequest, skipped: PolicyRequest) -> bool:
+        return self._position(skipped) < self._position(waiting)
+
+    def _position(self, request: PolicyRequest) -> tuple[Rank, Order, str]:
+        return self.shares.rank(request.tenant.name), _urgency(request), request.request_id
+
+    def pick_victim(self, running: Sequence[PolicyRequest]) -> int:
+        over = self.shares.pick_over([request.tenant.name for request in running])
+        return max(
+            (index for index, request in enumerate(running) if request.tenant.name in over),
+            key=lambda index: (_urgency(running[index]), running[index].request_id),
+        )
+
+
+def _urgency(request: PolicyRequest) -> Order:
+    return request.priority, request.arrival_time
 
 
 class _Job:
@@ -274,4 +365,5 @@ POLICIES: Final[dict[str, type[SchedulingPolicy]]] = {
     "fcfs": FCFSPolicy,
     "priority": PriorityPolicy,
     "continuum": ContinuumPolicy,
+    "fair": FairPolicy,
 }

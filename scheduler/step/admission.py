@@ -23,6 +23,7 @@ from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.queue.shares import RESERVED, Shares
 from longshore.scheduler.request import (
     NOT_SCHEDULED,
     Hold,
@@ -47,26 +48,42 @@ class AdmissionGates:
     """
 
     def __init__(
-        self, cache: CacheConfig, num_blocks: int, num_usable: int, *, swaps: bool = False
+        self,
+        cache: CacheConfig,
+        num_blocks: int,
+        num_usable: int,
+        *,
+        swaps: bool = False,
+        has_shares: bool = False,
     ) -> None:
         """swaps: requests are swapped out above `preempt_threshold`, so none is admitted that would
-        exceed it."""
+        exceed it. has_shares: blocks are reserved for tenants that hold less than their share."""
         share = max(cache.watermark, 1 - cache.preempt_threshold) if swaps else cache.watermark
         self.watermark_blocks = int(num_blocks * share)
+        self.reserved_blocks = num_blocks // RESERVED if has_shares else 0
         self._num_usable = num_usable
         self._preempt_threshold = cache.preempt_threshold
         self._admit_threshold = cache.admit_threshold
         self.is_closed = False
 
-    def has_room(self, num_needed: int, *, num_free: int, nothing_runs: bool) -> bool:
-        """Whether a request that needs `num_needed` of `num_free` blocks may be admitted."""
+    def has_room(
+        self, num_needed: int, *, num_free: int, nothing_runs: bool, is_owed: bool = False
+    ) -> bool:
+        """Whether a request that needs `num_needed` of `num_free` blocks may be admitted.
+        is_owed: see `Shares`; only the watermark counts for it."""
         if self.is_short(num_free):
             self.is_closed = True
         elif self._usage(num_free) < self._admit_threshold:
             self.is_closed = False
         if nothing_runs:
             return num_needed <= num_free
-        return not self.is_closed and num_free - num_needed >= self.watermark_blocks
+        if self.is_closed and not is_owed:
+            return False
+        return num_free - num_needed >= self.num_kept(is_owed=is_owed)
+
+    def num_kept(self, *, is_owed: bool) -> int:
+        """Blocks that stay free when a request is admitted while others run."""
+        return max(self.watermark_blocks, 0 if is_owed else self.reserved_blocks)
 
     def is_short(self, num_free: int) -> bool:
         """Whether more than `preempt_threshold` of the blocks are held."""
@@ -96,7 +113,7 @@ class Admission:
 
     max_loading_blocks: limit for the blocks of requests that are loading, or have loaded and wait,
         if there are several.
-    transfers, encoder, loras, grammars: None unless configured.
+    transfers, encoder, loras, grammars, shares: None unless configured.
     """
 
     config: SchedulerConfig
@@ -114,6 +131,7 @@ class Admission:
     encoder: EncoderCache | None
     loras: LoRASlots | None
     grammars: Grammars | None
+    shares: Shares | None
     _now: float = 0.0
     _num_left: int = 0
     _num_scheduled: Int64Array = field(init=False)
@@ -298,7 +316,12 @@ class Admission:
             num_needed,
             num_free=kv_cache.num_free_blocks,
             nothing_runs=self.running.num_rows == 0,
+            is_owed=self.is_owed(request),
         )
+
+    def is_owed(self, request: Request) -> bool:
+        """Whether it may use what is reserved; see `Shares`."""
+        return self.shares is not None and self.shares.is_owed(request.tenant.name)
 
     def _enter(
         self, request: Request, tables: tuple[Int32Array, ...], num_computed: int, need: int
@@ -311,6 +334,8 @@ class Admission:
         if request.num_cached_tokens == NOT_SCHEDULED:
             request.num_cached_tokens = min(num_computed, request.num_prompt_tokens)
         start = self.running.admit(request, num_computed, tables)
+        if self.shares is not None:
+            self.shares.admitted(request, num_computed)
         if request in self.forks.parents:
             self.forks.parent_begins(request)
         if request.is_swapped and self.transfers is not None:

@@ -55,6 +55,10 @@ class OutputProcessor:
             self.num_stale_tokens += len(output.sampled_tokens)
             return
         planned = self.validator.plan_of(output)
+        if output.is_out_of_memory:
+            self.recovery.fail_step(planned.step, now)
+            self.in_flight.answered()
+            return
         if len(output.failed_block_ids):
             self.recovery.fail_loads(output.failed_block_ids, planned, now)
         if len(output.nan_rows):

@@ -47,6 +47,8 @@ class OutputValidator:
         return f"drafts must be token ids in 0..{self.vocab_size - 1}, one per draft row"
 
     def _flaw(self, planned: PlannedStep, output: ModelRunnerOutput) -> str | None:
+        if output.is_out_of_memory:
+            return None  # it has no results
         tokens, counts = output.sampled_tokens, output.num_sampled
         num_rows = len(planned.sampling.rows)
         num_tokens = num_rows

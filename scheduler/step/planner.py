@@ -24,11 +24,13 @@ from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
 from longshore.scheduler.queue.policies import SchedulingPolicy
 from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.queue.shares import Shares
 from longshore.scheduler.step.admission import Admission
 from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows, StepsInFlight
 from longshore.scheduler.step.plan_builder import PlanBuilder
 from longshore.scheduler.step.running import RunningTable
 from longshore.scheduler.step.steady_decode import SteadyDecode
+from longshore.scheduler.step.token_budget import TokenBudget
 
 
 class PauseState(enum.Enum):
@@ -45,7 +47,7 @@ class StepPlanner:
     """Plans the steps.
 
     allow_steady: False if workers need full information about every step.
-    transfers, encoder, drafts, swaps: None unless configured.
+    transfers, encoder, drafts, swaps, shares: None unless configured.
     waits_for_transfers: in the last step, the only running request lacked blocks that they own.
     """
 
@@ -63,15 +65,15 @@ class StepPlanner:
     encoder: EncoderCache | None
     drafts: Drafts | None
     swaps: Swaps | None
+    shares: Shares | None
     allow_steady: bool
+    budget: TokenBudget
     pause: PauseState = PauseState.UNPAUSED
     waits_for_transfers: bool = False
     _steady: SteadyDecode | None = None
-    _token_budget: int = field(init=False)
     _sampling: SamplingRows = field(init=False)
 
     def __post_init__(self) -> None:
-        self._token_budget = self.config.token_budget
         self._sampling = SamplingRows(self.running, np.empty(0, np.int64))
 
     def plan_step(self, now: float) -> SchedulerOutput | None:
@@ -79,13 +81,14 @@ class StepPlanner:
         self.waits_for_transfers = False
         if (plan := self._plan_steady_step()) is not None:
             return plan
-        budget = 0 if self.pause is PauseState.PAUSED_ALL else self._token_budget
+        budget = 0 if self.pause is PauseState.PAUSED_ALL else self.budget.num_tokens
         if self.encoder is not None:
             self.encoder.begin_step()
         if self.kv_cache.frees_skipped:
             self._free_skipped_blocks()
         if self.swaps is not None and budget:
             self.swaps.begin_step(self.plan.step + 1, now)
+        self._count_shares()
         is_short, num_scheduled = False, np.zeros(self.running.max_num_seqs, np.int64)
         if self.running.num_rows:
             num_scheduled, is_short = self._schedule_running(budget, now)
@@ -111,7 +114,7 @@ class StepPlanner:
         if steady is None or not steady.holds(running, step):
             return None
         if self.pause is not PauseState.UNPAUSED or (
-            running.num_rows < running.max_num_seqs and self.waiting.peek() is not None
+            running.num_rows < running.max_num_seqs and self.has_candidate()
         ):
             return None
         if self.swaps is not None and self.swaps.may_act:
@@ -141,6 +144,16 @@ class StepPlanner:
         self.in_flight.steps.append(planned)
         return plan
 
+    def has_candidate(self) -> bool:
+        """Whether a waiting request may be tried."""
+        if self.shares is not None and len(self.waiting):
+            self._count_shares()  # a row may have become free since the last step
+        return self.waiting.peek() is not None
+
+    def _count_shares(self) -> None:
+        if self.shares is not None:
+            self.shares.begin_step(self.running.generation, self.running.num_computed)
+
     # Running requests
 
     def _schedule_running(self, budget: int, now: float) -> tuple[Int64Array, bool]:
@@ -152,6 +165,8 @@ class StepPlanner:
             self.swaps.withhold(wanted)
         if self.config.long_prefill_token_threshold:
             wanted = np.minimum(wanted, self.config.long_prefill_token_threshold)
+        if self.shares is not None and (limit := self.shares.chunk_limit(budget)) is not None:
+            wanted = np.minimum(wanted, limit)
         if self.config.feed_back_tokens:
             wanted = share_of_step(wanted, running, self.config.max_steps_in_flight)
         before = None

@@ -32,6 +32,7 @@ class Deployment:
 
     num_blocks:  None lets the server choose by its memory.
     environment: variables in addition to the inherited ones.
+    program:     module that is run.
     output:  everything that it has printed.
     members: its processes by name: supervisor, gateway, scheduler, worker-0 and so on.
     """
@@ -44,10 +45,11 @@ class Deployment:
         port: int = 0,
         num_blocks: int | None = 600,
         environment: Mapping[str, str] = {},
+        program: str = "longshore.deploy",
     ) -> None:
         self.tmp_dir = tmp_dir
         self._output_file = tmp_dir / "output.txt"
-        command = [sys.executable, "-m", "longshore.deploy", "serve", str(model_dir)]
+        command = [sys.executable, "-m", program, "serve", str(model_dir)]
         if num_blocks is not None:
             command += ["--num-blocks", str(num_blocks)]
         with self._output_file.open("wb") as output:

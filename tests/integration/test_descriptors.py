@@ -13,10 +13,17 @@ from tests.integration.conftest import StartDeployment
 from tests.integration.deployment import Deployment, wait_until
 from tests.integration.test_hostile_http import Client, post, say
 
-NUM_TOKENS = 1500
+NUM_TOKENS = 800
 NUM_CONNECTIONS = 100
 STREAM = json.dumps(
-    {"prompt": "x", "max_tokens": NUM_TOKENS, "stream": True, "temperature": 0, "ignore_eos": True}
+    {
+        "prompt": "x",
+        "max_tokens": NUM_TOKENS,
+        "stream": True,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
 ).encode()
 
 
@@ -35,12 +42,13 @@ class Stream(threading.Thread):
         with self._client:
             self._data = self._client.rest()
 
-    def text(self) -> str:
-        """The whole text, once the stream has ended."""
+    def token_ids(self) -> list[int]:
+        """All tokens, once the stream has ended."""
         self.join()
         events = [line[6:] for line in self._data.split(b"\r\n") if line.startswith(b"data: ")]
         assert events[-1].strip() == b"[DONE]", self._data[-200:]
-        return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+        choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+        return [token_id for choice in choices for token_id in choice["token_ids"] or ()]
 
 
 @pytest.mark.parametrize("spare", [None, 3], ids=["few connections", "few descriptors"])
@@ -48,7 +56,7 @@ def test_streams_go_on_when_descriptors_run_out_and_the_log_says_so(
     start_deployment: StartDeployment, spare: int | None
 ) -> None:
     deployment = start_deployment().wait_until_ready()
-    calm = Stream(deployment).text()
+    calm = Stream(deployment).token_ids()
     stream = Stream(deployment)
     gateway: psutil.Process = deployment.members["gateway"]
     former = resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE)
@@ -60,7 +68,8 @@ def test_streams_go_on_when_descriptors_run_out_and_the_log_says_so(
             with contextlib.suppress(ConnectionError):
                 held.enter_context(Client(deployment))
         wait_until(lambda: "refusing connections" in deployment.output)
-        assert stream.text() == calm
+        assert stream.token_ids() == calm
+    assert len(calm) == NUM_TOKENS
     lines = deployment.output.count("refusing connections")
     assert lines <= 2 + (time.monotonic() - begin_s)
     resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE, former)

@@ -44,6 +44,8 @@ class Admissions:
             and len(scheduler.running) < scheduler.config.max_num_seqs
         ):
             request = queues.head()
+            if request is None:
+                break
             verdict = self._try(request)
             if verdict is Verdict.STOP:
                 break
@@ -143,6 +145,8 @@ class Admissions:
         request.was_preempted = False
         request.load = None
         request.num_computed = num_computed
+        if scheduler.fairness is not None:
+            scheduler.fairness.admitted(request, num_computed)
         if request.num_cached is None:
             request.num_cached = num_computed
         scheduler.running.append(request)
@@ -231,7 +235,9 @@ class Admissions:
                     if reserves_all
                     else num_needed
                 )
-                return scheduler.gates.admit(num_free, num_compared) and fits
+                name, fairness = request.message.tenant.name, scheduler.fairness
+                is_owed = fairness is not None and fairness.is_owed(name)
+                return scheduler.gates.admit(num_free, num_compared, is_owed=is_owed) and fits
             if fits or scheduler.unanswered:
                 return fits
             if not scheduler.release_youngest_load(keep=request):

@@ -4,9 +4,10 @@ from longshore.scheduler.config import CacheConfig
 
 
 class Gates:
-    """WMK-01..03. num_blocks: with the null block."""
+    """WMK-01..03. num_blocks: with the null block. num_reserved: for tenants that are owed."""
 
-    def __init__(self, cache: CacheConfig, num_blocks: int) -> None:
+    def __init__(self, cache: CacheConfig, num_blocks: int, num_reserved: int = 0) -> None:
+        self._num_reserved = num_reserved
         self._cache = cache
         self._num_blocks = num_blocks
         self._is_closed = False
@@ -20,8 +21,11 @@ class Gates:
         elif usage < self._cache.admit_threshold:
             self._is_closed = False
 
-    def admit(self, num_free: int, num_needed: int) -> bool:
+    def admit(self, num_free: int, num_needed: int, *, is_owed: bool) -> bool:
         """Whether a request that needs so many of the free blocks may have them."""
+        watermark = int(self._num_blocks * self._cache.watermark)
+        if is_owed:
+            return num_free - num_needed >= watermark
         if self._is_closed:
             return False
-        return num_free - num_needed >= int(self._num_blocks * self._cache.watermark)
+        return num_free - num_needed >= max(watermark, self._num_reserved)

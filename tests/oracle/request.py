@@ -11,6 +11,7 @@ from longshore.protocol.sampling import SamplingParams
 from tests.oracle.block_pool import Block
 
 if TYPE_CHECKING:
+    from tests.oracle.fairness import Fairness
     from tests.oracle.loads import Load
 
 
@@ -193,11 +194,12 @@ class WaitingQueues:
     """`waiting`, and `skipped` for requests that could not be admitted when they were tried.
 
     Under "fcfs" the lists are the order, and what was skipped is older; under the other policies
-    the smallest `urgency` of both is the head, wherever it stands.
+    the smallest `urgency` of both is the head, wherever it stands. fairness: for "fair".
     """
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, fairness: "Fairness | None" = None) -> None:
         self._policy = policy
+        self._fairness = fairness
         self.jobs = Jobs()
         self.waiting: list[TextbookRequest] = []
         self.skipped: list[TextbookRequest] = []
@@ -223,10 +225,13 @@ class WaitingQueues:
         """SCH-11: what was set aside in a step, in order, to the front of `skipped`."""
         self.skipped = set_aside + self.skipped
 
-    def head(self) -> TextbookRequest:
-        """The next to be tried, which stays in its queue."""
+    def head(self) -> TextbookRequest | None:
+        """The next to be tried, which stays in its queue; None if nobody may have a row."""
         if self._policy == "fcfs":
             return self.requests()[0]
+        if self._fairness is not None:
+            candidates = filter(self._fairness.may_have_a_row, self.requests())
+            return min(candidates, key=self._fairness.urgency, default=None)
         return min(self.requests(), key=self.urgency)
 
     def remove(self, request: TextbookRequest) -> None:
@@ -234,6 +239,8 @@ class WaitingQueues:
 
     def victim(self, running: list[TextbookRequest]) -> TextbookRequest:
         """PRE-02. Nobody pins jobs yet, so "continuum" takes the tail as well."""
+        if self._fairness is not None:
+            return self._fairness.victim(running)
         if self._policy == "priority":
             return max(running, key=self.urgency)
         return running[-1]

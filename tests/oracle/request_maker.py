@@ -10,11 +10,13 @@ from msgspec.structs import replace
 from longshore.protocol.arrays import EMPTY_INT32, int32_array
 from longshore.protocol.kv_cache_spec import CrossAttentionSpec
 from longshore.protocol.requests import (
+    NO_TENANT,
     AddRequest,
     ContinueSession,
     LoRARequest,
     MultimodalFeature,
     PoolingParams,
+    Tenant,
 )
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 from longshore.scheduler.config import SchedulerConfig
@@ -175,6 +177,8 @@ class RequestMaker:
         if "continuum" in self._features and rng.random() < 0.7:
             extras["job_id"] = rng.choice(("job-1", "job-2", "job-3"))
             extras["is_last_step"] = rng.random() < 0.5
+        if "fair" in self._features:
+            extras["tenant"] = rng.choice((NO_TENANT, Tenant("a"), Tenant("b", 2), Tenant("c", 5)))
         kinds = [kind for kind in ("pooling", "grammar", "session") if kind in self._features]
         kind = rng.choice(kinds) if kinds and rng.random() < 0.6 else None
         if kind == "pooling":

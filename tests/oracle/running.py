@@ -12,12 +12,15 @@ if TYPE_CHECKING:
 
 def schedule_running(scheduler: "TextbookScheduler", step: Step) -> None:
     """Serve running requests in their order of admission, and preempt where blocks run out."""
+    limit = step.budget
+    if scheduler.fairness is not None:
+        limit = scheduler.fairness.chunk_limit(step.budget)
     for request in list(scheduler.running):  # victims leave the list while it is walked
         if step.budget == 0:
             return
         if request.status is not Status.RUNNING:
             continue
-        need = _need(scheduler, request, step.budget)
+        need = min(_need(scheduler, request, step.budget), limit)
         num_tokens, items = plan_items(
             scheduler.encoder, request, request.num_computed, need, step.encoder_budget
         )

@@ -5,14 +5,15 @@ import pytest
 from tests.oracle.driver import Surroundings, drive, first_difference
 from tests.oracle.fast_adapter import FastAdapter
 from tests.oracle.textbook import TextbookScheduler
-from tests.oracle.workloads import Workload
+from tests.oracle.workloads import FAIR, Workload
 
 NUM_WORKLOADS = 2_000
 NUM_SHARDS = 20
+NUM_FAIR = 1_000
 
 
-def compare(seed: int) -> None:
-    workload = Workload.random(seed)
+def compare(workload: Workload) -> None:
+    seed = workload.seed
     around_textbook, around_fast = Surroundings.of(workload), Surroundings.of(workload)
     textbook = TextbookScheduler(
         workload.scheduler,
@@ -49,7 +50,15 @@ def compare(seed: int) -> None:
 @pytest.mark.parametrize("shard", range(NUM_SHARDS))
 def test_plans_equal_the_textbook_on_random_workloads(shard: int) -> None:
     for seed in range(shard, NUM_WORKLOADS, NUM_SHARDS):
-        compare(seed)
+        compare(Workload.random(seed))
+
+
+def test_plans_equal_the_textbook_with_tenants() -> None:
+    workloads = (Workload.random(seed, FAIR) for seed in range(NUM_FAIR))
+    fair = [workload for workload in workloads if workload.scheduler.policy == "fair"]
+    assert len(fair) > NUM_FAIR / 20
+    for workload in fair:
+        compare(workload)
 
 
 @pytest.mark.slow
@@ -58,4 +67,4 @@ def test_plans_equal_the_textbook_on_random_workloads(shard: int) -> None:
 def test_plans_equal_the_textbook_on_many_more_workloads(shard: int, long_run: bool) -> None:
     """4,000 workloads, and with --long 12,000."""
     for seed in range(NUM_WORKLOADS + shard, (6 if long_run else 2) * NUM_WORKLOADS, NUM_SHARDS):
-        compare(seed)
+        compare(Workload.random(seed))

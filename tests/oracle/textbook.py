@@ -22,6 +22,7 @@ from tests.oracle.answers import apply_answer
 from tests.oracle.block_pool import BlockNames, TextbookBlockPool
 from tests.oracle.check import check_books
 from tests.oracle.encoder import EncoderCache, RowEncoder
+from tests.oracle.fairness import RESERVED, Fairness
 from tests.oracle.gates import Gates
 from tests.oracle.intake import rejection
 from tests.oracle.loads import Transfers
@@ -63,10 +64,15 @@ class TextbookScheduler:
         self.num_blocks = num_blocks
         self._cache = cache
         self._names = BlockNames(hash_seed)
-        self.queues = WaitingQueues(config.policy)
         self.running: list[TextbookRequest] = []
+        self.fairness: Fairness | None = None
+        if config.policy == "fair":
+            num_slots = (num_blocks - 1) * cache.block_size
+            self.fairness = Fairness(config.max_num_seqs, num_slots, self.running)
+        self.queues = WaitingQueues(config.policy, self.fairness)
         self.live: list[TextbookRequest] = []
-        self.gates = Gates(cache, num_blocks)
+        num_reserved = 0 if self.fairness is None else num_blocks // RESERVED
+        self.gates = Gates(cache, num_blocks, num_reserved)
         self.pause = PauseState.UNPAUSED
         self.num_steps = 0
         self.answered_step = 0
@@ -135,6 +141,8 @@ class TextbookScheduler:
             return
         self.live.append(request)
         self.queues.jobs.add(request)
+        if self.fairness is not None:
+            self.fairness.arrived(request)
         self.queues.append(request)
         if self.connector is not None:
             self.connector.on_new_request(self.view(request))
@@ -215,6 +223,8 @@ class TextbookScheduler:
         request.status = Status.FINISHED
         self.live.remove(request)
         self.queues.jobs.remove(request)
+        if self.fairness is not None:
+            self.fairness.ended(request)
 
     def _finish_transfers(self, request: TextbookRequest) -> None:
         """Transfers own their blocks: what is being loaded into is the request's no more, what is

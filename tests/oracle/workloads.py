@@ -32,6 +32,9 @@ FEATURES: Final = tuple(feature for feature in ALL_FEATURES if feature != "rewin
 different copies of one prefix (in under 1 % of workloads), so `tests/scheduler` checks rewinds by
 content."""
 
+FAIR: Final = (*FEATURES, "fair")
+"""With tenants and, in most workloads that have this feature, the policy "fair"."""
+
 
 @dataclass(frozen=True)
 class Submit:
@@ -211,6 +214,7 @@ def _random_scheduler_config(rng: Random, features: frozenset[str]) -> Scheduler
     if not is_chunked:
         budget = max(budget, max_model_len)
     policies = ["fcfs", "priority"] + ["continuum"] * 4 * ("continuum" in features)
+    policies += ["fair"] * 8 * ("fair" in features)
     settings: dict[str, Any] = {}
     if "gates" in features:
         settings["scheduler_reserve_full_isl"] = rng.random() < 0.5

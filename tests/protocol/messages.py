@@ -54,6 +54,7 @@ from longshore.protocol.plan import (
     Shutdown,
 )
 from longshore.protocol.requests import (
+    MAX_WEIGHT,
     AbortRequests,
     AddRequest,
     ContinueSession,
@@ -63,6 +64,7 @@ from longshore.protocol.requests import (
     PromptEmbeds,
     StopFound,
     StructuredOutput,
+    Tenant,
 )
 from longshore.protocol.sampling import RepetitionDetection, SamplingParams
 from longshore.protocol.statistics import (
@@ -289,6 +291,7 @@ adds = st.builds(
     output_token_ids=int32s,
     priority=st.integers(-9, 9),
     age_s=st.floats(0, 100),
+    tenant=st.builds(Tenant, texts, st.integers(1, MAX_WEIGHT)),
     cache_salt=st.none() | texts,
     skip_reading_prefix_cache=st.booleans(),
     trace_headers=st.none() | st.dictionaries(texts, texts, max_size=2),
@@ -329,6 +332,7 @@ FROM_WORKER = {
         nan_rows=int32s,
         num_nans=int32s,
         failed_block_ids=int32s,
+        is_out_of_memory=st.booleans(),
         connector_metadata=st.binary(max_size=9),
         compute_s=st.floats(0, 9),
     ),

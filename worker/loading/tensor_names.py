@@ -35,7 +35,7 @@ def tensor_names(model_dir: Path) -> frozenset[str]:
         else:
             index: Any = read_json(model_dir / INDEX_FILE)
             names = index["weight_map"]
-        return frozenset(names)
+        return frozenset(name for name in names if isinstance(name, str))
     except (OSError, ValueError, LookupError, TypeError):
         return frozenset()
 

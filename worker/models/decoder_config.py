@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
+from longshore.protocol.errors import shortened
 from longshore.protocol.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -311,9 +312,9 @@ def _reaches(
     others = sorted(set(types) - reaches.keys())
     if others:
         raise UnsupportedModel(
-            f"{fields.source}: layers of type {', '.join(others)} are not supported; this family "
-            f"supports, with the sizes in the file, {', '.join(reaches)}. Check layer_types, "
-            "sliding_window and attention_chunk_size, or use another checkpoint."
+            f"{fields.source}: layers of type {shortened(', '.join(others))} are not supported; "
+            f"this family supports, with the sizes in the file, {', '.join(reaches)}. Check "
+            "layer_types, sliding_window and attention_chunk_size, or use another checkpoint."
         )
     return tuple(reaches[kind] for kind in types)
 

@@ -115,8 +115,7 @@ def _family(fields: JsonFields) -> type[DecoderConfig]:
             if family.model_type == model_type:
                 return family
         raise UnsupportedModel(
-            f"{fields.source}: model_type={shortened(model_type)!r} is not supported. "
-            f"{_supported()}"
+            f"{fields.source}: model_type={model_type!r} is not supported. {_supported()}"
         )
     for name in (*names, *map(_with_head, names)):
         if name in ARCHITECTURES:

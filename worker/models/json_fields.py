@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
-from longshore.protocol.errors import shortened
+from longshore.protocol.errors import MAX_ECHOED_CHARACTERS, shortened
 from longshore.protocol.model_files import exists, read_json
 from longshore.worker.errors import BrokenCheckpoint, UnsupportedModel
 
@@ -63,11 +63,12 @@ class JsonFields:
         return value
 
     def text(self, key: str, default: str) -> str:
+        """A string of at most MAX_ECHOED_CHARACTERS, so that messages may repeat it."""
         value = self.values.get(key)
         if value is None:
             return default
-        if not isinstance(value, str):
-            raise self.wrong(key, "a string")
+        if not isinstance(value, str) or len(value) > MAX_ECHOED_CHARACTERS:
+            raise self.wrong(key, f"a string of at most {MAX_ECHOED_CHARACTERS} characters")
         return value
 
     def table(self, key: str) -> "JsonFields | None":

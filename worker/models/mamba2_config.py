@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
+from longshore.protocol.errors import shortened
 from longshore.protocol.kv_cache_spec import KVCacheSpec, MambaSpec
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.kv_cache.plan import CacheSizes
@@ -191,6 +192,6 @@ def check_mamba(fields: JsonFields, mamba: MambaShape) -> None:
     limit = fields.values.get("time_step_limit")
     if limit is not None and limit not in _NO_LIMITS:
         raise UnsupportedModel(
-            f"{fields.source}: time_step_limit={limit!r} is not supported. Use a checkpoint "
-            "without it."
+            f"{fields.source}: time_step_limit={shortened(repr(limit))} is not supported. "
+            "Use a checkpoint without it."
         )

@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from longshore.protocol.errors import shortened
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.models.json_fields import JsonFields
 
@@ -240,6 +241,6 @@ def _reject_unknown_keys(rope: JsonFields, kind: str, known: AbstractSet[str]) -
     unknown = sorted(rope.values.keys() - known - _COMMON_KEYS)
     if unknown:
         raise UnsupportedModel(
-            f"{rope.source}: {', '.join(unknown)} not supported for rope type {kind!r}; "
+            f"{rope.source}: {shortened(', '.join(unknown))} not supported for rope type {kind!r}; "
             "ignoring them could give wrong positions. Remove them or use a supported rope type."
         )

@@ -16,9 +16,11 @@ from longshore.worker.attention.backend import AttentionStep
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.metadata import AttentionMetadata, DecodeSegment, PrefillChunk
 from longshore.worker.kernels.argmax import argmax
+from longshore.worker.kv_cache.block_guard import GuardedStep
 from longshore.worker.kv_cache.block_table import TableUpload
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.models.decoder_model import DecoderModel
+from longshore.worker.process.device import is_out_of_memory
 from longshore.worker.ranks.parallel import Parallel
 from longshore.worker.ranks.stage_link import StageLink
 from longshore.worker.sampling.extras import DeviceExtras
@@ -66,6 +68,7 @@ class DeviceStep:
     fed_back: tokens that another rank sampled in an earlier step and this step computes.
     pooling:  the step's part of pooled vectors, if any.
     transfers: the connector's hooks of this step; None without a connector and in the warm-up.
+    guard:    verifies full blocks, with `--poison-kv`.
     prepare:  called with the model's inputs before the forward pass; used in the warm-up.
     """
 
@@ -80,16 +83,20 @@ class DeviceStep:
     fed_back: FedBackTokens | None
     pooling: StepPooling | None = None
     transfers: StepTransfers | None = None
+    guard: GuardedStep | None = None
     prepare: Preparation | None = None
 
     def run(self) -> None:
         """Compute, sample, and start copying the results into the step's staging set."""
-        if self.transfers is None:
-            self._run()
-            return
-        self.transfers.before_step()
+        if self.guard is not None:
+            self.guard.begin()
+        if self.transfers is not None:
+            self.transfers.before_step()
         self._run()
-        self.transfers.after_step()
+        if self.transfers is not None:
+            self.transfers.after_step()
+        if self.guard is not None:
+            self.guard.end()
 
     def _run(self) -> None:
         state, inputs = self.state, self.inputs
@@ -108,7 +115,19 @@ class DeviceStep:
         if len(cleared_blocks):
             state.cache.clear(cleared_blocks)
         if len(ints[inputs.token_index]):
+            self._compute_if_it_fits(ints, reals)
+
+    def _compute_if_it_fits(self, ints: Tensor, reals: Tensor) -> None:
+        """Without memory for its intermediate tensors, a step can be computed later, in parts. But
+        if other ranks compute it too, they wait for this one; a connector may have stored what the
+        step has not computed; and encoder inputs are given only once."""
+        try:
             self._compute(ints, reals)
+        except (RuntimeError, MemoryError) as error:
+            is_alone = self.state.parallel.num_ranks == 1 and self.transfers is None
+            if not is_alone or self.encoded or not is_out_of_memory(error):
+                raise
+            self.inputs.outcome.is_out_of_memory = True
 
     def _compute(self, ints: Tensor, reals: Tensor) -> None:
         state, inputs = self.state, self.inputs

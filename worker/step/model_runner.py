@@ -19,6 +19,7 @@ from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed, WorkerRe
 from longshore.protocol.plan import SchedulerOutput
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.errors import RankLost
+from longshore.worker.kv_cache.block_guard import BlockGuard, GuardedStep
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.models.decoder_model import DecoderModel
 from longshore.worker.queues.compute_queue import Completion, ComputeQueue
@@ -53,10 +54,12 @@ class ModelRunner:
         parallel: Parallel = ALONE,
         eos_token_ids: Sequence[int] = (),
         connector: ConnectorRunner | None = None,
+        guards_blocks: bool = False,
     ) -> None:
         """parallel: this rank's position; only the outputs of the sampling rank have tokens.
         eos_token_ids: not sampled until a request has min_tokens.
-        connector: the worker half of the connector; None: plans with metadata are rejected."""
+        connector: the worker half of the connector; None: plans with metadata are rejected.
+        guards_blocks: see BlockGuard."""
         self._epoch = epoch
         self._connector = connector
         self._parallel = parallel
@@ -71,6 +74,7 @@ class ModelRunner:
             parallel=parallel,
             has_layer_hooks=connector is not None and connector.has_layer_hooks,
         )
+        self._guard = BlockGuard(cache, self._launcher.tables) if guards_blocks else None
         self._rows = WorkerRows(
             tables=self._launcher.tables,
             max_num_seqs=max_num_seqs,
@@ -122,11 +126,18 @@ class ModelRunner:
             encoded=launcher.encoder.take(plan, num_scheduled),
             pooling=(pooling := self._pooling(batch)),
             transfers=transfers,
+            guard=self._guarded(plan, num_scheduled),
             step_id=plan.step,
             on_answer=lambda inputs, completion: on_report(
                 self._report(plan.step, inputs, generates, pooling, transfers, completion)
             ),
         )
+
+    def _guarded(self, plan: SchedulerOutput, num_scheduled: Int64s) -> GuardedStep | None:
+        if self._guard is None:
+            return None
+        added = [start.row for start in plan.added]
+        return self._guard.plan(plan.step, self._rows.rows.num_computed, num_scheduled, added)
 
     def _pooling(self, batch: StepBatch) -> StepPooling | None:
         """The step's pooling; None if no row pools or another rank samples."""
@@ -194,6 +205,10 @@ class ModelRunner:
             if (is_lost := isinstance(error, RankLost)) or isinstance(error, HookFailed):
                 reason = f"step {step}: {error}"  # the message is complete
             return WorkerFailed(self._epoch, self._parallel.rank, reason, is_consequence=is_lost)
+        if inputs.outcome.is_out_of_memory:
+            return ModelRunnerOutput(
+                self._epoch, step, is_out_of_memory=True, compute_s=completion.elapsed_s
+            )
         if not self._parallel.samples:
             return ModelRunnerOutput(
                 self._epoch,

@@ -1,7 +1,7 @@
 """The inputs of one step, packed on the host so that two copies move them to the device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,13 @@ class StepResult:
     logprobs: TokenLogprobs | None
 
 
+@dataclass
+class StepOutcome:
+    """Set on the compute queue. is_out_of_memory: the step was not computed."""
+
+    is_out_of_memory: bool = False
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """One step's inputs in a staging set, and the slice of each of them.
@@ -107,6 +114,7 @@ class StepInputs:
     cut_draws: DrawSlices | None
     sampled_rows: Int64s
     extras: SamplingExtras | None
+    outcome: StepOutcome = field(default_factory=StepOutcome)
 
     def receive(self, sampled: Tensor, non_finite: Tensor) -> None:
         """Start copying the results, (num_sampled,) int32 each, to the host. On the compute

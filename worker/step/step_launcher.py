@@ -15,6 +15,7 @@ from longshore.protocol.kv_cache_spec import NULL_BLOCK, CrossAttentionSpec, KVC
 from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.attention.metadata import DecodeSegment
 from longshore.worker.attention.segments import decode_segments
+from longshore.worker.kv_cache.block_guard import GuardedStep
 from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.kv_cache.buffer import KVCache
 from longshore.worker.kv_cache.context_share import ContextShare
@@ -119,6 +120,7 @@ class StepLauncher:
         encoded: Sequence[EncoderInput] = (),
         pooling: StepPooling | None = None,
         transfers: StepTransfers | None = None,
+        guard: GuardedStep | None = None,
         prepare: Preparation | None = None,
         on_answer: Callable[[StepInputs, Completion], None] | None = None,
         step_id: int | None = None,
@@ -158,6 +160,7 @@ class StepLauncher:
             fed_back=fed_back,
             pooling=pooling,
             transfers=transfers,
+            guard=guard,
             prepare=prepare,
         )
         on_done = None if on_answer is None else partial(on_answer, inputs)

@@ -4,7 +4,6 @@ The client's `x-request-id` is used, or one is generated. It is part of the resp
 engine reports and of logs, and is returned as a header, as are W3C trace context headers.
 """
 
-import hmac
 import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longshore.deploy.gateway.admin_routes import ADMIN_PREFIX
+from longshore.deploy.gateway.api_keys import NO_KEY, ApiKey, find_key
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
@@ -27,6 +27,7 @@ _REQUEST_ID: Final = re.compile(r"[!-~]{1,128}", re.ASCII)
 _TRACE_VALUE: Final = re.compile(rb"[ -~]{1,512}")
 _ID_KEY: Final = "longshore.request_id"
 _TRACE_KEY: Final = "longshore.trace_headers"
+_API_KEY_KEY: Final = "longshore.api_key"
 
 
 class RequestMiddleware:
@@ -40,13 +41,13 @@ class RequestMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        api_keys: Sequence[str],
+        api_keys: Sequence[ApiKey],
         metrics: GatewayMetrics,
         paths: Collection[str] = (),
     ) -> None:
         self.app = app
         self._paths = paths
-        self._api_keys = [key.encode() for key in api_keys]
+        self._api_keys = api_keys
         self._metrics = metrics
         self._log = AccessLog()
 
@@ -78,7 +79,7 @@ class RequestMiddleware:
         try:
             if given and not is_usable:
                 raise invalid("x-request-id must be 1 to 128 visible ASCII characters")
-            self._check_key(scope["path"], headers.get(b"authorization", b""))
+            scope[_API_KEY_KEY] = self._key(scope["path"], headers.get(b"authorization", b""))
         except ApiError as error:
             await Exchange(scope, receive, send_with_headers).send_error(error)
             self._ended(scope, request, status)
@@ -97,13 +98,13 @@ class RequestMiddleware:
         self._metrics.responses.labels(endpoint, label).inc()
         self._log.end(request, status)
 
-    def _check_key(self, path: str, authorization: bytes) -> None:
+    def _key(self, path: str, authorization: bytes) -> ApiKey:
+        """The key of a request. Raises ApiError if it needs one and has none."""
         if not self._api_keys or path in OPEN_PATHS or path.startswith(ADMIN_PREFIX):
-            return
+            return NO_KEY
         scheme, _, given = authorization.partition(b" ")
-        # Compare with all keys, in constant time.
-        matches = [hmac.compare_digest(given.strip(), key) for key in self._api_keys]
-        if scheme.lower() != b"bearer" or not any(matches):
+        key = find_key(self._api_keys, given.strip())
+        if scheme.lower() != b"bearer" or key is None:
             raise ApiError(
                 401,
                 "unknown API key; send a valid one as `Authorization: Bearer KEY`"
@@ -112,12 +113,19 @@ class RequestMiddleware:
                 code="invalid_api_key",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
+        return key
 
 
 def request_id_of(scope: Scope, prefix: str) -> str:
     """A request id for the engine: unique, even if a client uses one id for several requests."""
     given: str = scope[_ID_KEY]
     return f"{prefix}-{given}-{uuid.uuid4().hex[:8]}"
+
+
+def api_key_of(scope: Scope) -> ApiKey:
+    """The API key that the request was sent with."""
+    key: ApiKey = scope[_API_KEY_KEY]
+    return key
 
 
 def trace_headers_of(scope: Scope) -> Mapping[str, str]:

@@ -52,6 +52,7 @@ class BeamGeneration:
                 on_change=self._changed.set,
                 priority=spec.priority,
                 cache_salt=spec.cache_salt,
+                tenant=spec.tenant,
             )
             for number, prompt in enumerate(spec.prompts)
         ]
@@ -121,6 +122,8 @@ class BeamGeneration:
         self._ends.append(reason)
         self._num_output_tokens += len(token_ids)
         self._metrics.generated_tokens.inc(len(token_ids))
+        if self._spec.charge is not None:
+            self._spec.charge(len(token_ids))
         self._metrics.answer_lengths.observe(len(token_ids))
         text = self._text(search.prompt_token_ids, token_ids[:-1] if beam.has_ended else token_ids)
         return Piece(index, text, token_ids, reason.api_name)

@@ -13,16 +13,18 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 
+from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.exchange import Exchange
 from longshore.deploy.gateway.http.json_body import read_json_body
-from longshore.deploy.gateway.http.middleware import request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.endpoint import (
     ApiEndpoint,
     Service,
     check_capacity,
     check_model,
+    check_priority,
     num_at_a_time,
     within,
 )
@@ -47,7 +49,7 @@ from longshore.deploy.model.embedding import NOT_SAMPLED
 from longshore.deploy.requests.live_requests import LiveRequest
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.outputs import FinishedRequest, FinishReason
-from longshore.protocol.requests import PoolingParams
+from longshore.protocol.requests import PoolingParams, Tenant
 
 MAX_INPUTS: Final = 2048
 MAX_IN_FLIGHT: Final = 256
@@ -116,6 +118,8 @@ class EmbeddingsEndpoint(ApiEndpoint):
         request = await service.json.run(len(body), read_parameters, EmbeddingRequest, body)
         check_deadline(request.deadline_s)
         check_model(request.model, service)
+        key = api_key_of(exchange.scope)
+        check_priority(request.priority or 0, key)
         try:
             pooling = service.embedding.pooling(
                 normalize=request.normalize, dimensions=request.dimensions
@@ -123,7 +127,7 @@ class EmbeddingsEndpoint(ApiEndpoint):
         except ValueError as error:
             param = str(error).replace("=", ":").partition(":")[0]
             raise invalid(str(error).removeprefix("model: "), param=param) from error
-        answer = self._answer(exchange, service, request, pooling, arrived_s)
+        answer = self._answer(exchange, service, request, pooling, key, arrived_s)
         await within(request.deadline_s, arrived_s, exchange.run_while_connected(answer))
 
     async def _answer(
@@ -132,6 +136,7 @@ class EmbeddingsEndpoint(ApiEndpoint):
         service: Service,
         request: EmbeddingRequest,
         pooling: PoolingParams,
+        key: ApiKey,
         arrived_s: float,
     ) -> None:
         inputs = request.inputs()
@@ -145,16 +150,20 @@ class EmbeddingsEndpoint(ApiEndpoint):
             prompts=prompts,
             pooling=pooling,
             priority=request.priority or 0,
-            cache_salt=request.cache_salt,
+            cache_salt=key.cache_salt(request.cache_salt),
+            tenant=key.tenant,
             trace_headers=trace_headers_of(exchange.scope),
-            max_in_flight=num_at_a_time(MAX_IN_FLIGHT, service),
+            max_in_flight=min(len(prompts), num_at_a_time(MAX_IN_FLIGHT, key, service)),
             arrived_s=arrived_s,
             client=service.client,
             metrics=service.metrics,
         )
-        with run:
-            ends = await run.ends()
         num_tokens = sum(map(len, prompts))
+        with (
+            service.key_usage.admit(key, num_live=run.max_in_flight, num_tokens=num_tokens),
+            run,
+        ):
+            ends = await run.ends()
         usage = EmbeddingUsage(
             num_tokens,
             num_tokens,
@@ -251,6 +260,7 @@ class _Run(msgspec.Struct, kw_only=True):
     pooling: PoolingParams
     priority: int
     cache_salt: str | None
+    tenant: Tenant
     trace_headers: Mapping[str, str]
     max_in_flight: int
     arrived_s: float
@@ -311,6 +321,7 @@ class _Run(msgspec.Struct, kw_only=True):
                 on_change=self.changed.set,
                 priority=self.priority,
                 cache_salt=self.cache_salt,
+                tenant=self.tenant,
                 trace_headers=self.trace_headers,
                 pooling=self.pooling,
             )

@@ -4,16 +4,19 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.engines.engines import Engines
 from longshore.deploy.gateway.http.exchange import ClientGone, Exchange
 from longshore.deploy.gateway.http.json_body import JsonThread, read_json_body
-from longshore.deploy.gateway.http.middleware import request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
+from longshore.deploy.gateway.key_usage import KeyUsage
 from longshore.deploy.gateway.metrics import GatewayMetrics
 from longshore.deploy.gateway.openai.answer_size import check_prompt_size, piece_bytes
 from longshore.deploy.gateway.openai.beams import BeamGeneration
@@ -46,6 +49,7 @@ class Service(msgspec.Struct, frozen=True):
     max_audio_bytes, max_audio_s: limits of an audio file's size and duration.
     max_live_requests: limit of running and waiting requests.
     audio_decoder: decodes audio files within a memory limit.
+    key_usage: what each API key uses, and may use.
     json: decodes and encodes large bodies.
     """
 
@@ -56,6 +60,7 @@ class Service(msgspec.Struct, frozen=True):
     metrics: GatewayMetrics
     max_body_bytes: int
     max_live_requests: int
+    key_usage: KeyUsage
     speech: SpeechModel | None = None
     max_audio_bytes: int = 25 << 20
     max_audio_s: float = 3600.0
@@ -147,18 +152,25 @@ class GenerationEndpoint(ApiEndpoint, Generic[RequestT]):
         check_model(request.model, service)
         request_id = request_id_of(exchange.scope, self.id_prefix)
         spec = await self.specify(service, request, request_id, arrived_s)
+        key = api_key_of(exchange.scope)
+        check_priority(spec.priority, key)
         spec = msgspec.structs.replace(
             spec,
             trace_headers=trace_headers_of(exchange.scope),
-            # A random salt: no other request has it.
-            cache_salt=uuid.uuid4().hex if request.no_store else request.cache_salt,
+            cache_salt=key.cache_salt(
+                # A random salt: no other request has it.
+                uuid.uuid4().hex if request.no_store else request.cache_salt
+            ),
             skips_reading=bool(request.skip_reading_prefix_cache),
         )
         check_prompt_size(spec)
         check_capacity(spec.num_answers, service)
         writer = self.writer(service, request, request_id)
         kind = Generation if spec.beams is None else BeamGeneration
-        with kind(spec, service.client, service.tokenizer, service.metrics) as generation:
+        with (
+            admit(spec, key, service) as spec,
+            kind(spec, service.client, service.tokenizer, service.metrics) as generation,
+        ):
             if request.stream:
                 answer = stream(
                     exchange,
@@ -186,8 +198,29 @@ def check_capacity(num_answers: int, service: Service) -> None:
         raise queue_full(num_live, service.max_live_requests)
 
 
-def num_at_a_time(maximum: int, service: Service) -> int:
-    """Parts of a request that may be in the engine at a time, within the limit of live requests."""
+def check_priority(priority: int, key: ApiKey) -> None:
+    """Raise ApiError if requests of the key must not be so urgent."""
+    if key.min_priority is not None and priority < key.min_priority:
+        raise invalid(
+            f"priority={priority} is below {key.min_priority}, the most urgent priority that this "
+            "API key may set (min_priority)",
+            param="priority",
+        )
+
+
+@contextmanager
+def admit(spec: GenerationSpec, key: ApiKey, service: Service) -> Iterator[GenerationSpec]:
+    """Count a request as live within the limits of its key; returns it with `tenant` and `charge`.
+    Raises ApiError if it exceeds one."""
+    num_tokens = sum(map(len, spec.prompts))
+    with service.key_usage.admit(key, num_live=spec.num_answers, num_tokens=num_tokens) as admitted:
+        yield msgspec.structs.replace(spec, tenant=key.tenant, charge=admitted.charge)
+
+
+def num_at_a_time(maximum: int, key: ApiKey, service: Service) -> int:
+    """Parts of a request that may be in the engine at a time, within the limits of live
+    requests."""
+    maximum = service.key_usage.num_at_a_time(maximum, key)
     return max(1, min(maximum, service.max_live_requests - service.client.num_live_requests))
 
 

@@ -80,13 +80,18 @@ def unavailable(message: str) -> ApiError:
 
 def queue_full(num_live: int, limit: int) -> ApiError:
     """429: the limit of live requests has been reached."""
-    return ApiError(
-        429,
+    return rate_limited(
         f"{num_live} requests are running or waiting, and the limit is {limit} "
         "(--max-live-requests); retry later",
-        code="queue_full",
-        headers=((b"retry-after", b"1"),),
+        "queue_full",
+        retry_after_s=1,
     )
+
+
+def rate_limited(message: str, code: str, *, retry_after_s: int) -> ApiError:
+    """429: the request is valid; the client should retry after that time."""
+    headers = ((b"retry-after", b"%d" % retry_after_s),)
+    return ApiError(429, message, code=code, headers=headers)
 
 
 def unknown_model(name: str, served: str) -> ApiError:

@@ -87,6 +87,7 @@ class GeneratedAnswer:
             fork_of=fork_of,
             multimodal=tuple(spec.multimodal[number : number + 1]),
             num_primed=spec.num_primed,
+            tenant=spec.tenant,
             trace_headers=spec.trace_headers,
             skips_reading=spec.skips_reading,
         )
@@ -116,6 +117,8 @@ class GeneratedAnswer:
             metrics.inter_token_latency_s.observe(gap_s, num_tokens)
         self._last_token_s = now_s
         metrics.generated_tokens.inc(num_tokens)
+        if self._spec.charge is not None:
+            self._spec.charge(num_tokens)
 
     def take(self) -> Piece | None:
         """The next piece; None if there is nothing to show. Raises ApiError if the request

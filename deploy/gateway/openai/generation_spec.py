@@ -8,7 +8,7 @@ import msgspec
 from longshore.deploy.gateway.text.answer_text import NO_STOP_STRINGS, StopStrings
 from longshore.deploy.requests.beam_search import BeamSearchParams
 from longshore.deploy.requests.token_scores import TokenScore
-from longshore.protocol.requests import MultimodalFeature
+from longshore.protocol.requests import NO_TENANT, MultimodalFeature, Tenant
 from longshore.protocol.sampling import SamplingParams
 
 
@@ -28,6 +28,8 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     num_echoed_characters: length of the prompts' texts, if they are part of the answers.
     is_stream: yield pieces as answers grow, not each answer as a whole.
     arrived_s: from `time.perf_counter`.
+    tenant:    whose request it is.
+    charge:    called with the number of new tokens, which count for the limit of the API key.
     """
 
     request_id: str
@@ -47,6 +49,8 @@ class GenerationSpec(msgspec.Struct, frozen=True):
     max_in_flight: int | None = None
     trace_headers: Mapping[str, str] = {}
     num_echoed_characters: int = 0
+    tenant: Tenant = NO_TENANT
+    charge: Callable[[int], None] | None = None
 
     @property
     def num_answers(self) -> int:

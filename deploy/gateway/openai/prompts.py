@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 
 from longshore.deploy.gateway.openai.chat_prompt import ChatRenderer, chat_prompt_options
 from longshore.deploy.gateway.openai.errors import ApiError, invalid
+from longshore.deploy.gateway.openai.parameters import MAX_TOKEN_IDS
 from longshore.deploy.gateway.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -61,6 +62,7 @@ class PromptReader:
 
     def _encode_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         encoded = []
+        num_tokens = 0
         for prompt in prompts:
             if isinstance(prompt, str):
                 tokenizer = self._tokenizer
@@ -69,6 +71,9 @@ class PromptReader:
                 self.reject_too_long(prompt, tokenizer, "prompt")
                 prompt = tokenizer.encode(prompt)
             self._check_prompt(prompt, "prompt")
+            num_tokens += len(prompt)
+            if num_tokens > MAX_TOKEN_IDS:
+                raise invalid(f"prompt has more than {MAX_TOKEN_IDS} tokens", param="prompt")
             encoded.append(prompt)
         return encoded
 

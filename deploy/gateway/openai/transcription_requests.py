@@ -9,6 +9,7 @@ from longshore.deploy.gateway.openai.errors import invalid, shortened
 from longshore.deploy.gateway.openai.parameters import IGNORED, field_at_fault
 from longshore.deploy.gateway.openai.requests import Int32
 
+MAX_LANGUAGE_CHARACTERS: Final = 64
 FORMATS: Final = ("json", "text")
 # Parameters for timestamps, log probabilities, speakers and splitting by voice activity are not
 # supported.
@@ -36,7 +37,7 @@ class TranscriptionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     """
 
     model: str | None = None
-    language: str | None = None
+    language: Annotated[str, msgspec.Meta(max_length=MAX_LANGUAGE_CHARACTERS)] | None = None
     prompt: str | None = None
     response_format: str = "json"
     temperature: float = 0.0

@@ -10,16 +10,19 @@ from typing import ClassVar, Final
 
 import msgspec
 
+from longshore.deploy.gateway.api_keys import ApiKey
 from longshore.deploy.gateway.http.exchange import Exchange
-from longshore.deploy.gateway.http.middleware import request_id_of, trace_headers_of
+from longshore.deploy.gateway.http.middleware import api_key_of, request_id_of, trace_headers_of
 from longshore.deploy.gateway.http.multipart import parse_form
 from longshore.deploy.gateway.openai.endpoint import (
     ApiEndpoint,
     ResponseWriter,
     Service,
+    admit,
     answer_whole,
     check_capacity,
     check_model,
+    check_priority,
     num_at_a_time,
     stream,
 )
@@ -99,15 +102,18 @@ class SpeechEndpoint(ApiEndpoint):
     ) -> None:
         language = speech.language(request.language, self.task)
         sampling = speech.params(_sampling(request))
+        key = api_key_of(exchange.scope)
+        check_priority(request.priority, key)
         check_capacity(1, service)  # before decoding
         request_id = request_id_of(exchange.scope, "audio")
         async with service.audio_decoder.features(file, speech, service.max_audio_s) as features:
             del file
             if speech.must_detect(language):
                 language = await _detect(
-                    service, speech, request, features[0], request_id, arrived_s
+                    service, speech, request, features[0], key, request_id, arrived_s
                 )
-            prompt = speech.prompt(language, self.task, request.prompt)
+            # The field `prompt` may be long; tokenizing it takes a while.
+            prompt = await asyncio.to_thread(speech.prompt, language, self.task, request.prompt)
             spec = GenerationSpec(
                 request_id=request_id,
                 prompts=[prompt] * len(features),
@@ -115,15 +121,19 @@ class SpeechEndpoint(ApiEndpoint):
                 priority=request.priority,
                 is_stream=request.stream,
                 arrived_s=arrived_s,
+                cache_salt=key.cache_salt(None),
                 multimodal=features,
                 num_primed=NUM_PRIMED,
-                max_in_flight=num_at_a_time(MAX_IN_FLIGHT, service),
+                max_in_flight=num_at_a_time(MAX_IN_FLIGHT, key, service),
                 trace_headers=trace_headers_of(exchange.scope),
             )
             check_capacity(spec.num_answers, service)
             num_audio_tokens = speech.audio.num_tokens * len(features)
             writer = TranscriptWriter(len(features), request.response_format, num_audio_tokens)
-            with Generation(spec, service.client, speech.tokenizer, service.metrics) as generation:
+            with (
+                admit(spec, key, service) as spec,
+                Generation(spec, service.client, speech.tokenizer, service.metrics) as generation,
+            ):
                 if request.stream:
                     await stream(exchange, generation, writer, service.json, include_usage=True)
                 else:
@@ -164,6 +174,7 @@ async def _detect(
     speech: SpeechModel,
     request: TranscriptionRequest,
     feature: MultimodalFeature,
+    key: ApiKey,
     request_id: str,
     arrived_s: float,
 ) -> str:
@@ -179,7 +190,10 @@ async def _detect(
         multimodal=[feature],
     )
     check_capacity(spec.num_answers, service)
-    with Generation(spec, service.client, None, service.metrics) as generation:
+    with (
+        admit(spec, key, service) as spec,
+        Generation(spec, service.client, None, service.metrics) as generation,
+    ):
         answers = [piece async for pieces in generation.pieces() for piece in pieces]
     return speech.detected(answers[0].token_ids)
 

@@ -9,6 +9,7 @@ import pytest
 
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
 from longshore.deploy.cli.error_message import error_message
+from longshore.deploy.gateway.api_keys import plain_keys
 from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway, start_gateway
 
 __all__ = ["start_gateway"]  # the fixture
@@ -18,7 +19,7 @@ __all__ = ["start_gateway"]  # the fixture
 async def test_a_command_without_the_key_says_how_it_takes_one(
     start_gateway: StartGateway, command: list[str]
 ) -> None:
-    async with start_gateway(api_keys=("right",)) as gateway:
+    async with start_gateway(api_keys=plain_keys(["right"], "key")) as gateway:
         run = await longshore(*command, "--url", f"http://127.0.0.1:{gateway.port}")
         wrong = await longshore(
             *command, "--url", f"http://127.0.0.1:{gateway.port}", "--api-key", "wrong"

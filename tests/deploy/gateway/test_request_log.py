@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from longshore.deploy.gateway.api_keys import plain_keys
 from longshore.protocol.logs.limits import MAX_PER_SECOND
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import AddRequest
@@ -40,7 +41,7 @@ async def test_debug_tells_arrival_answer_and_exchange_with_the_client_s_id(
     start_gateway: StartGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, NAME)
-    async with start_gateway(api_keys=("secret-key",)) as gateway:
+    async with start_gateway(api_keys=plain_keys(["secret-key"], "key")) as gateway:
         assert await ask(gateway, "order-66") == 200
     arrived, ended, answered = (record for record in caplog.records if record.name == NAME)
     assert all("order-66" in about(each)["request_id"] for each in (arrived, ended, answered))

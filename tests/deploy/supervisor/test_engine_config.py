@@ -135,6 +135,11 @@ def test_verify_kv_is_an_option_of_the_connector(
     assert chosen == {"cpu_bytes_to_use": "1MiB", "verify_kv": "always"}
 
 
+@pytest.mark.parametrize("poison_kv", [False, True])
+def test_poison_kv_reaches_the_workers(model_dir: Path, poison_kv: bool) -> None:
+    assert worker_config(plan(model_dir, poison_kv=poison_kv)).poison_kv == poison_kv
+
+
 def test_what_no_worker_can_do_yet_is_no_setting() -> None:
     offered = {field.name for field in fields(EngineOptions)}
     assert not offered & {

@@ -22,6 +22,7 @@ from longshore.scheduler.queue.outside_policies import (
 from longshore.scheduler.queue.policies import (
     POLICIES,
     ContinuumPolicy,
+    FairQueue,
     FCFSPolicy,
     FCFSQueue,
     OrderedPolicy,
@@ -60,11 +61,17 @@ def test_priority_compares_the_two_heads() -> None:
 
 @pytest.mark.req("QUE-01")
 @pytest.mark.parametrize(
-    ("name", "served"), [("fcfs", "abc"), ("priority", "bca"), ("continuum", "cab")]
+    ("name", "served"),
+    [("fcfs", "abc"), ("priority", "bca"), ("continuum", "cab"), ("fair", "bca")],
 )
 def test_both_queues_serve_in_the_order_of_the_policy(name: str, served: str) -> None:
     kinds = {name: type(policy().make_queue()) for name, policy in POLICIES.items()}
-    assert kinds == {"fcfs": FCFSQueue, "priority": PriorityQueue, "continuum": PriorityQueue}
+    assert kinds == {
+        "fcfs": FCFSQueue,
+        "priority": PriorityQueue,
+        "continuum": PriorityQueue,
+        "fair": FairQueue,
+    }
     for enter in (WaitingRequests.add, WaitingRequests.add_blocked):
         waiting = WaitingRequests(POLICIES[name]())
         for request_id, priority, now in (("a", 2, 2.0), ("b", 0, 3.0), ("c", 1, 1.0)):
@@ -352,7 +359,8 @@ def test_an_unknown_name_is_rejected_with_all_that_exist(
     install(tmp_path, "theirs", {"shortest": "some_policies:Shortest"})
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"unknown .* 'random'; use one of fcfs, priority, continuum, shortest or"
+        ConfigError,
+        match=r"unknown .* 'random'; use one of fcfs, priority, continuum, fair, shortest or",
     ):
         load_policy("random")
 

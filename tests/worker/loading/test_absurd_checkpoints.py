@@ -89,6 +89,9 @@ def test_without_weights_the_number_of_layers_is_limited_too(folder: Path) -> No
         {"architectures": ["x" * 10_000]},
         {"vocab_size": "x" * 10_000},
         {"quantization_config": "x" * 10_000},
+        {"hidden_act": "x" * 10_000},
+        {"layer_types": ["x" * 10_000] * 2},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "x" * 10_000: 9}},
     ],
     ids=lambda changes: next(iter(changes)),
 )

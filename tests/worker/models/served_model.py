@@ -54,6 +54,7 @@ class ServedModel:
             max_model_len=max_model_len,
             kv_cache_dtype=kv_cache_dtype,
             show_progress=False,
+            poison_kv=True,
         )
         scheduling = SchedulerConfig(
             max_model_len=max_model_len,

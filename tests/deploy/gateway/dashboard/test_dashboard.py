@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from starlette.requests import Request
 
+from longshore.deploy.gateway.api_keys import plain_keys
 from longshore.deploy.gateway.dashboard.dashboard import Dashboard, encode_state
 from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.protocol.statistics import (
@@ -106,7 +107,7 @@ async def test_nobody_is_asked_while_nobody_looks(start_gateway: StartGateway) -
 
 
 async def test_page_needs_no_key_and_its_data_do(start_gateway: StartGateway) -> None:
-    async with start_gateway(api_keys=("secret",)) as gateway:
+    async with start_gateway(api_keys=plain_keys(["secret"], "key")) as gateway:
         assert (await gateway.get("/dashboard")).status == 200
         assert (await gateway.get("/dashboard/state")).status == 401
         assert (await gateway.get("/dashboard/state?api_key=secret")).status == 401
@@ -115,7 +116,7 @@ async def test_page_needs_no_key_and_its_data_do(start_gateway: StartGateway) ->
 async def test_a_browser_on_the_bare_address_is_led_to_the_page(
     start_gateway: StartGateway,
 ) -> None:
-    async with start_gateway(api_keys=("secret",)) as gateway:
+    async with start_gateway(api_keys=plain_keys(["secret"], "key")) as gateway:
         answer = await gateway.get("/")
         assert (answer.status, answer.headers["location"]) == (307, "dashboard")
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from longshore.deploy.gateway.api_keys import plain_keys
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import AddRequest
 from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway
@@ -72,7 +73,7 @@ async def test_only_those_with_a_key_are_served(
     start_gateway: StartGateway, authorization: str | None, status: int
 ) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
-    async with start_gateway(api_keys=("first", "second")) as gateway:
+    async with start_gateway(api_keys=plain_keys(["first", "second"], "key")) as gateway:
         for method, path, body in (
             ("POST", "/v1/completions", BODY),
             ("GET", "/v1/models", b""),

@@ -1,0 +1,166 @@
+"""Faults while a deployment starts or drains. It ends with them, and nothing is left of it."""
+
+import contextlib
+import random
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from tests.chaos.outcomes import Outcome
+from tests.chaos.setups import HOST_TIER, connector_flags, deploy
+from tests.chaos.streams import COMPLETE, Load, Prompt, Stream, check_streams
+from tests.chaos.target import RECOVERY_S, Target, check_nothing_is_left
+from tests.integration.deployment import Deployment, wait_until
+
+DRAIN_S: Final = 30.0
+SHORT_DRAIN_S: Final = 0.5
+
+CUT: Final = ("error event", "closed", "status 503")
+"""How a stream ends that is not complete."""
+
+Injection = Callable[[Deployment], None]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """One fault that ends a deployment.
+
+    inject:  called once the deployment has begun to start, or to drain under load.
+    status:  the exit status.
+    drain_s: time that running requests have; None: the fault comes while it starts.
+    is_cut:  streams may be cut.
+    is_hang: the worker hangs from before the drain on.
+    is_short: it is in the short form of the suite.
+    """
+
+    kind: str
+    what: str
+    inject: Injection
+    status: int
+    drain_s: float | None = DRAIN_S
+    is_cut: bool = True
+    is_hang: bool = False
+    is_short: bool = True
+
+
+def send(name: str, number: signal.Signals = signal.SIGKILL) -> Injection:
+    return lambda deployment: deployment.members[name].send_signal(number)
+
+
+def kill_new(name: str) -> Injection:
+    """Kill a process as soon as it exists."""
+
+    def inject(deployment: Deployment) -> None:
+        wait_until(lambda: _member(deployment, name) is not None)
+        process = _member(deployment, name)
+        assert process is not None
+        process.kill()
+
+    return inject
+
+
+def _member(deployment: Deployment, name: str) -> psutil.Process | None:
+    for child in deployment.process.children():
+        try:
+            if Path(child.cmdline()[-1]).stem == name:
+                return child
+        except (psutil.Error, IndexError):  # it does not run its program yet, or any more
+            continue
+    return None
+
+
+def kill_supervisor(deployment: Deployment) -> None:
+    """While the other processes start."""
+    wait_until(lambda: _member(deployment, "gateway") is not None)
+    deployment.process.kill()
+
+
+def nothing(deployment: Deployment) -> None:
+    pass
+
+
+ENDINGS: Final[Sequence[Ending]] = (
+    Ending("drain", "without a fault", nothing, 0, is_cut=False),
+    Ending("drain", "at the deadline", nothing, 0, drain_s=SHORT_DRAIN_S),
+    Ending("drain", "a second signal", send("supervisor", signal.SIGTERM), 0, is_short=False),
+    Ending("killed in drain", "the worker", send("worker-0"), 1),
+    Ending("killed in drain", "the scheduler", send("scheduler"), 1),
+    Ending("killed in drain", "the gateway", send("gateway"), 1),
+    Ending("killed in drain", "the supervisor", send("supervisor"), -signal.SIGKILL),
+    Ending("hung in drain", "the worker", nothing, 1, drain_s=SHORT_DRAIN_S, is_hang=True),
+    Ending("killed at start", "the worker", kill_new("worker-0"), 1, drain_s=None),
+    Ending(
+        "killed at start", "the scheduler", kill_new("scheduler"), 1, drain_s=None, is_short=False
+    ),
+    Ending("killed at start", "the gateway", kill_new("gateway"), 1, drain_s=None),
+    Ending("killed at start", "the supervisor", kill_supervisor, -signal.SIGKILL, drain_s=None),
+)
+"""Each on a deployment of its own, with one engine, one gateway and host memory as a tier."""
+
+
+class Endings:
+    """Applies endings to deployments of one model. The first one that starts also runs calmly."""
+
+    def __init__(self, model: Path, folder: Path, prompts: Sequence[Prompt], seed: int) -> None:
+        self._model = model
+        self._folder = folder
+        self._prompts = prompts
+        self._chance = random.Random(seed)
+        self._calm: list[Stream] = []
+        self._num_started = 0
+
+    def run(self, ending: Ending) -> Outcome:
+        """Raises AssertionError."""
+        self._num_started += 1
+        flags = connector_flags("offloading", HOST_TIER)
+        if ending.drain_s is not None:
+            flags += ["--drain-timeout-s", str(ending.drain_s)]
+        folder = self._folder / str(self._num_started)
+        with deploy(self._model, folder, *flags) as deployment:
+            try:
+                streams = self._end(deployment, ending, folder)
+                _check_end(deployment, ending)
+            except BaseException as error:
+                error.add_note(f"{ending.kind}: {ending.what}")
+                error.add_note(deployment.output[-6000:])
+                raise
+        num_complete = sum(stream.end == COMPLETE for stream in streams)
+        num_cut = len(streams) - num_complete
+        outcome = Outcome(ending.kind, ending.what, num_complete, num_cut, None)
+        print(outcome)
+        return outcome
+
+    def _end(self, deployment: Deployment, ending: Ending, folder: Path) -> list[Stream]:
+        if ending.drain_s is None:
+            ending.inject(deployment)
+            return []
+        target = Target(deployment.wait_until_ready(), self._prompts, folder=folder)
+        if not self._calm:
+            target.run_calmly()
+            self._calm = target.calm
+        seed = self._chance.getrandbits(32)
+        with Load(deployment.url, self._prompts, seed=seed) as load:
+            load.wait_for_tokens()
+            load.stop_asking()
+            worker = deployment.members["worker-0"]
+            worker.suspend()  # so that no stream ends before the fault
+            deployment.process.terminate()
+            wait_until(lambda: "running requests have" in deployment.output)
+            ending.inject(deployment)
+            if not ending.is_hang:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.resume()
+            streams = load.finish()
+        wrong = check_streams(streams, self._calm, CUT if ending.is_cut else ())
+        assert not wrong, wrong[:10]
+        return streams
+
+
+def _check_end(deployment: Deployment, ending: Ending) -> None:
+    assert deployment.process.wait(timeout=RECOVERY_S) == ending.status
+    check_nothing_is_left(deployment)
+    assert "Traceback" not in deployment.output

@@ -1,0 +1,38 @@
+"""The tests that docs/reliability.md names exist, and the metrics of failures are listed."""
+
+import re
+
+import pytest
+
+from tests.conftest import ROOT
+
+TEXT = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+CELLS = [row.split(" | ")[2] for row in re.findall(r"^\| (?:a|input|SIGTERM).*$", TEXT, re.M)]
+NAMED = sorted(
+    {
+        (file, name)
+        for cell in CELLS
+        for file, names in re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", cell)
+        for name in re.findall(r"\w+", names)
+    }
+)
+
+
+def test_every_event_names_its_tests() -> None:
+    assert len(CELLS) == 6
+    assert len(NAMED) >= 9
+
+
+@pytest.mark.parametrize(("file", "name"), NAMED)
+def test_a_named_test_exists(file: str, name: str) -> None:
+    text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+    assert re.search(rf"^(async )?def {name}\(", text, re.M)
+
+
+def test_metrics_of_failures_are_listed() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"`(longshore_\w+)`", page))
+    listed = (ROOT / "docs" / "metrics.md").read_text("utf-8")
+    assert "longshore_kv_tier_open_breakers" in names
+    for name in names:
+        assert f"`{name}`" in listed
