@@ -19,8 +19,10 @@ from longshore.protocol.kv_cache_spec import HeadShare, KVCacheConfig
 from longshore.protocol.model_files import open_regular, read_bytes
 from longshore.protocol.outputs import (
     AdmissionChanged,
+    EngineContinues,
     EngineFailed,
     EngineOutputs,
+    EnginePaused,
     ModelRunnerOutput,
     TransferReport,
     WorkerFailed,
@@ -164,6 +166,8 @@ ToClient: TypeAlias = (
     | AdmissionChanged
     | EngineReport
     | BlockSnapshot
+    | EnginePaused
+    | EngineContinues
     | EngineFailed
     | EngineReady
     | Rejected

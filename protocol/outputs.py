@@ -196,6 +196,21 @@ class EngineOutputs(
     stats: SchedulerStats | None = None
 
 
+class EnginePaused(msgspec.Struct, tag="engine_paused", frozen=True, forbid_unknown_fields=True):
+    """No request advances until the engine has new workers, because of `reason`. Requests stay
+    live, and new ones wait."""
+
+    reason: str
+
+
+class EngineContinues(
+    msgspec.Struct, tag="engine_continues", frozen=True, forbid_unknown_fields=True
+):
+    """The engine has new workers; the pause is over."""
+
+    engine_id: str
+
+
 class AdmissionChanged(
     msgspec.Struct, tag="admission", frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):

@@ -262,6 +262,8 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     kv_connector: name of a registered connector, or package.module:Class.
     kv_connector_config: JSON with options that the connector defines.
     kv_events:   publish the events of the cache; None: do not.
+    outlives_workers: workers that have ended are started again, and the supervisor says so; the
+                 scheduler waits for that and begins a new epoch. Otherwise it ends with them.
     lifeline_fd: inherited socket to the supervisor; None when started by hand.
     """
 
@@ -281,6 +283,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     kv_connector: str | None = None
     kv_connector_config: str = "{}"
     kv_events: KVEventsConfig | None = None
+    outlives_workers: bool = False
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"

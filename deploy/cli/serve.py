@@ -140,7 +140,8 @@ def _processes(
 ) -> list[ProcessSpec]:
     """In start order: schedulers need their workers, and gateways need the schedulers."""
     engines = [
-        engine_processes(plan, runtime_dir, replica) for replica in replicas(options.replicas)
+        engine_processes(plan, runtime_dir, replica, is_restarted=options.max_restarts > 0)
+        for replica in replicas(options.replicas)
     ]
     key_usage_fd = runtime_dir.shared_memory("longshore-key-usage") if api_keys else None
     peers = tuple(

@@ -14,7 +14,13 @@ from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.supervisor import STOP_TIMEOUT_S, Supervisor
 from longshore.protocol.errors import EngineDead, HandshakeRejected
 from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine
-from longshore.protocol.outputs import AdmissionChanged, EngineFailed, EngineOutputs
+from longshore.protocol.outputs import (
+    AdmissionChanged,
+    EngineContinues,
+    EngineFailed,
+    EngineOutputs,
+    EnginePaused,
+)
 from longshore.protocol.requests import ClientRequest
 from longshore.protocol.statistics import BlockSnapshot, DescribeBlocks, EngineReport
 from longshore.protocol.transport.channel import Channel, open_socket
@@ -96,6 +102,8 @@ class RemoteEngine:
                 raise self._dead(reason)
             case EngineReady() | EngineReport() | AdmissionChanged():
                 return None  # a second handshake; not requested; no operator pauses this engine
+            case EnginePaused() | EngineContinues():
+                return None  # only of engines whose workers are restarted
             case _:
                 assert_never(message)
 

@@ -50,8 +50,9 @@ class LiveRequest:
     taken_token_ids: output tokens before those.
     num_primed:    see `LiveRequests.open`.
     is_stopped:    a stop string was found; only the engine's answer is missing.
-    num_lost:      engines in a row that were lost without giving it a token.
-    num_tokens_sent: output tokens when it was sent to its engine.
+    num_lost:      engines (or an engine's workers) in a row that were lost without giving it a
+                   token.
+    num_tokens_sent: output tokens when it was sent to its engine, or when that got new workers.
     scores:        log probabilities that the consumer has not taken yet, by position (the prompt's
                    first token is at 0), if requested.
     finished:      set when the request has finished; no token comes after it.
@@ -276,13 +277,18 @@ class LiveRequests:
         found."""
         self._fail([live for live in self.all() if live.is_stopped], failure)
 
-    def fail_fatal(self, failure: EngineDead) -> None:
-        """The engine is lost: fail requests that have lost MAX_LOST engines in a row without a
-        token. One of them may be what kills the engines."""
+    def fail_fatal(self, failure: EngineDead) -> AbortRequests | None:
+        """The engine is lost, or its workers: fail requests that have lost MAX_LOST of them in a
+        row without a token. One of them may be what kills the engines. Returns the message that
+        aborts them, if any."""
         requests = self.all()
         for live in requests:
             live.num_lost = live.num_lost + 1 if live.num_tokens == live.num_tokens_sent else 0
-        self._fail([live for live in requests if live.num_lost >= MAX_LOST], failure)
+            live.num_tokens_sent = live.num_tokens
+        fatal = [live for live in requests if live.num_lost >= MAX_LOST]
+        self._fail(fatal, failure)
+        handles = [live.handle for live in fatal]
+        return AbortRequests(int32_array(handles)) if handles else None
 
     def _fail(self, requests: Sequence[LiveRequest], failure: EngineDead) -> None:
         for live in requests:

@@ -213,9 +213,14 @@ def worker_config(plan: EnginePlan) -> WorkerConfig:
 
 
 def engine_processes(
-    plan: EnginePlan, runtime_dir: RuntimeDir, replica: Replica = _ONLY
+    plan: EnginePlan,
+    runtime_dir: RuntimeDir,
+    replica: Replica = _ONLY,
+    *,
+    is_restarted: bool = False,
 ) -> tuple[list[ProcessSpec], Endpoint]:
-    """The processes to start, workers first and the scheduler last, and the clients' endpoint."""
+    """The processes to start, workers first and the scheduler last, and the clients' endpoint.
+    is_restarted: processes that die are started again."""
     clients = runtime_dir.endpoint(replica.file_name("clients"))
     options = plan.options
     layout = RankLayout(
@@ -246,6 +251,7 @@ def engine_processes(
         kv_connector_config=msgspec.json.encode(plan.connector_options).decode(),
         kv_events=kv_events_config(plan.options, runtime_dir, replica),
         engine_id=_engine_id(replica),
+        outlives_workers=is_restarted,
         log_level=plan.options.log_level,
     )
     memory_fd = None
@@ -265,7 +271,7 @@ def engine_processes(
                 stop_group="workers",
                 stopped_by=replica.scheduler,
                 restart_group=_engine_id(replica),
-                survives=replica.scheduler if options.num_ranks == 1 else None,
+                survives=(replica.scheduler,) if options.num_ranks == 1 else (),
                 config_after=_next_worker,
             )
             for rank, endpoint in enumerate(workers)
@@ -277,6 +283,8 @@ def engine_processes(
             environment=NO_BLAS_THREADS,
             stop_group="schedulers",
             restart_group=_engine_id(replica),
+            survives=tuple(replica.worker(rank) for rank in range(options.num_ranks)),
+            is_told=True,
             config_after=_next_scheduler,
         ),
     ], clients
@@ -289,12 +297,12 @@ def _worker_environment(options: EngineOptions, runtime_dir: RuntimeDir) -> dict
 
 
 def _next_scheduler(config: SchedulerProcessConfig) -> SchedulerProcessConfig:
-    """For a restarted engine: plans and events of the former one are void."""
+    """For new workers, or after a restart: plans and events of the former epoch are void."""
     return msgspec.structs.replace(config, epoch=config.epoch + 1)
 
 
 def _next_worker(config: WorkerProcessConfig) -> WorkerProcessConfig:
-    """For a restarted engine: its ranks meet at a new file."""
+    """For a restart: the ranks meet at a new file."""
     ranks = msgspec.structs.replace(config.ranks, rendezvous=f"{config.ranks.rendezvous}+")
     return msgspec.structs.replace(config, ranks=ranks)
 

@@ -22,12 +22,15 @@ from longshore.deploy.supervisor.log_relay import LogRelay
 from longshore.protocol.commands import Command, CommandAnswer, NumberedCommand
 from longshore.protocol.transport.lifeline import (
     STOP_SIGNAL,
+    Acknowledged,
     Alive,
     Failed,
     LifelineReport,
     Progress,
     Ready,
+    Restarting,
     decode_report,
+    encode_restarting,
 )
 
 logger = logging.getLogger(__name__)
@@ -55,8 +58,9 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     stopped_by: name of the process that stops this one when it shuts down itself.
     restart_group: processes with the same group are restarted together when one of them dies. None:
              its death ends the deployment.
-    survives: name of the process of the group whose death alone does not end this one: it waits for
-             the next one.
+    survives: names of the processes of the group whose death alone does not end this one: it waits
+             for the next ones.
+    is_told: it hears of their end over its lifeline, and begins anew with them, without a restart.
     config_after: the configuration for the start after that with the given one; None: the same.
     """
 
@@ -68,7 +72,8 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     stop_group: str | None = None
     stopped_by: str | None = None
     restart_group: str | None = None
-    survives: str | None = None
+    survives: tuple[str, ...] = ()
+    is_told: bool = False
     config_after: Callable[[Any], msgspec.Struct] | None = None
 
 
@@ -90,7 +95,7 @@ class ManagedProcess:
 
     `ready`, `failed` and `late` hold its reports once `read_lifeline` has read them; `alive_s` is
     when it last read Alive, by `time.monotonic`. They are None again while the process reports
-    progress, because it waits for a restarted one.
+    progress, because it waits for a restarted one. `was_ready`: it has been ready once.
     """
 
     def __init__(self, spec: ProcessSpec, runtime_dir: Path, relay: LogRelay) -> None:
@@ -99,6 +104,7 @@ class ManagedProcess:
         self.stop_group = spec.stop_group
         self.stopped_by = spec.stopped_by
         self.ready: Ready | None = None
+        self.was_ready = self._must_answer = False
         self.failed: Failed | None = None
         self.late: str | None = None
         self.doing = "starting"
@@ -166,9 +172,11 @@ class ManagedProcess:
     def _note(self, report: LifelineReport) -> None:
         match report:
             case Ready():
-                self.ready = report
+                self.ready, self.was_ready = report, True
             case Failed():
                 self.failed = self.failed or report
+            case Acknowledged():
+                self._must_answer = False
             case Alive(late):
                 self.late, self.alive_s = late, time.monotonic()
             case CommandAnswer(number):
@@ -208,6 +216,18 @@ class ManagedProcess:
         """Count the time without reports from now on."""
         if self.alive_s is not None:
             self.alive_s = time.monotonic()
+
+    @property
+    def is_unanswered(self) -> bool:
+        """It has not acknowledged yet that processes that it survives are restarted."""
+        return self._must_answer and not self.lifeline_closed
+
+    def outlive(self, reason: str) -> None:
+        """Processes that it survives have ended, and are restarted."""
+        if self.spec.is_told:
+            self.spec, self.ready, self._must_answer = self.next_spec(), None, True
+            with contextlib.suppress(OSError):  # it has just died, too
+                self.lifeline.send(encode_restarting(Restarting(reason)))
 
     def poll(self) -> int | None:
         """The exit status as in `subprocess`; None while the process runs."""
@@ -255,7 +275,7 @@ class ManagedProcess:
         self.lifeline.close()
 
     def next_spec(self) -> ProcessSpec:
-        """How to start it again."""
+        """How to start it again, or how a new one would be started."""
         config_after = self.spec.config_after
         if config_after is None:
             return self.spec

@@ -1,8 +1,9 @@
 """Starts the processes of a deployment, waits until they are ready, restarts and stops them.
 
-When a process dies, those of its restart group (an engine, or one gateway) are killed and started
-again; after too many deaths in a row, the deployment ends. When the supervisor itself dies, each
-process notices on its lifeline, removes the runtime directory and exits.
+When a process dies, those of its restart group (an engine, or one gateway) are killed, except for
+those that survive it, and started again; after too many deaths in a row, the deployment ends. When
+the supervisor itself dies, each process notices on its lifeline, removes the runtime directory and
+exits.
 """
 
 import logging
@@ -187,7 +188,11 @@ class Supervisor:
             alone = self._members(None)
             if any(process.lifeline_closed for process in alone):
                 return self._explain_failure(alone)
-            due_s = min((group.due_s for group in groups.values()), default=math.inf)
+            waiting = {p.spec.restart_group for p in self.processes if p.is_unanswered}
+            due_s = min(
+                (group.due_s for name, group in groups.items() if name not in waiting),
+                default=math.inf,
+            )
             if any(group.stop_deadline_s is not None for group in groups.values()):
                 due_s = min(due_s, time.monotonic() + EXIT_POLL_S)
             if hang_timeout_s:
@@ -221,7 +226,7 @@ class Supervisor:
                 return None
             group.stopped(now_s)
         if group.next_start_s is not None:
-            if now_s < group.next_start_s:
+            if now_s < group.next_start_s or self._is_unanswered(name, hang_timeout_s):
                 return None
             group.started(deadline_s=now_s + start_timeout_s)
             try:
@@ -237,6 +242,18 @@ class Supervisor:
                 self.ordered_restarts.finish(name)
             return None
         return self._note_death(death, name, group)
+
+    def _is_unanswered(self, name: str, hang_timeout_s: float) -> bool:
+        """Whether a survivor of the group does not know yet that the others are restarted. Until
+        then it may send them what was meant for those before them. One that hangs is killed."""
+        unanswered = [process for process in self._members(name) if process.is_unanswered]
+        for process in unanswered if hang_timeout_s else ():
+            hang = _hang_of(process, hang_timeout_s)
+            if hang is not None:
+                logger.error("%s It is restarted, too.", hang)
+                process.kill()
+                process.close()
+        return any(process.is_unanswered for process in unanswered)
 
     def _has_ended(self, name: str, *, is_late: bool) -> bool:
         """Whether the processes of a group that were told to end have ended; those that are late
@@ -254,25 +271,41 @@ class Supervisor:
 
     def _note_death(self, death: str, name: str, group: Restarts) -> str | None:
         """End what is left of the group. Returns the reason if it is not started again."""
-        is_restarted = group.died(time.monotonic())
-        self._end_members(self._members(name), is_first=is_restarted and group.num_in_a_row == 1)
-        if not is_restarted:
+        if group.died(time.monotonic()):
+            self._end_members(self._members(name), death, is_first=group.num_in_a_row == 1)
+        else:
+            for process in self._members(name):
+                process.kill()
+                process.close()
             is_loop = group.max_in_a_row > 0
             tried = f" {name} has died {group.max_in_a_row + 1} times in a row; giving up."
             return death + tried if is_loop else death
         logger.error("%s Restarting %s.", death, name)
         return None
 
-    def _end_members(self, members: Sequence[ManagedProcess], *, is_first: bool) -> None:
-        """Kill the processes of a group, except for one that survives what was killed, if that was
-        the first death in a row. A process that fails tells the others to end."""
+    def _end_members(
+        self, members: Sequence[ManagedProcess], death: str, *, is_first: bool
+    ) -> None:
+        """Kill the processes of a group, before any of them is started again, except for those that
+        survive the ones that have died.
+
+        What fails by itself, rather than being killed, may fail because of what the others remember
+        or tell it: a process that is told survives that only as the first death in a row
+        (`is_first`). One that is not told survives only a kill that is the first death.
+        """
         dead = [process for process in members if process.lifeline_closed or process.failed]
         names = {process.name for process in dead}
-        is_kill = bool(dead) and all(process.was_killed() for process in dead)
+        is_kill = all(process.was_killed() for process in dead)
+        survivors: list[ManagedProcess] = []
         for process in members:
-            if not (is_first and is_kill and names == {process.spec.survives}):
+            is_likely = is_first or is_kill if process.spec.is_told else is_first and is_kill
+            if dead and is_likely and process.was_ready and names <= {*process.spec.survives}:
+                survivors.append(process)
+            else:
                 process.kill()
                 process.close()
+        for process in survivors:
+            process.outlive(death)
 
     def _members(self, group: str | None) -> list[ManagedProcess]:
         return [process for process in self.processes if process.spec.restart_group == group]
@@ -359,13 +392,19 @@ class Supervisor:
         group is killed, so that the gateways end its streams.
         """
         is_clean = True
+        dead = {p.spec.restart_group for p in self.processes if p.lifeline_closed} - {None}
+        for process in self.processes:
+            if process.spec.restart_group in dead:  # it would wait for a restart
+                process.kill()
+                process.lifeline_closed = True
         not_running = {p.name for p in self.processes if p.lifeline_closed or p.ready is None}
         timeout_s = drain_timeout_s
         needed = list(self.processes)
         while needed:
             ending = _pop_last_to_end(needed)
             for process in ending:
-                if process.stopped_by is None or not is_clean:  # else another process stops it
+                is_told = process.stopped_by is not None and process.name not in not_running
+                if not is_told or not is_clean:  # else another process stops it
                     process.terminate()
             deadline_s = time.monotonic() + timeout_s
             for process in ending:

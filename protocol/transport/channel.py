@@ -27,6 +27,7 @@ from longshore.protocol.transport.security import (
 
 logger = logging.getLogger(__name__)
 
+_POLLOUT: Final = int(zmq.POLLOUT)
 _POLLIN: Final = int(zmq.POLLIN)  # arithmetic on an IntFlag costs as much as asking the socket
 
 Out = TypeVar("Out")
@@ -160,6 +161,12 @@ class Channel(Generic[Out, In]):
                 return self._decoder.decode(frames)
             except ProtocolError as error:
                 count_bad(self.num_bad, error)
+
+    @property
+    def has_peer(self) -> bool:
+        """Whether a peer of a bound socket is connected and reads. Once it is False, every message
+        of the former peer has arrived."""
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _POLLOUT)
 
     def drain(self) -> Iterator[In]:
         """All messages that have arrived. Call it when the socket is readable."""

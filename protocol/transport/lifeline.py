@@ -2,9 +2,10 @@
 
 The child reports that it is ready, or why it failed, and then regularly that it is alive, from the
 loop that does its work: a process that hangs reports nothing. The supervisor sends commands of an
-operator; it asks for an orderly shutdown with STOP_SIGNAL. When the supervisor's end closes, for
-any reason, the child removes the runtime directory and exits at once, so that no orphan and no
-socket file remains. When the child's end closes, the supervisor knows that it died.
+operator, and `Restarting` to a process that outlives others; it asks for an orderly shutdown with
+STOP_SIGNAL. When the supervisor's end closes, for any reason, the child removes the runtime
+directory and exits at once, so that no orphan and no socket file remains. When the child's end
+closes, the supervisor knows that it died.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -85,18 +87,36 @@ class Alive(msgspec.Struct, tag="alive", frozen=True, forbid_unknown_fields=True
     late: str | None = None
 
 
-LifelineReport: TypeAlias = Ready | Failed | Progress | Alive | CommandAnswer
+class Acknowledged(msgspec.Struct, tag="acknowledged", frozen=True, forbid_unknown_fields=True):
+    """`Restarting` has been received."""
+
+
+LifelineReport: TypeAlias = Ready | Failed | Progress | Alive | CommandAnswer | Acknowledged
 CommandHandler: TypeAlias = Callable[[int, EngineCommand], None]
 """Carries out a command, given with its number, or passes it on to another thread."""
+
+
+class Restarting(msgspec.Struct, tag="restarting", frozen=True, forbid_unknown_fields=True):
+    """The processes that this one needs have ended, all of them, and are started again as soon as
+    this is acknowledged. `reason` says which one died first, and how."""
+
+    reason: str
+
 
 _encoder = msgspec.json.Encoder()
 _command_decoder = msgspec.json.Decoder(NumberedCommand)
 _decoder: msgspec.json.Decoder[LifelineReport] = msgspec.json.Decoder(LifelineReport)
+_restarting_decoder = msgspec.json.Decoder(Restarting)
 
 
 def decode_report(line: bytes) -> LifelineReport:
     """Decode one line of a child. Raises msgspec.MsgspecError if it is not a report."""
     return _decoder.decode(line)
+
+
+def encode_restarting(message: Restarting) -> bytes:
+    """One line to a child."""
+    return _encoder.encode(message) + b"\n"
 
 
 class Lifeline:
@@ -107,6 +127,8 @@ class Lifeline:
         self._socket = None if fd is None else socket.socket(fileno=fd)
         self._runtime_dir = runtime_dir
         self._next_alive_s = 0.0
+        self._received: deque[Restarting] = deque()
+        self._has_received = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sending = threading.Lock()  # reports of several threads must not mix
         self._handler: CommandHandler | None = None
         if self._socket is not None:
@@ -140,6 +162,16 @@ class Lifeline:
         thread. It must report a CommandAnswer for each."""
         self._handler = handler
 
+    def fileno(self) -> int:
+        """Readable when the supervisor has sent something."""
+        return self._has_received
+
+    def take_received(self) -> list[Restarting]:
+        """What the supervisor has sent since the last call. Never blocks."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._has_received)
+        return [self._received.popleft() for _ in range(len(self._received))]
+
     def _watch(self) -> None:
         assert self._socket is not None
         unread = b""
@@ -148,7 +180,11 @@ class Lifeline:
                 *lines, unread = (unread + received).split(b"\n")
                 unread = unread[:MAX_COMMAND_BYTES]
                 for line in lines:
-                    self._obey(line)
+                    try:
+                        self._received.append(_restarting_decoder.decode(line))
+                        os.eventfd_write(self._has_received, 1)
+                    except msgspec.MsgspecError:
+                        self._obey(line)
         except OSError:
             pass
         if self._runtime_dir is not None:

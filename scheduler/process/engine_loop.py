@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, assert_never
 
-from longshore.protocol.commands import CommandAnswer, EngineCommand
+from longshore.protocol.commands import EngineCommand
 from longshore.protocol.errors import EngineDead, LongshoreError, ProtocolError
 from longshore.protocol.handshake import (
     PROTOCOL_VERSION,
@@ -30,8 +30,10 @@ from longshore.protocol.handshake import (
 from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import (
     AdmissionChanged,
+    EngineContinues,
     EngineFailed,
     EngineOutputs,
+    EnginePaused,
     ModelRunnerOutput,
     TransferReport,
     WorkerFailed,
@@ -45,21 +47,36 @@ from longshore.protocol.requests import (
     read_malformed,
 )
 from longshore.protocol.statistics import DescribeBlocks, DescribeEngine, WorkerStats
-from longshore.protocol.transport.channel import Channel, ServerChannel, SocketWatcher
-from longshore.protocol.transport.lifeline import stop_signals
+from longshore.protocol.transport.channel import ServerChannel, SocketWatcher
+from longshore.protocol.transport.lifeline import (
+    Acknowledged,
+    Lifeline,
+    Progress,
+    Ready,
+    stop_signals,
+)
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.inspect.worker_statistics import WorkerStatistics
 from longshore.scheduler.process.event_publisher import EventPublisher
 from longshore.scheduler.process.operator_commands import OperatorCommands
+from longshore.scheduler.process.worker_handshake import (
+    AcceptedWorkers,
+    WorkerChannel,
+    WorkerHandshake,
+)
 from longshore.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 0.02
+DISCONNECT_POLL_S = 0.002
+DISCONNECT_TIMEOUT_S = 5.0
 STALL_S = 10.0
 MAX_STALL_LINES = 10
 CAUSE_TIMEOUT_S = 2.0
+RESTART_TIMEOUT_S = 30.0
+"""For the supervisor to notice the end of a worker, and to end the others."""
 
 
 class EngineError(LongshoreError):
@@ -70,43 +87,49 @@ class Engine:
     """One scheduler, its workers (by rank) and its clients. `run` returns when the process is
     stopped, or raises EngineError.
 
-    events: None: KV events are not published.
-    answer_command: sends the answer to a command, given to `command`.
+    When the supervisor reports that the workers have ended, a new epoch begins: nothing is planned
+    until the next ones are ready, and everything else goes on.
+
+    accepted: what the workers have agreed on.
+    events:   None: KV events are not published.
     """
 
     def __init__(
         self,
         config: SchedulerProcessConfig,
         scheduler: Scheduler,
-        workers: Sequence[Channel[ToWorker, FromWorker]],
+        workers: Sequence[WorkerChannel],
         clients: ServerChannel[ToClient, ToEngine],
+        lifeline: Lifeline,
+        accepted: AcceptedWorkers,
         events: EventPublisher | None = None,
-        report_alive: Callable[[], None] = lambda: None,
-        answer_command: Callable[[CommandAnswer], None] = lambda answer: None,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
         self._workers = workers
         self._clients = clients
         self._events = events
-        self._report_alive = report_alive
+        self._lifeline = lifeline
+        self._accepted = accepted
+        self._epoch = config.epoch
+        self._handshake: WorkerHandshake | None = None  # while the workers are replaced
+        self._pause_reason = ""
         self._commands = OperatorCommands(
             scheduler,
             events,
             clients=lambda: list(self._peer_of_index),
-            answer=answer_command,
+            answer=lifeline.report,
             announce=self._announce_admission,
             advance=self._advance,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._engine_id = f"{config.engine_id}.{config.epoch}"
         self._index_of_peer: dict[bytes, int] = {}
         self._peer_of_index: dict[int, bytes] = {}
         self._num_clients = 0
         self._statistics = WorkerStatistics(config.epoch)
         self._reported_state: tuple[int, ...] = ()
         self._failure: BaseException | None = None
-        self._is_failing = False
+        self._failing: asyncio.TimerHandle | None = None
         self._next_stall_s = STALL_S
         self._unanswered_since_s = 0.0
         self._poll: asyncio.TimerHandle | None = None
@@ -124,6 +147,7 @@ class Engine:
             ),
             SocketWatcher(self._clients.socket, self._guarded(self._on_clients)),
         ]
+        loop.add_reader(self._lifeline.fileno(), self._guarded(self._on_lifeline))
         tasks = [asyncio.create_task(self._run_task(self._report_regularly()))]
         if self._events is not None:
             watcher = SocketWatcher(self._events.requests, self._events.on_readable)
@@ -141,6 +165,7 @@ class Engine:
                 task.cancel()
             if self._poll is not None:
                 self._poll.cancel()
+            loop.remove_reader(self._lifeline.fileno())
             for watcher in self._watchers:
                 watcher.close()
             reason = str(self._failure or "the engine is shutting down")
@@ -177,19 +202,29 @@ class Engine:
                 callback()
             except Exception as error:
                 if not isinstance(error, LongshoreError):
-                    about = fields(step_id=self._scheduler.num_steps, epoch=self._config.epoch)
+                    about = fields(step_id=self._scheduler.num_steps, epoch=self._epoch)
                     logger.exception("internal error; the engine stops", extra=about)
                 self._fail(error)
 
         return guarded
 
-    def _fail_soon(self, error: EngineError) -> None:
+    @property
+    def _engine_id(self) -> str:
+        return f"{self._config.engine_id}.{self._epoch}"
+
+    def _fail_soon(self, error: EngineError, timeout_s: float = CAUSE_TIMEOUT_S) -> None:
         """Stop soon because a rank was lost for an unknown reason. Until then another rank may
-        report the reason, or the supervisor, which knows it, may stop this process."""
-        if not self._is_failing:
-            self._is_failing = True
+        report the reason, or the supervisor, which knows it, may stop or replace the processes."""
+        if self._failing is None:
             logger.warning("%s", error, extra=fields(step_id=self._scheduler.num_steps))
-            asyncio.get_running_loop().call_later(CAUSE_TIMEOUT_S, self._fail, error)
+            loop = asyncio.get_running_loop()
+            self._failing = loop.call_later(timeout_s, self._fail, error)
+
+    def _lose_worker(self, error: EngineError) -> None:
+        """A worker has ended or is about to: wait for the supervisor to replace all of them, or
+        stop."""
+        outlives = self._config.outlives_workers
+        self._fail_soon(error, RESTART_TIMEOUT_S if outlives else CAUSE_TIMEOUT_S)
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
@@ -197,31 +232,107 @@ class Engine:
 
     def _on_worker(self, rank: int) -> None:
         for message in self._workers[rank].drain():
-            match message:
-                case ModelRunnerOutput() if rank != self._config.sampling_rank:
-                    raise EngineError(
-                        f"worker {rank} sent an output of step {message.step}, but only worker "
-                        f"{self._config.sampling_rank} samples"
-                    )
-                case ModelRunnerOutput():
-                    self._unanswered_since_s = time.monotonic()
-                    self._scheduler.update_from_output(message, time.monotonic())
-                    self._send_outputs_and_plans()
-                case TransferReport():
-                    self._scheduler.update_from_transfers(message, time.monotonic())
-                    self._send_outputs_and_plans()
-                case WorkerStats():
-                    self._statistics.update(rank, message)
-                case WorkerFailed():
-                    error = EngineError(f"worker {message.rank} failed: {message.reason}")
-                    if not message.is_consequence:
-                        raise error
-                    self._fail_soon(error)
-                case WorkerHello() | WorkerReady():
-                    raise EngineError(f"worker {rank} has restarted and lost its rows")
-                case _:
-                    assert_never(message)
+            if self._handshake is None:
+                self._take(rank, message)
+            else:
+                self._handshake.receive(rank, message)
+                if self._handshake.is_over:
+                    self._end_pause(self._handshake)
         self._check_sockets()
+
+    def _take(self, rank: int, message: FromWorker) -> None:
+        match message:
+            case ModelRunnerOutput() if rank != self._config.sampling_rank:
+                raise EngineError(
+                    f"worker {rank} sent an output of step {message.step}, but only worker "
+                    f"{self._config.sampling_rank} samples"
+                )
+            case ModelRunnerOutput():
+                self._unanswered_since_s = time.monotonic()
+                self._scheduler.update_from_output(message, time.monotonic())
+                self._send_outputs_and_plans()
+            case TransferReport():
+                self._scheduler.update_from_transfers(message, time.monotonic())
+                self._send_outputs_and_plans()
+            case WorkerStats():
+                self._statistics.update(rank, message)
+            case WorkerFailed():
+                error = EngineError(f"worker {message.rank} failed: {message.reason}")
+                if not message.is_consequence and not self._config.outlives_workers:
+                    raise error
+                self._lose_worker(error)
+            case WorkerHello() | WorkerReady():
+                raise EngineError(f"worker {rank} has restarted and lost its rows")
+            case _:
+                assert_never(message)
+
+    # New workers
+
+    def _on_lifeline(self) -> None:
+        for message in self._lifeline.take_received():
+            self._await_disconnects(message.reason, time.monotonic() + DISCONNECT_TIMEOUT_S)
+
+    def _await_disconnects(self, reason: str, deadline_s: float) -> None:
+        """The workers have ended, but this process may not have read all that they sent."""
+        if any(worker.has_peer for worker in self._workers) and time.monotonic() < deadline_s:
+            again = self._guarded(partial(self._await_disconnects, reason, deadline_s))
+            asyncio.get_running_loop().call_later(DISCONNECT_POLL_S, again)
+            self._check_sockets()
+        else:
+            self._begin_epoch(reason)
+
+    def _begin_epoch(self, reason: str) -> None:
+        """All workers have ended, and others are started as soon as this is acknowledged. What the
+        former ones have sent is applied first; it is as valid as before."""
+        for worker in self._workers:
+            for message in worker.drain():
+                if self._handshake is None:  # else none of them has had a plan
+                    self._take_last(message)
+        if self._failing is not None:
+            self._failing.cancel()
+            self._failing = None
+        self._lifeline.report(Acknowledged())
+        self._epoch += 1
+        self._scheduler.begin_epoch(self._epoch, time.monotonic())
+        self._statistics = WorkerStatistics(self._epoch)
+        self._pause_reason = reason
+        num_running, num_waiting = self._scheduler.get_request_counts()
+        logger.warning(
+            "the workers are replaced, epoch %d begins; %d requests wait",
+            self._epoch,
+            num_running + num_waiting,
+        )
+        self._handshake = WorkerHandshake(
+            self._workers,
+            self._config,
+            epoch=self._epoch,
+            former=self._accepted,
+            on_progress=lambda doing: self._lifeline.report(Progress(doing)),
+        )
+        for peer in list(self._peer_of_index.values()):
+            self._clients.send(peer, EnginePaused(reason))
+        self._send_outputs_and_plans()
+        self._check_sockets()
+
+    def _take_last(self, message: FromWorker) -> None:
+        match message:
+            case ModelRunnerOutput():
+                self._scheduler.update_from_output(message, time.monotonic())
+            case TransferReport():
+                self._scheduler.update_from_transfers(message, time.monotonic())
+
+    def _end_pause(self, handshake: WorkerHandshake) -> None:
+        """All new workers are ready."""
+        self._handshake = None
+        self._lifeline.report(Ready())
+        logger.info("the workers are ready again")
+        for rank, message in handshake.early:
+            self._take(rank, message)
+        for peer in list(self._peer_of_index.values()):
+            self._clients.send(peer, EngineContinues(self._engine_id))
+        self._send_outputs_and_plans()
+
+    # Clients
 
     def _on_clients(self) -> None:
         now = time.monotonic()
@@ -282,6 +393,8 @@ class Engine:
             self._num_clients += 1
         num_blocks = self._scheduler.kv_cache.num_blocks
         self._clients.send(peer, EngineReady(self._engine_id, self._config.identity, num_blocks))
+        if self._handshake is not None:
+            self._clients.send(peer, EnginePaused(self._pause_reason))
         if self._commands.closed_reason is not None:
             self._clients.send(peer, AdmissionChanged(self._commands.closed_reason))
         self._reported_state = ()  # send it the statistics
@@ -314,7 +427,7 @@ class Engine:
         connector, a deadline) and no output is due that would wake this loop."""
         scheduler = self._scheduler
         is_idle = not scheduler.num_steps_in_flight and scheduler.is_waited_for()
-        if is_idle and self._poll is None:
+        if is_idle and self._poll is None and self._handshake is None:
             loop = asyncio.get_running_loop()
             self._poll = loop.call_later(POLL_INTERVAL_S, self._guarded(self._on_poll))
 
@@ -330,7 +443,8 @@ class Engine:
         if not self._scheduler.num_steps_in_flight:
             self._unanswered_since_s = time.monotonic()
         while (
-            not self._is_failing
+            self._failing is None
+            and self._handshake is None
             and (plan := self._scheduler.schedule(time.monotonic())) is not None
         ):
             self._send_to_workers(plan)
@@ -342,7 +456,7 @@ class Engine:
             try:
                 worker.send(message)
             except EngineDead as error:
-                self._fail_soon(EngineError(f"worker {rank}: {error}"))
+                self._lose_worker(EngineError(f"worker {rank}: {error}"))
 
     def _check_sockets(self) -> None:
         for watcher in self._watchers:
@@ -372,6 +486,8 @@ class Engine:
 
     def _warn_of_stall(self) -> None:
         """If no request advances, log what the waiting ones wait for, at growing intervals."""
+        if self._handshake is not None:
+            return
         now = time.monotonic()
         idle_s = self._scheduler.idle_s(now)
         if idle_s < self._next_stall_s:
@@ -395,7 +511,7 @@ class Engine:
     async def _report_regularly(self) -> None:
         while True:
             await asyncio.sleep(STATS_INTERVAL_S)
-            self._report_alive()
+            self._lifeline.report_alive()
             self._check_answers()
             self._warn_of_stall()
             workers = self._statistics.latest()

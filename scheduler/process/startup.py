@@ -84,15 +84,7 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
         )
         logger.info("ready: %d blocks, which hold %d tokens", kv_cache.num_blocks, tokens)
         try:
-            engine = Engine(
-                config,
-                scheduler,
-                workers,
-                clients,
-                events,
-                lifeline.report_alive,
-                answer_command=lifeline.report,
-            )
+            engine = Engine(config, scheduler, workers, clients, lifeline, accepted, events)
             lifeline.handle_commands(engine.command)
             _run(engine)
         finally:

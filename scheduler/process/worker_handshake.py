@@ -1,12 +1,15 @@
 """The workers' handshake: all ranks are compared, and then all get the same reply.
 
 WorkerHello from all ranks -> WorkerAccepted to all -> WorkerReady from all. Ranks may connect in
-any order. The first one that fails ends the startup, with its error as the reason.
+any order. The first one that fails ends the startup, with its error as the reason. When all workers
+are replaced later, the handshake is the same, beside the engine's other work.
 """
 
+import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import zmq
@@ -27,12 +30,14 @@ from longshore.protocol.kv_cache_spec import (
     KVCacheConfig,
     check_holds_one_request,
 )
-from longshore.protocol.outputs import WorkerFailed
+from longshore.protocol.outputs import ModelRunnerOutput, TransferReport, WorkerFailed
+from longshore.protocol.statistics import WorkerStats
 from longshore.protocol.transport.channel import Channel
 from longshore.scheduler.config import SchedulerProcessConfig
 
+logger = logging.getLogger(__name__)
+
 WorkerChannel: TypeAlias = Channel[ToWorker, FromWorker]
-Message = TypeVar("Message", WorkerHello, WorkerReady)
 
 
 class AcceptedWorkers(NamedTuple):
@@ -48,19 +53,99 @@ class AcceptedWorkers(NamedTuple):
     rank_block_bytes: tuple[int, ...]
 
 
-def accept_workers(
-    workers: Sequence[WorkerChannel],
-    config: SchedulerProcessConfig,
-    on_progress: Callable[[str], None] = lambda doing: None,
-) -> AcceptedWorkers:
-    """Compare all ranks, agree on the number of blocks, and wait until all are warmed up.
+class WorkerHandshake:
+    """The handshake with one set of workers, which `receive` advances.
 
-    workers: by rank. Waits without a timeout: the supervisor notices a rank that dies. Raises
-    EngineDead if a rank fails, HandshakeRejected or ConfigError if one differs.
+    former: what the workers before them had agreed on; the new ones must be like them, and get as
+            many blocks. None: they are the first, and everything unexpected is an error.
+    accepted: what the ranks have agreed on, once all have sent their hellos.
+    early:  (rank, message) that ranks have sent when they were ready and others were not.
     """
-    on_progress(_waiting_for(workers, "load the model"))
-    hellos = _receive_from_all(workers, WorkerHello)
-    try:
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerChannel],
+        config: SchedulerProcessConfig,
+        *,
+        epoch: int,
+        former: AcceptedWorkers | None = None,
+        on_progress: Callable[[str], None] = lambda doing: None,
+    ) -> None:
+        self._workers = workers
+        self._config = config
+        self._epoch = epoch
+        self._former = former
+        self._on_progress = on_progress
+        self._hellos: dict[int, WorkerHello] = {}
+        self._answered: set[int] = set()
+        self._ready: set[int] = set()
+        self.accepted: AcceptedWorkers | None = None
+        self.early: list[tuple[int, FromWorker]] = []
+        on_progress(_waiting_for(workers, "load the model"))
+
+    @property
+    def is_over(self) -> bool:
+        """All ranks are warmed up."""
+        return len(self._ready) == len(self._workers)
+
+    def is_ready(self, rank: int) -> bool:
+        """Whether this rank is warmed up."""
+        return rank in self._ready
+
+    def receive(self, rank: int, message: FromWorker) -> None:
+        """Advance by one message. Raises HandshakeRejected or ConfigError if ranks differ from each
+        other, from the configuration or from the former workers, EngineDead if a rank fails."""
+        match message:
+            case WorkerHello() if self._former is not None or rank not in self._hellos:
+                self._hellos[rank] = message  # a second one is of the rank's next process
+                self._answered.discard(rank)
+                self._ready.discard(rank)
+                if len(self._hellos) == len(self._workers):
+                    self._answer()
+            case WorkerReady() if rank in self._answered:
+                self._ready.add(rank)
+            case WorkerFailed() if self._former is None:
+                raise EngineDead(f"worker {message.rank} failed: {message.reason}")
+            case WorkerFailed():  # the supervisor notices it, too
+                logger.warning("worker %d failed: %s", message.rank, message.reason)
+            case ModelRunnerOutput() | TransferReport() | WorkerStats() if self._former is not None:
+                if rank in self._ready and message.epoch == self._epoch:
+                    self.early.append((rank, message))  # else of a former worker
+            case WorkerReady() if self._former is not None:
+                logger.info("dropped a late message of a former worker %d", rank)
+            case _:
+                expected = WorkerReady if rank in self._answered else WorkerHello
+                raise EngineDead(
+                    f"worker {rank} sent {type(message).__name__} instead of {expected.__name__}"
+                )
+
+    def _answer(self) -> None:
+        """Accept or reject all ranks."""
+        try:
+            self.accepted = self._compare()
+        except (HandshakeRejected, ConfigError) as error:
+            self._send(Rejected(str(error)))
+            raise
+        self._send(
+            WorkerAccepted(
+                self._epoch,
+                self.accepted.kv_cache.num_blocks,
+                self._config.verify_plan,
+                self.accepted.rank_block_bytes if self._config.kv_connector is not None else (),
+            )
+        )
+        self._on_progress(_waiting_for(self._workers, "warm up"))
+
+    def _send(self, reply: WorkerAccepted | Rejected) -> None:
+        """Send to all ranks that have no answer yet. One that is gone again is replaced."""
+        for rank, worker in enumerate(self._workers):
+            if rank not in self._answered:
+                with contextlib.suppress(EngineDead):
+                    worker.send(reply)
+                self._answered.add(rank)
+
+    def _compare(self) -> AcceptedWorkers:
+        hellos, config = [self._hellos[rank] for rank in range(len(self._workers))], self._config
         for rank, hello in enumerate(hellos):
             if hello.rank != rank:
                 raise HandshakeRejected(
@@ -69,26 +154,39 @@ def accept_workers(
             check_identity(config.identity, hello.identity, peer=f"worker {rank}")
         kv_cache = _agree_on_blocks([hello.kv_cache for hello in hellos], config)
         _check_heads(hellos, num_shards=len(hellos) - config.sampling_rank)
-    except (HandshakeRejected, ConfigError) as error:
-        for worker in workers:
-            worker.send(Rejected(str(error)))
-        raise
-    rank_block_bytes = tuple(hello.kv_cache.largest_block_bytes for hello in hellos)
-    reply = WorkerAccepted(
-        config.epoch,
-        kv_cache.num_blocks,
-        config.verify_plan,
-        rank_block_bytes if config.kv_connector is not None else (),
-    )
+        accepted = AcceptedWorkers(
+            kv_cache,
+            frozenset.intersection(*(frozenset(hello.features) for hello in hellos)),
+            tuple(hello.kv_cache.largest_block_bytes for hello in hellos),
+        )
+        return accepted if self._former is None else _like_former(accepted, self._former)
+
+
+def accept_workers(
+    workers: Sequence[WorkerChannel],
+    config: SchedulerProcessConfig,
+    on_progress: Callable[[str], None] = lambda doing: None,
+) -> AcceptedWorkers:
+    """Compare all ranks, agree on the number of blocks, and wait until all are warmed up.
+
+    workers: by rank. Waits without a timeout: the supervisor notices a rank that dies. Raises
+    EngineDead if a rank fails, HandshakeRejected or ConfigError if one differs. What a rank sends
+    after it is ready is for the engine, and is not received here.
+    """
+    handshake = WorkerHandshake(workers, config, epoch=config.epoch, on_progress=on_progress)
+    poller = zmq.Poller()
     for worker in workers:
-        worker.send(reply)
-    on_progress(_waiting_for(workers, "warm up"))
-    _receive_from_all(workers, WorkerReady)
-    return AcceptedWorkers(
-        kv_cache,
-        frozenset.intersection(*(frozenset(hello.features) for hello in hellos)),
-        rank_block_bytes,
-    )
+        poller.register(worker.socket, zmq.POLLIN)
+    while not handshake.is_over:
+        poller.poll()
+        for rank, worker in enumerate(workers):
+            if handshake.is_ready(rank) or (message := worker.receive()) is None:
+                continue
+            handshake.receive(rank, message)
+            if handshake.is_ready(rank):
+                poller.unregister(worker.socket)
+    assert handshake.accepted is not None
+    return handshake.accepted
 
 
 def _waiting_for(workers: Sequence[WorkerChannel], what: str) -> str:
@@ -96,33 +194,20 @@ def _waiting_for(workers: Sequence[WorkerChannel], what: str) -> str:
     return f"waiting for {who} to {what}"
 
 
-def _receive_from_all(workers: Sequence[WorkerChannel], kind: type[Message]) -> list[Message]:
-    """One message from each rank, by rank. Raises EngineDead if a rank sends another message. What
-    a rank sends after it is ready is for the engine, and is not received here."""
-    poller = zmq.Poller()
-    for worker in workers:
-        poller.register(worker.socket, zmq.POLLIN)
-    received: dict[int, Message] = {}
-    while len(received) < len(workers):
-        poller.poll()
-        for rank, worker in enumerate(workers):
-            if kind is WorkerReady and rank in received:
-                continue
-            message = worker.receive()
-            match message:
-                case None:
-                    continue
-                case WorkerFailed():
-                    raise EngineDead(f"worker {message.rank} failed: {message.reason}")
-                case _ if isinstance(message, kind) and rank not in received:
-                    received[rank] = message
-                    if kind is WorkerReady:
-                        poller.unregister(worker.socket)
-                case _:
-                    raise EngineDead(
-                        f"worker {rank} sent {type(message).__name__} instead of {kind.__name__}"
-                    )
-    return [received[rank] for rank in range(len(workers))]
+def _like_former(accepted: AcceptedWorkers, former: AcceptedWorkers) -> AcceptedWorkers:
+    """The new workers get as many blocks as the former ones, whose memory they take over. Raises
+    HandshakeRejected if they differ in anything else: the scheduler was made for the former."""
+    num_blocks = former.kv_cache.num_blocks
+    accepted = accepted._replace(
+        kv_cache=msgspec.structs.replace(accepted.kv_cache, num_blocks=num_blocks)
+    )
+    for field, theirs, others in zip(accepted._fields, accepted, former, strict=True):
+        if theirs != others:
+            raise HandshakeRejected(
+                f"the restarted workers have {field} {theirs}, but the former ones had {others}. "
+                "Was the model's folder changed? Restart the deployment."
+            )
+    return accepted
 
 
 def _agree_on_blocks(

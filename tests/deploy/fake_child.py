@@ -8,6 +8,7 @@ behaviour: serve     report readiness, exit 0 when told to stop
            hang      never report anything
            alive     like serve, and report regularly to be alive
            late      like alive, with something that is late
+           listen    like serve, print why others are restarted, and report readiness again
            socket    like serve, with a socket file in the runtime directory
            tell      like serve, and notify the waiting children
            outlive   like tell, and end when they have ended
@@ -16,6 +17,7 @@ behaviour: serve     report readiness, exit 0 when told to stop
 """
 
 import os
+import select
 import signal
 import socket
 import sys
@@ -27,6 +29,7 @@ import msgspec
 
 from longshore.protocol.transport.lifeline import (
     STOP_SIGNAL,
+    Acknowledged,
     Alive,
     Failed,
     Lifeline,
@@ -90,6 +93,12 @@ def main(config_file: str) -> int:
     while config.behaviour in ("alive", "late"):
         lifeline.report(Alive("step 3 takes too long" if config.behaviour == "late" else None))
         time.sleep(0.1)
+    while config.behaviour == "listen":
+        select.select([lifeline], [], [])
+        for message in lifeline.take_received():
+            print(f"heard: {message.reason}", flush=True)
+            lifeline.report(Acknowledged())
+            lifeline.report(Ready())
     while True:
         time.sleep(60)
 

@@ -37,7 +37,9 @@ from longshore.protocol.kv_cache_spec import (
 )
 from longshore.protocol.outputs import (
     AdmissionChanged,
+    EngineContinues,
     EngineOutputs,
+    EnginePaused,
     FinishedRequest,
     ModelRunnerOutput,
 )
@@ -51,7 +53,13 @@ from longshore.protocol.transport.channel import (
     Endpoint,
     open_socket,
 )
-from longshore.protocol.transport.lifeline import LifelineReport, decode_report
+from longshore.protocol.transport.lifeline import (
+    Acknowledged,
+    LifelineReport,
+    Restarting,
+    decode_report,
+    encode_restarting,
+)
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, SchedulerProcessConfig
 
 VOCAB_SIZE = 1000
@@ -79,11 +87,12 @@ class EngineProcess:
         num_shards: int = 1,
         kv_connector: str | None = None,
         kv_events: dict[str, Any] | None = None,
+        outlives_workers: bool = False,
     ) -> None:
         """kv_events: fields of KVEventsConfig; None: no events."""
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="longshore-test-"))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        endpoints = tuple(
+        endpoints = self._endpoints = tuple(
             Endpoint(f"ipc://{self.runtime_dir}/worker-{rank}") for rank in range(num_workers)
         )
         self._clients = Endpoint(f"ipc://{self.runtime_dir}/clients")
@@ -106,6 +115,7 @@ class EngineProcess:
             kv_connector=kv_connector,
             kv_events=self._kv_events(kv_events),
             epoch=epoch,
+            outlives_workers=outlives_workers,
             lifeline_fd=child_end.fileno(),
             runtime_dir=str(self.runtime_dir),
         )
@@ -141,6 +151,21 @@ class EngineProcess:
     def next_report(self) -> LifelineReport:
         """The next line that the process writes to its supervisor."""
         return decode_report(self._lines.readline())
+
+    def end_workers(self, reason: str) -> None:
+        """End the scripted workers and their connections, say so as the supervisor does, and
+        connect new ones when the scheduler knows it. Its reports until then are skipped."""
+        for worker in self.workers:
+            worker.stop()
+        self.workers.clear()
+        for channel in self.channels:
+            self._sockets.remove(channel.socket)
+            channel.socket.close(linger=0)
+        self._lifeline.sendall(encode_restarting(Restarting(reason)))
+        while not isinstance(self.next_report(), Acknowledged):
+            continue
+        for rank, endpoint in enumerate(self._endpoints):
+            self.channels[rank] = Channel(self._connect_to(endpoint), ToWorker)
 
     def send_command(self, command: Command, number: int = 1) -> None:
         """Send a command of an operator."""
@@ -250,6 +275,7 @@ class Client:
         self.steps_in_flight: list[float] = []
         self.closed_reasons: list[str | None] = []
         self.stats: SchedulerStats | None = None
+        self.pauses: list[EnginePaused | EngineContinues] = []
 
     def add(self, handle: int, *, prompt_len: int = 40, max_tokens: int = 5) -> None:
         self.channel.send(
@@ -267,6 +293,9 @@ class Client:
             message = self.channel.receive(patience_s)
             if message is None:
                 raise TimeoutError("the engine went silent")
+            if isinstance(message, EnginePaused | EngineContinues):
+                self.pauses.append(message)
+                continue
             if isinstance(message, AdmissionChanged):
                 self.closed_reasons.append(message.closed_reason)
                 continue

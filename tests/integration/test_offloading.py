@@ -116,11 +116,29 @@ def test_a_restarted_server_answers_a_long_prompt_from_disk(
     stop(second)
 
 
+def test_new_workers_load_from_host_memory_what_the_former_ones_have_stored(start: Start) -> None:
+    """Its ledger is the scheduler's, which outlives them."""
+    options = '{"cpu_bytes_to_use": "64MiB"}'
+    server = start("--kv-connector", "offloading", "--kv-connector-config", options)
+    answer, _ = ask(server, LONG)
+    num_full = len(LONG) // BLOCK_SIZE
+    stored = 'kv_tier_blocks{engine="0",medium="CPU"}'
+    wait_until(lambda: metric(server, stored) >= num_full)
+    server.members["worker-0"].kill()
+    wait_until(lambda: "engine-0 is ready again" in server.output)
+    again, num_cached = ask(server, LONG)
+    assert again == answer
+    assert num_cached >= (num_full - 1) * BLOCK_SIZE
+    wait_until(lambda: num_hit_tokens(server) >= (num_full - 1) * BLOCK_SIZE)
+    server.find_members()
+    stop(server)
+
+
 @pytest.mark.parametrize("victim", ["scheduler", "worker-0"])
 def test_an_engine_whose_process_was_killed_finds_its_blocks_on_disk(
     start: Start, flags: list[str], disk: Path, victim: str
 ) -> None:
-    """Host memory is the same, but its ledger is lost."""
+    """Host memory is the same. Its ledger is lost with the scheduler."""
     server = start(*flags)
     answer, _ = ask(server, LONG)
     num_full = len(LONG) // BLOCK_SIZE

@@ -32,8 +32,10 @@ from longshore.protocol.kv_cache_spec import (
 )
 from longshore.protocol.outputs import (
     AdmissionChanged,
+    EngineContinues,
     EngineFailed,
     EngineOutputs,
+    EnginePaused,
     FinishedRequest,
     FinishReason,
     ModelRunnerOutput,
@@ -414,6 +416,8 @@ TO_CLIENT = {
         st.lists(holders, max_size=2).map(tuple),
         int32s,
     ),
+    EnginePaused: st.builds(EnginePaused, texts),
+    EngineContinues: st.builds(EngineContinues, texts),
     AdmissionChanged: st.builds(AdmissionChanged, st.none() | texts),
     EngineFailed: st.builds(EngineFailed, texts),
     EngineReady: st.builds(EngineReady, texts, identities, counts),

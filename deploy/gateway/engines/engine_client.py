@@ -20,9 +20,17 @@ from longshore.deploy.requests.live_requests import (
     LiveRequests,
     RequestFields,
 )
+from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import EngineDead, HandshakeRejected
 from longshore.protocol.handshake import ClientHello, EngineReady, Rejected, ToClient, ToEngine
-from longshore.protocol.outputs import AdmissionChanged, EngineFailed, EngineOutputs
+from longshore.protocol.outputs import (
+    AdmissionChanged,
+    EngineContinues,
+    EngineFailed,
+    EngineOutputs,
+    EnginePaused,
+)
+from longshore.protocol.requests import AbortRequests
 from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import (
     BlockSnapshot,
@@ -50,6 +58,7 @@ class EngineClient:
     is_ready: the engine accepts requests. Until then, and again once it is lost, they wait here.
     closed_reason: why new requests wait there, although it is ready; None: they do not.
     loss:     why the engine was lost; None once it is ready.
+    pause:    why a ready engine does not run its requests for now; None if it does.
     death:    set when the engine will not return; nothing can be submitted then.
     number:   of this engine.
     seeds:    source of seeds for requests without one.
@@ -87,6 +96,7 @@ class EngineClient:
         self.is_ready = False
         self.closed_reason: str | None = None
         self.loss: str | None = None
+        self.pause: str | None = None
         self.death: EngineDead | None = None
         self._connect()
 
@@ -104,6 +114,11 @@ class EngineClient:
         self._channel.socket.disable_monitor()
         self._monitor.close(linger=0)
         self._channel.socket.close(linger=0)
+
+    @property
+    def is_running(self) -> bool:
+        """The engine is ready, and not paused."""
+        return self.is_ready and self.pause is None
 
     @property
     def num_live_requests(self) -> int:
@@ -162,8 +177,11 @@ class EngineClient:
             self._send(self._requests.resume(live))
 
     def release_all(self) -> list[LiveRequest]:
-        """Give up all live requests, for another engine to resume."""
-        return self._requests.release_all()
+        """Give up all live requests, for another engine to resume. A paused engine drops them."""
+        requests = self._requests.release_all()
+        if requests:
+            self._send(AbortRequests(int32_array([live.handle for live in requests])))
+        return requests
 
     def abort(self, requests: Sequence[LiveRequest]) -> None:
         """Abort those that are still live; the scheduler frees their blocks within a step."""
@@ -223,6 +241,10 @@ class EngineClient:
                     self._lose(reason)
                 case Rejected(reason):
                     self._die(HandshakeRejected(reason))
+                case EnginePaused(reason):
+                    self._begin_pause(reason)
+                case EngineContinues(engine_id):
+                    self._end_pause(engine_id)
                 case EngineFailed(reason):
                     self._lose(reason)
                 case _:
@@ -230,6 +252,22 @@ class EngineClient:
             if self._channel is not channel:  # lost
                 return
         self._deliver()
+
+    def _begin_pause(self, reason: str) -> None:
+        """The engine has lost its workers. It keeps its requests until it has new ones."""
+        self._deliver()
+        self.pause = reason
+        logger.warning("the engine has lost its workers: %s", reason)
+        fatal = f"the engine's workers have died {MAX_LOST} times while it had this request"
+        aborted = self._requests.fail_fatal(EngineDead(f"{fatal}: {reason}"))
+        if aborted is not None:
+            self._send(aborted)
+        self._on_change()
+
+    def _end_pause(self, engine_id: str) -> None:
+        self.pause = None
+        logger.info("%s has new workers; %d requests go on", engine_id, len(self._requests))
+        self._on_change()
 
     def _become_ready(self, message: EngineReady) -> None:
         self.is_ready, loss, self.loss = True, self.loss, None
@@ -260,6 +298,7 @@ class EngineClient:
         if self.death is not None:
             return
         was_ready, self.is_ready, self.loss = self.is_ready, False, reason
+        self.pause = None
         self._deliver()
         if (stopped := self._why_stopped()) is not None:
             self._die(EngineDead(f"the engine has stopped: {stopped}"))

@@ -1,7 +1,7 @@
 """The engines of one gateway, used as if they were one.
 
-Requests of an engine that is lost are resumed on another one that is ready, or else when the first
-engine is ready again.
+Requests of an engine that is lost or paused are resumed on another one that runs, or else when the
+first engine is ready again.
 """
 
 import asyncio
@@ -87,10 +87,10 @@ class Engines:
         """Why requests wait; None if at least one engine is ready."""
         if self.death is not None:
             return str(self.death)
-        if any(client.is_ready for client in self.clients):
-            closed = [client.closed_reason for client in self.clients if client.is_ready]
+        if any(client.is_running for client in self.clients):
+            closed = [client.closed_reason for client in self.clients if client.is_running]
             return None if None in closed else f"the engine is {closed[0]}; requests wait"
-        losses = [client.loss for client in self.clients if client.loss is not None]
+        losses = [why for client in self.clients if (why := client.loss or client.pause)]
         return f"the engine is being restarted: {losses[0]}" if losses else "not connected yet"
 
     @property
@@ -159,23 +159,24 @@ class Engines:
         return engine
 
     def _usable(self) -> list[bool]:
-        """Which engines admit requests; if none does, those that are ready; if none is, those that
-        may return."""
-        is_open = [client.is_ready and client.closed_reason is None for client in self.clients]
+        """Which engines run and admit requests; if none does, those that run; if none does, those
+        that may return."""
+        is_open = [client.is_running and client.closed_reason is None for client in self.clients]
         if any(is_open):
             return is_open
-        if any(client.is_ready for client in self.clients):
-            return [client.is_ready for client in self.clients]
+        if any(client.is_running for client in self.clients):
+            return [client.is_running for client in self.clients]
         return [client.death is None for client in self.clients]
 
     def _move_requests(self) -> None:
-        """An engine was lost, or is ready: no request waits for one while another is ready."""
-        if not any(client.is_ready for client in self.clients):
+        """An engine was lost or paused, or runs: no request waits for one while another runs."""
+        if not any(client.is_running for client in self.clients):
             for client in self.clients if self._is_draining else ():
-                client.shut_down(f"the engine has stopped: {client.loss or 'it was not ready'}")
+                if not client.is_ready:  # a paused one may have new workers soon
+                    client.shut_down(f"the engine has stopped: {client.loss or 'it was not ready'}")
             return
         for engine, client in enumerate(self.clients):
-            if client.is_ready or client.death is not None:
+            if client.is_running or client.death is not None:
                 continue
             self._choice.note_report(engine, num_requests=0, num_own=0)  # all are moved
             for live in client.release_all():

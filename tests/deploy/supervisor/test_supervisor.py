@@ -298,7 +298,7 @@ def test_a_child_survives_the_first_death_of_the_one_it_waits_for(
     group = {"restart_group": "engine-0"}
     supervisor.start(
         [
-            spec("worker 0", "serve", survives="scheduler", **group),
+            spec("worker 0", "serve", survives=("scheduler",), **group),
             spec("scheduler", "serve", **group),
         ],
         timeout_s=60,
@@ -329,7 +329,7 @@ def test_a_child_survives_every_death_that_is_the_first_in_a_row_but_no_failure(
     group = {"restart_group": "engine-0"}
     supervisor.start(
         [
-            spec("worker 0", "serve", survives="scheduler", **group),
+            spec("worker 0", "serve", survives=("scheduler",), **group),
             spec("scheduler", "serve", **group),
         ],
         timeout_s=60,
@@ -345,6 +345,97 @@ def test_a_child_survives_every_death_that_is_the_first_in_a_row_but_no_failure(
     watch.stop()
     assert len(set(workers[:3])) == 1
     assert workers[3] != workers[2]
+
+
+def test_a_child_that_is_told_outlives_the_others_and_hears_why(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture, output: io.StringIO
+) -> None:
+    """Killed children are none of its faults. What fails by itself a second time in a row may fail
+    because of what the survivor remembers."""
+    caplog.set_level("INFO")
+    group = {"restart_group": "engine-0"}
+    supervisor.start(
+        [
+            spec("worker 0", "serve", **group),
+            spec("worker 1", "serve", **group),
+            spec("scheduler", "listen", survives=("worker 0", "worker 1"), is_told=True, **group),
+        ],
+        timeout_s=60,
+    )
+    watch = Watch(supervisor, max_restarts=5)
+    pids = [[process.pid for process in supervisor.processes]]
+    for num_restarts, number in enumerate((signal.SIGKILL, signal.SIGKILL, STOP_SIGNAL), start=1):
+        os.kill(supervisor.processes[0].pid, number)
+        wait_until(
+            lambda n=num_restarts: caplog.messages.count("engine-0 is ready again") == n  # type: ignore[misc]
+        )
+        pids.append([process.pid for process in supervisor.processes])
+    watch.stop()
+    first, second, schedulers = zip(*pids, strict=True)
+    assert len(set(first)) == len(set(second)) == 4, "all ranks are replaced together"
+    assert not any(psutil.pid_exists(pid) for pid in (*first[:-1], *second[:-1]))
+    assert len(set(schedulers[:3])) == 1
+    assert schedulers[3] != schedulers[2]
+    assert output.getvalue().count("heard: worker 0 was killed (SIGKILL)") == 2
+
+
+def test_a_survivor_that_hangs_before_it_has_heard_of_the_restart_is_restarted_too(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    group = {"restart_group": "engine-0"}
+    supervisor.start(
+        [
+            spec("worker 0", "serve", **group),
+            spec("scheduler", "alive", survives=("worker 0",), is_told=True, **group),
+        ],
+        timeout_s=60,
+    )
+    former = list(supervisor.processes)
+    wait_until(lambda: bool(former[1].read_lifeline() or former[1].alive_s))
+    for process, number in zip(former, (signal.SIGKILL, signal.SIGSTOP), strict=True):
+        os.kill(process.pid, number)
+    watch = Watch(supervisor, hang_timeout_s=2.0)
+    wait_until(lambda: "engine-0 is ready again" in caplog.messages)
+    watch.stop()
+    assert "scheduler hangs or is stopped" in caplog.text
+    assert not any(psutil.pid_exists(process.pid) for process in former)
+
+
+def test_a_child_that_is_told_does_not_outlive_the_end_of_the_restarts(
+    supervisor: Supervisor,
+) -> None:
+    group = {"restart_group": "engine-0"}
+    supervisor.start(
+        [
+            spec("worker 0", "serve", **group),
+            spec("scheduler", "listen", survives=("worker 0",), is_told=True, **group),
+        ],
+        timeout_s=60,
+    )
+    os.kill(supervisor.processes[0].pid, signal.SIGKILL)
+    watch = Watch(supervisor, max_restarts=0)
+    watch.join()
+    assert supervisor.processes[1].poll() is not None
+
+
+def test_a_child_that_waits_for_one_that_is_not_restarted_is_ended_with_the_deployment(
+    supervisor: Supervisor,
+) -> None:
+    """Otherwise its clients would wait for the whole drain."""
+    group = {"restart_group": "engine-0"}
+    supervisor.start(
+        [
+            spec("worker 0", "serve", **group),
+            spec("scheduler", "deaf", survives=("worker 0",), is_told=True, **group),
+        ],
+        timeout_s=60,
+    )
+    worker = supervisor.processes[0]
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_until(lambda: bool(worker.read_lifeline() or worker.lifeline_closed))
+    assert supervisor.stop(drain_timeout_s=600)
+    assert nothing_is_left(supervisor)
 
 
 def test_a_group_that_cannot_be_started_is_given_up(

@@ -17,7 +17,9 @@ from longshore.protocol.errors import EngineDead
 from longshore.protocol.handshake import ClientHello
 from longshore.protocol.outputs import (
     AdmissionChanged,
+    EngineContinues,
     EngineOutputs,
+    EnginePaused,
     FinishedRequest,
     FinishReason,
 )
@@ -164,6 +166,66 @@ async def test_requests_wait_for_an_engine_that_returns() -> None:
         ]
         assert [request.fork_of for request in fake.requests[2:]] == [None] * 3
         assert engines.not_ready_reason is None
+
+
+async def test_a_paused_engine_keeps_its_requests_and_gets_new_ones() -> None:
+    async with running(1) as (engines, (fake,)):
+        live, given_up = submit(engines), submit(engines)
+        await fake.wait_for(lambda: len(fake.requests) == 2)
+        fake.send(EnginePaused("worker 0 was killed"))
+        await engines.describe(5)  # which arrives after it
+        assert engines.not_ready_reason == "the engine is being restarted: worker 0 was killed"
+        engines.abort([given_up])
+        new = submit(engines)
+        await fake.wait_for(lambda: len(fake.requests) == 3 and bool(fake.aborted))
+        assert fake.aborted == [given_up.handle]
+        engines.begin_drain()  # which waits for it
+        assert live.is_live
+        fake.send(EngineContinues("engine-0.2"))
+        fake.send_tokens(fake.requests[0], [7])
+        fake.send_tokens(fake.requests[2], [8])
+        await engines.describe(5)
+        assert engines.not_ready_reason is None
+        assert (live.take_token_ids(), new.take_token_ids()) == ([7], [8])
+        assert len(fake.requests) == 3, "none is sent again"
+
+
+async def test_requests_of_a_paused_engine_go_on_at_another_one() -> None:
+    async with running(2) as (engines, fakes):
+        lives = [submit(engines) for _ in range(2)]
+        await fakes[0].wait_for(lambda: len(fakes[0].requests) == 1)
+        former = lives[0].handle
+        fakes[0].send_tokens(fakes[0].requests[0], [7])
+        fakes[0].send(EnginePaused("worker 0.0 was killed"))
+        await engines.describe(5, 0)
+        assert engines.not_ready_reason is None
+        assert engines_of(lives) == [1, 1]
+        await fakes[1].wait_for(lambda: len(fakes[1].requests) == 2)
+        assert fakes[1].requests[-1].output_token_ids.tolist() == [7]
+        await fakes[0].wait_for(lambda: bool(fakes[0].aborted))
+        assert fakes[0].aborted == [former]
+        assert submit(engines).engine == 1
+        fakes[0].send(EngineContinues("engine-0.2"))
+        await engines.describe(5, 0)
+        assert submit(engines).engine == 0
+
+
+async def test_a_request_that_no_worker_survives_is_given_up() -> None:
+    async with running(1) as (engines, (fake,)):
+        fatal, other = submit(engines), submit(engines)
+        await fake.wait_for(lambda: len(fake.requests) == 2)
+        for _ in range(3):
+            assert fatal.is_live
+            fake.send_tokens(fake.requests[1], [7])
+            fake.send(EnginePaused("worker 0 was killed"))
+            fake.send(EngineContinues("engine-0.2"))
+            await engines.describe(5)
+        assert str(fatal.failure) == (
+            "the engine's workers have died 3 times while it had this request: worker 0 was killed"
+        )
+        await fake.wait_for(lambda: bool(fake.aborted))
+        assert fake.aborted == [fatal.handle]
+        assert other.is_live
 
 
 async def test_what_a_stop_string_has_ended_needs_no_engine() -> None:

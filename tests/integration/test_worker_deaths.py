@@ -1,0 +1,154 @@
+"""Workers that die at bad moments, in a real deployment whose clients only see a pause."""
+
+import json
+import signal
+import threading
+import urllib.error
+import urllib.request
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from tests.integration.conftest import StartDeployment
+from tests.integration.deployment import PATIENCE_S, Deployment, wait_until
+
+NUM_TOKENS = 300
+OFFLOADING = [
+    *("--kv-connector", "offloading"),
+    *("--kv-connector-config", '{"cpu_bytes_to_use": "64MiB"}'),
+]
+PROMPTS = ("one", "two two", "three three three " * 20)
+
+
+class Answers:
+    """Streams in threads: greedy and seeded ones, and one with a stop string."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._client = openai.OpenAI(
+            base_url=f"{deployment.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S * 3
+        )
+        self._model = self._client.models.list().data[0].id
+        self.tokens: dict[int, list[int]] = {}
+        self.errors: list[Exception] = []
+        self._threads = [threading.Thread(target=self._read, args=(number,)) for number in range(4)]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, number: int) -> None:
+        sampling: dict[str, Any] = {"temperature": 0}
+        if number % 2:
+            sampling = {"temperature": 1.0, "seed": number, "presence_penalty": 0.5}
+        try:
+            stream = self._client.completions.create(
+                model=self._model,
+                prompt=PROMPTS[number % len(PROMPTS)],
+                max_tokens=NUM_TOKENS,
+                stream=True,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+                **sampling,
+            )
+            for chunk in stream:
+                self.tokens.setdefault(number, []).extend(chunk.choices[0].token_ids or ())
+        except Exception as error:
+            self.errors.append(error)
+
+    def wait_until_running(self) -> "Answers":
+        wait_until(lambda: bool(self.errors) or len(self.tokens) == len(self._threads))
+        return self
+
+    def all(self) -> dict[int, list[int]]:
+        """All tokens of all streams, which must be whole."""
+        for thread in self._threads:
+            thread.join(PATIENCE_S * 3)
+        assert self.errors == []
+        assert [len(tokens) for tokens in self.tokens.values()] == [NUM_TOKENS] * 4
+        return self.tokens
+
+
+def readiness(deployment: Deployment) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"{deployment.url}/ready", timeout=PATIENCE_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def worker_of(deployment: Deployment) -> psutil.Process | None:
+    """The worker that runs now, if there is one."""
+    for child in deployment.process.children():
+        try:
+            if child.cmdline()[-1].endswith("worker-0.json"):
+                return child
+        except (psutil.Error, IndexError):  # it has just ended
+            continue
+    return None
+
+
+@pytest.mark.parametrize(
+    "connector",
+    [
+        pytest.param([], id="device only"),
+        pytest.param(OFFLOADING, id="offloading", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_that_dies_again_while_it_is_replaced_only_prolongs_the_pause(
+    start_deployment: StartDeployment, connector: list[str]
+) -> None:
+    """Meanwhile /ready says why, a request is aborted and another one is accepted."""
+    deployment = start_deployment("--dtype", "float32", "--verify-plan", *connector)
+    deployment.wait_until_ready()
+    calm = Answers(deployment).all()
+    answers = Answers(deployment).wait_until_running()
+    former = deployment.members["worker-0"]
+    former.send_signal(signal.SIGKILL)
+    wait_until(lambda: (worker_of(deployment) or former).pid != former.pid)
+    wait_until(lambda: readiness(deployment)[0] == 503)
+    assert "worker 0 was killed (SIGKILL)" in readiness(deployment)[1]
+    with pytest.raises(TimeoutError):
+        complete(deployment, timeout_s=0.2)  # whose end aborts the request
+    second = worker_of(deployment)
+    assert second is not None
+    second.send_signal(signal.SIGKILL)
+    assert complete(deployment, timeout_s=PATIENCE_S * 2)["usage"]["completion_tokens"] == 3
+    assert answers.all() == calm
+    wait_until(lambda: readiness(deployment)[0] == 200)
+    pids = {name: member.pid for name, member in deployment.members.items()}
+    deployment.find_members()
+    replaced = {name for name, member in deployment.members.items() if member.pid != pids[name]}
+    assert replaced == {"worker-0"}
+    assert "Traceback" not in deployment.output
+    assert deployment.stop() == 0
+    deployment.assert_nothing_is_left()
+
+
+def complete(deployment: Deployment, *, timeout_s: float) -> Any:
+    body = {"prompt": "x", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{deployment.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        return json.load(response)
+
+
+def test_after_too_many_deaths_the_deployment_ends_and_says_so(
+    start_deployment: StartDeployment,
+) -> None:
+    deployment = start_deployment("--max-restarts", "1").wait_until_ready()
+    answers = Answers(deployment).wait_until_running()
+    former = deployment.members["worker-0"]
+    former.send_signal(signal.SIGKILL)
+    wait_until(lambda: (worker_of(deployment) or former).pid != former.pid)
+    second = worker_of(deployment)
+    assert second is not None
+    second.send_signal(signal.SIGKILL)
+    assert deployment.process.wait(timeout=PATIENCE_S) == 1
+    last_line = deployment.output.strip().splitlines()[-1]
+    assert "engine-0 has died 2 times in a row; giving up" in last_line
+    wait_until(lambda: len(answers.errors) == 4)
+    assert all("the engine has stopped" in str(error) for error in answers.errors)
+    deployment.assert_nothing_is_left()
