@@ -68,6 +68,7 @@ class Gateway:
     ) -> None:
         self.metrics = GatewayMetrics()
         self.metrics.watch_readiness(not_ready_reason)
+        self._not_ready_reason = not_ready_reason
         self.peers = PeerGateways(
             number,
             peers,
@@ -138,8 +139,10 @@ class Gateway:
         return _json(self._model)
 
     async def _health(self, request: Request) -> Response:
-        """Liveness: this process answers."""
-        return Response("alive\n", media_type="text/plain")
+        """Liveness: this process answers. Its answer says also what the engines lack."""
+        reason = self._not_ready_reason()
+        state = "alive" if reason is None else f"alive; not ready: {reason}"
+        return Response(f"{state}\n", media_type="text/plain")
 
     async def _ready(self, request: Request) -> Response:
         """Readiness of all gateways of the deployment."""

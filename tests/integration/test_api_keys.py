@@ -30,9 +30,9 @@ def start(
     """Starts a deployment in a directory of its own, whose path is short enough for sockets."""
     with ExitStack() as stack:
 
-        def make(*flags: str) -> Deployment:
+        def make(*flags: str, **settings: Any) -> Deployment:
             own = tmp_path_factory.mktemp("keys")
-            deployment = Deployment(tiny_model[0], own, *flags)
+            deployment = Deployment(tiny_model[0], own, *flags, **settings)
             return stack.enter_context(deployment).wait_until_ready()
 
         yield make
@@ -148,8 +148,10 @@ async def test_a_flood_of_one_key_does_not_keep_another_key_waiting(
     start: Start, tmp_path: Path
 ) -> None:
     keys = "".join(f'[[key]]\nname = "{name}"\nkey = "{name}"\n' for name in ("flood", "short"))
-    # The deployment has 32 rows, two of which are kept for keys with less than their share.
-    deployment = start("--api-key-file", str(write_keys(tmp_path, keys)))
+    # The deployment has 32 rows, two of which are kept for keys with less than their share, and
+    # blocks for whole answers in all of them.
+    path = str(write_keys(tmp_path, keys))
+    deployment = start("--api-key-file", path, num_blocks=9000)
 
     async def ask(key: str, max_tokens: int) -> HttpAnswer:
         body = {"prompt": "x", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}

@@ -647,7 +647,8 @@ function showState({ state, metrics }) {
   const detail = `${count(report.num_running)} running, ${count(report.num_waiting)} waiting, `
     + `${report.steps_in_flight} steps in flight, ${count(state.num_steps)} steps and `
     + `${count(state.num_preemptions)} preemptions so far`;
-  if (report.pause !== "unpaused") say("warn", "paused", `${detail}; the engine has been paused (${report.pause}).`);
+  if (state.restarting) say("wait", "restarting", `${detail}; the engine is being restarted: ${state.restarting}`);
+  else if (report.pause !== "unpaused") say("warn", "paused", `${detail}; the engine has been paused (${report.pause}).`);
   else if (busy && report.idle_s > STALLED_S) say("bad", "stalled", `No request has advanced for ${seconds(report.idle_s)}; ${detail}.`);
   else if (busy) say("good", "serving", `${detail}.`);
   else say("wait", "idle", `No requests; ${count(state.num_steps)} steps and ${count(state.num_preemptions)} preemptions so far.`);

@@ -40,6 +40,7 @@ ResultT = TypeVar("ResultT")
 class DashboardState(msgspec.Struct, frozen=True):
     """The data of the page in addition to `/metrics`; see `BlockSnapshot`.
 
+    restarting:  why the engine's workers are being replaced; None if they are not.
     state_names: names of the block states, by number.
     states:      one byte per block, deflated, as base64.
     block_ids:   little-endian int32, deflated, as base64.
@@ -48,6 +49,7 @@ class DashboardState(msgspec.Struct, frozen=True):
     model: str
     version: str
     num_engines: int
+    restarting: str | None
     report: EngineReport
     state_names: tuple[str, ...]
     states: str
@@ -91,7 +93,11 @@ class Dashboard:
             Replica(engine, num_engines).scheduler,
         )
         content = await asyncio.to_thread(
-            encode_state, service.model_name, block_snapshot, num_engines=num_engines
+            encode_state,
+            service.model_name,
+            block_snapshot,
+            num_engines=num_engines,
+            restarting=service.client.clients[engine].pause,
         )
         return Response(
             content, media_type="application/json", headers={"cache-control": "no-store"}
@@ -127,12 +133,19 @@ async def ask_scheduler(answer: Awaitable[ResultT], timeout_s: float, name: str)
         raise unavailable(str(error)) from error
 
 
-def encode_state(model: str, block_snapshot: BlockSnapshot, *, num_engines: int = 1) -> bytes:
+def encode_state(
+    model: str,
+    block_snapshot: BlockSnapshot,
+    *,
+    num_engines: int = 1,
+    restarting: str | None = None,
+) -> bytes:
     """A `DashboardState` as JSON. Takes milliseconds with a million blocks."""
     state = DashboardState(
         model=model,
         version=longshore.__version__,
         num_engines=num_engines,
+        restarting=restarting,
         report=block_snapshot.report,
         state_names=tuple(state.name.lower() for state in BlockState),
         states=_packed(block_snapshot.states),

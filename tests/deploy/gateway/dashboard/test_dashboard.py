@@ -15,12 +15,13 @@ from starlette.requests import Request
 from longshore.deploy.gateway.api_keys import plain_keys
 from longshore.deploy.gateway.dashboard.dashboard import Dashboard, encode_state
 from longshore.deploy.gateway.openai.errors import ApiError
+from longshore.protocol.outputs import EngineContinues, EnginePaused
 from longshore.protocol.statistics import (
     MAX_LISTED_BLOCKS,
     BlockSnapshot,
     BlockState,
 )
-from tests.deploy.gateway.conftest import PATIENCE_S, StartGateway
+from tests.deploy.gateway.conftest import PATIENCE_S, RunningGateway, StartGateway
 from tests.deploy.gateway.fake_engine import BLOCK_MAP, REPORT
 
 PAGE = Dashboard(lambda: None, 1.0)
@@ -83,6 +84,21 @@ async def test_state_is_what_the_ask_scheduler(start_gateway: StartGateway) -> N
         assert state["report"]["num_free_blocks"] == REPORT.num_free_blocks
         assert state["report"]["waiting"][0]["waits_for"] == REPORT.waiting[0].waits_for
         assert (state["model"], state["num_steps"]) == ("tiny", 7)
+
+
+async def test_the_state_says_why_an_engine_that_still_answers_is_restarted(
+    start_gateway: StartGateway,
+) -> None:
+    async def restarting(gateway: RunningGateway) -> str | None:
+        reason: str | None = json.loads((await gateway.get("/dashboard/state")).body)["restarting"]
+        return reason
+
+    async with start_gateway() as gateway:
+        assert await restarting(gateway) is None
+        gateway.engine.send(EnginePaused("worker 0 was killed"))
+        assert await restarting(gateway) == "worker 0 was killed"
+        gateway.engine.send(EngineContinues("engine.2"))
+        assert await restarting(gateway) is None
 
 
 async def test_readers_at_the_same_time_share_one_question(start_gateway: StartGateway) -> None:

@@ -251,7 +251,8 @@ async def test_streams_go_on_after_their_last_token_when_the_engine_returns(
         while (answer := await gateway.get("/ready")).status == 200:
             await asyncio.sleep(0.01)
         assert b"the engine is being restarted: worker 0 was lost" in answer.body
-        assert (await gateway.get("/health")).status == 200
+        health = await gateway.get("/health")
+        assert (health.status, health.body) == (200, b"alive; not ready: " + answer.body)
         later = asyncio.create_task(gateway.post("/v1/completions", body | {"max_tokens": 2}))
         await gateway.engine.return_to_life()
         chunks = [json.loads(event[1]) for event in (await asking).events[:-1]]
