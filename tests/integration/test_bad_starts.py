@@ -72,10 +72,9 @@ def folder(tiny_model: tuple[Path, Any], tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def temp_dir(tmp_path: Path) -> Path:
-    path = tmp_path / "t"
-    path.mkdir()
-    return path
+def temp_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory whose path is short enough for sockets."""
+    return tmp_path_factory.mktemp("t")
 
 
 BAD_FOLDERS: Final[dict[str, tuple[Callable[[Path], None], str]]] = {
