@@ -9,12 +9,8 @@ from openai.types.chat import completion_create_params as chat_params
 
 from longshore.deploy.gateway.openai.errors import ApiError
 from longshore.deploy.gateway.openai.openapi import document
-from longshore.deploy.gateway.openai.requests import (
-    IGNORED,
-    UNSUPPORTED,
-    ChatRequest,
-    CompletionRequest,
-)
+from longshore.deploy.gateway.openai.parameters import IGNORED, UNSUPPORTED
+from longshore.deploy.gateway.openai.requests import ChatRequest, CompletionRequest
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "api.md").read_text()
