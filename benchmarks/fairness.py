@@ -13,10 +13,6 @@ target is 3.
 import asyncio
 import contextlib
 import json
-import re
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe, get_context
@@ -26,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import report
+from stack_overhead import serving
 
 from longshore.deploy.bench.prompts import random_prompts
 from longshore.deploy.bench.sse_client import HttpAnswer, HttpEndpoint
@@ -39,26 +36,16 @@ KEYS = "".join(f'[[key]]\nname = "{name}"\nkey = "{name}"\n' for name in ("flood
 
 
 @contextlib.contextmanager
-def serving(model: Path, policy: str, rows: int) -> Iterator[str]:
-    """Run a server with both keys on a free port; yields its address."""
+def serving_both(model: Path, policy: str, rows: int) -> Iterator[str]:
+    """Run a server with both keys; yields its address."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.toml"
         keys.touch(mode=0o600)
         keys.write_text(KEYS)
-        command = [sys.executable, "-m", "longshore.deploy", "serve", str(model), "--port", "0"]
-        command += ["--device", "cpu", "--threads", "1", "--max-num-seqs", str(rows)]
-        command += ["--api-key-file", str(keys), "--scheduling-policy", policy]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        try:
-            found = None
-            while found is None and (line := process.stdout.readline()):
-                found = re.search(r"ready at (\S+)", line)
-            assert found is not None, "the server did not start; its log is above"
-            yield found[1]
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+        flags = ["--threads", "1", "--max-num-seqs", str(rows)]
+        flags += ["--api-key-file", str(keys), "--scheduling-policy", policy]
+        with serving(model, *flags) as url:
+            yield url
 
 
 async def ask(
@@ -174,7 +161,7 @@ def main() -> None:
     given = arguments.parse_args()
     rows = []
     for policy in given.policies:
-        with serving(given.model, policy, given.rows) as url:
+        with serving_both(given.model, policy, given.rows) as url:
             result = measure(url, given.flood, given.requests)
         rows.append({"policy": policy, "rows": given.rows, **result})
     report.write(given.json, rows)

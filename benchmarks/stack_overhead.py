@@ -100,11 +100,10 @@ async def run_stack(
 
 
 @contextlib.contextmanager
-def serving(model: Path, *, threads: int) -> Iterator[str]:
-    """Run a server on a free port; yields its address."""
+def serving(model: Path, *flags: str) -> Iterator[str]:
+    """Run a server on a free port, on the CPU; yields its address."""
     command = [sys.executable, "-m", "longshore.deploy", "serve", str(model), "--port", "0"]
-    command += ["--device", "cpu", "--threads", str(threads), "--num-blocks", str(NUM_BLOCKS)]
-    command += ["--no-enable-prefix-caching"]
+    command += ["--device", "cpu", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -161,7 +160,9 @@ def main() -> None:
     arguments.add_argument("--threads", type=int, default=1)
     options = arguments.parse_args()
     config = WorkerConfig(model=str(options.model), num_blocks=NUM_BLOCKS, threads=options.threads)
-    with serving(options.model, threads=options.threads) as url, Worker(config) as worker:
+    flags = ["--threads", str(options.threads), "--num-blocks", str(NUM_BLOCKS)]
+    flags += ["--no-enable-prefix-caching"]
+    with serving(options.model, *flags) as url, Worker(config) as worker:
         rows = asyncio.run(measure(options, url, worker, worker.start()))
     report.write(options.json, rows)
 

@@ -6,11 +6,9 @@ MAX_ECHOED_CHARACTERS: Final = 200
 """Limit of a name or value from outside in a message."""
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, max_characters: int = MAX_ECHOED_CHARACTERS) -> str:
     """`text`, or as much of it as a message may repeat."""
-    if len(text) <= MAX_ECHOED_CHARACTERS:
-        return text
-    return f"{text[:MAX_ECHOED_CHARACTERS]}..."
+    return text if len(text) <= max_characters else f"{text[:max_characters]}..."
 
 
 class LongshoreError(Exception):

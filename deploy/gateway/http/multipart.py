@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from longshore.deploy.gateway.openai.errors import invalid, shortened
+from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.requests.audio import require_extra
+from longshore.protocol.errors import shortened
 
 MAX_FIELDS: Final = 64
 MAX_FIELD_BYTES: Final = 64 << 10

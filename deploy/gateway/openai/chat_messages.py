@@ -5,7 +5,8 @@ from typing import Final
 
 import msgspec
 
-from longshore.deploy.gateway.openai.errors import invalid, shortened
+from longshore.deploy.gateway.openai.errors import invalid
+from longshore.protocol.errors import shortened
 
 MAX_MESSAGES: Final = 16_384
 _EMPTY: Final = (b"null", b"[]")

@@ -4,8 +4,8 @@ from typing import Final
 
 import msgspec
 
-MAX_ECHOED_CHARACTERS: Final = 200
-"""Limit of a client's name or value in an error."""
+from longshore.protocol.errors import shortened
+
 MAX_MESSAGE_CHARACTERS: Final = 1000
 
 
@@ -61,11 +61,6 @@ _TYPE_OF_STATUS: Final = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-
-
-def shortened(text: str, max_characters: int = MAX_ECHOED_CHARACTERS) -> str:
-    """`text`, cut to a length at which it can be part of an error."""
-    return text if len(text) <= max_characters else f"{text[:max_characters]}..."
 
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:

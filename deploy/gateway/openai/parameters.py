@@ -15,7 +15,8 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from longshore.deploy.gateway.openai.errors import ApiError, invalid, shortened
+from longshore.deploy.gateway.openai.errors import ApiError, invalid
+from longshore.protocol.errors import shortened
 
 MAX_PARAMETER_BYTES: Final = 64 << 10
 """Limit of each parameter's JSON, except prompts, and parameters that are ignored."""

@@ -6,9 +6,10 @@ import msgspec
 
 from longshore.deploy.cli.setting_checks import MAX_TIMEOUT_S
 from longshore.deploy.gateway.openai.chat_messages import ChatMessage
-from longshore.deploy.gateway.openai.errors import invalid, shortened
+from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.parameters import read_parameters
 from longshore.deploy.gateway.text.answer_text import StopStrings
+from longshore.protocol.errors import shortened
 from longshore.protocol.requests import MAX_NAME_CHARACTERS
 from longshore.protocol.sampling import MAX_LOGIT_BIASES, MAX_LOGPROBS
 

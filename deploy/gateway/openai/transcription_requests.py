@@ -5,9 +5,10 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from longshore.deploy.gateway.http.multipart import Form
-from longshore.deploy.gateway.openai.errors import invalid, shortened
+from longshore.deploy.gateway.openai.errors import invalid
 from longshore.deploy.gateway.openai.parameters import IGNORED, field_at_fault
 from longshore.deploy.gateway.openai.requests import Int32
+from longshore.protocol.errors import shortened
 
 MAX_LANGUAGE_CHARACTERS: Final = 64
 FORMATS: Final = ("json", "text")

@@ -9,7 +9,6 @@ import pytest
 from longshore.deploy.gateway.openai import parameters
 from longshore.deploy.gateway.openai.chat_messages import template_input
 from longshore.deploy.gateway.openai.errors import (
-    MAX_ECHOED_CHARACTERS,
     ApiError,
     unknown_model,
 )
@@ -21,6 +20,7 @@ from longshore.deploy.gateway.openai.parameters import (
     read_parameters,
 )
 from longshore.deploy.gateway.openai.requests import ChatRequest, CompletionRequest
+from longshore.protocol.errors import MAX_ECHOED_CHARACTERS
 
 LONG = "n" * 100_000
 
