@@ -95,7 +95,8 @@ class ManagedProcess:
 
     `ready`, `failed` and `late` hold its reports once `read_lifeline` has read them; `alive_s` is
     when it last read Alive, by `time.monotonic`. They are None again while the process reports
-    progress, because it waits for a restarted one. `was_ready`: it has been ready once.
+    progress, because it waits for a restarted one, except for `alive_s` of a process that is told.
+    `was_ready`: it has been ready once.
     """
 
     def __init__(self, spec: ProcessSpec, runtime_dir: Path, relay: LogRelay) -> None:
@@ -184,7 +185,9 @@ class ManagedProcess:
                 if future is not None:
                     future.set_result(report)
             case Progress(doing):
-                self.ready = self.late = self.alive_s = None
+                self.ready = self.late = None
+                if not self.spec.is_told:  # else its loop runs meanwhile
+                    self.alive_s = None
                 self.doing = doing
                 logger.info("%s: %s", self.name, doing)
 

@@ -142,12 +142,15 @@ class Lifeline:
         """Send `report` to the supervisor; ignored if the supervisor has just exited."""
         if self._socket is None:
             return
+        if isinstance(report, Ready):
+            self._next_alive_s = 0.0
         with self._sending, contextlib.suppress(OSError):
             self._socket.sendall(_encoder.encode(report) + b"\n")
 
     def report_alive(self, late: str | None = None) -> None:
-        """Report Alive, at most every ALIVE_INTERVAL_S. Never blocks: a supervisor that does not
-        read its reports gets no more of them."""
+        """Report Alive, at most every ALIVE_INTERVAL_S, but at once after Ready: a hang is noticed
+        only after the first report. Never blocks: a supervisor that does not read its reports gets
+        no more of them."""
         now_s = time.monotonic()
         if self._socket is None or now_s < self._next_alive_s:
             return

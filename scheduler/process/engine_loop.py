@@ -510,8 +510,8 @@ class Engine:
 
     async def _report_regularly(self) -> None:
         while True:
-            await asyncio.sleep(STATS_INTERVAL_S)
             self._lifeline.report_alive()
+            await asyncio.sleep(STATS_INTERVAL_S)
             self._check_answers()
             self._warn_of_stall()
             workers = self._statistics.latest()

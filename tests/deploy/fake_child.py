@@ -9,6 +9,7 @@ behaviour: serve     report readiness, exit 0 when told to stop
            alive     like serve, and report regularly to be alive
            late      like alive, with something that is late
            listen    like serve, print why others are restarted, and report readiness again
+           mute      like alive, and report progress and nothing more when others are restarted
            socket    like serve, with a socket file in the runtime directory
            tell      like serve, and notify the waiting children
            outlive   like tell, and end when they have ended
@@ -93,6 +94,12 @@ def main(config_file: str) -> int:
     while config.behaviour in ("alive", "late"):
         lifeline.report(Alive("step 3 takes too long" if config.behaviour == "late" else None))
         time.sleep(0.1)
+    while config.behaviour == "mute" and not lifeline.take_received():
+        lifeline.report(Alive())
+        time.sleep(0.1)
+    if config.behaviour == "mute":
+        lifeline.report(Acknowledged())
+        lifeline.report(Progress("waiting"))
     while config.behaviour == "listen":
         select.select([lifeline], [], [])
         for message in lifeline.take_received():

@@ -108,6 +108,7 @@ class WorkerEngine:
         poller.register(self._channel.socket, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
         poller.register(self._link.monitor, zmq.POLLIN)
+        self._report_alive(None)  # before the first hook of a connector, which may hang
         try:
             while not self._is_stopping or self._unanswered:
                 due_s = self._statistics.due_in_s(time.monotonic())

@@ -402,6 +402,28 @@ def test_a_survivor_that_hangs_before_it_has_heard_of_the_restart_is_restarted_t
     assert not any(psutil.pid_exists(process.pid) for process in former)
 
 
+def test_a_survivor_that_hangs_while_the_others_start_is_restarted_too(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    group = {"restart_group": "engine-0"}
+    supervisor.start(
+        [
+            spec("worker 0", "serve", **group),
+            spec("scheduler", "mute", survives=("worker 0",), is_told=True, **group),
+        ],
+        timeout_s=60,
+    )
+    scheduler = supervisor.processes[1]
+    wait_until(lambda: bool(scheduler.read_lifeline() or scheduler.alive_s))
+    os.kill(supervisor.processes[0].pid, signal.SIGKILL)
+    watch = Watch(supervisor, hang_timeout_s=2.0)
+    wait_until(lambda: "engine-0 is ready again" in caplog.messages)
+    watch.stop()
+    assert "scheduler hangs or is stopped" in caplog.text
+    assert supervisor.processes[1] is not scheduler
+
+
 def test_a_child_that_is_told_does_not_outlive_the_end_of_the_restarts(
     supervisor: Supervisor,
 ) -> None:
