@@ -96,7 +96,7 @@ class ManagedProcess:
     `ready`, `failed` and `late` hold its reports once `read_lifeline` has read them; `alive_s` is
     when it last read Alive, by `time.monotonic`. They are None again while the process reports
     progress, because it waits for a restarted one, except for `alive_s` of a process that is told.
-    `was_ready`: it has been ready once.
+    `was_ready`: it has been ready once. `is_hung`: it was found to hang.
     """
 
     def __init__(self, spec: ProcessSpec, runtime_dir: Path, relay: LogRelay) -> None:
@@ -105,7 +105,7 @@ class ManagedProcess:
         self.stop_group = spec.stop_group
         self.stopped_by = spec.stopped_by
         self.ready: Ready | None = None
-        self.was_ready = self._must_answer = False
+        self.was_ready = self.is_hung = self._must_answer = False
         self.failed: Failed | None = None
         self.late: str | None = None
         self.doing = "starting"

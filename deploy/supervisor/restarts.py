@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from longshore.deploy.supervisor.restart_history import RestartReason
+
 FIRST_DELAY_S: Final = 0.5
 MAX_DELAY_S: Final = 30.0
 
@@ -22,6 +24,7 @@ class Restarts:
     deadline_s:   when it must be ready.
     stop_deadline_s: when it must have ended, for an ordered restart; None: no such restart has
                   begun.
+    reason: of the last restart.
     """
 
     max_in_a_row: int
@@ -30,8 +33,9 @@ class Restarts:
     next_start_s: float | None = None
     deadline_s: float = math.inf
     stop_deadline_s: float | None = None
+    reason: RestartReason = "death"
 
-    def died(self, now_s: float) -> bool:
+    def died(self, now_s: float, reason: RestartReason = "death") -> bool:
         """The group has died. Returns whether it is to be started again, at `next_start_s`: the
         first time at once, then after growing delays."""
         if self.running_since_s is not None and now_s - self.running_since_s >= STABLE_S:
@@ -43,13 +47,14 @@ class Restarts:
         if self.num_in_a_row:
             delay_s = min(FIRST_DELAY_S * 2 ** (self.num_in_a_row - 1), MAX_DELAY_S)
         self.num_in_a_row += 1
+        self.reason = reason
         self.next_start_s = now_s + delay_s
         return True
 
     def stopping(self, *, deadline_s: float) -> None:
         """An operator restarts its processes, which were told to end. The row of deaths is over."""
         self.running_since_s, self.stop_deadline_s = None, deadline_s
-        self.num_in_a_row = 0
+        self.num_in_a_row, self.reason = 0, "operator"
 
     def stopped(self, now_s: float) -> None:
         """They have ended."""

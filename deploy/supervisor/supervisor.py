@@ -17,6 +17,7 @@ from longshore.deploy.supervisor.log_lines import LineFormat, text_line
 from longshore.deploy.supervisor.log_relay import LogRelay
 from longshore.deploy.supervisor.ordered_restarts import OrderedRestarts
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
+from longshore.deploy.supervisor.restart_history import RestartHistory, RestartReason
 from longshore.deploy.supervisor.restarts import Restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.protocol.errors import LongshoreError
@@ -70,6 +71,7 @@ class Supervisor:
         self._relay = LogRelay(stream, format_line)
         self.processes: list[ManagedProcess] = []
         self.ordered_restarts = OrderedRestarts()
+        self._history = RestartHistory(runtime_dir.path)
 
     def __enter__(self) -> "Supervisor":
         return self
@@ -91,6 +93,7 @@ class Supervisor:
         Raises StartFailed if one fails or dies, or after `timeout_s`, and StopRequested if the
         signal is set; then all processes have been stopped and the runtime directory removed.
         """
+        self._history.begin(spec.name for spec in specs)
         try:
             for spec in specs:
                 self.processes.append(ManagedProcess(spec, self.runtime_dir.path, self._relay))
@@ -230,7 +233,7 @@ class Supervisor:
                 return None
             group.started(deadline_s=now_s + start_timeout_s)
             try:
-                self._start_again(name)
+                self._start_again(name, group.reason)
             except OSError as error:  # the disk is full, or there are too many processes
                 return self._note_death(f"{name} cannot be started: {error}.", name, group)
         members = self._members(name)
@@ -239,6 +242,7 @@ class Supervisor:
             if group.running_since_s is None and all(process.ready for process in members):
                 group.became_ready(now_s)
                 logger.info("%s is ready again", name)
+                self._history.became_ready(name)
                 self.ordered_restarts.finish(name)
             return None
         return self._note_death(death, name, group)
@@ -271,7 +275,9 @@ class Supervisor:
 
     def _note_death(self, death: str, name: str, group: Restarts) -> str | None:
         """End what is left of the group. Returns the reason if it is not started again."""
-        if group.died(time.monotonic()):
+        is_hang = any(process.is_hung for process in self._members(name))
+        if group.died(time.monotonic(), "hang" if is_hang else "death"):
+            self._history.died(name, death)
             self._end_members(self._members(name), death, is_first=group.num_in_a_row == 1)
         else:
             for process in self._members(name):
@@ -310,11 +316,12 @@ class Supervisor:
     def _members(self, group: str | None) -> list[ManagedProcess]:
         return [process for process in self.processes if process.spec.restart_group == group]
 
-    def _start_again(self, group: str) -> None:
+    def _start_again(self, group: str, reason: RestartReason) -> None:
         for index, process in enumerate(self.processes):
             if process.spec.restart_group == group and process.lifeline_closed:
                 spec = process.next_spec()
                 self.processes[index] = ManagedProcess(spec, self.runtime_dir.path, self._relay)
+                self._history.started(spec.name, reason)
 
     def _death_of(
         self,
@@ -331,6 +338,7 @@ class Supervisor:
             process.read_lifeline()  # ending another group may have taken seconds
             hang = _hang_of(process, hang_timeout_s)
             if hang is not None:
+                process.is_hung = True
                 process.kill()
                 process.close()
                 return hang

@@ -70,7 +70,7 @@ def test_a_hook_that_never_returns_is_a_hang_of_its_process(
     watch.join(PATIENCE_S)
     assert not switch.exists()
     assert reason in deployment.output
-    assert any("the engine is being restarted" in each for each in reasons), reasons
+    assert any(reason in each for each in reasons), reasons
     wait_until(lambda: "engine-0 is ready again" in deployment.output)
     assert deployment.stop() == 0, deployment.output
     deployment.assert_nothing_is_left()

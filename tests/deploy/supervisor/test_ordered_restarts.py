@@ -14,6 +14,7 @@ import pytest
 
 from longshore.deploy.supervisor import supervisor as supervisor_module
 from longshore.deploy.supervisor.process import ManagedProcess
+from longshore.deploy.supervisor.restart_history import read_restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.stop_signals import StopSignals
 from longshore.deploy.supervisor.supervisor import Supervisor
@@ -89,6 +90,9 @@ def test_the_processes_of_a_group_end_by_themselves_and_start_again() -> None:
             assert changed == {"worker 1", "scheduler 1"}
             assert [process.poll() for process in old] == [0, 0]
             assert all(process.ready is not None for process in run.supervisor.processes)
+        counts = read_restarts(run.supervisor.runtime_dir.path).counts
+        assert counts["worker 1"] == {"death": 0, "hang": 0, "operator": 2}
+        assert counts["scheduler 0"] == {"death": 0, "hang": 0, "operator": 0}
     assert run.ends == [None]
 
 

@@ -21,6 +21,7 @@ import pytest
 from longshore.deploy.supervisor import restarts
 from longshore.deploy.supervisor.log_relay import LogRelay
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
+from longshore.deploy.supervisor.restart_history import read_restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir, read_progress_note
 from longshore.deploy.supervisor.stop_signals import StopSignals
 from longshore.deploy.supervisor.supervisor import (
@@ -62,6 +63,17 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen in time"
         time.sleep(0.01)
+
+
+def restarts_of(supervisor: Supervisor) -> dict[tuple[str, str], int]:
+    """What gateways show; without zeros."""
+    counts = read_restarts(supervisor.runtime_dir.path).counts
+    return {
+        (process, reason): count
+        for process, by_reason in counts.items()
+        for reason, count in by_reason.items()
+        if count
+    }
 
 
 def nothing_is_left(supervisor: Supervisor) -> bool:
@@ -422,6 +434,9 @@ def test_a_survivor_that_hangs_while_the_others_start_is_restarted_too(
     watch.stop()
     assert "scheduler hangs or is stopped" in caplog.text
     assert supervisor.processes[1] is not scheduler
+    restarts = restarts_of(supervisor)
+    assert restarts.pop(("worker 0", "death")) == 1
+    assert set(restarts) <= {("worker 0", "hang"), ("scheduler", "hang")}
 
 
 def test_a_child_that_is_told_does_not_outlive_the_end_of_the_restarts(
@@ -490,6 +505,7 @@ def test_a_stopped_child_counts_as_dead(
     assert "worker 0 hangs or is stopped: it has not reported for" in caplog.text
     assert supervisor.processes[1] is former[1]
     assert "worker 1" not in caplog.text
+    assert restarts_of(supervisor) == {("worker 0", "hang"): 1}
     assert not psutil.pid_exists(former[0].pid)
 
 
