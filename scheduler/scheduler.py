@@ -528,10 +528,16 @@ class Scheduler:
         )
 
     def idle_s(self, now: float) -> float:
-        """Seconds for which no request has advanced although some wait."""
-        if not self.is_waited_for():
+        """Seconds for which no request has advanced although some wait. Time in which a pause
+        keeps all of them does not count."""
+        if self._is_kept_by_pause() or not self.is_waited_for():
             self._advanced_at_s = now
         return 0.0 if self._advanced_at_s is None else max(now - self._advanced_at_s, 0.0)
+
+    def _is_kept_by_pause(self) -> bool:
+        if self.pause is PauseState.PAUSED_ALL:
+            return not self.num_steps_in_flight
+        return self.pause is PauseState.PAUSED_NEW and not self.running.num_rows
 
     def make_stats(
         self, num_bad_messages: int = 0, workers: tuple[WorkerStats, ...] = ()
