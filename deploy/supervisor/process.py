@@ -19,7 +19,14 @@ from typing import IO, Any, Final
 import msgspec
 
 from longshore.deploy.supervisor.log_relay import LogRelay
-from longshore.protocol.commands import Command, CommandAnswer, NumberedCommand
+from longshore.protocol.commands import (
+    Command,
+    CommandAnswer,
+    NumberedCommand,
+    Pause,
+    Resume,
+    SetLogLevel,
+)
 from longshore.protocol.transport.lifeline import (
     STOP_SIGNAL,
     Acknowledged,
@@ -114,6 +121,7 @@ class ManagedProcess:
         self._unread = b""
         self._num_commands = itertools.count()
         self._commands: dict[int, Future[CommandAnswer]] = {}
+        self._kept_settings: dict[str, Any] = {}
         self.lifeline, child_end = socket.socketpair()
         with child_end:
             config = msgspec.structs.replace(
@@ -201,6 +209,7 @@ class ManagedProcess:
         try:
             if self.lifeline.send(line) != len(line):
                 raise OSError("its lifeline is full")
+            self._keep_setting(command)
         except OSError as error:
             self._commands.pop(number, None)
             with contextlib.suppress(InvalidStateError):
@@ -208,6 +217,17 @@ class ManagedProcess:
         if self.lifeline_closed:  # perhaps after its other commands have failed
             self._fail_commands()
         return future
+
+    def _keep_setting(self, command: Command) -> None:
+        """What an operator has set holds for the next process, too. One that has not been ready
+        refuses to pause."""
+        match command:
+            case SetLogLevel(level):
+                self._kept_settings["log_level"] = level
+            case Pause(mode) if self.was_ready:
+                self._kept_settings["paused"] = mode
+            case Resume() if self.was_ready:
+                self._kept_settings["paused"] = None
 
     def _fail_commands(self) -> None:
         while self._commands:
@@ -279,10 +299,11 @@ class ManagedProcess:
 
     def next_spec(self) -> ProcessSpec:
         """How to start it again, or how a new one would be started."""
-        config_after = self.spec.config_after
-        if config_after is None:
-            return self.spec
-        return msgspec.structs.replace(self.spec, config=config_after(self.spec.config))
+        config, config_after = self.spec.config, self.spec.config_after
+        if config_after is not None:
+            config = config_after(config)
+        config = msgspec.structs.replace(config, **self._kept_settings)
+        return msgspec.structs.replace(self.spec, config=config)
 
 
 def _environment() -> dict[str, str]:

@@ -121,6 +121,7 @@ class Engine:
             answer=lifeline.report,
             announce=self._announce_admission,
             advance=self._advance,
+            paused=config.paused,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._index_of_peer: dict[bytes, int] = {}

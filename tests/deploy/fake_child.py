@@ -41,6 +41,8 @@ from longshore.protocol.transport.lifeline import (
 
 class FakeChildConfig(msgspec.Struct, frozen=True):
     behaviour: str
+    log_level: str = "info"
+    paused: str | None = None
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
 
