@@ -180,7 +180,7 @@ class GatewayProcess:
                 max_model_len=config.max_model_len,
             )
         lifeline.report(Progress("waiting for the scheduler"))
-        engine = await self._engines.wait_until_ready()
+        engine = await self._engines.wait_until_ready(awaits_all=config.awaits_all_engines)
         prompts = PromptReader(
             tokenizer,
             config.sampling_defaults,

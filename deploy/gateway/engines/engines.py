@@ -111,10 +111,19 @@ class Engines:
         report."""
         return self.num_own_requests + self._choice.num_others
 
-    async def wait_until_ready(self) -> EngineReady:
-        """The first engine's description. Raises HandshakeRejected or EngineDead with a reason."""
-        ready = await asyncio.gather(*(client.wait_until_ready() for client in self.clients))
-        return ready[0]
+    async def wait_until_ready(self, *, awaits_all: bool = True) -> EngineReady:
+        """Wait for all engines, or for one; the others join later. Returns the description of one.
+        Raises HandshakeRejected or EngineDead with a reason."""
+        waits = [asyncio.create_task(client.wait_until_ready()) for client in self.clients]
+        try:
+            for wait in asyncio.as_completed(waits):
+                ready = await wait
+                if not awaits_all:
+                    break
+        finally:
+            for task in waits:
+                task.cancel()
+        return ready
 
     async def describe(self, timeout_s: float, engine: int = 0) -> EngineReport:
         """See EngineClient."""

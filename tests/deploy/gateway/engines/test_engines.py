@@ -147,6 +147,27 @@ async def test_requests_of_a_lost_engine_go_on_at_another_one() -> None:
         assert fork.engine == 1
 
 
+async def test_one_engine_can_serve_while_another_is_down_and_joins_later() -> None:
+    runtime_dir = RuntimeDir()
+    endpoints = [runtime_dir.endpoint(f"clients-{number}") for number in range(2)]
+    hello = ClientHello("test", IDENTITY.model_fingerprint)
+    engines = Engines(endpoints, hello, on_stats=lambda engine, stats: None)
+    fakes = [FakeEngine(endpoints[1], never_answer)]
+    try:
+        ready = await engines.wait_until_ready(awaits_all=False)
+        assert ready.identity == IDENTITY
+        assert engines.not_ready_reason is None
+        assert engines_of([submit(engines) for _ in range(2)]) == [1, 1]
+        fakes.append(FakeEngine(endpoints[0], never_answer))
+        await engines.wait_until_ready()
+        assert submit(engines).engine == 0
+    finally:
+        engines.close()
+        for fake in fakes:
+            fake.close()
+        runtime_dir.remove()
+
+
 async def test_requests_wait_for_an_engine_that_returns() -> None:
     async with running(1) as (engines, (fake,)):
         running_one, given_up = submit(engines), submit(engines)
