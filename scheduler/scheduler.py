@@ -572,6 +572,7 @@ class Scheduler:
             num_bad_messages=num_bad_messages,
             encoder_cache_usage=0.0 if self._encoder is None else self._encoder.usage,
             num_rewinds=self._recovery.num_rewinds,
+            tenants=self._lifecycle.count_by_tenant(),
             workers=workers,
             **of_features,
         )

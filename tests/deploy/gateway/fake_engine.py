@@ -37,6 +37,7 @@ from longshore.protocol.statistics import (
     EngineReport,
     GroupUse,
     SchedulerStats,
+    TenantStats,
     TierStats,
     TransferStats,
     WaitingReport,
@@ -74,6 +75,7 @@ STATS = SchedulerStats(
     num_preempted_hit_tokens=0,
     num_stale_tokens=0,
     num_bad_messages=0,
+    tenants=(TenantStats("alice", 2, 1),),
     tiers=(TierStats("CPU", 40, 64, 512, 3), TierStats("DISK", 90, 1024, 128, 0)),
     transfers=(
         TransferStats("CPU", "GPU", (0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0), 40, 40_000, 0.5, 1, 2, 7),
