@@ -385,15 +385,17 @@ class Scheduler:
         """Set what is scheduled from now on; unanswered plans are not affected."""
         self._planner.pause = state
 
-    def begin_epoch(self, epoch: int, now: float) -> None:
-        """All workers are new and empty: rows are free, cached blocks are void, transfers have
-        failed. Running requests wait again, in the order in which they ran."""
+    def begin_epoch(self, epoch: int, now: float, *, keeps_kv: bool = False) -> None:
+        """All workers are new: rows are free, transfers have failed. Running requests wait again,
+        in the order in which they ran. Cached blocks are void; with `keeps_kv` only those that no
+        answered plan has computed."""
         if self._transfers is not None:
             self._transfers.begin_epoch(epoch)
+        answered_step = self._in_flight.last_answered_step if keeps_kv else None
+        self.kv_cache.begin_epoch(self.running.order, answered_step)
         self._lifecycle.begin_epoch(now)
         self._recovery.begin_epoch()
         self._in_flight.reset()
-        self.kv_cache.clear()
         if self._encoder is not None:
             self._encoder.clear()
         self._plan.begin_epoch(epoch)

@@ -499,10 +499,12 @@ class KVCacheManager:
         """Uncache all blocks; False while any block is held."""
         return self.pool.reset_prefix_cache()
 
-    def clear(self) -> None:
-        """A new epoch: rows are empty, all blocks are free and uncached, nothing is fenced, and
-        references held elsewhere are void."""
-        self.pool.clear()
+    def begin_epoch(self, rows: Int64Array, answered_step: int | None) -> None:
+        """A new epoch: `rows`, those in use, become empty, all blocks are free, nothing is fenced,
+        and references held elsewhere are void. answered_step: the last plan whose KV outlives its
+        workers, and stays cached; None: no KV does."""
+        tables = [table[::-1] for row in rows[::-1].tolist() for table in self.block_ids(row)]
+        self.pool.begin_epoch(answered_step, np.concatenate([EMPTY_INT32, *tables]))
         self.full_blocks.clear()
         self._settled.clear()
         for manager in self._managers:
