@@ -264,6 +264,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     kv_events:   publish the events of the cache; None: do not.
     outlives_workers: workers that have ended are started again, and the supervisor says so; the
                  scheduler waits for that and begins a new epoch. Otherwise it ends with them.
+    adopts_kv:   the memory of the workers' KV outlives them.
     lifeline_fd: inherited socket to the supervisor; None when started by hand.
     """
 
@@ -284,6 +285,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     kv_connector_config: str = "{}"
     kv_events: KVEventsConfig | None = None
     outlives_workers: bool = False
+    adopts_kv: bool = False
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -134,6 +134,7 @@ class Worker:
         *,
         epoch: int = 1,
         num_blocks: int | None = None,
+        memory: kv_cache.KVMemory | None = None,
         queue: ComputeQueue | None = None,
         connector: WorkerConnector[Any] | None = None,
         wake: Callable[[], None] = lambda: None,
@@ -145,6 +146,7 @@ class Worker:
         All ranks warm up together. Raises RankLost if another rank fails to.
 
         num_blocks: agreed with the other ranks; None takes `kv_cache.num_blocks`.
+        memory:     of the KV cache; None: the device's, or that of this process.
         queue:      compute queue to use; None opens the device's default. The worker closes it.
         connector:  worker half of the connector; the worker shuts it down.
         wake:       called on any thread when `connector` has ended transfers to report.
@@ -155,7 +157,7 @@ class Worker:
         if num_blocks is not None:
             agreed = self._cache_of(agreed.groups, num_blocks)
         with fits_in_memory(f"A KV cache of {agreed.num_blocks} blocks", self._device):
-            cache = self.make_cache(agreed)
+            cache = self.make_cache(agreed, memory)
         self._queue = queue or open_compute_queue(self._device)
         if connector is not None:
             self.connector = ConnectorRunner(
@@ -182,6 +184,9 @@ class Worker:
         )
         wait_for_device(self._device)  # the queue's stream does not wait for the default stream
         self._warm_up(runner)
+        if memory is not None and memory.adopted_block_ids is not None:
+            logger.info("%d blocks are adopted", len(memory.adopted_block_ids))
+            runner.verify_adopted(memory.adopted_block_ids)
         logger.info(
             "KV cache: %d blocks of %d bytes, %s of %s on %s",
             cache.num_blocks,
@@ -201,7 +206,9 @@ class Worker:
         has_head = self.model_config.has_head
         return (Feature.POOLING,) if has_head else (Feature.POOLING, Feature.POOLING_ONLY)
 
-    def make_cache(self, config: KVCacheConfig) -> kv_cache.KVCache:
+    def make_cache(
+        self, config: KVCacheConfig, memory: kv_cache.KVMemory | None = None
+    ) -> kv_cache.KVCache:
         """A KV cache for this rank's layers, in the model's dtype and on its device."""
         return kv_cache.KVCache(
             config,
@@ -209,6 +216,7 @@ class Worker:
             device=self._device,
             scales=self.kv_scales,
             poison=self._config.poison_kv,
+            memory=memory,
         )
 
     def close(self) -> None:

@@ -305,7 +305,7 @@ class Supervisor:
                 process.kill()
                 process.close()
         for process in survivors:
-            process.outlive(death)
+            process.outlive(death, were_killed=all(each.ended_from_outside for each in dead))
 
     def _members(self, group: str | None) -> list[ManagedProcess]:
         return [process for process in self.processes if process.spec.restart_group == group]

@@ -36,6 +36,7 @@ from longshore.protocol.transport.lifeline import (
 )
 from longshore.worker.config import WorkerProcessConfig
 from longshore.worker.errors import RankLost
+from longshore.worker.kv_cache.buffer import KVMemory
 from longshore.worker.kv_cache.plan import block_bytes
 from longshore.worker.process.device import held_bytes, open_device
 from longshore.worker.process.engine_loop import Bell, WorkerEngine
@@ -117,6 +118,7 @@ def _serve_scheduler(
         runner = worker.start(
             epoch=accepted.epoch,
             num_blocks=accepted.num_blocks,
+            memory=_kv_memory(config, accepted),
             connector=_make_connector(config, worker, accepted),
             wake=bell.ring,
         )
@@ -138,6 +140,15 @@ def _serve_scheduler(
         report_alive=lifeline.report_alive,
         step_timeout_s=config.step_timeout_s,
     ).run()
+
+
+def _kv_memory(config: WorkerProcessConfig, accepted: WorkerAccepted) -> KVMemory | None:
+    """Raises HandshakeRejected if the scheduler counts on blocks that this rank does not have."""
+    if config.kv_memory_fd is not None:
+        return KVMemory(config.kv_memory_fd, accepted.adopted_block_ids)
+    if accepted.adopted_block_ids is not None:
+        raise HandshakeRejected("the scheduler lets this rank adopt blocks, but it has no memory")
+    return None
 
 
 def _make_connector(

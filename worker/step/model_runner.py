@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from longshore.protocol.arrays import EMPTY_INT32
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.errors import EngineDead, PlanMismatch
 from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed, WorkerReport
@@ -179,6 +179,11 @@ class ModelRunner:
     def warm_up(self, num_prefill_tokens: int, num_decodes: int) -> None:
         """See WarmUp.run. Call it on all ranks before the first plan."""
         WarmUp(self._launcher, self._rows.sampling).run(num_prefill_tokens, num_decodes)
+
+    def verify_adopted(self, block_ids: Int32Array) -> None:
+        """See BlockGuard; nothing is verified without one."""
+        if self._guard is not None:
+            self._guard.verify_adopted(block_ids)
 
     def close(self) -> None:
         """See StepLauncher.close. No plan may follow."""
