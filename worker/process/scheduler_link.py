@@ -9,7 +9,7 @@ import zmq
 from longshore.protocol.handshake import FromWorker, ToWorker
 from longshore.protocol.transport.channel import Channel, Endpoint, open_socket
 
-RECONNECT_INTERVAL_MS: Final = 20
+RECONNECT_INTERVAL_MS: Final = 5
 MAX_POLL_S: Final = 1.0
 
 

@@ -91,11 +91,10 @@ def _serve(config: WorkerProcessConfig, lifeline: Lifeline, link: SchedulerLink)
                     return
                 except SchedulerLost:
                     logger.warning("the scheduler has ended; waiting for the next one")
-                lifeline.report(Progress("waiting for the next scheduler"))
                 link.disconnect()
-                worker.close()
-                gc.unfreeze()
-                gc.collect()  # the KV cache, before the next one is allocated
+                worker.end_epoch()
+                # Only now: until then the supervisor notices if this rank hangs.
+                lifeline.report(Progress("waiting for the next scheduler"))
                 link.connect()
 
 
@@ -121,11 +120,11 @@ def _serve_scheduler(
             wake=bell.ring,
         )
         parallel.set_timeout(config.ranks.timeout_s)
+    if not gc.isenabled():  # the first scheduler: what exists now lives as long as the process
+        gc.freeze()
+        gc.enable()
     link.channel.send(WorkerReady(config.rank))
     lifeline.report(Ready(_details(config, worker, accepted)))
-    # All objects so far live as long as the scheduler; the garbage collector can skip them.
-    gc.collect()
-    gc.freeze()
     WorkerEngine(
         link,
         runner,
