@@ -1,6 +1,7 @@
 """Settings of the scheduler, of its KV cache and of the scheduler process."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
@@ -312,6 +313,14 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             bytes.fromhex(self.hash_seed)
         except ValueError:
             raise ConfigError("hash_seed is not hexadecimal; use 32 random bytes as hex") from None
+
+
+def load_config(path: Path) -> SchedulerProcessConfig:
+    """Read a scheduler process's configuration. Raises ConfigError if it is not valid."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SchedulerProcessConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _check_at_least(config: msgspec.Struct, **limits: int) -> None:

@@ -126,6 +126,7 @@ class Worker:
             layers = [layer.name for layer in self.model.cached_layers()]
             self.kv_scales = read_kv_scales(model_dir, layers)
         self.connector: ConnectorRunner | None = None
+        self._cache: kv_cache.KVCache | None = None
         self._queue: ComputeQueue | None = None
         self._runner: ModelRunner | None = None
 
@@ -141,7 +142,7 @@ class Worker:
         transfer_delay: Callable[[], None] | None = None,
     ) -> ModelRunner:
         """Allocate the KV cache, warm up, and return the model runner. Called once, and again after
-        `close`.
+        `end_epoch`: with as many blocks, cache and runner are those of before.
 
         All ranks warm up together. Raises RankLost if another rank fails to.
 
@@ -152,13 +153,17 @@ class Worker:
         wake:       called on any thread when `connector` has ended transfers to report.
         transfer_delay: called before each transfer on a host thread; for tests.
         """
-        assert self._queue is None, "started already"
+        assert self.connector is None, "started already"
         agreed = self.kv_cache
         if num_blocks is not None:
             agreed = self._cache_of(agreed.groups, num_blocks)
-        with fits_in_memory(f"A KV cache of {agreed.num_blocks} blocks", self._device):
-            cache = self.make_cache(agreed, memory)
-        self._queue = queue or open_compute_queue(self._device)
+        if self._cache is None or self._cache.num_blocks != agreed.num_blocks:
+            self.close()
+            with fits_in_memory(f"A KV cache of {agreed.num_blocks} blocks", self._device):
+                self._cache = self.make_cache(agreed, memory)
+        cache = self._cache
+        if self._queue is None:
+            self._queue = queue or open_compute_queue(self._device)
         if connector is not None:
             self.connector = ConnectorRunner(
                 connector,
@@ -168,6 +173,10 @@ class Worker:
                 rank=self._parallel.rank,
             )
             self.connector.register(cache)
+        if self._runner is not None:
+            cache.recorded[:] = 0
+            self._runner.begin_epoch(epoch, self.connector)
+            return self._runner
         runner = self._runner = ModelRunner(
             self.model,
             cache,
@@ -219,18 +228,22 @@ class Worker:
             memory=memory,
         )
 
-    def close(self) -> None:
-        """Finish what was submitted, end all transfers and threads, and give up the KV cache. The
-        weights stay, so that `start` may follow. May be called twice."""
+    def end_epoch(self) -> None:
+        """Finish what was submitted, and end all transfers. `start` may follow, without loading or
+        warming up again. May be called twice."""
         if self._runner is not None:
-            self._runner.close()
-            self._runner = None
-        if self._queue is not None:
-            self._queue.close()
-            self._queue = None
+            self._runner.finish()
         if self.connector is not None:
             self.connector.close()
             self.connector = None
+
+    def close(self) -> None:
+        """End the epoch and all threads, and free the KV cache. The weights stay, so that `start`
+        may follow. May be called twice."""
+        self.end_epoch()
+        if self._queue is not None:
+            self._queue.close()
+        self._runner = self._queue = self._cache = None
 
     def __enter__(self) -> "Worker":
         return self

@@ -280,7 +280,7 @@ def engine_processes(
                 stop_group="workers",
                 stopped_by=replica.scheduler,
                 restart_group=_engine_id(replica),
-                survives=(replica.scheduler,) if options.num_ranks == 1 else (),
+                survives=(replica.scheduler,),
                 config_after=_next_worker,
             )
             for rank, (endpoint, kv_memory_fd) in enumerate(

@@ -7,7 +7,6 @@ are left out of lookups; all others must have the prefix.
 
 import math
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint
 from operator import mul
 from typing import Final, TypeVar
 
@@ -76,6 +75,8 @@ def manager_class(spec: object) -> type[SingleTypeManager]:
 
 
 def _load(spec: CustomSpec) -> type[SingleTypeManager]:
+    from importlib.metadata import EntryPoint  # takes 20 ms, and few need it
+
     try:
         manager = EntryPoint("manager", spec.manager, "longshore").load()
     except Exception as error:

@@ -155,8 +155,8 @@ class Engine:
             self._watchers.append(watcher)
             tasks.append(asyncio.create_task(self._run_task(self._events.serve_requests())))
         # Objects built so far live as long as the process: the garbage collector can skip them.
-        gc.collect()
         gc.freeze()
+        gc.enable()
         try:
             await self._stopping.wait()
         finally:

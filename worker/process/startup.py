@@ -42,6 +42,7 @@ from longshore.worker.process.device import held_bytes, open_device
 from longshore.worker.process.engine_loop import Bell, WorkerEngine
 from longshore.worker.process.host_resources import num_physical_cores
 from longshore.worker.process.scheduler_link import SchedulerLink, SchedulerLost
+from longshore.worker.ranks.last_plans import LastPlans
 from longshore.worker.ranks.parallel import Parallel
 from longshore.worker.ranks.rendezvous import joined_ranks
 from longshore.worker.worker import Worker
@@ -58,9 +59,7 @@ def serve(config: WorkerProcessConfig, lifeline: Lifeline) -> None:
     Raises LongshoreError for every error an operator can cause, after reporting it to the
     scheduler.
     """
-    # The ranks of an engine lose their scheduler at different steps, so they end with it.
-    is_alone = config.ranks.num_ranks == 1
-    with SchedulerLink(config.endpoint, is_watched=is_alone) as link:
+    with SchedulerLink(config.endpoint) as link:
         _serve(config, lifeline, link)
 
 
@@ -92,11 +91,10 @@ def _serve(config: WorkerProcessConfig, lifeline: Lifeline, link: SchedulerLink)
                     return
                 except SchedulerLost:
                     logger.warning("the scheduler has ended; waiting for the next one")
+                link.disconnect()  # if it was lost during the handshake
+                worker.end_epoch()
+                # Only now: until then the supervisor notices if this rank hangs.
                 lifeline.report(Progress("waiting for the next scheduler"))
-                link.disconnect()
-                worker.close()
-                gc.unfreeze()
-                gc.collect()  # the KV cache, before the next one is allocated
                 link.connect()
 
 
@@ -123,11 +121,20 @@ def _serve_scheduler(
             wake=bell.ring,
         )
         parallel.set_timeout(config.ranks.timeout_s)
+    if not gc.isenabled():  # the first scheduler: what exists now lives as long as the process
+        gc.freeze()
+        gc.enable()
     link.channel.send(WorkerReady(config.rank))
     lifeline.report(Ready(_details(config, worker, accepted)))
-    # All objects so far live as long as the scheduler; the garbage collector can skip them.
-    gc.collect()
-    gc.freeze()
+    last_plans = None
+    if parallel.num_ranks > 1:
+        last_plans = LastPlans(
+            parallel.store,
+            rank=config.rank,
+            num_ranks=parallel.num_ranks,
+            epoch=accepted.epoch,
+            timeout_s=config.ranks.timeout_s,
+        )
     WorkerEngine(
         link,
         runner,
@@ -136,6 +143,7 @@ def _serve_scheduler(
         bell=bell,
         sends_outputs=parallel.samples,
         connector=worker.connector,
+        last_plans=last_plans,
         device_bytes=partial(held_bytes, device),
         report_alive=lifeline.report_alive,
         step_timeout_s=config.step_timeout_s,
