@@ -33,7 +33,8 @@ from longshore.scheduler.kv_cache.blocks import (
     HeldBlocks,
     table_entries,
 )
-from longshore.scheduler.kv_cache.coordinator import FreeOrder, make_coordinator
+from longshore.scheduler.kv_cache.coordinator import make_coordinator
+from longshore.scheduler.kv_cache.free_order import FreeOrder
 from longshore.scheduler.kv_cache.full_blocks import FullBlocks
 from longshore.scheduler.kv_cache.states import StateGroups
 from longshore.scheduler.kv_cache.windowed import SettledCounts, WindowedManager
