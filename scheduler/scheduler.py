@@ -341,16 +341,15 @@ class Scheduler:
             self._swaps.answered(output.step, now)
         if self._forks.pending:
             self._forks.answered()
+        transfers, failed = self._transfers, output.failed_block_ids
         if (
-            self._transfers is not None
-            and (output.connector_metadata or len(output.failed_block_ids))
+            transfers is not None
+            and (output.connector_metadata or len(failed))
             and output.epoch == self._plan.epoch
         ):
             metadata = (output.connector_metadata,) if output.connector_metadata else ()
-            failed = output.failed_block_ids
-            self._transfers.hooks.update_output(
-                ConnectorOutput(output.step, failed_block_ids=failed, metadata=metadata)
-            )
+            reported = ConnectorOutput(output.step, failed_block_ids=failed, metadata=metadata)
+            transfers.hooks.call(transfers.connector.update_connector_output, reported)
 
     def update_drafts(self, rows: Int32Array, token_ids: Int32Array) -> None:
         """Receive drafts, separately from an output, for the next step of rows that decode. Raises
@@ -361,18 +360,19 @@ class Scheduler:
 
     def update_from_transfers(self, report: TransferReport, now: float) -> None:
         """Transfers have ended on a rank; unknown and repeated reports are counted and ignored."""
-        if report.epoch != self._plan.epoch or self._transfers is None:
+        transfers = self._transfers
+        if report.epoch != self._plan.epoch or transfers is None:
             self._num_bad_reports += 1
             return
         if report.step:
-            self._num_bad_reports += not self._transfers.step_loads.receive(report)
-            for ready in self._transfers.step_loads.take_ready():
+            self._num_bad_reports += not transfers.step_loads.receive(report)
+            for ready in transfers.step_loads.take_ready():
                 self._apply_output(ready, now)
             return
-        output, ended = self._transfers.apply(report)
+        output, ended = transfers.apply(report)
         for load in ended:
             self._lifecycle.end_load(load, now)
-        self._transfers.hooks.update_output(output)
+        transfers.hooks.call(transfers.connector.update_connector_output, output)
 
     # The whole engine
 
@@ -418,8 +418,8 @@ class Scheduler:
         """Events of blocks cached or evicted, as far as outputs have proven them, and of the
         connector's tiers."""
         events = self.kv_cache.take_events(self._in_flight.last_answered_step)
-        if self._transfers is not None:
-            events += self._transfers.hooks.take_events()
+        if (transfers := self._transfers) is not None:
+            events += transfers.hooks.call(transfers.connector.take_events)
         return events
 
     def has_unfinished_requests(self) -> bool:
@@ -481,7 +481,8 @@ class Scheduler:
 
     def reset_connector_cache(self) -> bool:
         """Make the connector drop its stored KV. False if it cannot, or if there is none."""
-        return self._transfers is not None and self._transfers.hooks.reset_cache()
+        transfers = self._transfers
+        return transfers is not None and transfers.hooks.call(transfers.connector.reset_cache)
 
     def check(self) -> None:
         """Raise LongshoreError unless every block is accounted for and every count is what a

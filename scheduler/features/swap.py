@@ -131,7 +131,7 @@ class Swaps:
         if not self.running.num_computed[row] > 0:
             return False
         block_ids = np.concatenate(self.kv_cache.blocks_in_use(row)).astype(np.int64)
-        return bool((self.kv_cache.num_references(block_ids) == 1).any())
+        return bool((self.kv_cache.pool.num_references(block_ids) == 1).any())
 
     def _is_cheaper(self, request: Request) -> bool:
         """Whether a swap takes less time than computing everything again. While a rate is unknown,

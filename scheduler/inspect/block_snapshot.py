@@ -43,7 +43,7 @@ class Holding:
 
 def states_of(kv_cache: KVCacheManager, holdings: Sequence[Holding]) -> UInt8Array:
     """(num_blocks,) a `BlockState` each. holdings: all holds and transfers."""
-    states = kv_cache.pool_states()
+    states = kv_cache.pool.states()
     ordered = sorted(holdings, key=lambda holding: holding.state)  # the highest wins
     tables = [table for holding in ordered for table in holding.tables]
     if not tables:
@@ -54,7 +54,7 @@ def states_of(kv_cache: KVCacheManager, holdings: Sequence[Holding]) -> UInt8Arr
         [sum(map(len, holding.tables)) for holding in ordered],
     )
     references = np.bincount(ids, minlength=kv_cache.num_blocks)[ids]
-    is_all = references == kv_cache.num_references(ids)
+    is_all = references == kv_cache.pool.num_references(ids)
     states[ids[is_all]] = kinds[is_all]
     return states
 

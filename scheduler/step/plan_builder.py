@@ -244,19 +244,17 @@ class PlanBuilder:
         return common
 
     def _connector_metadata(self, transfers: Transfers, answered_step: int) -> bytes:
-        return transfers.hooks.metadata(
-            StepView(
-                step=self.step,
-                answered_step=answered_step,
-                admitted=[
-                    AdmittedRequest(start.request_id, start.block_ids) for start in self._added
-                ],
-                uncached=self.uncached,
-                cached=self._kv_cache.full_blocks.take_cached(),
-                preempted=list(self.preempted.values()),
-                finished=list(self.finished.values()),
-            )
+        admitted = [AdmittedRequest(start.request_id, start.block_ids) for start in self._added]
+        step = StepView(
+            step=self.step,
+            answered_step=answered_step,
+            admitted=admitted,
+            uncached=self.uncached,
+            cached=self._kv_cache.full_blocks.take_cached(),
+            preempted=list(self.preempted.values()),
+            finished=list(self.finished.values()),
         )
+        return transfers.hooks.call(transfers.connector.build_connector_meta, step)
 
     def _full_state(self, num_scheduled: Int64Array) -> tuple[RowState, ...]:
         running = self._running
