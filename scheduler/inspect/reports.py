@@ -47,7 +47,7 @@ class WaitingReasons:
 
     def _own_reason(self, request: Request, now: float) -> str | None:
         """A reason that concerns this request alone; later requests can be admitted."""
-        planner, loras = self.planner, self.planner.admission.loras
+        planner, loras = self.planner, self.planner.loras
         match request.status:
             case RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 return "its grammar, which is being compiled"

@@ -29,7 +29,10 @@ MAX_ADDED_ARRAYS: Final = 3 * 2048
 
 
 class PlanBuilder:
-    """Collects the changes since the last plan, and numbers and chains the plans of an epoch."""
+    """Collects the changes since the last plan, and numbers and chains the plans of an epoch.
+
+    allows_steady: False if the workers need full information about every step.
+    """
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class PlanBuilder:
         self._feed_back_tokens = feed_back_tokens
         self._has_grammars = has_grammars
         self._verify_plan = verify_plan
+        self.allows_steady = not (verify_plan or feed_back_tokens or drafts is not None)
         self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
