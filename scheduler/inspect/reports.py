@@ -53,7 +53,7 @@ class WaitingReasons:
                 return "its grammar, which is being compiled"
             case RequestStatus.WAITING_FOR_REMOTE_KVS:
                 assert planner.transfers is not None
-                left_s = planner.transfers.deadline(request) - now
+                left_s = planner.transfers.loads[request.request_id].deadline - now
                 return (
                     f"its KV, which is being loaded; recomputed after {left_s:.1f} s at the latest"
                 )
