@@ -7,7 +7,7 @@ are left out of lookups; all others must have the prefix.
 import math
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -139,22 +139,16 @@ class HybridCoordinator(KVCacheCoordinator):
     and their hits are cut to the result.
     """
 
-    def __init__(
-        self,
-        managers: Sequence[SingleTypeManager],
-        caching: Sequence[SingleTypeManager] = (),
-        *,
-        use_eagle: bool = False,
-    ) -> None:
-        super().__init__(managers, caching, use_eagle=use_eagle)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         kinds: list[list[SingleTypeManager]] = []
-        for manager in caching:
-            equal = (kind for kind in kinds if kind[0].spec == manager.spec)
-            kind = next(equal, None)
-            if kind is None:
-                kinds.append([manager])
+        for manager in self.caching:
+            for kind in kinds:
+                if kind[0].spec == manager.spec:
+                    kind.append(manager)
+                    break
             else:
-                kind.append(manager)
+                kinds.append([manager])
         self._keeping = [kind for kind in kinds if not kind[0].frees_skipped]
         self._windowed = [kind for kind in kinds if kind[0].frees_skipped]
 
