@@ -16,7 +16,7 @@ def rows() -> set[str]:
     metrics = GatewayMetrics()
     metrics.observe_scheduler("0", STATS)
     metrics.responses.labels("/v1/models", "200").inc()
-    metrics.key_counts("a")
+    metrics.keys.counts("a")
     metrics.watch_restarts(lambda: RestartRecord({"worker 0": {"death": 1}}))
     rows = set()
     for family in text_string_to_metric_families(metrics.render().decode()):
