@@ -385,6 +385,11 @@ class Scheduler:
         """Set what is scheduled from now on; unanswered plans are not affected."""
         self._planner.pause = state
 
+    def lower_demand(self, now: float) -> None:
+        """The workers had no memory for a step: later ones get fewer tokens, or the newest request
+        ends. Called before `begin_epoch`."""
+        self._recovery.lower_demand(self._in_flight.newest_step, now)
+
     def begin_epoch(self, epoch: int, now: float) -> None:
         """All workers are new and empty: rows are free, cached blocks are void, transfers have
         failed. Running requests wait again, in the order in which they ran."""

@@ -69,10 +69,12 @@ class Failed(msgspec.Struct, tag="failed", frozen=True, forbid_unknown_fields=Tr
     """The process failed; `reason` says what happened, why and what to do, without a traceback.
 
     is_consequence: another process failed first; its reason explains more.
+    is_out_of_memory: it had no memory for a step. The engine goes on with smaller ones.
     """
 
     reason: str
     is_consequence: bool = False
+    is_out_of_memory: bool = False
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True, forbid_unknown_fields=True):
@@ -98,9 +100,11 @@ CommandHandler: TypeAlias = Callable[[int, EngineCommand], None]
 
 class Restarting(msgspec.Struct, tag="restarting", frozen=True, forbid_unknown_fields=True):
     """The processes that this one needs have ended, all of them, and are started again as soon as
-    this is acknowledged. `reason` says which one died first, and how."""
+    this is acknowledged. `reason` says which one died first, and how. is_out_of_memory: see
+    `Failed`."""
 
     reason: str
+    is_out_of_memory: bool = False
 
 
 _encoder = msgspec.json.Encoder()

@@ -53,6 +53,7 @@ from longshore.protocol.transport.lifeline import (
     Lifeline,
     Progress,
     Ready,
+    Restarting,
     stop_signals,
 )
 from longshore.scheduler.config import SchedulerProcessConfig
@@ -270,18 +271,18 @@ class Engine:
 
     def _on_lifeline(self) -> None:
         for message in self._lifeline.take_received():
-            self._await_disconnects(message.reason, time.monotonic() + DISCONNECT_TIMEOUT_S)
+            self._await_disconnects(message, time.monotonic() + DISCONNECT_TIMEOUT_S)
 
-    def _await_disconnects(self, reason: str, deadline_s: float) -> None:
+    def _await_disconnects(self, message: Restarting, deadline_s: float) -> None:
         """The workers have ended, but this process may not have read all that they sent."""
         if any(worker.has_peer for worker in self._workers) and time.monotonic() < deadline_s:
-            again = self._guarded(partial(self._await_disconnects, reason, deadline_s))
+            again = self._guarded(partial(self._await_disconnects, message, deadline_s))
             asyncio.get_running_loop().call_later(DISCONNECT_POLL_S, again)
             self._check_sockets()
         else:
-            self._begin_epoch(reason)
+            self._begin_epoch(message)
 
-    def _begin_epoch(self, reason: str) -> None:
+    def _begin_epoch(self, restarting: Restarting) -> None:
         """All workers have ended, and others are started as soon as this is acknowledged. What the
         former ones have sent is applied first; it is as valid as before."""
         for worker in self._workers:
@@ -293,9 +294,11 @@ class Engine:
             self._failing = None
         self._lifeline.report(Acknowledged())
         self._epoch += 1
+        if restarting.is_out_of_memory:
+            self._scheduler.lower_demand(time.monotonic())
         self._scheduler.begin_epoch(self._epoch, time.monotonic())
         self._statistics = WorkerStatistics(self._epoch)
-        self._pause_reason = reason
+        self._pause_reason = reason = restarting.reason
         num_running, num_waiting = self._scheduler.get_request_counts()
         logger.warning(
             "the workers are replaced, epoch %d begins; %d requests wait",
