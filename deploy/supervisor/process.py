@@ -257,6 +257,14 @@ class ManagedProcess:
         """True if the process was ended by a signal."""
         return (self.poll() or 0) < 0
 
+    @property
+    def ended_from_outside(self) -> bool:
+        """It was killed, rather than having failed or crashed, or it ended because another process
+        had."""
+        if self.failed is not None:
+            return self.failed.is_consequence
+        return self.poll() == -signal.SIGKILL
+
     def describe_exit(self) -> str:
         """How it ended: `exit status 1` or `SIGKILL`. Kills a process that hangs while it ends."""
         status = self.poll()

@@ -100,10 +100,16 @@ CommandHandler: TypeAlias = Callable[[int, EngineCommand], None]
 
 class Restarting(msgspec.Struct, tag="restarting", frozen=True, forbid_unknown_fields=True):
     """The processes that this one needs have ended, all of them, and are started again as soon as
-    this is acknowledged. `reason` says which one died first, and how. is_out_of_memory: see
-    `Failed`."""
+    this is acknowledged.
+
+    reason:      which one died first, and how.
+    were_killed: from outside, so what they had written before is as valid as ever. One that fails
+                 or crashes may have written anything.
+    is_out_of_memory: see `Failed`.
+    """
 
     reason: str
+    were_killed: bool = False
     is_out_of_memory: bool = False
 
 

@@ -155,8 +155,8 @@ class Engine:
             self._watchers.append(watcher)
             tasks.append(asyncio.create_task(self._run_task(self._events.serve_requests())))
         # Objects built so far live as long as the process: the garbage collector can skip them.
-        gc.collect()
         gc.freeze()
+        gc.enable()
         try:
             await self._stopping.wait()
         finally:
@@ -284,7 +284,9 @@ class Engine:
 
     def _begin_epoch(self, restarting: Restarting) -> None:
         """All workers have ended, and others are started as soon as this is acknowledged. What the
-        former ones have sent is applied first; it is as valid as before."""
+        former ones have sent is applied first; it is as valid as before. If they were killed, so is
+        what they have computed, which the next ones may adopt."""
+        keeps_kv = restarting.were_killed and self._config.adopts_kv
         for worker in self._workers:
             for message in worker.drain():
                 if self._handshake is None:  # else none of them has had a plan
@@ -296,20 +298,23 @@ class Engine:
         self._epoch += 1
         if restarting.is_out_of_memory:
             self._scheduler.lower_demand(time.monotonic())
-        self._scheduler.begin_epoch(self._epoch, time.monotonic())
+        self._scheduler.begin_epoch(self._epoch, time.monotonic(), keeps_kv=keeps_kv)
+        adopted = self._scheduler.kv_cache.pool.cached_block_ids() if keeps_kv else None
         self._statistics = WorkerStatistics(self._epoch)
         self._pause_reason = reason = restarting.reason
         num_running, num_waiting = self._scheduler.get_request_counts()
         logger.warning(
-            "the workers are replaced, epoch %d begins; %d requests wait",
+            "the workers are replaced, epoch %d begins; %d requests wait, %d blocks are kept",
             self._epoch,
             num_running + num_waiting,
+            0 if adopted is None else len(adopted),
         )
         self._handshake = WorkerHandshake(
             self._workers,
             self._config,
             epoch=self._epoch,
             former=self._accepted,
+            adopted_block_ids=adopted,
             on_progress=lambda doing: self._lifeline.report(Progress(doing)),
         )
         for peer in list(self._peer_of_index.values()):

@@ -161,7 +161,9 @@ class EngineProcess:
         for channel in self.channels:
             self._sockets.remove(channel.socket)
             channel.socket.close(linger=0)
-        self._lifeline.sendall(encode_restarting(Restarting(reason, is_out_of_memory)))
+        self._lifeline.sendall(
+            encode_restarting(Restarting(reason, is_out_of_memory=is_out_of_memory))
+        )
         while not isinstance(self.next_report(), Acknowledged):
             continue
         for rank, endpoint in enumerate(self._endpoints):
