@@ -35,19 +35,27 @@ class Restarts:
     stop_deadline_s: float | None = None
     reason: RestartReason = "death"
 
-    def died(self, now_s: float, reason: RestartReason = "death") -> bool:
+    def died(
+        self, now_s: float, reason: RestartReason = "death", *, has_remedy: bool = False
+    ) -> bool:
         """The group has died. Returns whether it is to be started again, at `next_start_s`: the
-        first time at once, then after growing delays."""
+        first time at once, then after growing delays.
+
+        has_remedy: it will not die of the same again. It is started at once, and this is no death
+                    in a row.
+        """
         if self.running_since_s is not None and now_s - self.running_since_s >= STABLE_S:
             self.num_in_a_row = 0
-        self.running_since_s = None
+        self.running_since_s, self.reason = None, reason
+        if has_remedy and self.max_in_a_row:
+            self.next_start_s = now_s
+            return True
         if self.num_in_a_row >= self.max_in_a_row:
             return False
         delay_s = 0.0
         if self.num_in_a_row:
             delay_s = min(FIRST_DELAY_S * 2 ** (self.num_in_a_row - 1), MAX_DELAY_S)
         self.num_in_a_row += 1
-        self.reason = reason
         self.next_start_s = now_s + delay_s
         return True
 
