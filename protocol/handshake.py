@@ -37,7 +37,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 13
+PROTOCOL_VERSION: Final = 14
 """Increased by every change of a message; both sides must have the same version."""
 
 
