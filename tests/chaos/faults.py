@@ -190,6 +190,35 @@ TIERS: Final[Sequence[Fault]] = (
 reported late."""
 
 
+def until_counted(name: str, inject: Injection = lambda target: None) -> Injection:
+    """Go on until the metric has grown."""
+
+    def inject_and_wait(target: Target) -> None:
+        before = target.metric(name)
+        inject(target)
+        wait_until(lambda: target.metric(name) > before)
+
+    return inject_and_wait
+
+
+LOADS: Final[Sequence[Fault]] = (
+    Fault("load", "blocks are not filled", until_counted("scheduler_failed_loads_total")),
+    Fault(
+        "load",
+        "ends are reported twice, and of unknown requests",
+        until_counted("scheduler_bad_messages_total"),
+    ),
+    Fault(
+        "load",
+        "clients hang up meanwhile",
+        until_counted("scheduler_stale_tokens_total", hang_up),
+    ),
+    Fault("load", "the worker is killed meanwhile", kill("worker-0"), is_short=False),
+)
+"""On one engine with host memory, through a connector whose loads fail, and whose reports are late
+and repeated, all the time."""
+
+
 def slow(name: str) -> Injection:
     def inject(target: Target) -> None:
         assert target.proxies is not None
