@@ -1,5 +1,6 @@
 """`python -m longshore.worker CONFIG.json`: the worker process of one rank."""
 
+import gc
 import signal
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def main() -> int:
         signal.signal(number, _exit)
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
     lifeline.report(Progress("loading torch"))
+    gc.disable()  # until the worker is ready: what is loaded stays
     # Imported only now: it takes seconds, and the lifeline must already watch the supervisor.
     from longshore.worker.process.startup import serve
 
