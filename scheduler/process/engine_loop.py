@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, assert_never
 
 from longshore.protocol.commands import EngineCommand
-from longshore.protocol.errors import EngineDead, LongshoreError, ProtocolError
+from longshore.protocol.errors import EngineDead, LongshoreError, MessagesLost, ProtocolError
 from longshore.protocol.handshake import (
     PROTOCOL_VERSION,
     ClientHello,
@@ -350,8 +350,11 @@ class Engine:
             match message:
                 case ClientHello():
                     self._accept_client(peer, message)
+                case MessagesLost():
+                    if index is not None:
+                        self._drop_client(index, str(message))
                 case _ if index is None:
-                    self._clients.send(peer, Rejected("the first message must be ClientHello"))
+                    self._reject_client(peer, "the first message must be ClientHello")
                 case AddRequest():
                     self._scheduler.add_request(message, client=index, now=now)
                 case AbortRequests():
@@ -393,7 +396,7 @@ class Engine:
                 f"{ours!r}; use the same model, because token ids depend on it"
             )
         if reason is not None:
-            self._clients.send(peer, Rejected(reason))
+            self._reject_client(peer, reason)
             return
         if peer not in self._index_of_peer:
             self._index_of_peer[peer] = self._num_clients
@@ -407,6 +410,10 @@ class Engine:
         if self._commands.closed_reason is not None:
             self._clients.send(peer, AdmissionChanged(self._commands.closed_reason))
         self._reported_state = ()  # send it the statistics
+
+    def _reject_client(self, peer: bytes, reason: str) -> None:
+        self._clients.send(peer, Rejected(reason))
+        self._clients.disconnect(peer)
 
     def _send_outputs_and_plans(self) -> None:
         """Send plans first if no step is in flight, because the device is idle; otherwise send
@@ -474,9 +481,12 @@ class Engine:
     def _send(self, index: int, message: EngineOutputs | AdmissionChanged) -> None:
         peer = self._peer_of_index.get(index)
         if peer is not None and not self._clients.send(peer, message):
-            del self._peer_of_index[index], self._index_of_peer[peer]
-            logger.info("client %d disconnected; aborting its requests", index)
-            self._scheduler.abort_client(index, time.monotonic())
+            self._drop_client(index, "it is gone, or has stopped reading")
+
+    def _drop_client(self, index: int, reason: str) -> None:
+        del self._index_of_peer[self._peer_of_index.pop(index)]
+        logger.info("client %d disconnected; aborting its requests: %s", index, reason)
+        self._scheduler.abort_client(index, time.monotonic())
 
     def _check_answers(self) -> None:
         """Stop the engine if an output is overdue. Ranks report a peer that hangs only if they

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from longshore.protocol.handshake import (
     Feature,
     FromWorker,
     ToClient,
-    ToEngine,
     ToWorker,
     WorkerHello,
     WorkerReady,
@@ -50,6 +49,7 @@ from longshore.protocol.sampling import SamplingParams
 from longshore.protocol.statistics import SchedulerStats
 from longshore.protocol.transport.channel import (
     Channel,
+    ClientChannel,
     Endpoint,
     open_socket,
 )
@@ -237,7 +237,9 @@ class EngineProcess:
 
     def connect(self, **overrides: object) -> tuple["Client", ToClient | None]:
         """A client that has sent its hello, and the answer."""
-        channel: Channel[ToEngine, ToClient] = Channel(self._connect_to(self._clients), ToClient)
+        channel: ClientChannel[Any, ToClient] = ClientChannel(
+            self._connect_to(self._clients), ToClient
+        )
         hello = ClientHello("test", IDENTITY.model_fingerprint)
         channel.send(msgspec.structs.replace(hello, **overrides))
         return Client(channel), channel.receive(TIMEOUT_S)
@@ -270,7 +272,7 @@ class EngineProcess:
 class Client:
     """A minimal gateway."""
 
-    def __init__(self, channel: Channel[ToEngine, ToClient]) -> None:
+    def __init__(self, channel: ClientChannel[Any, ToClient]) -> None:
         self.channel = channel
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, FinishedRequest] = {}
@@ -288,6 +290,10 @@ class Client:
                 sampling=SamplingParams(temperature=0, max_tokens=max_tokens),
             )
         )
+
+    def send_raw(self, fields: Mapping[str, object]) -> None:
+        """Send a message that need not be valid."""
+        self.channel.send(msgspec.Raw(msgspec.msgpack.encode(fields)))
 
     def receive_until(self, done: Callable[[], bool], patience_s: float = TIMEOUT_S) -> None:
         """Read outputs until `done()`. Raises TimeoutError if no message arrives for too long."""
