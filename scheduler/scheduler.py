@@ -351,6 +351,11 @@ class Scheduler:
         """Set what is scheduled from now on; unanswered plans are not affected."""
         self._planner.pause = state
 
+    def lower_demand(self, now: float) -> None:
+        """The workers had no memory for a step: later ones get fewer tokens, or the newest request
+        ends. Called before `begin_epoch`."""
+        self._recovery.lower_demand(self._in_flight.newest_step, now)
+
     def begin_epoch(self, epoch: int, now: float, *, keeps_kv: bool = False) -> None:
         """All workers are new: rows are free, transfers have failed. Running requests wait again,
         in the order in which they ran. Cached blocks are void; with `keeps_kv` only those that no

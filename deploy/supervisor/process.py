@@ -222,12 +222,12 @@ class ManagedProcess:
         """It has not acknowledged yet that processes that it survives are restarted."""
         return self._must_answer and not self.lifeline_closed
 
-    def outlive(self, reason: str, *, were_killed: bool) -> None:
+    def outlive(self, message: Restarting) -> None:
         """Processes that it survives have ended, and are restarted."""
         if self.spec.is_told:
             self.spec, self.ready, self._must_answer = self.next_spec(), None, True
             with contextlib.suppress(OSError):  # it has just died, too
-                self.lifeline.send(encode_restarting(Restarting(reason, were_killed)))
+                self.lifeline.send(encode_restarting(message))
 
     def poll(self) -> int | None:
         """The exit status as in `subprocess`; None while the process runs."""

@@ -31,12 +31,19 @@ class Restarts:
     deadline_s: float = math.inf
     stop_deadline_s: float | None = None
 
-    def died(self, now_s: float) -> bool:
+    def died(self, now_s: float, *, has_remedy: bool = False) -> bool:
         """The group has died. Returns whether it is to be started again, at `next_start_s`: the
-        first time at once, then after growing delays."""
+        first time at once, then after growing delays.
+
+        has_remedy: it will not die of the same again. It is started at once, and this is no death
+                    in a row.
+        """
         if self.running_since_s is not None and now_s - self.running_since_s >= STABLE_S:
             self.num_in_a_row = 0
         self.running_since_s = None
+        if has_remedy and self.max_in_a_row:
+            self.next_start_s = now_s
+            return True
         if self.num_in_a_row >= self.max_in_a_row:
             return False
         delay_s = 0.0

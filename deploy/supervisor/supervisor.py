@@ -20,7 +20,7 @@ from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
 from longshore.deploy.supervisor.restarts import Restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.protocol.errors import LongshoreError
-from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S, Ready
+from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S, Ready, Restarting
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ class Supervisor:
 
     def _note_death(self, death: str, name: str, group: Restarts) -> str | None:
         """End what is left of the group. Returns the reason if it is not started again."""
-        if group.died(time.monotonic()):
+        if group.died(time.monotonic(), has_remedy=_lacks_memory(self._members(name))):
             self._end_members(self._members(name), death, is_first=group.num_in_a_row == 1)
         else:
             for process in self._members(name):
@@ -291,10 +291,12 @@ class Supervisor:
 
         What fails by itself, rather than being killed, may fail because of what the others remember
         or tell it: a process that is told survives that only as the first death in a row
-        (`is_first`). One that is not told survives only a kill that is the first death.
+        (`is_first`). One that is not told survives only a kill that is the first death. For want
+        of memory there is a remedy, of which the one that is told takes care.
         """
         dead = [process for process in members if process.lifeline_closed or process.failed]
-        is_kill = all(process.was_killed() for process in dead)
+        lacks_memory = _lacks_memory(dead)
+        is_kill = lacks_memory or all(process.was_killed() for process in dead)
 
         def may_survive(process: ManagedProcess) -> bool:
             is_likely = is_first or is_kill if process.spec.is_told else is_first and is_kill
@@ -311,7 +313,8 @@ class Supervisor:
                 process.kill()
                 process.close()
         for process in survivors:
-            process.outlive(death, were_killed=all(each.ended_from_outside for each in dead))
+            were_killed = all(each.ended_from_outside for each in dead)
+            process.outlive(Restarting(death, were_killed, is_out_of_memory=lacks_memory))
 
     def _members(self, group: str | None) -> list[ManagedProcess]:
         return [process for process in self.processes if process.spec.restart_group == group]
@@ -489,6 +492,11 @@ def _hang_of(process: ManagedProcess, hang_timeout_s: float) -> str | None:
     if silent_s < hang_timeout_s:
         return None
     return f"{process.name} hangs or is stopped: it has not reported for {silent_s:.0f} s."
+
+
+def _lacks_memory(processes: Sequence[ManagedProcess]) -> bool:
+    """Whether one of them has failed for want of memory for a step."""
+    return any(process.failed and process.failed.is_out_of_memory for process in processes)
 
 
 def _pop_last_to_end(needed: list[ManagedProcess]) -> list[ManagedProcess]:

@@ -69,10 +69,12 @@ class Failed(msgspec.Struct, tag="failed", frozen=True, forbid_unknown_fields=Tr
     """The process failed; `reason` says what happened, why and what to do, without a traceback.
 
     is_consequence: another process failed first; its reason explains more.
+    is_out_of_memory: it had no memory for a step. The engine goes on with smaller ones.
     """
 
     reason: str
     is_consequence: bool = False
+    is_out_of_memory: bool = False
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True, forbid_unknown_fields=True):
@@ -103,10 +105,12 @@ class Restarting(msgspec.Struct, tag="restarting", frozen=True, forbid_unknown_f
     reason:      which one died first, and how.
     were_killed: from outside, so what they had written before is as valid as ever. One that fails
                  or crashes may have written anything.
+    is_out_of_memory: see `Failed`.
     """
 
     reason: str
     were_killed: bool = False
+    is_out_of_memory: bool = False
 
 
 _encoder = msgspec.json.Encoder()

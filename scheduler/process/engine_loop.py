@@ -280,12 +280,13 @@ class Engine:
             asyncio.get_running_loop().call_later(DISCONNECT_POLL_S, again)
             self._check_sockets()
         else:
-            self._begin_epoch(message.reason, message.were_killed and self._config.adopts_kv)
+            self._begin_epoch(message)
 
-    def _begin_epoch(self, reason: str, keeps_kv: bool) -> None:
+    def _begin_epoch(self, restarting: Restarting) -> None:
         """All workers have ended, and others are started as soon as this is acknowledged. What the
-        former ones have sent is applied first; it is as valid as before. keeps_kv: so is what they
-        have computed, which the next ones adopt."""
+        former ones have sent is applied first; it is as valid as before. If they were killed, so is
+        what they have computed, which the next ones may adopt."""
+        keeps_kv = restarting.were_killed and self._config.adopts_kv
         for worker in self._workers:
             for message in worker.drain():
                 if self._handshake is None:  # else none of them has had a plan
@@ -295,10 +296,12 @@ class Engine:
             self._failing = None
         self._lifeline.report(Acknowledged())
         self._epoch += 1
+        if restarting.is_out_of_memory:
+            self._scheduler.lower_demand(time.monotonic())
         self._scheduler.begin_epoch(self._epoch, time.monotonic(), keeps_kv=keeps_kv)
         adopted = self._scheduler.kv_cache.pool.cached_block_ids() if keeps_kv else None
         self._statistics = WorkerStatistics(self._epoch)
-        self._pause_reason = reason
+        self._pause_reason = reason = restarting.reason
         num_running, num_waiting = self._scheduler.get_request_counts()
         logger.warning(
             "the workers are replaced, epoch %d begins; %d requests wait, %d blocks are kept",

@@ -4,6 +4,7 @@ behaviour: serve     report readiness, exit 0 when told to stop
            deaf      report readiness, ignore the request to stop
            fail      report a reason and exit 1
            suffer    the same, as a consequence of another child's end
+           lack      like serve, and report a lack of memory when told to stop
            die       exit 3 without a report
            hang      never report anything
            alive     like serve, and report regularly to be alive
@@ -55,6 +56,9 @@ def main(config_file: str) -> int:
 
     def exit_well(number: int, frame: FrameType | None) -> None:
         print("told to stop", flush=True)
+        if config.behaviour == "lack":
+            lifeline.report(Failed("no memory", is_out_of_memory=True))
+            sys.exit(1)
         waiting.unlink(missing_ok=True)
         while config.behaviour == "await others" and any(told.parent.glob("waits.*")):
             time.sleep(0.02)
@@ -96,7 +100,8 @@ def main(config_file: str) -> int:
     while config.behaviour == "listen":
         select.select([lifeline], [], [])
         for message in lifeline.take_received():
-            print(f"heard: {message.reason}", flush=True)
+            remedy = " (smaller steps)" if message.is_out_of_memory else ""
+            print(f"heard: {message.reason}{remedy}", flush=True)
             lifeline.report(Acknowledged())
             lifeline.report(Ready())
     while True:

@@ -152,7 +152,7 @@ class EngineProcess:
         """The next line that the process writes to its supervisor."""
         return decode_report(self._lines.readline())
 
-    def end_workers(self, reason: str) -> None:
+    def end_workers(self, reason: str, *, is_out_of_memory: bool = False) -> None:
         """End the scripted workers and their connections, say so as the supervisor does, and
         connect new ones when the scheduler knows it. Its reports until then are skipped."""
         for worker in self.workers:
@@ -161,7 +161,9 @@ class EngineProcess:
         for channel in self.channels:
             self._sockets.remove(channel.socket)
             channel.socket.close(linger=0)
-        self._lifeline.sendall(encode_restarting(Restarting(reason)))
+        self._lifeline.sendall(
+            encode_restarting(Restarting(reason, is_out_of_memory=is_out_of_memory))
+        )
         while not isinstance(self.next_report(), Acknowledged):
             continue
         for rank, endpoint in enumerate(self._endpoints):

@@ -347,7 +347,7 @@ FROM_WORKER = {
         operations=st.lists(operations, max_size=2).map(tuple),
     ),
     WorkerStats: worker_stats,
-    WorkerFailed: st.builds(WorkerFailed, counts, counts, texts, st.booleans()),
+    WorkerFailed: st.builds(WorkerFailed, counts, counts, texts, st.booleans(), st.booleans()),
     WorkerHello: st.builds(
         WorkerHello,
         counts,

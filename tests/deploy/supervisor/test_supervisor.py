@@ -405,6 +405,31 @@ def test_a_child_that_is_told_outlives_the_others_and_hears_why(
     assert output.getvalue().count("heard: worker 0 was killed (SIGKILL)") == 2
 
 
+def test_a_child_that_is_told_takes_care_of_children_that_lack_memory(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture, output: io.StringIO
+) -> None:
+    """However often they do: it makes their steps smaller."""
+    caplog.set_level("INFO")
+    group = {"restart_group": "engine-0"}
+    supervisor.start(
+        [
+            spec("worker 0", "lack", **group),
+            spec("scheduler", "listen", survives=("worker 0",), is_told=True, **group),
+        ],
+        timeout_s=60,
+    )
+    scheduler = supervisor.processes[1]
+    watch = Watch(supervisor, max_restarts=1)
+    for num_restarts in range(1, 4):
+        os.kill(supervisor.processes[0].pid, STOP_SIGNAL)
+        wait_until(
+            lambda n=num_restarts: caplog.messages.count("engine-0 is ready again") == n  # type: ignore[misc]
+        )
+    watch.stop()
+    assert output.getvalue().count("heard: worker 0: no memory (smaller steps)") == 3
+    assert scheduler is supervisor.processes[1]
+
+
 def test_a_survivor_that_hangs_before_it_has_heard_of_the_restart_is_restarted_too(
     supervisor: Supervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
