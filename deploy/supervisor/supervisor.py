@@ -17,10 +17,11 @@ from longshore.deploy.supervisor.log_lines import LineFormat, text_line
 from longshore.deploy.supervisor.log_relay import LogRelay
 from longshore.deploy.supervisor.ordered_restarts import OrderedRestarts
 from longshore.deploy.supervisor.process import ManagedProcess, ProcessSpec
+from longshore.deploy.supervisor.restart_history import RestartHistory, RestartReason
 from longshore.deploy.supervisor.restarts import Restarts
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.protocol.errors import LongshoreError
-from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S, Ready
+from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S, Ready, Restarting
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Supervisor:
         self._relay = LogRelay(stream, format_line)
         self.processes: list[ManagedProcess] = []
         self.ordered_restarts = OrderedRestarts()
+        self._history = RestartHistory(runtime_dir.path)
 
     def __enter__(self) -> "Supervisor":
         return self
@@ -91,6 +93,7 @@ class Supervisor:
         Raises StartFailed if one fails or dies, or after `timeout_s`, and StopRequested if the
         signal is set; then all processes have been stopped and the runtime directory removed.
         """
+        self._history.begin(spec.name for spec in specs)
         try:
             for spec in specs:
                 self.processes.append(ManagedProcess(spec, self.runtime_dir.path, self._relay))
@@ -230,7 +233,7 @@ class Supervisor:
                 return None
             group.started(deadline_s=now_s + start_timeout_s)
             try:
-                self._start_again(name)
+                self._start_again(name, group.reason)
             except OSError as error:  # the disk is full, or there are too many processes
                 return self._note_death(f"{name} cannot be started: {error}.", name, group)
         members = self._members(name)
@@ -239,6 +242,7 @@ class Supervisor:
             if group.running_since_s is None and all(process.ready for process in members):
                 group.became_ready(now_s)
                 logger.info("%s is ready again", name)
+                self._history.became_ready(name)
                 self.ordered_restarts.finish(name)
             return None
         return self._note_death(death, name, group)
@@ -271,7 +275,10 @@ class Supervisor:
 
     def _note_death(self, death: str, name: str, group: Restarts) -> str | None:
         """End what is left of the group. Returns the reason if it is not started again."""
-        if group.died(time.monotonic()):
+        members = self._members(name)
+        reason: RestartReason = "hang" if any(each.is_hung for each in members) else "death"
+        if group.died(time.monotonic(), reason, has_remedy=_lacks_memory(members)):
+            self._history.died(name, death)
             self._end_members(self._members(name), death, is_first=group.num_in_a_row == 1)
         else:
             for process in self._members(name):
@@ -291,10 +298,12 @@ class Supervisor:
 
         What fails by itself, rather than being killed, may fail because of what the others remember
         or tell it: a process that is told survives that only as the first death in a row
-        (`is_first`). One that is not told survives only a kill that is the first death.
+        (`is_first`). One that is not told survives only a kill that is the first death. For want
+        of memory there is a remedy, of which the one that is told takes care.
         """
         dead = [process for process in members if process.lifeline_closed or process.failed]
-        is_kill = all(process.was_killed() for process in dead)
+        lacks_memory = _lacks_memory(dead)
+        is_kill = lacks_memory or all(process.was_killed() for process in dead)
 
         def may_survive(process: ManagedProcess) -> bool:
             is_likely = is_first or is_kill if process.spec.is_told else is_first and is_kill
@@ -311,16 +320,18 @@ class Supervisor:
                 process.kill()
                 process.close()
         for process in survivors:
-            process.outlive(death, were_killed=all(each.ended_from_outside for each in dead))
+            were_killed = all(each.ended_from_outside for each in dead)
+            process.outlive(Restarting(death, were_killed, is_out_of_memory=lacks_memory))
 
     def _members(self, group: str | None) -> list[ManagedProcess]:
         return [process for process in self.processes if process.spec.restart_group == group]
 
-    def _start_again(self, group: str) -> None:
+    def _start_again(self, group: str, reason: RestartReason) -> None:
         for index, process in enumerate(self.processes):
             if process.spec.restart_group == group and process.lifeline_closed:
                 spec = process.next_spec()
                 self.processes[index] = ManagedProcess(spec, self.runtime_dir.path, self._relay)
+                self._history.started(spec.name, reason)
 
     def _death_of(
         self,
@@ -337,6 +348,7 @@ class Supervisor:
             process.read_lifeline()  # ending another group may have taken seconds
             hang = _hang_of(process, hang_timeout_s)
             if hang is not None:
+                process.is_hung = True
                 process.kill()
                 process.close()
                 return hang
@@ -489,6 +501,11 @@ def _hang_of(process: ManagedProcess, hang_timeout_s: float) -> str | None:
     if silent_s < hang_timeout_s:
         return None
     return f"{process.name} hangs or is stopped: it has not reported for {silent_s:.0f} s."
+
+
+def _lacks_memory(processes: Sequence[ManagedProcess]) -> bool:
+    """Whether one of them has failed for want of memory for a step."""
+    return any(process.failed and process.failed.is_out_of_memory for process in processes)
 
 
 def _pop_last_to_end(needed: list[ManagedProcess]) -> list[ManagedProcess]:
