@@ -14,13 +14,11 @@ from functools import partial
 from typing import Any, assert_never
 
 from longshore.protocol.commands import EngineCommand
-from longshore.protocol.errors import EngineDead, LongshoreError, MessagesLost, ProtocolError
+from longshore.protocol.errors import EngineDead, LongshoreError, MessagesLost
 from longshore.protocol.handshake import (
-    PROTOCOL_VERSION,
     ClientHello,
     EngineReady,
     FromWorker,
-    Rejected,
     ToClient,
     ToEngine,
     ToWorker,
@@ -43,8 +41,8 @@ from longshore.protocol.requests import (
     AbortRequests,
     AddRequest,
     ContinueSession,
+    Malformed,
     StopFound,
-    read_malformed,
 )
 from longshore.protocol.statistics import DescribeBlocks, DescribeEngine, WorkerStats
 from longshore.protocol.transport.channel import ServerChannel, SocketWatcher
@@ -58,6 +56,7 @@ from longshore.protocol.transport.lifeline import (
 )
 from longshore.scheduler.config import SchedulerProcessConfig
 from longshore.scheduler.inspect.worker_statistics import WorkerStatistics
+from longshore.scheduler.process.clients import Clients
 from longshore.scheduler.process.event_publisher import EventPublisher
 from longshore.scheduler.process.operator_commands import OperatorCommands
 from longshore.scheduler.process.worker_handshake import (
@@ -108,7 +107,7 @@ class Engine:
         self._config = config
         self._scheduler = scheduler
         self._workers = workers
-        self._clients = clients
+        self._clients = Clients(clients, model_fingerprint=config.identity.model_fingerprint)
         self._events = events
         self._lifeline = lifeline
         self._accepted = accepted
@@ -118,16 +117,13 @@ class Engine:
         self._commands = OperatorCommands(
             scheduler,
             events,
-            clients=lambda: list(self._peer_of_index),
+            clients=self._clients,
             answer=lifeline.report,
             announce=self._announce_admission,
             advance=self._advance,
             paused=config.paused,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._index_of_peer: dict[bytes, int] = {}
-        self._peer_of_index: dict[int, bytes] = {}
-        self._num_clients = 0
         self._statistics = WorkerStatistics(config.epoch)
         self._reported_state: tuple[int, ...] = ()
         self._failure: BaseException | None = None
@@ -171,8 +167,8 @@ class Engine:
             for watcher in self._watchers:
                 watcher.close()
             reason = str(self._failure or "the engine is shutting down")
-            for peer in self._peer_of_index.values():
-                self._clients.send(peer, EngineFailed(reason))
+            for index in self._clients:
+                self._clients.send(index, EngineFailed(reason))
             if self._failure is None:
                 self._publish_events()
             self._scheduler.shutdown()
@@ -193,8 +189,7 @@ class Engine:
                 )
 
     def _announce_admission(self) -> None:
-        for index in list(self._peer_of_index):
-            self._send(index, AdmissionChanged(self._commands.closed_reason))
+        self._tell_clients(AdmissionChanged(self._commands.closed_reason))
 
     def _guarded(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Wrap a callback: after an exception the tables may be wrong, so the engine stops."""
@@ -318,8 +313,7 @@ class Engine:
             adopted_block_ids=adopted,
             on_progress=lambda doing: self._lifeline.report(Progress(doing)),
         )
-        for peer in list(self._peer_of_index.values()):
-            self._clients.send(peer, EnginePaused(reason))
+        self._tell_clients(EnginePaused(reason))
         self._send_outputs_and_plans()
         self._check_sockets()
 
@@ -337,24 +331,19 @@ class Engine:
         logger.info("the workers are ready again")
         for rank, message in handshake.early:
             self._take(rank, message)
-        for peer in list(self._peer_of_index.values()):
-            self._clients.send(peer, EngineContinues(self._engine_id))
+        self._tell_clients(EngineContinues(self._engine_id))
         self._send_outputs_and_plans()
 
     # Clients
 
     def _on_clients(self) -> None:
         now = time.monotonic()
-        for peer, message in self._clients.drain(self._reject_malformed):
-            index = self._index_of_peer.get(peer)
+        for index, message in self._clients.drain(self._reject_request):
             match message:
                 case ClientHello():
-                    self._accept_client(peer, message)
+                    self._greet(index)
                 case MessagesLost():
-                    if index is not None:
-                        self._drop_client(index, str(message))
-                case _ if index is None:
-                    self._reject_client(peer, "the first message must be ClientHello")
+                    self._drop_client(index, str(message))
                 case AddRequest():
                     self._scheduler.add_request(message, client=index, now=now)
                 case AbortRequests():
@@ -364,56 +353,26 @@ class Engine:
                 case ContinueSession():
                     self._scheduler.continue_session(index, message, now)
                 case DescribeEngine():
-                    self._clients.send(peer, self._scheduler.make_report(now, self._engine_id))
+                    self._send(index, self._scheduler.make_report(now, self._engine_id))
                 case DescribeBlocks():
-                    self._clients.send(
-                        peer, self._scheduler.make_block_snapshot(now, self._engine_id)
-                    )
+                    self._send(index, self._scheduler.make_block_snapshot(now, self._engine_id))
                 case _:
                     assert_never(message)
         self._send_outputs_and_plans()
         self._check_sockets()
 
-    def _reject_malformed(self, peer: bytes, header: bytes, error: ProtocolError) -> bool:
-        """Answer a request of which only the handle could be decoded: every request is answered."""
-        index, malformed = self._index_of_peer.get(peer), read_malformed(header)
-        if index is None or malformed is None:
-            return False
-        self._scheduler.reject_message(malformed, str(error), client=index, now=time.monotonic())
-        return True
+    def _reject_request(self, index: int, malformed: Malformed, reason: str) -> None:
+        self._scheduler.reject_message(malformed, reason, client=index, now=time.monotonic())
 
-    def _accept_client(self, peer: bytes, hello: ClientHello) -> None:
-        ours, theirs = self._config.identity.model_fingerprint, hello.model_fingerprint
-        reason = None
-        if hello.protocol_version != PROTOCOL_VERSION:
-            reason = (
-                f"client {hello.name!r} uses protocol_version={hello.protocol_version}, but this "
-                f"engine uses {PROTOCOL_VERSION}; run the same version of both"
-            )
-        elif theirs != ours:
-            reason = (
-                f"client {hello.name!r} has model_fingerprint={theirs!r}, but this engine has "
-                f"{ours!r}; use the same model, because token ids depend on it"
-            )
-        if reason is not None:
-            self._reject_client(peer, reason)
-            return
-        if peer not in self._index_of_peer:
-            self._index_of_peer[peer] = self._num_clients
-            self._peer_of_index[self._num_clients] = peer
-            logger.info("client %d (%s) connected", self._num_clients, hello.name)
-            self._num_clients += 1
+    def _greet(self, index: int) -> None:
+        """The client gets the engine's state, and soon the statistics."""
         num_blocks = self._scheduler.kv_cache.num_blocks
-        self._clients.send(peer, EngineReady(self._engine_id, self._config.identity, num_blocks))
+        self._send(index, EngineReady(self._engine_id, self._config.identity, num_blocks))
         if self._handshake is not None:
-            self._clients.send(peer, EnginePaused(self._pause_reason))
+            self._send(index, EnginePaused(self._pause_reason))
         if self._commands.closed_reason is not None:
-            self._clients.send(peer, AdmissionChanged(self._commands.closed_reason))
-        self._reported_state = ()  # send it the statistics
-
-    def _reject_client(self, peer: bytes, reason: str) -> None:
-        self._clients.send(peer, Rejected(reason))
-        self._clients.disconnect(peer)
+            self._send(index, AdmissionChanged(self._commands.closed_reason))
+        self._reported_state = ()
 
     def _send_outputs_and_plans(self) -> None:
         """Send plans first if no step is in flight, because the device is idle; otherwise send
@@ -478,13 +437,16 @@ class Engine:
         for watcher in self._watchers:
             watcher.check()
 
-    def _send(self, index: int, message: EngineOutputs | AdmissionChanged) -> None:
-        peer = self._peer_of_index.get(index)
-        if peer is not None and not self._clients.send(peer, message):
+    def _send(self, index: int, message: ToClient) -> None:
+        if index in self._clients and not self._clients.send(index, message):
             self._drop_client(index, "it is gone, or has stopped reading")
 
+    def _tell_clients(self, message: ToClient) -> None:
+        for index in self._clients:
+            self._send(index, message)
+
     def _drop_client(self, index: int, reason: str) -> None:
-        del self._index_of_peer[self._peer_of_index.pop(index)]
+        self._clients.forget(index)
         logger.info("client %d disconnected; aborting its requests: %s", index, reason)
         self._scheduler.abort_client(index, time.monotonic())
 
@@ -541,12 +503,11 @@ class Engine:
             if state == self._reported_state:
                 continue
             self._reported_state = state
-            num_bad = self._clients.num_bad.total()
+            num_bad = self._clients.num_bad
             num_bad += sum(worker.num_bad.total() for worker in self._workers)
             num_bad += self._statistics.num_dropped
             num_bad += 0 if self._events is None else self._events.num_bad.total()
             stats = self._scheduler.make_stats(num_bad, workers)
-            for index in list(self._peer_of_index):
-                self._send(index, EngineOutputs(stats=stats))
+            self._tell_clients(EngineOutputs(stats=stats))
             # Sending may have consumed the socket event that announced a request.
             self._check_sockets()

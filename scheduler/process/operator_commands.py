@@ -46,7 +46,7 @@ class OperatorCommands:
         scheduler: Scheduler,
         events: EventPublisher | None,
         *,
-        clients: Callable[[], Iterable[int]],
+        clients: Iterable[int],
         answer: Callable[[CommandAnswer], None],
         announce: Callable[[], None],
         advance: Callable[[], None],
@@ -124,7 +124,7 @@ class OperatorCommands:
             self._begin(self._answer_when_idle(command.timeout_s, True, answer))
             return
         if command.mode == "abort":
-            for client in self._clients():
+            for client in self._clients:
                 self._scheduler.abort_client(client, time.monotonic())
         self._advance()
         answer(True, "")
