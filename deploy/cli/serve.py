@@ -26,15 +26,11 @@ from longshore.deploy.supervisor.engine_config import (
 from longshore.deploy.supervisor.limits import check_address_space, raise_file_limit
 from longshore.deploy.supervisor.listeners import bind, url_of
 from longshore.deploy.supervisor.log_lines import LINE_FORMATS
-from longshore.deploy.supervisor.process import ProcessSpec
+from longshore.deploy.supervisor.process import STOP_TIMEOUT_S, ProcessSpec
 from longshore.deploy.supervisor.replica import replicas
 from longshore.deploy.supervisor.runtime_dir import RuntimeDir
 from longshore.deploy.supervisor.stop_signals import StopSignals
-from longshore.deploy.supervisor.supervisor import (
-    STOP_TIMEOUT_S,
-    StopRequested,
-    Supervisor,
-)
+from longshore.deploy.supervisor.supervisor import StopRequested, Supervisor
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.transport.channel import Endpoint
 

@@ -35,6 +35,9 @@ from longshore.protocol.transport.lifeline import (
 
 logger = logging.getLogger(__name__)
 
+STOP_TIMEOUT_S: Final = 4.0
+"""Time that a process has to end after a stop signal, without draining."""
+
 KILL_TIMEOUT_S: Final = 20.0
 """How long a killed process may take to end, for example to release the memory of a device."""
 
