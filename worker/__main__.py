@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
@@ -15,6 +16,7 @@ from longshore.protocol.transport.lifeline import (
 )
 from longshore.worker.config import load_config
 from longshore.worker.errors import RankLost
+from longshore.worker.process.low_priority import at_low_priority
 
 
 def main() -> int:
@@ -36,6 +38,8 @@ def main() -> int:
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
     lifeline.report(Progress("loading torch"))
     # Imported only now: it takes seconds, and the lifeline must already watch the supervisor.
+    if config.is_standby:
+        at_low_priority(lambda: import_module("longshore.worker.process.startup"))
     from longshore.worker.process.startup import serve
 
     try:

@@ -156,6 +156,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     engine_id:   identifies the engine.
     state_dir:   see WorkerConnectorConfig.
     shared_memory_fd: inherited descriptor of the memory that the connector's worker halves share.
+    is_standby:  it takes the place of this rank only when the supervisor says so.
     lifeline_fd: inherited descriptor that ties the process to its supervisor.
     runtime_dir: directory to remove if the supervisor dies.
     """
@@ -183,6 +184,7 @@ class WorkerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     engine_id: str = "engine"
     state_dir: str | None = None
     shared_memory_fd: int | None = None
+    is_standby: bool = False
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: str = "info"

@@ -54,7 +54,8 @@ def serve(
     plan = plan_engine(options, model)
     key_file = options.admin_key_file
     admin_key = None if key_file is None else read_admin_key(key_file)
-    num_processes = options.replicas * (options.num_ranks + 1) + options.gateways
+    num_workers = options.num_ranks * (1 + options.standby_workers)
+    num_processes = options.replicas * (num_workers + 1) + options.gateways
     raise_file_limit(num_processes, options.max_live_requests)
     check_address_space(plan.device)
     with (
@@ -136,7 +137,13 @@ def _processes(
 ) -> list[ProcessSpec]:
     """In start order: schedulers need their workers, and gateways need the schedulers."""
     engines = [
-        engine_processes(plan, runtime_dir, replica, is_restarted=options.max_restarts > 0)
+        engine_processes(
+            plan,
+            runtime_dir,
+            replica,
+            is_restarted=options.max_restarts > 0,
+            num_standbys=options.standby_workers,
+        )
         for replica in replicas(options.replicas)
     ]
     key_usage_fd = runtime_dir.shared_memory("longshore-key-usage") if api_keys else None

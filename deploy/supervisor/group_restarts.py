@@ -10,6 +10,7 @@ from longshore.deploy.supervisor.ordered_restarts import OrderedRestarts
 from longshore.deploy.supervisor.process import STOP_TIMEOUT_S, ManagedProcess
 from longshore.deploy.supervisor.process_set import EXIT_POLL_S, ProcessSet, StopSignal, hang_of
 from longshore.deploy.supervisor.restarts import Restarts
+from longshore.deploy.supervisor.standbys import Standbys
 from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,9 @@ class GroupRestarts:
         self._hang_timeout_s = hang_timeout_s
         names = dict.fromkeys(process.spec.restart_group for process in processes.running)
         self._groups = {name: Restarts(max_restarts) for name in names if name is not None}
+        self._standbys = Standbys(
+            processes, start_timeout_s=start_timeout_s, hang_timeout_s=hang_timeout_s
+        )
 
     def run(self, stop_signal: StopSignal) -> str | None:
         """Restart processes that die, until the signal is set (None) or a group of them dies again
@@ -53,6 +57,7 @@ class GroupRestarts:
         try:
             return self._run(stop_signal)
         finally:
+            self._standbys.end_all()
             self._ordered.close("the deployment is being stopped")
 
     def _run(self, stop_signal: StopSignal) -> str | None:
@@ -64,6 +69,7 @@ class GroupRestarts:
                 death = self._keep_running(name, group)
                 if death is not None:
                     return death
+                self._standbys.keep(name, is_running=group.running_since_s is not None)
             alone = self._processes.members(None)
             if any(process.lifeline_closed for process in alone):
                 return self._processes.explain_failure(alone)
@@ -78,10 +84,12 @@ class GroupRestarts:
     def _due_s(self) -> float:
         """When something is to be done, if no process reports before."""
         waiting = {p.spec.restart_group for p in self._processes.running if p.is_unanswered}
-        due_s = min(
-            (group.due_s for name, group in self._groups.items() if name not in waiting),
-            default=math.inf,
-        )
+        due_s = math.inf
+        for name, group in self._groups.items():
+            is_running = group.running_since_s is not None
+            due_s = min(due_s, self._standbys.due_s(name, is_running=is_running))
+            if name not in waiting:
+                due_s = min(due_s, group.due_s)
         if any(group.stop_deadline_s is not None for group in self._groups.values()):
             due_s = min(due_s, time.monotonic() + EXIT_POLL_S)
         if self._hang_timeout_s:
@@ -96,6 +104,7 @@ class GroupRestarts:
             if group.running_since_s is None:
                 continue
             group.stopping(deadline_s=time.monotonic() + 2 * STOP_TIMEOUT_S)
+            self._standbys.end(name)  # they loaded what the operator may have changed
             for process in self._processes.members(name):
                 if process.stopped_by is None:
                     process.terminate()
@@ -192,9 +201,14 @@ class GroupRestarts:
             process.outlive(death)
 
     def _start_again(self, group: str) -> None:
-        for index, process in enumerate(self._processes.running):
-            if process.spec.restart_group == group and process.lifeline_closed:
-                self._processes.running[index] = self._processes.launch(process.next_spec())
+        ended = [each for each in self._processes.members(group) if each.lifeline_closed]
+        taken = self._standbys.take(group, [each for each in ended if each.spec.num_standbys])
+        running = self._processes.running
+        for process, standby in taken.items():
+            running[running.index(process)] = standby
+        for process in ended:
+            if process not in taken:
+                running[running.index(process)] = self._processes.launch(process.next_spec())
 
     def _death_of(
         self, members: Sequence[ManagedProcess], group: Restarts, now_s: float

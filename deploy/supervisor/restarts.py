@@ -16,6 +16,7 @@ class Restarts:
     """The restarts of one group of processes.
 
     max_in_a_row: restarts without STABLE_S of running between them.
+    max_delay_s:  before a restart.
     num_in_a_row: restarts so far since the group was stable.
     running_since_s: when the group was last ready; None while it is not.
     next_start_s: when it is started again; None while it runs.
@@ -30,6 +31,7 @@ class Restarts:
     next_start_s: float | None = None
     deadline_s: float = math.inf
     stop_deadline_s: float | None = None
+    max_delay_s: float = MAX_DELAY_S
 
     def died(self, now_s: float) -> bool:
         """The group has died. Returns whether it is to be started again, at `next_start_s`: the
@@ -41,7 +43,7 @@ class Restarts:
             return False
         delay_s = 0.0
         if self.num_in_a_row:
-            delay_s = min(FIRST_DELAY_S * 2 ** (self.num_in_a_row - 1), MAX_DELAY_S)
+            delay_s = min(FIRST_DELAY_S * 2.0 ** min(self.num_in_a_row - 1, 20), self.max_delay_s)
         self.num_in_a_row += 1
         self.next_start_s = now_s + delay_s
         return True

@@ -35,11 +35,14 @@ from longshore.protocol.transport.channel import (
 from longshore.protocol.transport.lifeline import (
     EXIT_SUPERVISOR_GONE,
     STOP_SIGNAL,
+    Alive,
     Failed,
     LifelineReport,
     Progress,
     Ready,
+    TakeOver,
     decode_report,
+    encode_event,
 )
 from longshore.worker.config import WorkerConfig, WorkerProcessConfig
 from longshore.worker.worker import Worker
@@ -107,6 +110,9 @@ class WorkerProcess:
             report = decode_report(self._lines.readline())
             if not isinstance(report, Progress):
                 return report
+
+    def take_over(self) -> None:
+        self._lifeline.sendall(encode_event(TakeOver()))
 
     def drop_lifeline(self) -> None:
         self._lines.close()
@@ -186,6 +192,31 @@ def test_a_process_reports_its_cache_and_computes_like_a_worker_in_process(
         output = worker.receive()
         assert isinstance(output, ModelRunnerOutput)
         assert (output.step, output.sampled_tokens.tolist()) == (index + 1, tokens)
+    worker.scheduler.send(Shutdown("done"))
+    assert worker.wait() == 0
+
+
+def test_a_standby_connects_and_measures_its_cache_only_when_it_takes_over(
+    start: Callable[..., WorkerProcess], checkpoint: tuple[Path, Any], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint[0], model)
+    worker = start(model, is_standby=True)
+    loaded = model_fingerprint(model)
+    assert worker.next_report() == Ready({"device": "cpu"})
+    assert worker.next_report() == Alive()
+    assert worker.scheduler.receive() is None
+    (model / "config.json").write_text("{}")  # from now on the folder has another model
+    worker.take_over()
+    hello = worker.receive()
+    assert isinstance(hello, WorkerHello)
+    assert (hello.rank, hello.identity.model_fingerprint) == (0, loaded)
+    worker.scheduler.send(WorkerAccepted(epoch=3, num_blocks=50))
+    assert worker.receive() == WorkerReady(0)
+    while isinstance(report := worker.next_report(), Alive):
+        pass
+    assert isinstance(report, Ready)
+    assert report.details["num_blocks"] == "50"
     worker.scheduler.send(Shutdown("done"))
     assert worker.wait() == 0
 
