@@ -12,7 +12,8 @@ cache. `errors` is the largest difference between the two sides.
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,11 @@ from longshore.worker.attention.native_backend import NativeAttention
 from longshore.worker.attention.reach import Reach
 from longshore.worker.attention.segments import decode_segments
 from longshore.worker.attention.torch_backend import TorchAttention
-from longshore.worker.kernels.native import native
+from longshore.worker.kernels.native import Native, native
 from longshore.worker.kv_cache.buffer import KVCache, PagedKV
 from longshore.worker.kv_cache.plan import element_bytes
 from longshore.worker.kv_cache.slot_mapping import slots_at
-from longshore.worker.step.step_batch import make_batch
+from longshore.worker.step.step_batch import StepBatch, make_batch
 
 BLOCK_SIZE = 16
 SHAPES = {"tiny": (8, 2, 32, 4), "0.6b": (16, 8, 128, 2)}  # heads, KV heads, head size, layers
@@ -114,16 +115,7 @@ class Case:
         table = np.zeros((batch, end_block), np.int32)
         table[:, first_block:] = np.array(ids).reshape(batch, -1)
         step = make_batch(np.full(batch, new), np.full(batch, length), BLOCK_SIZE)
-        places = np.divmod(step.positions(), BLOCK_SIZE)
-        slots = slots_at(table, step.token_rows(), places, BLOCK_SIZE)
-        self.metadata = AttentionMetadata(
-            slot_mapping=torch.from_numpy(slots),
-            block_table=torch.from_numpy(table),
-            decode_rows=torch.from_numpy(step.rows[: step.num_decodes]),
-            decode_lens=torch.from_numpy(step.ends[: step.num_decodes]),
-            decode_segments=decode_segments(step.decode_blocks(BLOCK_SIZE), BLOCK_SIZE),
-            prefill_chunks=step.prefill_chunks(),
-        )
+        self.metadata = metadata(step, table)
         qkv = torch.randn(batch * new, heads + 2 * kv_heads, head_dim).bfloat16()
         self.qkv = qkv.split((heads, kv_heads, kv_heads), dim=1)
         self.sinks = torch.randn(heads) if sinks else None
@@ -140,6 +132,19 @@ class Case:
         return out
 
 
+def metadata(step: StepBatch, table: np.ndarray) -> AttentionMetadata:
+    places = np.divmod(step.positions(), BLOCK_SIZE)
+    slots = slots_at(table, step.token_rows(), places, BLOCK_SIZE)
+    return AttentionMetadata(
+        slot_mapping=torch.from_numpy(slots),
+        block_table=torch.from_numpy(table),
+        decode_rows=torch.from_numpy(step.rows[: step.num_decodes]),
+        decode_lens=torch.from_numpy(step.ends[: step.num_decodes]),
+        decode_segments=decode_segments(step.decode_blocks(BLOCK_SIZE), BLOCK_SIZE),
+        prefill_chunks=step.prefill_chunks(),
+    )
+
+
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=7, help="%(default)s")
@@ -150,9 +155,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    kernels = native()
-    if kernels is None:
-        raise SystemExit("the CPU kernels are not built: pip install -e . with a C++ compiler")
+    kernels = built_kernels()
     bandwidth = read_bandwidth()
     plain: dict[str, Any] = {}
     cases = [("decode", batch, context - 1, 1, plain) for batch, context in DECODES]
@@ -188,10 +191,8 @@ def compare(
     case: Case, sides: dict[str, AttentionBackend], repeats: int, bandwidth: float
 ) -> dict[str, Any]:
     outputs = {name: case.attend(backend) for name, backend in sides.items()}
-    least = dict.fromkeys(sides, float("inf"))
-    for _ in range(repeats):
-        for name, backend in sides.items():
-            least[name] = min(least[name], seconds(lambda b=backend: case.attend(b)))
+    ways = {name: partial(case.attend, backend) for name, backend in sides.items()}
+    least = least_seconds(ways, repeats)
     kernel_s, torch_s = (least[name] / case.num_layers for name in ("kernel", "torch"))
     return {
         "kernel_us": kernel_s * 1e6,
@@ -201,6 +202,22 @@ def compare(
         "gflop/s": case.flops / kernel_s / 1e9,
         "error": (outputs["kernel"] - outputs["torch"]).abs().max().item(),
     }
+
+
+def built_kernels() -> Native:
+    kernels = native()
+    if kernels is None:
+        raise SystemExit("the CPU kernels are not built: pip install -e . with a C++ compiler")
+    return kernels
+
+
+def least_seconds(ways: Mapping[Any, Callable[[], object]], repeats: int) -> dict[Any, float]:
+    """By way. They take turns."""
+    least = dict.fromkeys(ways, float("inf"))
+    for _ in range(repeats):
+        for name, call in ways.items():
+            least[name] = min(least[name], seconds(call))
+    return least
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -7,15 +7,15 @@ Both sides use the compiled kernel on a cache with the same random numbers, and 
 are minima per layer: the attention of all layers of a step, divided by their number.
 """
 
+from functools import partial
 from typing import Any, Final
 
 import report
 import torch
-from attention import BLOCK_SIZE, SHAPES, Case, seconds
+from attention import BLOCK_SIZE, SHAPES, Case, built_kernels, least_seconds
 
 from longshore.protocol.kv_cache_spec import KVCacheDtype
 from longshore.worker.attention.native_backend import NativeAttention
-from longshore.worker.kernels.native import native
 
 STEPS: Final = [  # sequences, tokens before, new tokens
     (1, 4095, 1),
@@ -37,9 +37,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    kernels = native()
-    if kernels is None:
-        raise SystemExit("the CPU kernels are not built: pip install -e . with a C++ compiler")
+    kernels = built_kernels()
     rows = []
     with torch.inference_mode():
         for shape in arguments.shapes:
@@ -69,11 +67,8 @@ def main() -> None:
 
 def compare(sides: dict[str, tuple[Case, NativeAttention]], repeats: int) -> dict[str, float]:
     """Microseconds per layer, by side."""
-    least = dict.fromkeys(sides, float("inf"))
-    for _ in range(repeats + 1):  # the first one warms up
-        for name, (case, backend) in sides.items():
-            taken = seconds(lambda c=case, b=backend: c.attend(b))
-            least[name] = min(least[name], taken)
+    ways = {name: partial(case.attend, backend) for name, (case, backend) in sides.items()}
+    least = least_seconds(ways, repeats + 1)  # the first one warms up
     return {name: least[name] / case.num_layers * 1e6 for name, (case, _) in sides.items()}
 
 

@@ -10,14 +10,14 @@ the faster side. A decode is always absorbed; the time with expansion is shown f
 """
 
 import random
-import time
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 import report
 import torch
+from attention import BLOCK_SIZE, least_seconds, metadata
 from torch import Tensor
 
 from longshore.worker.attention.latent_backend import (
@@ -26,13 +26,10 @@ from longshore.worker.attention.latent_backend import (
     PagedLatentAttention,
 )
 from longshore.worker.attention.metadata import AttentionMetadata
-from longshore.worker.attention.segments import decode_segments
 from longshore.worker.kernels.native import native
 from longshore.worker.kv_cache.buffer import PagedLatents
-from longshore.worker.kv_cache.slot_mapping import slots_at
 from longshore.worker.step.step_batch import StepBatch, make_batch
 
-BLOCK_SIZE = 16
 LAYERS = 2
 SHAPES = {
     "tiny": LatentAttentionKind(
@@ -100,19 +97,6 @@ class Case:
         return out
 
 
-def metadata(step: StepBatch, table: np.ndarray) -> AttentionMetadata:
-    places = np.divmod(step.positions(), BLOCK_SIZE)
-    slots = slots_at(table, step.token_rows(), places, BLOCK_SIZE)
-    return AttentionMetadata(
-        slot_mapping=torch.from_numpy(slots),
-        block_table=torch.from_numpy(table),
-        decode_rows=torch.from_numpy(step.rows[: step.num_decodes]),
-        decode_lens=torch.from_numpy(step.ends[: step.num_decodes]),
-        decode_segments=decode_segments(step.decode_blocks(BLOCK_SIZE), BLOCK_SIZE),
-        prefill_chunks=step.prefill_chunks(),
-    )
-
-
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=7, help="%(default)s")
@@ -147,11 +131,8 @@ def main() -> None:
 def compare(kind: LatentAttentionKind, case: Case, repeats: int) -> dict[str, Any]:
     backends = {side: side(**asdict(kind)).make_backend(case.view) for side in case.steps}
     outputs = {side: case.attend(backends[side], step) for side, step in case.steps.items()}
-    least = dict.fromkeys(backends, float("inf"))
-    for _ in range(repeats):
-        for side, step in case.steps.items():
-            call = lambda side=side, step=step: case.attend(backends[side], step)  # noqa: E731
-            least[side] = min(least[side], seconds(call) / LAYERS)
+    ways = {side: partial(case.attend, backends[side], step) for side, step in case.steps.items()}
+    least = {side: least_s / LAYERS for side, least_s in least_seconds(ways, repeats).items()}
     expands = case.new > 1 and kind.expands(case.new, case.length)
     return {
         "absorbed_us": least[Absorbing] * 1e6,
@@ -161,12 +142,6 @@ def compare(kind: LatentAttentionKind, case: Case, repeats: int) -> dict[str, An
         "chosen/best": least[Expanding if expands else Absorbing] / min(least.values()),
         "error": (outputs[Absorbing] - outputs[Expanding]).abs().max().item(),
     }
-
-
-def seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 if __name__ == "__main__":

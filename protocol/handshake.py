@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError, HandshakeRejected
 from longshore.protocol.kv_cache_spec import HeadShare, KVCacheConfig
 from longshore.protocol.model_files import open_regular, read_bytes
@@ -37,7 +38,7 @@ from longshore.protocol.statistics import (
     WorkerStats,
 )
 
-PROTOCOL_VERSION: Final = 13
+PROTOCOL_VERSION: Final = 14
 """Increased by every change of a message; both sides must have the same version."""
 
 
@@ -112,12 +113,15 @@ class WorkerAccepted(msgspec.Struct, tag="accepted", frozen=True, forbid_unknown
     """The rank belongs to this engine. Plans will have this `epoch` and use `num_blocks` blocks.
 
     rank_block_bytes: bytes that a block needs on each rank, for connectors; empty without one.
+    adopted_block_ids: blocks whose KV, computed by the process that had this rank before, is still
+                       valid; None: none, the rank begins with an empty cache.
     """
 
     epoch: int
     num_blocks: int
     verify_plan: bool = False
     rank_block_bytes: tuple[int, ...] = ()
+    adopted_block_ids: Int32Array | None = None
 
 
 class WorkerReady(msgspec.Struct, tag="worker_ready", frozen=True, forbid_unknown_fields=True):

@@ -1,5 +1,6 @@
 """`python -m longshore.scheduler CONFIG.json`: the scheduler process."""
 
+import gc
 import logging
 import resource
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.logs.records import send_records
 from longshore.protocol.transport.lifeline import Failed, Lifeline, stop_signals
-from longshore.scheduler.process.startup import load_config, serve
+from longshore.scheduler.config import load_config
 
 
 def main() -> int:
@@ -30,6 +31,9 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     stop_signals(config.lifeline_fd)  # ignore from the start what a supervised process ignores
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
+    gc.disable()  # until the engine runs: what is loaded stays
+    from longshore.scheduler.process.startup import serve
+
     try:
         serve(config, lifeline)
     except LongshoreError as error:

@@ -1,6 +1,7 @@
 """Settings of the scheduler, of its KV cache and of the scheduler process."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
@@ -264,6 +265,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     kv_events:   publish the events of the cache; None: do not.
     outlives_workers: workers that have ended are started again, and the supervisor says so; the
                  scheduler waits for that and begins a new epoch. Otherwise it ends with them.
+    adopts_kv:   the memory of the workers' KV outlives them.
     lifeline_fd: inherited socket to the supervisor; None when started by hand.
     """
 
@@ -284,6 +286,7 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     kv_connector_config: str = "{}"
     kv_events: KVEventsConfig | None = None
     outlives_workers: bool = False
+    adopts_kv: bool = False
     lifeline_fd: int | None = None
     runtime_dir: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -310,6 +313,14 @@ class SchedulerProcessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             bytes.fromhex(self.hash_seed)
         except ValueError:
             raise ConfigError("hash_seed is not hexadecimal; use 32 random bytes as hex") from None
+
+
+def load_config(path: Path) -> SchedulerProcessConfig:
+    """Read a scheduler process's configuration. Raises ConfigError if it is not valid."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SchedulerProcessConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _check_at_least(config: msgspec.Struct, **limits: int) -> None:

@@ -10,52 +10,28 @@ from dataclasses import dataclass, field
 from longshore.protocol.errors import LongshoreError
 from longshore.protocol.outputs import FinishReason, RequestEvent
 from longshore.protocol.requests import AddRequest, Malformed
-from longshore.scheduler.config import SchedulerConfig
-from longshore.scheduler.features.encoder import EncoderCache
-from longshore.scheduler.features.forks import Forks, fork_problem
-from longshore.scheduler.features.grammar import Grammars
-from longshore.scheduler.features.lora import LoRASlots
+from longshore.scheduler.features.forks import fork_problem
 from longshore.scheduler.features.sessions import Sessions
-from longshore.scheduler.features.transfers import EndedLoad, Transfers
+from longshore.scheduler.features.transfers import EndedLoad
 from longshore.scheduler.inspect.request_log import RequestLog
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
-from longshore.scheduler.kv_cache.holds import Holds
-from longshore.scheduler.kv_cache.manager import KVCacheManager
-from longshore.scheduler.queue.queues import WaitingRequests
-from longshore.scheduler.queue.shares import Shares
+from longshore.scheduler.part import SchedulerPart
 from longshore.scheduler.request import Outcome, Request, RequestChange, RequestStatus
 from longshore.scheduler.step.client_outputs import ClientOutputs
-from longshore.scheduler.step.in_flight import StepsInFlight
-from longshore.scheduler.step.plan_builder import PlanBuilder
-from longshore.scheduler.step.running import RunningTable
 from longshore.scheduler.validation import RequestValidator
 
 
 @dataclass(slots=True, kw_only=True)
-class Lifecycle:
+class Lifecycle(SchedulerPart):
     """All requests that have not ended, by client and handle.
 
     eos_token_ids: end-of-sequence ids, which end a request unless it ignores them.
-    transfers, encoder, loras, grammars, shares: None unless configured.
     num_restored: loads that have restored all KV of a swapped request.
     """
 
-    config: SchedulerConfig
     validator: RequestValidator
-    running: RunningTable
-    waiting: WaitingRequests
-    forks: Forks
-    holds: Holds
-    kv_cache: KVCacheManager
-    in_flight: StepsInFlight
     outputs: ClientOutputs
-    plan: PlanBuilder
     eos_token_ids: tuple[int, ...]
-    transfers: Transfers | None
-    encoder: EncoderCache | None
-    loras: LoRASlots | None
-    grammars: Grammars | None
-    shares: Shares | None
     log: RequestLog = field(default_factory=RequestLog)
     num_preemptions: int = 0
     num_restored: int = 0
@@ -65,14 +41,10 @@ class Lifecycle:
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(
-            self.config,
-            self.waiting,
-            self.holds,
-            self.kv_cache,
-            self.in_flight,
-            self.outputs,
-            self.validator,
-            self.eos_token_ids,
+            **self.shared(),
+            validator=self.validator,
+            outputs=self.outputs,
+            eos_token_ids=self.eos_token_ids,
             end=self.end,
         )
 

@@ -53,6 +53,7 @@ from longshore.scheduler.inspect.reports import WaitingReasons
 from longshore.scheduler.kv_cache.holds import Holds
 from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
+from longshore.scheduler.part import SchedulerPart
 from longshore.scheduler.queue.outside_policies import checked, load_policy
 from longshore.scheduler.queue.policies import FairPolicy, SchedulingPolicy
 from longshore.scheduler.queue.queues import WaitingRequests
@@ -104,24 +105,18 @@ class Scheduler:
         num_ranks: int = 1,
         block_metrics: BlockMetrics | None = None,
     ) -> None:
-        num_encoder_tokens = max_encoder_tokens(kv_cache.groups)
-        longest = config.longest_request(cache.context_parallel_size)
-        check_holds_one_request(kv_cache.groups, kv_cache.num_blocks, longest)
-        check_states(config, [group.spec for group in kv_cache.groups])
-        check_encoder(config, kv_cache, has_connector=connector is not None)
-        check_swaps(config, cache, connector)
-        if num_encoder_tokens is not None:  # equal tokens need not have equal KV
+        _check_settings(config, cache, kv_cache, connector)
+        if max_encoder_tokens(kv_cache.groups) is not None:  # equal tokens need not have equal KV
             cache = msgspec.structs.replace(cache, enable_prefix_caching=False)
         self.config = config
         self._num_bad_reports = self._sum_in_flight = self._num_steps_reported = 0
         self._advanced_at_s: float | None = None
-        can_swap = config.preemption_mode != "recompute"
 
         # Tables
         blocks = self.kv_cache = KVCacheManager(
             cache,
             kv_cache,
-            longest,
+            config.longest_request(cache.context_parallel_size),
             max_num_seqs=config.max_num_seqs,
             hash_seed=hash_seed,
             metrics=block_metrics,
@@ -139,13 +134,6 @@ class Scheduler:
         in_flight = self._in_flight = StepsInFlight(running)
         holds = self._holds = Holds(blocks)
         outputs = self._outputs = ClientOutputs()
-        gates = self._gates = AdmissionGates(
-            cache,
-            kv_cache.num_blocks,
-            blocks.num_usable_blocks,
-            swaps=can_swap,
-            has_shares=shares is not None,
-        )
 
         # Features: forks are always there, the others only if configured
         forks = self._forks = Forks(running, waiting, blocks, holds, in_flight)
@@ -153,8 +141,8 @@ class Scheduler:
         if connector is not None:
             may_load = config.kv_role != "kv_producer"
             transfers = Transfers(connector, blocks, num_ranks=num_ranks, may_load=may_load)
-        encoder = make_encoder(config, kv_cache)
-        loras = LoRASlots(config.max_loras) if config.max_loras else None
+        encoder = self._encoder = make_encoder(config, kv_cache)
+        loras = self._loras = LoRASlots(config.max_loras) if config.max_loras else None
         if grammars is not None:
             masks = Grammars(grammars, in_flight, vocab_size=vocab_size, epoch=epoch)
         if config.num_speculative_tokens:
@@ -172,75 +160,54 @@ class Scheduler:
             has_grammars=masks is not None,
             verify_plan=verify_plan,
         )
+        shared = SchedulerPart(
+            config=config,
+            running=running,
+            waiting=waiting,
+            forks=forks,
+            holds=holds,
+            kv_cache=blocks,
+            in_flight=in_flight,
+            plan=plan,
+            transfers=transfers,
+            encoder=encoder,
+            loras=loras,
+            grammars=masks,
+            shares=shares,
+        ).shared()
         validator = RequestValidator(
             config,
             vocab_size=vocab_size,
             features=features,
             has_connector=transfers is not None,
             has_grammars=masks is not None,
-            max_encoder_tokens=num_encoder_tokens,
+            max_encoder_tokens=max_encoder_tokens(kv_cache.groups),
         )
         lifecycle = self._lifecycle = Lifecycle(
-            config=config,
-            validator=validator,
-            running=running,
-            waiting=waiting,
-            forks=forks,
-            holds=holds,
-            kv_cache=blocks,
-            in_flight=in_flight,
-            outputs=outputs,
-            plan=plan,
-            eos_token_ids=eos_token_ids,
-            transfers=transfers,
-            encoder=encoder,
-            loras=loras,
-            grammars=masks,
-            shares=shares,
+            **shared, validator=validator, outputs=outputs, eos_token_ids=eos_token_ids
         )
-        admission = Admission(
-            config=config,
-            running=running,
-            waiting=waiting,
-            forks=forks,
-            holds=holds,
-            kv_cache=blocks,
-            in_flight=in_flight,
-            gates=gates,
-            plan=plan,
-            lifecycle=lifecycle,
-            max_loading_blocks=config.max_loading_blocks or kv_cache.num_blocks // 2,
-            transfers=transfers,
-            encoder=encoder,
-            loras=loras,
-            grammars=masks,
-            shares=shares,
+        can_swap = config.preemption_mode != "recompute"
+        gates = AdmissionGates(
+            cache,
+            kv_cache.num_blocks,
+            blocks.num_usable_blocks,
+            swaps=can_swap,
+            has_shares=shares is not None,
         )
         if transfers is not None and can_swap:
             rate = PrefillRate() if config.preemption_mode == "auto" else None
             swaps = Swaps(policy, running, blocks, in_flight, gates, transfers, lifecycle, rate)
-        needs_all_plans = verify_plan or config.feed_back_tokens or drafts is not None
         budget = TokenBudget(
             config.token_budget,
             can_shrink=config.enable_chunked_prefill and encoder is None and not blocks.has_states,
         )
         self._planner = StepPlanner(
-            config=config,
+            **shared,
             policy=policy,
-            running=running,
-            waiting=waiting,
-            holds=holds,
-            kv_cache=blocks,
-            in_flight=in_flight,
-            plan=plan,
             lifecycle=lifecycle,
-            admission=admission,
-            transfers=transfers,
-            encoder=encoder,
+            admission=Admission(**shared, gates=gates, lifecycle=lifecycle),
             drafts=drafts,
             swaps=swaps,
-            shares=shares,
-            allow_steady=not needs_all_plans,
             budget=budget,
         )
         recovery = self._recovery = Recovery(
@@ -250,12 +217,11 @@ class Scheduler:
         self._processor = OutputProcessor(
             running, in_flight, outputs, plan, lifecycle, recovery, checks, drafts, masks
         )
-        self._transfers, self._encoder, self._loras = transfers, encoder, loras
-        self._grammars, self._drafts, self._swaps = masks, drafts, swaps
+        self._transfers, self._grammars, self._drafts, self._swaps = transfers, masks, drafts, swaps
 
         # Reports
         self._reasons = WaitingReasons(self._planner)
-        self._snapshots = BlockSnapshots(kv_cache, running, holds, transfers, blocks)
+        self._snapshots = BlockSnapshots(kv_cache, lifecycle)
 
     # Requests
 
@@ -341,16 +307,15 @@ class Scheduler:
             self._swaps.answered(output.step, now)
         if self._forks.pending:
             self._forks.answered()
+        transfers, failed = self._transfers, output.failed_block_ids
         if (
-            self._transfers is not None
-            and (output.connector_metadata or len(output.failed_block_ids))
+            transfers is not None
+            and (output.connector_metadata or len(failed))
             and output.epoch == self._plan.epoch
         ):
             metadata = (output.connector_metadata,) if output.connector_metadata else ()
-            failed = output.failed_block_ids
-            self._transfers.hooks.update_output(
-                ConnectorOutput(output.step, failed_block_ids=failed, metadata=metadata)
-            )
+            reported = ConnectorOutput(output.step, failed_block_ids=failed, metadata=metadata)
+            transfers.hooks.call(transfers.connector.update_connector_output, reported)
 
     def update_drafts(self, rows: Int32Array, token_ids: Int32Array) -> None:
         """Receive drafts, separately from an output, for the next step of rows that decode. Raises
@@ -361,18 +326,19 @@ class Scheduler:
 
     def update_from_transfers(self, report: TransferReport, now: float) -> None:
         """Transfers have ended on a rank; unknown and repeated reports are counted and ignored."""
-        if report.epoch != self._plan.epoch or self._transfers is None:
+        transfers = self._transfers
+        if report.epoch != self._plan.epoch or transfers is None:
             self._num_bad_reports += 1
             return
         if report.step:
-            self._num_bad_reports += not self._transfers.step_loads.receive(report)
-            for ready in self._transfers.step_loads.take_ready():
+            self._num_bad_reports += not transfers.step_loads.receive(report)
+            for ready in transfers.step_loads.take_ready():
                 self._apply_output(ready, now)
             return
-        output, ended = self._transfers.apply(report)
+        output, ended = transfers.apply(report)
         for load in ended:
             self._lifecycle.end_load(load, now)
-        self._transfers.hooks.update_output(output)
+        transfers.hooks.call(transfers.connector.update_connector_output, output)
 
     # The whole engine
 
@@ -385,15 +351,17 @@ class Scheduler:
         """Set what is scheduled from now on; unanswered plans are not affected."""
         self._planner.pause = state
 
-    def begin_epoch(self, epoch: int, now: float) -> None:
-        """All workers are new and empty: rows are free, cached blocks are void, transfers have
-        failed. Running requests wait again, in the order in which they ran."""
+    def begin_epoch(self, epoch: int, now: float, *, keeps_kv: bool = False) -> None:
+        """All workers are new: rows are free, transfers have failed. Running requests wait again,
+        in the order in which they ran. Cached blocks are void; with `keeps_kv` only those that no
+        answered plan has computed."""
         if self._transfers is not None:
             self._transfers.begin_epoch(epoch)
+        answered_step = self._in_flight.last_answered_step if keeps_kv else None
+        self.kv_cache.begin_epoch(self.running.order, answered_step)
         self._lifecycle.begin_epoch(now)
         self._recovery.begin_epoch()
         self._in_flight.reset()
-        self.kv_cache.clear()
         if self._encoder is not None:
             self._encoder.clear()
         self._plan.begin_epoch(epoch)
@@ -418,8 +386,8 @@ class Scheduler:
         """Events of blocks cached or evicted, as far as outputs have proven them, and of the
         connector's tiers."""
         events = self.kv_cache.take_events(self._in_flight.last_answered_step)
-        if self._transfers is not None:
-            events += self._transfers.hooks.take_events()
+        if (transfers := self._transfers) is not None:
+            events += transfers.hooks.call(transfers.connector.take_events)
         return events
 
     def has_unfinished_requests(self) -> bool:
@@ -481,7 +449,8 @@ class Scheduler:
 
     def reset_connector_cache(self) -> bool:
         """Make the connector drop its stored KV. False if it cannot, or if there is none."""
-        return self._transfers is not None and self._transfers.hooks.reset_cache()
+        transfers = self._transfers
+        return transfers is not None and transfers.hooks.call(transfers.connector.reset_cache)
 
     def check(self) -> None:
         """Raise LongshoreError unless every block is accounted for and every count is what a
@@ -569,3 +538,17 @@ class Scheduler:
             workers=workers,
             **of_features,
         )
+
+
+def _check_settings(
+    config: SchedulerConfig,
+    cache: CacheConfig,
+    kv_cache: KVCacheConfig,
+    connector: SchedulerConnector | None,
+) -> None:
+    """Raise ConfigError for settings that cannot work with each other or with this model."""
+    longest = config.longest_request(cache.context_parallel_size)
+    check_holds_one_request(kv_cache.groups, kv_cache.num_blocks, longest)
+    check_states(config, [group.spec for group in kv_cache.groups])
+    check_encoder(config, kv_cache, has_connector=connector is not None)
+    check_swaps(config, cache, connector)

@@ -27,10 +27,14 @@ def modules_loaded_by(program: str) -> set[str]:
     return set(run.stdout.split())
 
 
-def test_scheduler_process_loads_no_torch() -> None:
-    loaded = modules_loaded_by("import longshore.scheduler.__main__")
+def test_scheduler_process_loads_no_torch_and_nothing_slow_that_few_need() -> None:
+    """Streams wait for its start when it replaces one that has died."""
+    loaded = modules_loaded_by(
+        "import longshore.scheduler.__main__, longshore.scheduler.process.startup"
+    )
     assert "longshore.scheduler.process.engine_loop" in loaded
     assert not loaded & {"torch", "safetensors", "transformers", "longshore.worker"}
+    assert not loaded & {"importlib.metadata", "tomllib", "email", "longshore.connectors.registry"}
 
 
 @pytest.mark.parametrize("package", ["protocol", "scheduler"])

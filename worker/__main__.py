@@ -1,5 +1,6 @@
 """`python -m longshore.worker CONFIG.json`: the worker process of one rank."""
 
+import gc
 import signal
 import sys
 from importlib import import_module
@@ -37,6 +38,7 @@ def main() -> int:
         signal.signal(number, _exit)
     lifeline = Lifeline(config.lifeline_fd, runtime_dir)
     lifeline.report(Progress("loading torch"))
+    gc.disable()  # until the worker is ready: what is loaded stays
     # Imported only now: it takes seconds, and the lifeline must already watch the supervisor.
     if config.is_standby:
         at_low_priority(lambda: import_module("longshore.worker.process.startup"))

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -29,7 +28,7 @@ from longshore.worker.attention.grouped import GroupedAttention
 from longshore.worker.config import WorkerConfig
 from longshore.worker.errors import UnsupportedModel
 from longshore.worker.kernels import native
-from longshore.worker.kv_cache.buffer import KVCache, measure_num_blocks
+from longshore.worker.kv_cache.buffer import KVCache, KVMemory, measure_num_blocks
 from longshore.worker.kv_cache.context_share import check_context_parallel
 from longshore.worker.kv_cache.fp8 import KVScales
 from longshore.worker.kv_cache.kv_scales import read_kv_scales
@@ -124,6 +123,7 @@ class Worker:
             layers = [layer.name for layer in self.model.cached_layers()]
             self.kv_scales = read_kv_scales(model_dir, layers)
         self.connector: ConnectorRunner | None = None
+        self._cache: KVCache | None = None
         self._queue: ComputeQueue | None = None
         self._runner: ModelRunner | None = None
 
@@ -132,29 +132,35 @@ class Worker:
         *,
         epoch: int = 1,
         num_blocks: int | None = None,
+        memory: KVMemory | None = None,
         queue: ComputeQueue | None = None,
         connector: WorkerConnector[Any] | None = None,
         wake: Callable[[], None] = lambda: None,
         transfer_delay: Callable[[], None] | None = None,
     ) -> ModelRunner:
         """Allocate the KV cache, warm up, and return the model runner. Called once, and again after
-        `close`.
+        `end_epoch`: with as many blocks, cache and runner are those of before.
 
         All ranks warm up together. Raises RankLost if another rank fails to.
 
         num_blocks: agreed with the other ranks; None takes `kv_cache.num_blocks`.
+        memory:     of the KV cache; None: the device's, or that of this process.
         queue:      compute queue to use; None opens the device's default. The worker closes it.
         connector:  worker half of the connector; the worker shuts it down.
         wake:       called on any thread when `connector` has ended transfers to report.
         transfer_delay: called before each transfer on a host thread; for tests.
         """
-        assert self._queue is None, "started already"
+        assert self.connector is None, "started already"
         agreed = self.kv_cache
         if num_blocks is not None:
             agreed = self._cache_of(agreed.groups, num_blocks)
-        with fits_in_memory(f"A KV cache of {agreed.num_blocks} blocks", self._device):
-            cache = self.make_cache(agreed)
-        self._queue = queue or open_compute_queue(self._device)
+        if self._cache is None or self._cache.num_blocks != agreed.num_blocks:
+            self.close()
+            with fits_in_memory(f"A KV cache of {agreed.num_blocks} blocks", self._device):
+                self._cache = self.make_cache(agreed, memory)
+        cache = self._cache
+        if self._queue is None:
+            self._queue = queue or open_compute_queue(self._device)
         if connector is not None:
             self.connector = ConnectorRunner(
                 connector,
@@ -164,6 +170,10 @@ class Worker:
                 rank=self._parallel.rank,
             )
             self.connector.register(cache)
+        if self._runner is not None:
+            cache.recorded[:] = 0
+            self._runner.begin_epoch(epoch, self.connector)
+            return self._runner
         runner = self._runner = ModelRunner(
             self.model,
             cache,
@@ -180,6 +190,9 @@ class Worker:
         )
         wait_for_device(self._device)  # the queue's stream does not wait for the default stream
         self._warm_up(runner)
+        if memory is not None and memory.adopted_block_ids is not None:
+            logger.info("%d blocks are adopted", len(memory.adopted_block_ids))
+            runner.verify_adopted(memory.adopted_block_ids)
         logger.info(
             "KV cache: %d blocks of %d bytes, %s of %s on %s",
             cache.num_blocks,
@@ -205,7 +218,7 @@ class Worker:
         has_head = self.model_config.has_head
         return (Feature.POOLING,) if has_head else (Feature.POOLING, Feature.POOLING_ONLY)
 
-    def make_cache(self, config: KVCacheConfig) -> KVCache:
+    def make_cache(self, config: KVCacheConfig, memory: KVMemory | None = None) -> KVCache:
         """A KV cache for this rank's layers, in the model's dtype and on its device."""
         return KVCache(
             config,
@@ -213,30 +226,30 @@ class Worker:
             device=self._device,
             scales=self.kv_scales,
             poison=self._config.poison_kv,
+            memory=memory,
         )
 
-    def close(self) -> None:
-        """Finish what was submitted, end all transfers and threads, and give up the KV cache. The
-        weights stay, so that `start` may follow. May be called twice."""
+    def end_epoch(self) -> None:
+        """Finish what was submitted, and end all transfers. `start` may follow, without loading or
+        warming up again. May be called twice."""
         if self._runner is not None:
-            self._runner.close()
-            self._runner = None
-        if self._queue is not None:
-            self._queue.close()
-            self._queue = None
+            self._runner.finish()
         if self.connector is not None:
             self.connector.close()
             self.connector = None
 
+    def close(self) -> None:
+        """End the epoch and all threads, and free the KV cache. The weights stay, so that `start`
+        may follow. May be called twice."""
+        self.end_epoch()
+        if self._queue is not None:
+            self._queue.close()
+        self._runner = self._queue = self._cache = None
+
     def __enter__(self) -> "Worker":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from longshore.connectors.offloading.groups import is_private
 from longshore.connectors.offloading.ledger import OffloadLedger, PreparedStore
-from longshore.connectors.offloading.tiers import LowerTier, Spill
+from longshore.connectors.offloading.tiers import LowerTier, Spill, int64s
 
 MAX_SPILLING_SHARE: Final = 0.25
 """Share of the host tier's blocks that may be written to lower tiers at a time: a slow tier must
@@ -138,7 +136,7 @@ class Below:
 
     def _spill(self, prepared: PreparedStore, host_slots: Sequence[int]) -> Spill:
         groups = bytes(key[-1] for key in prepared.keys)
-        slots = (np.array(each, np.int64).tobytes() for each in (host_slots, prepared.slots))
+        slots = int64s(host_slots), int64s(prepared.slots)
         return Spill(self.number, prepared.keys, groups, *slots)
 
     def reset(self) -> None:
@@ -151,3 +149,14 @@ class Below:
         self._queued.extendleft(key for keys in self._spills.values() for key in keys)
         self._spills.clear()
         self.tier.begin_epoch()
+
+
+def count_displaced(prepared: PreparedStore | None, tiers: Iterable[Below]) -> PreparedStore | None:
+    """Count the blocks that host memory evicts for `prepared`, which it returns, before they could
+    be written back."""
+    if prepared is not None and prepared.evicted_keys:
+        for below in tiers:
+            if below.writes_back:
+                lost = [key for key in prepared.evicted_keys if not is_private(key)]
+                below.counts.num_dropped_blocks += len(lost)
+    return prepared

@@ -9,10 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 from itertools import chain
-from typing import Final
 
 import msgspec
-import numpy as np
 
 from longshore.connectors.base import ConnectorStats
 from longshore.connectors.offloading.groups import StoredGroup, is_private
@@ -24,19 +22,19 @@ from longshore.connectors.offloading.ledger import (
     complete_stores,
 )
 from longshore.connectors.offloading.messages import TierJob
-from longshore.connectors.offloading.read_ahead import ReadAhead, Where
 from longshore.connectors.offloading.reuse_filter import ReuseFilter
 from longshore.connectors.offloading.spec import PreparedBlocks, PreparedLoad
-from longshore.connectors.offloading.spilling import MAX_JOB_BLOCKS, Below, Counts
+from longshore.connectors.offloading.spilling import Below, Counts, count_displaced
+from longshore.connectors.offloading.staging import Staging
 from longshore.connectors.offloading.tiers import (
     HOST_KEPT,
     HOST_TIER,
     LoadSource,
     LowerTier,
-    Stage,
     TierCommand,
     TierMessage,
     TierTask,
+    int64s,
 )
 from longshore.protocol.arrays import EMPTY_INT32
 from longshore.protocol.events import (
@@ -48,12 +46,6 @@ from longshore.protocol.events import (
     Medium,
 )
 from longshore.protocol.statistics import TierStats
-
-READ_AHEAD_SHARE: Final = 0.25
-"""Share of the host tier that blocks read ahead for requests in the queue may have."""
-
-MAX_WAIT_S: Final = 60.0
-"""How long a request waits for blocks that are being read ahead, if it waits without a limit."""
 
 
 class TieredManager:
@@ -86,16 +78,12 @@ class TieredManager:
             for number, tier in enumerate(tiers)
         ]
         self._filter = reuse_filter
-        self._max_wait_s = max_wait_s
-        self._ahead = ReadAhead(max(1, int(READ_AHEAD_SHARE * host.capacity)))
-        self._stages: dict[int, list[bytes]] = {}  # keys that are read ahead, by job
+        self._staging = Staging(host, self._below, max_wait_s)
         self._num_ranks = num_ranks
         self._publishes_events = publishes_events
         self._events: list[KVEvent] = []
         self._counted_group = counted_group
         self._host_counts = Counts()
-        self._staging: dict[bytes, int] = {}  # being read into host memory, and from which tier
-        self._abandoned: set[bytes] = set()  # those that no request waits for
         self._commands: dict[int, TierCommand] = {}  # in progress, by job
         self._unconfirmed: set[int] = set()  # new ranks: do they see the memory of the old ones?
 
@@ -109,57 +97,24 @@ class TieredManager:
             return num_found
         is_known = True
         for index in range(num_found, len(keys)):
-            found = self._may_load(keys[index], waiting_s)
+            found = self._staging.may_load(keys[index], waiting_s)
             if found is None:
                 is_known = False  # ask for all that follow as well
             elif not found:
                 return index if is_known else None
         return len(keys) if is_known else None
 
-    def _may_load(self, key: bytes, waiting_s: float) -> bool | None:
-        if key in self._host:
-            return True
-        max_wait_s = MAX_WAIT_S if self._max_wait_s is None else self._max_wait_s
-        if key in self._staging:
-            return None if waiting_s < max_wait_s and key not in self._abandoned else False
-        if not self._host.may_store(key):
-            return False  # a store is putting it into host memory
-        is_below = self._is_below(key)
-        if self._max_wait_s is None or is_below is False:
-            return is_below
-        return None if waiting_s < max_wait_s else False
-
-    def _is_below(self, key: bytes) -> bool | None:
-        """Whether a lower tier has the block."""
-        found: bool | None = False
-        for below in self._below:
-            is_there = below.tier.has(key)
-            if is_there:
-                return True
-            found = None if is_there is None else found
-        return found
-
     def read_ahead(self, request_id: str, keys: Sequence[bytes]) -> None:
-        if self._below:
-            self._ahead.add(request_id, keys)
+        self._staging.read_ahead(request_id, keys)
 
     def end_read_ahead(self, request_id: str, *, is_over: bool) -> None:
-        if is_over or self._max_wait_s is None:  # else it goes on, for the next requests
-            self._ahead.end(request_id)
+        self._staging.end_read_ahead(request_id, is_over=is_over)
 
     def num_without_room(self, keys: Sequence[bytes]) -> int:
         if all(key in self._host for key in keys):
             return 0
         num_slots = sum(not self._host.is_loading(key) for key in keys)
         return max(0, num_slots - self._host.num_unused)
-
-    def _source_of(self, key: bytes) -> int | None:
-        """The tier from which a block can be read into host memory now."""
-        if self._host.may_store(key):
-            for number, below in enumerate(self._below):
-                if below.tier.has(key):
-                    return number
-        return None
 
     def touch(self, keys: Sequence[bytes], position: int = 0) -> None:
         if self._filter is not None:
@@ -177,7 +132,7 @@ class TieredManager:
         sources: dict[int, int] = {}  # tier by index
         for index, key in enumerate(keys):
             if key not in self._host:
-                tier = self._source_of(key)
+                tier = self._staging.source_of(key)
                 if tier is None:
                     keys = keys[:index]
                     break
@@ -185,16 +140,18 @@ class TieredManager:
         ready = [key for index, key in enumerate(keys) if index not in sources]
         slots = dict(zip(ready, self._host.prepare_load(ready), strict=True))
         staged = [keys[index] for index in sources]
-        prepared = self._displacing(self._host.prepare_store(staged)) if staged else None
+        prepared = None
+        if staged:
+            prepared = count_displaced(self._host.prepare_store(staged), self._below)
         if prepared is not None:
             slots.update(zip(prepared.keys, prepared.slots, strict=True))
         elif staged:  # host memory is full of blocks in use: load what it has
             first = next(iter(sources))
             self._host.complete_load(ready[first:])
             keys, sources = keys[:first], {}
-        reads = self._begin_reads(keys, sources)
+        reads = self._staging.begin(keys, sources)
         self._count_hits(keys, sources)
-        source = LoadSource(_int64s([slots[key] for key in keys]), reads)
+        source = LoadSource(int64s([slots[key] for key in keys]), reads)
         return PreparedLoad(len(keys), msgspec.msgpack.encode(source))
 
     def _count_hits(self, keys: Sequence[bytes], sources: dict[int, int]) -> None:
@@ -207,44 +164,16 @@ class TieredManager:
                 counts = self._host_counts if tier is None else self._below[tier].counts
                 counts.num_hit_tokens += group.block_size
 
-    def _begin_reads(
-        self, keys: Sequence[bytes], sources: dict[int, int]
-    ) -> list[tuple[int, int, int]]:
-        """sources: the tier of each block to read, by index."""
-        reads: list[tuple[int, int, int]] = []
-        for number, below in enumerate(self._below):
-            indices = [index for index, tier in sources.items() if tier == number]
-            if indices:
-                staged = [keys[index] for index in indices]
-                slots = below.tier.begin_reads(staged)
-                reads += [(index, number, slot) for index, slot in zip(indices, slots, strict=True)]
-                self._staging.update(dict.fromkeys(staged, number))
-        return reads
-
     def load_abandoned(self, keys: Sequence[bytes]) -> None:
-        self._abandoned.update(filter(self._staging.__contains__, keys))
+        self._staging.abandon(keys)
 
     def complete_load(self, keys: Sequence[bytes], failed: Sequence[bytes]) -> None:
         staged = [key for key in keys if key in self._staging]
         self._host.complete_load([key for key in keys if key not in self._staging])
-        self._end_staging(staged, failed)
+        self._staging.end(staged, failed)
         self._remove(failed)
         for below in self._written_through:  # used again, but evicted there meanwhile
             below.write_behind(below.tier.missing(keys))
-
-    def _end_staging(self, keys: Sequence[bytes], failed: Sequence[bytes]) -> None:
-        """Blocks have been read into host memory, except for `failed`."""
-        if not keys:
-            return
-        sources = [self._staging.pop(key) for key in keys]
-        self._abandoned.difference_update(keys)
-        for number, below in enumerate(self._below):
-            read = [key for key, source in zip(keys, sources, strict=True) if source == number]
-            if read and below.writes_back:
-                below.tier.end_reads([key for key in read if key not in failed], take=True)
-                read = [key for key in read if key in failed]
-            below.tier.end_reads(read)
-        complete_stores(self._host, keys, failed)
 
     def _remove(self, keys: Sequence[bytes]) -> None:
         """These blocks could not be read."""
@@ -258,7 +187,7 @@ class TieredManager:
 
     def prepare_store(self, keys: Sequence[bytes], position: int = 0) -> PreparedBlocks | None:
         wanted = keys if self._filter is None else self._filter.worth_storing(keys)
-        prepared = self._displacing(self._host.prepare_store(wanted, position))
+        prepared = count_displaced(self._host.prepare_store(wanted, position), self._below)
         if prepared is None:
             self._host_counts.num_dropped_blocks += len(wanted)
             return None
@@ -269,17 +198,8 @@ class TieredManager:
         if self._filter is not None:
             worth = self._filter.worth_storing
             runs = [(worth(run), position) for run, position in runs]
-        prepared = self._displacing(self._host.prepare_stores(runs))
+        prepared = count_displaced(self._host.prepare_stores(runs), self._below)
         return None if prepared is None else _prepared_blocks(prepared, keys)
-
-    def _displacing(self, prepared: PreparedStore | None) -> PreparedStore | None:
-        """Count blocks that host memory evicts for others before they could be written back."""
-        if prepared is not None and prepared.evicted_keys:
-            for below in self._below:
-                if below.writes_back:
-                    lost = [key for key in prepared.evicted_keys if not is_private(key)]
-                    below.counts.num_dropped_blocks += len(lost)
-        return prepared
 
     def complete_store(self, keys: Sequence[bytes], failed: Sequence[bytes]) -> None:
         complete_stores(self._host, keys, failed)
@@ -297,7 +217,7 @@ class TieredManager:
 
     def prepare_swap(self, keys: Sequence[bytes]) -> PreparedBlocks | None:
         host = self._host
-        prepared = self._displacing(host.prepare_store(keys))
+        prepared = count_displaced(host.prepare_store(keys), self._below)
         if prepared is None:
             return None
         if not host.has_slots(keys):  # one was removed, and its last load is still in progress
@@ -321,13 +241,15 @@ class TieredManager:
 
     @property
     def has_jobs(self) -> bool:
-        return self._has_room_ahead or any(
-            below.tier.has_commands or (below.has_spills and not self._unconfirmed)
-            for below in self._below
+        return any(below.tier.has_commands for below in self._below) or (
+            not self._unconfirmed
+            and (self._staging.may_begin_jobs or any(below.has_spills for below in self._below))
         )
 
     def take_jobs(self, next_id: Callable[[], int]) -> list[TierJob]:
-        jobs = self._begin_stages(next_id)
+        jobs: list[TierJob] = []
+        if not self._unconfirmed:
+            jobs += (_tier_job(*begun) for begun in self._staging.begin_jobs(next_id))
         for number, below in enumerate(self._below):
             for command in below.tier.take_commands():
                 task = TierCommand(number, command)
@@ -337,57 +259,21 @@ class TieredManager:
                 jobs += (_tier_job(*begun) for begun in below.begin_spills(next_id))
         return jobs
 
-    @property
-    def _has_room_ahead(self) -> bool:
-        return not self._unconfirmed and self._ahead.num_left > 0
-
-    def _begin_stages(self, next_id: Callable[[], int]) -> list[TierJob]:
-        """Read blocks ahead, if host memory can hold them beside what is in use."""
-        jobs = []
-        found = self._ahead.take(self._find_ahead) if self._has_room_ahead else []
-        for number in range(len(self._below)):
-            of_tier = [key for key, tier in found if tier == number]
-            for first in range(0, len(of_tier), MAX_JOB_BLOCKS):
-                keys = of_tier[first : first + MAX_JOB_BLOCKS]
-                prepared = self._displacing(self._host.prepare_store(keys))
-                if prepared is None:
-                    continue
-                reads = self._begin_reads(prepared.keys, dict.fromkeys(range(len(keys)), number))
-                slots = [slot for _, _, slot in reads]
-                stage = Stage(number, prepared.keys, _int64s(prepared.slots), _int64s(slots))
-                jobs.append(_tier_job(next_id(), stage))
-                self._stages[jobs[-1].job_id] = prepared.keys
-        return jobs
-
-    def _find_ahead(self, key: bytes) -> int | Where:
-        if not self._host.may_store(key):
-            return Where.HERE
-        match self._is_below(key):
-            case None:
-                return Where.UNKNOWN
-            case False:
-                return Where.NOWHERE
-        source = self._source_of(key)
-        return Where.NOWHERE if source is None else source
-
     def job_ended(self, job_id: int, failed: Sequence[int]) -> None:
         command = self._commands.pop(job_id, None)
         if command is not None:
             tier = self._below[command.tier].tier
             tier.command_ended(command.command, is_failed=bool(failed))
             return
-        self._ahead.changed()
-        staged = self._stages.pop(job_id, None)
-        if staged is not None:
-            failed_keys = [staged[index] for index in failed]
-            self._end_staging(staged, failed_keys)
-            self._remove(failed_keys)
+        self._staging.changed()
+        if self._staging.has_job(job_id):
+            self._remove(self._staging.job_ended(job_id, failed))
             return
         below = next(below for below in self._below if below.is_spilling(job_id))
         below.spill_ended(job_id, failed)
 
     def receive(self, rank: int, tier_data: bytes) -> None:
-        self._ahead.changed()
+        self._staging.changed()
         read = msgspec.msgpack.decode(tier_data, type=TierMessage)
         if read.tier != HOST_TIER:
             self._below[read.tier].tier.receive(rank, read.message)
@@ -430,6 +316,7 @@ class TieredManager:
             "CPU", self._host.num_ready, self._host.capacity, *astuple(self._host_counts)
         )
         tiers, queued = [host], Counter[tuple[Medium, Medium]]()
+        staging = self._staging.num_blocks()
         for number, below in enumerate(self._below):
             tier, counts = below.tier, below.counts
             stats = TierStats(
@@ -441,18 +328,15 @@ class TieredManager:
             )
             tiers.append(stats)
             queued["CPU", tier.medium] += below.num_queued
-            staging = sum(source == number for source in self._staging.values())
-            queued[tier.medium, "CPU"] += staging
+            queued[tier.medium, "CPU"] += staging[number]
         return ConnectorStats(tiers, queued)
 
     def reset(self) -> bool:
-        is_busy = (
-            self._staging or self._commands or any(below.num_spilling for below in self._below)
-        )
-        if is_busy or self._host.num_storing or self._host.num_loading:
+        is_copying = self._staging.num_blocks() or any(each.num_spilling for each in self._below)
+        if is_copying or self._commands or self._host.num_storing or self._host.num_loading:
             return False
         self._host.clear()
-        self._ahead.clear()
+        self._staging.reset()
         for below in self._below:
             below.reset()
         return True
@@ -462,10 +346,7 @@ class TieredManager:
         self._host.remove(list(filter(is_private, self._host)))
         if self._unconfirmed:  # the new ranks cannot know what the former ones saw
             self._host.clear()
-        self._staging.clear()
-        self._stages.clear()
-        self._ahead.clear()
-        self._abandoned.clear()
+        self._staging.begin_epoch()
         self._commands.clear()
         for below in self._below:
             below.begin_epoch()
@@ -489,13 +370,9 @@ def _tier_job(job_id: int, task: TierTask) -> TierJob:
 def _prepared_blocks(prepared: PreparedStore, keys: Sequence[bytes]) -> PreparedBlocks:
     """What is stored of `keys`."""
     if len(prepared.keys) == len(keys):
-        return PreparedBlocks(range(len(keys)), _int64s(prepared.slots))
+        return PreparedBlocks(range(len(keys)), int64s(prepared.slots))
     index_of = {key: index for index, key in enumerate(keys)}
-    return PreparedBlocks([index_of[key] for key in prepared.keys], _int64s(prepared.slots))
-
-
-def _int64s(numbers: Sequence[int]) -> bytes:
-    return np.array(numbers, np.int64).tobytes()
+    return PreparedBlocks([index_of[key] for key in prepared.keys], int64s(prepared.slots))
 
 
 def _event(key: bytes, medium: Medium, locality: Locality | None, is_stored: bool) -> KVEvent:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import msgspec
+import numpy as np
 
 from longshore.connectors.offloading.ledger import LedgerEvent, PreparedStore
 from longshore.protocol.events import Locality, Medium
@@ -145,6 +146,11 @@ class TierWorker(Protocol):
 
 
 # Messages
+
+
+def int64s(numbers: Sequence[int]) -> bytes:
+    """As the messages below have slots."""
+    return np.array(numbers, np.int64).tobytes()
 
 
 class LoadSource(msgspec.Struct, frozen=True, array_like=True):

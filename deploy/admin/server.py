@@ -11,7 +11,6 @@ import shutil
 import socketserver
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import msgspec
@@ -48,12 +47,7 @@ class AdminServer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
 

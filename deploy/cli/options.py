@@ -166,6 +166,8 @@ class EngineOptions:
         verify_plan: Send the full state with every plan and compare it (slow; for debugging).
         poison_kv: Fill KV blocks with a pattern before their first token is written, and stop if a
             full block changes while a request holds it (slow; for debugging).
+        kv_adoption: After the death of a worker, keep the KV that it had computed: the KV cache is
+            memory that outlives the process. CPU workers only; others compute it again.
         startup_timeout_s: Seconds that startup may take, including loading the model.
         step_timeout_s: Seconds that a step may take, and as many again for every 1,024 tokens that
             it computes; then the worker counts as hung.
@@ -219,6 +221,7 @@ class EngineOptions:
     state_dir: Annotated[Path | None, _OPERATION] = None
     verify_plan: Annotated[bool, _OPERATION] = False
     poison_kv: Annotated[bool, _OPERATION] = False
+    kv_adoption: Annotated[bool, _OPERATION] = True
     startup_timeout_s: Annotated[float, _OPERATION] = 600.0
     step_timeout_s: Annotated[float, _OPERATION] = 60.0
     log_level: Annotated[LogLevel, _OPERATION] = "info"

@@ -5,7 +5,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from longshore.deploy.admin.key import read_admin_key
 from longshore.deploy.admin.operations import Operations
@@ -46,45 +46,22 @@ def serve(
     more often than it may be restarted.
     In every case all processes have ended and the runtime directory is removed on return.
     """
-    if model.audio is not None:
-        require_extra("soundfile", "soxr", "python_multipart")
-    api_keys = _api_keys(options)
-    if options.scheduling_policy is None and options.api_key_file is not None and len(api_keys) > 1:
-        options = replace(options, scheduling_policy="fair")
-    plan = plan_engine(options, model)
-    key_file = options.admin_key_file
-    admin_key = None if key_file is None else read_admin_key(key_file)
-    num_workers = options.num_ranks * (1 + options.standby_workers)
-    num_processes = options.replicas * (num_workers + 1) + options.gateways
-    raise_file_limit(num_processes, options.max_live_requests)
-    check_address_space(plan.device)
+    deployment = _prepare(model, options)
     with (
         StopSignals() as stop_signal,
         ExitStack() as port,
         Supervisor(RuntimeDir(), sys.stderr, LINE_FORMATS[options.log_format]) as supervisor,
-        ExitStack() as commands,
+        AdminServer(
+            supervisor.runtime_dir, deployment.operations(supervisor, stop_signal)
+        ) as admin,
     ):
-        admin = AdminServer(
-            supervisor.runtime_dir,
-            Operations(
-                supervisor,
-                replicas(options.replicas),
-                stop=stop_signal.request,
-                state_dir=plan.state_dir,
-                drain_timeout_s=options.drain_timeout_s,
-                start_timeout_s=options.startup_timeout_s,
-            ),
-        )
-        commands.enter_context(admin)
         listeners = bind(options.host, options.port, options.gateways)
         for listener in listeners:
             port.enter_context(listener)
         url = url_of(listeners[0])
         logger.info("starting at %s; /ready shows the progress", url)
         logger.info("`longshore admin` uses the socket %s", admin.path)
-        specs = _processes(
-            plan, options, api_keys, supervisor.runtime_dir, listeners, admin_key=admin_key
-        )
+        specs = deployment.processes(supervisor.runtime_dir, listeners)
         try:
             ready = supervisor.start(
                 specs, timeout_s=options.startup_timeout_s, stop_signal=stop_signal
@@ -109,15 +86,37 @@ def serve(
         if death is not None:
             supervisor.stop_now(death)
             raise EngineDead(f"{death} All other processes have been stopped; restart the server.")
-        stop_signal.clear()  # a second signal aborts the draining
-        logger.info(
-            "stopping: running requests have %.0f s to finish; press Ctrl-C again to abort them",
-            options.drain_timeout_s,
-        )
-        is_clean = supervisor.stop(options.drain_timeout_s + STOP_TIMEOUT_S, stop_signal)
-        if not is_clean and not stop_signal.is_set():
-            raise EngineDead("some processes did not stop cleanly; see the log lines above.")
+        _drain(supervisor, stop_signal, options.drain_timeout_s)
     logger.info("stopped")
+
+
+def _drain(supervisor: Supervisor, stop_signal: StopSignals, timeout_s: float) -> None:
+    """Finish running requests, then stop all processes. Raises EngineDead if some were killed."""
+    stop_signal.clear()  # a second signal aborts the draining
+    logger.info(
+        "stopping: running requests have %.0f s to finish; press Ctrl-C again to abort them",
+        timeout_s,
+    )
+    is_clean = supervisor.stop(timeout_s + STOP_TIMEOUT_S, stop_signal)
+    if not is_clean and not stop_signal.is_set():
+        raise EngineDead("some processes did not stop cleanly; see the log lines above.")
+
+
+def _prepare(model: ModelFolder, options: ServeOptions) -> "_Deployment":
+    """Raises ConfigError for everything that can be known before a process is started."""
+    if model.audio is not None:
+        require_extra("soundfile", "soxr", "python_multipart")
+    api_keys = _api_keys(options)
+    if options.scheduling_policy is None and options.api_key_file is not None and len(api_keys) > 1:
+        options = replace(options, scheduling_policy="fair")
+    plan = plan_engine(options, model)
+    key_file = options.admin_key_file
+    admin_key = None if key_file is None else read_admin_key(key_file)
+    num_workers = options.num_ranks * (1 + options.standby_workers)
+    num_processes = options.replicas * (num_workers + 1) + options.gateways
+    raise_file_limit(num_processes, options.max_live_requests)
+    check_address_space(plan.device)
+    return _Deployment(options, plan, api_keys, admin_key)
 
 
 def _api_keys(options: ServeOptions) -> tuple[ApiKey, ...]:
@@ -126,97 +125,100 @@ def _api_keys(options: ServeOptions) -> tuple[ApiKey, ...]:
     return plain_keys(options.api_key or (), options.share_prefix_cache)
 
 
-def _processes(
-    plan: EnginePlan,
-    options: ServeOptions,
-    api_keys: tuple[ApiKey, ...],
-    runtime_dir: RuntimeDir,
-    listeners: Sequence[socket.socket],
-    *,
-    admin_key: str | None,
-) -> list[ProcessSpec]:
-    """In start order: schedulers need their workers, and gateways need the schedulers."""
-    engines = [
-        engine_processes(
-            plan,
-            runtime_dir,
-            replica,
-            is_restarted=options.max_restarts > 0,
-            num_standbys=options.standby_workers,
+@dataclass(frozen=True)
+class _Deployment:
+    """What is to run."""
+
+    options: ServeOptions
+    plan: EnginePlan
+    api_keys: tuple[ApiKey, ...]
+    admin_key: str | None
+
+    def operations(self, supervisor: Supervisor, stop_signal: StopSignals) -> Operations:
+        """What an operator can do with it."""
+        return Operations(
+            supervisor,
+            replicas(self.options.replicas),
+            stop=stop_signal.request,
+            state_dir=self.plan.state_dir,
+            drain_timeout_s=self.options.drain_timeout_s,
+            start_timeout_s=self.options.startup_timeout_s,
         )
-        for replica in replicas(options.replicas)
-    ]
-    key_usage_fd = runtime_dir.shared_memory("longshore-key-usage") if api_keys else None
-    peers = tuple(
-        str(runtime_dir.socket_path(f"gateway-{number}")) for number in range(len(listeners))
-    )
-    return [
-        *(worker for (*workers, _), _ in engines for worker in workers),
-        *(scheduler for (*_, scheduler), _ in engines),
-        *(
-            _gateway(
-                plan,
-                options,
-                number,
-                listener,
-                api_keys=api_keys,
-                key_usage_fd=key_usage_fd,
-                engines=tuple(clients for _, clients in engines),
-                peers=peers,
-                admin_key=admin_key,
+
+    def processes(
+        self, runtime_dir: RuntimeDir, listeners: Sequence[socket.socket]
+    ) -> list[ProcessSpec]:
+        """In start order: schedulers need their workers, and gateways need the schedulers."""
+        engines = [
+            engine_processes(
+                self.plan,
+                runtime_dir,
+                replica,
+                is_restarted=self.options.max_restarts > 0,
+                num_standbys=self.options.standby_workers,
             )
-            for number, listener in enumerate(listeners)
-        ),
-    ]
+            for replica in replicas(self.options.replicas)
+        ]
+        key_usage_fd = runtime_dir.shared_memory("longshore-key-usage") if self.api_keys else None
+        peers = tuple(
+            str(runtime_dir.socket_path(f"gateway-{number}")) for number in range(len(listeners))
+        )
+        clients = tuple(clients for _, clients in engines)
+        return [
+            *(worker for (*workers, _), _ in engines for worker in workers),
+            *(scheduler for (*_, scheduler), _ in engines),
+            *(
+                self._gateway(
+                    number, listener, key_usage_fd=key_usage_fd, engines=clients, peers=peers
+                )
+                for number, listener in enumerate(listeners)
+            ),
+        ]
 
-
-def _gateway(
-    plan: EnginePlan,
-    options: ServeOptions,
-    number: int,
-    listener: socket.socket,
-    *,
-    api_keys: tuple[ApiKey, ...],
-    key_usage_fd: int | None,
-    engines: tuple[Endpoint, ...],
-    peers: tuple[str, ...],
-    admin_key: str | None,
-) -> ProcessSpec:
-    model = plan.model
-    config = GatewayConfig(
-        model=str(model.path),
-        served_model_name=options.served_model_name or model.name,
-        model_fingerprint=plan.identity.model_fingerprint,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        max_model_len=plan.identity.max_model_len,
-        sampling_defaults=model.sampling_defaults,
-        engines=engines,
-        number=number,
-        peers=peers,
-        listen_fd=listener.fileno(),
-        chat_template=None if options.chat_template is None else str(options.chat_template),
-        max_body_bytes=options.max_body_mib << 20,
-        embedding=model.embedding,
-        audio=model.audio,
-        max_audio_bytes=options.max_audio_mib << 20,
-        max_audio_s=options.max_audio_s,
-        max_live_requests=options.max_live_requests,
-        admin_key=admin_key,
-        api_keys=api_keys,
-        key_usage_fd=key_usage_fd,
-        cors_allow_origins=options.cors_allow_origins or (),
-        drain_timeout_s=options.drain_timeout_s,
-        unread_timeout_s=options.unread_timeout_s,
-        seed=options.seed,
-        log_level=options.log_level,
-    )
-    return ProcessSpec(
-        f"gateway {number}" if options.gateways > 1 else "gateway",
-        "longshore.deploy.gateway",
-        config,
-        environment=NO_BLAS_THREADS,
-        pass_fds=tuple(fd for fd in (listener.fileno(), key_usage_fd) if fd is not None),
-        stop_group="gateways",
-        restart_group=f"gateway {number}" if options.gateways > 1 else "gateway",
-    )
+    def _gateway(
+        self,
+        number: int,
+        listener: socket.socket,
+        *,
+        key_usage_fd: int | None,
+        engines: tuple[Endpoint, ...],
+        peers: tuple[str, ...],
+    ) -> ProcessSpec:
+        options, plan, model = self.options, self.plan, self.plan.model
+        config = GatewayConfig(
+            model=str(model.path),
+            served_model_name=options.served_model_name or model.name,
+            model_fingerprint=plan.identity.model_fingerprint,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            max_model_len=plan.identity.max_model_len,
+            sampling_defaults=model.sampling_defaults,
+            engines=engines,
+            number=number,
+            peers=peers,
+            listen_fd=listener.fileno(),
+            chat_template=None if options.chat_template is None else str(options.chat_template),
+            max_body_bytes=options.max_body_mib << 20,
+            embedding=model.embedding,
+            audio=model.audio,
+            max_audio_bytes=options.max_audio_mib << 20,
+            max_audio_s=options.max_audio_s,
+            max_live_requests=options.max_live_requests,
+            admin_key=self.admin_key,
+            api_keys=self.api_keys,
+            key_usage_fd=key_usage_fd,
+            cors_allow_origins=options.cors_allow_origins or (),
+            drain_timeout_s=options.drain_timeout_s,
+            unread_timeout_s=options.unread_timeout_s,
+            seed=options.seed,
+            log_level=options.log_level,
+        )
+        return ProcessSpec(
+            f"gateway {number}" if options.gateways > 1 else "gateway",
+            "longshore.deploy.gateway",
+            config,
+            environment=NO_BLAS_THREADS,
+            pass_fds=tuple(fd for fd in (listener.fileno(), key_usage_fd) if fd is not None),
+            stop_group="gateways",
+            restart_group=f"gateway {number}" if options.gateways > 1 else "gateway",
+        )

@@ -14,7 +14,6 @@ import tty
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Final, TextIO
 
 import msgspec
@@ -72,12 +71,7 @@ class Keys:
             tty.setcbreak(self._fd)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._fd is not None:
             termios.tcsetattr(self._fd, termios.TCSADRAIN, self._settings)
 

@@ -64,7 +64,7 @@ class KeyUsage:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._index = {key.name: index for index, key in enumerate(keys)}
-        self._counts = [metrics.key_counts(key.name) for key in keys]
+        self._counts = [metrics.keys.counts(key.name) for key in keys]
         self._number = number
         self._now_s = now_s
         shape = (num_gateways, len(keys), 1 + 2 * _NUM_CELLS)

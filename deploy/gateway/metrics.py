@@ -5,6 +5,7 @@ docs/metrics.md lists them all; a test compares. Times are in seconds.
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
@@ -48,11 +49,48 @@ class KeyCounts(NamedTuple):
     rejected: Mapping[str, Counter]
 
 
+class KeyMetrics:
+    """The metrics of API keys."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._live_requests = Gauge(
+            "longshore_key_live_requests",
+            "Requests sent to the engine and not finished, by API key",
+            ["key"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "longshore_key_tokens",
+            "Prompt tokens and generated tokens, by API key",
+            ["key"],
+            registry=registry,
+        )
+        self._rejected = Counter(
+            "longshore_key_rejected_requests",
+            "HTTP requests rejected because of a limit of their API key; `reason` is the code of "
+            "the error",
+            ["key", "reason"],
+            registry=registry,
+        )
+
+    def counts(self, name: str) -> KeyCounts:
+        """The counts of one API key. To be called only for keys that exist: each has its series."""
+        return KeyCounts(
+            self._live_requests.labels(name),
+            self._tokens.labels(name),
+            {reason: self._rejected.labels(name, reason) for reason in KEY_LIMITS},
+        )
+
+
 class GatewayMetrics:
     """One registry per gateway, so that one test process can have several."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        length = partial(Histogram, buckets=_LENGTH_BOUNDS, registry=registry)
+        phase = partial(Histogram, buckets=_PHASE_BOUNDS_S, registry=registry)
         ProcessCollector(registry=registry)
         Info("longshore_build", "Version of this gateway; the value is 1", registry=registry).info(
             {
@@ -61,46 +99,32 @@ class GatewayMetrics:
                 "python_version": platform.python_version(),
             }
         )
-        self._ready = Gauge(
-            "longshore_ready", "1 if the gateway accepts requests, else 0", registry=registry
-        )
-        self.responses = Counter(
+        self._ready = gauge("longshore_ready", "1 if the gateway accepts requests, else 0")
+        self.responses = counter(
             "longshore_http_responses",
             "HTTP responses by path and status; `other` is any other path, including "
             "`/v1/models/NAME`; status `gone` is a client that disconnected before the response",
             ["endpoint", "status"],
-            registry=registry,
         )
-        finished = Counter(
-            "longshore_requests_finished",
-            "Finished requests to the engine by reason; `abort` is a client that disconnected",
-            ["reason"],
-            registry=registry,
+        self.live_requests = gauge(
+            "longshore_live_requests", "Requests sent to the engine and not finished"
         )
-        self.live_requests = Gauge(
-            "longshore_live_requests",
-            "Requests sent to the engine and not finished",
-            registry=registry,
-        )
-        self.prompt_tokens = Counter("longshore_prompt_tokens", "Prompt tokens", registry=registry)
-        self.cached_tokens = Counter(
-            "longshore_cached_prompt_tokens",
-            "Prompt tokens found in the prefix cache",
-            registry=registry,
+        self.prompt_tokens = counter("longshore_prompt_tokens", "Prompt tokens")
+        self.cached_tokens = counter(
+            "longshore_cached_prompt_tokens", "Prompt tokens found in the prefix cache"
         )
         self.generated_tokens = LockFreeCounter(
             "longshore_generated_tokens", "Generated tokens", registry
         )
-        self.prompt_lengths = self._histogram(
-            "longshore_request_prompt_tokens", "Prompt tokens of a request", _LENGTH_BOUNDS
+        self.prompt_lengths = length(
+            "longshore_request_prompt_tokens", "Prompt tokens of a request"
         )
-        self.answer_lengths = self._histogram(
-            "longshore_request_generated_tokens", "Generated tokens of an answer", _LENGTH_BOUNDS
+        self.answer_lengths = length(
+            "longshore_request_generated_tokens", "Generated tokens of an answer"
         )
-        self.time_to_first_token_s = self._histogram(
+        self.time_to_first_token_s = phase(
             "longshore_time_to_first_token_seconds",
             "From the request's arrival to its first token",
-            _PHASE_BOUNDS_S,
         )
         self.inter_token_latency_s = LockFreeHistogram(
             "longshore_inter_token_latency_seconds",
@@ -108,15 +132,19 @@ class GatewayMetrics:
             _TOKEN_GAP_BOUNDS_S,
             registry,
         )
-        self.queue_s = self._histogram(
+        self.queue_s = phase(
             "longshore_request_queue_seconds",
             "From a request's arrival at the engine to its first step",
-            _PHASE_BOUNDS_S,
         )
-        self.prefill_s = self._histogram(
+        self.prefill_s = phase(
             "longshore_request_prefill_seconds",
             "From a request's first step to its first token",
-            _PHASE_BOUNDS_S,
+        )
+        self.keys = KeyMetrics(registry)
+        finished = counter(
+            "longshore_requests_finished",
+            "Finished requests to the engine by reason; `abort` is a client that disconnected",
+            ["reason"],
         )
         durations = Histogram(
             "longshore_request_seconds",
@@ -125,45 +153,15 @@ class GatewayMetrics:
             buckets=_REQUEST_BOUNDS_S,
             registry=registry,
         )
-        self._key_live_requests = Gauge(
-            "longshore_key_live_requests",
-            "Requests sent to the engine and not finished, by API key",
-            ["key"],
-            registry=registry,
-        )
-        self._key_tokens = Counter(
-            "longshore_key_tokens",
-            "Prompt tokens and generated tokens, by API key",
-            ["key"],
-            registry=registry,
-        )
-        self._key_rejected = Counter(
-            "longshore_key_rejected_requests",
-            "HTTP requests rejected because of a limit of their API key; `reason` is the code of "
-            "the error",
-            ["key", "reason"],
-            registry=registry,
-        )
         # Create all series at the start: a rate needs the zero before the first increment.
         self._finished = {reason: finished.labels(reason) for reason in _REASONS}
         self._durations = {reason: durations.labels(reason) for reason in _REASONS}
         self._engines = EngineMetrics()
         registry.register(self._engines)
 
-    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
-        return Histogram(name, text, buckets=bounds, registry=self._registry)
-
     def watch_readiness(self, not_ready_reason: Callable[[], str | None]) -> None:
         """Set the function that `longshore_ready` calls at every scrape."""
         self._ready.set_function(lambda: not_ready_reason() is None)
-
-    def key_counts(self, name: str) -> KeyCounts:
-        """The counts of one API key. To be called only for keys that exist: each has its series."""
-        return KeyCounts(
-            self._key_live_requests.labels(name),
-            self._key_tokens.labels(name),
-            {reason: self._key_rejected.labels(name, reason) for reason in KEY_LIMITS},
-        )
 
     def prompts_received(self, prompts: Sequence[Sequence[int]]) -> int:
         """Count the prompts of an HTTP request; returns the number of their tokens."""

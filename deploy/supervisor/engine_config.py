@@ -237,6 +237,7 @@ def engine_processes(
         runtime_dir.endpoint(replica.worker(rank).replace(" ", "-"))
         for rank in range(options.num_ranks)
     )
+    adopts_kv = is_restarted and options.kv_adoption and plan.device == "cpu"
     scheduler = SchedulerProcessConfig(
         scheduler=plan.scheduler,
         cache=plan.cache,
@@ -254,11 +255,18 @@ def engine_processes(
         kv_events=kv_events_config(plan.options, runtime_dir, replica),
         engine_id=_engine_id(replica),
         outlives_workers=is_restarted,
+        adopts_kv=adopts_kv,
         log_level=plan.options.log_level,
     )
     memory_fd = None
     if options.kv_connector is not None and uses_shared_memory(options.kv_connector):
         memory_fd = runtime_dir.shared_memory(f"longshore-{_engine_id(replica)}")
+    kv_memory_fds: list[int | None] = [None] * options.num_ranks
+    if adopts_kv:
+        kv_memory_fds = [
+            runtime_dir.shared_memory(f"longshore-{_engine_id(replica)}-kv-{rank}")
+            for rank in range(options.num_ranks)
+        ]
     return [
         *(
             ProcessSpec(
@@ -267,18 +275,21 @@ def engine_processes(
                 msgspec.structs.replace(
                     _worker_process(plan, rank, endpoint, layout, replica),
                     shared_memory_fd=memory_fd,
+                    kv_memory_fd=kv_memory_fd,
                 ),
-                pass_fds=() if memory_fd is None else (memory_fd,),
+                pass_fds=tuple(fd for fd in (memory_fd, kv_memory_fd) if fd is not None),
                 environment=_worker_environment(options, runtime_dir),
                 stop_group="workers",
                 stopped_by=replica.scheduler,
                 restart_group=_engine_id(replica),
-                survives=(replica.scheduler,) if options.num_ranks == 1 else (),
+                survives=(replica.scheduler,),
                 config_after=_next_worker,
                 num_standbys=num_standbys,
                 config_of_standby=_standby,
             )
-            for rank, endpoint in enumerate(workers)
+            for rank, (endpoint, kv_memory_fd) in enumerate(
+                zip(workers, kv_memory_fds, strict=True)
+            )
         ),
         ProcessSpec(
             replica.scheduler,

@@ -187,18 +187,24 @@ class GroupRestarts:
         (`is_first`). One that is not told survives only a kill that is the first death.
         """
         dead = [process for process in members if process.lifeline_closed or process.failed]
-        names = {process.name for process in dead}
         is_kill = all(process.was_killed() for process in dead)
-        survivors: list[ManagedProcess] = []
-        for process in members:
+
+        def may_survive(process: ManagedProcess) -> bool:
             is_likely = is_first or is_kill if process.spec.is_told else is_first and is_kill
-            if dead and is_likely and process.was_ready and names <= {*process.spec.survives}:
-                survivors.append(process)
-            else:
+            return bool(dead) and is_likely and process.was_ready and process not in dead
+
+        survivors = [process for process in members if may_survive(process)]
+        num_before = -1
+        while num_before != len(survivors):  # who ends may end others
+            num_before = len(survivors)
+            ended = {process.name for process in members if process not in survivors}
+            survivors = [each for each in survivors if ended <= {*each.spec.survives}]
+        for process in members:
+            if process not in survivors:
                 process.kill()
                 process.close()
         for process in survivors:
-            process.outlive(death)
+            process.outlive(death, were_killed=all(each.ended_from_outside for each in dead))
 
     def _start_again(self, group: str) -> None:
         ended = [each for each in self._processes.members(group) if each.lifeline_closed]

@@ -233,12 +233,12 @@ class ManagedProcess:
         """It has not acknowledged yet that processes that it survives are restarted."""
         return self._must_answer and not self.lifeline_closed
 
-    def outlive(self, reason: str) -> None:
+    def outlive(self, reason: str, *, were_killed: bool) -> None:
         """Processes that it survives have ended, and are restarted."""
         if self.spec.is_told:
             self.spec, self.ready, self._must_answer = self.next_spec(), None, True
             with contextlib.suppress(OSError):  # it has just died, too
-                self.lifeline.send(encode_event(Restarting(reason)))
+                self.lifeline.send(encode_event(Restarting(reason, were_killed)))
 
     def take_over(self, spec: ProcessSpec) -> None:
         """This standby, which is ready, becomes the process of the given spec, in place of one that
@@ -276,6 +276,14 @@ class ManagedProcess:
     def was_killed(self) -> bool:
         """True if the process was ended by a signal."""
         return (self.poll() or 0) < 0
+
+    @property
+    def ended_from_outside(self) -> bool:
+        """It was killed, rather than having failed or crashed, or it ended because another process
+        had."""
+        if self.failed is not None:
+            return self.failed.is_consequence
+        return self.poll() == -signal.SIGKILL
 
     def describe_exit(self) -> str:
         """How it ended: `exit status 1` or `SIGKILL`. Kills a process that hangs while it ends."""

@@ -98,9 +98,15 @@ CommandHandler: TypeAlias = Callable[[int, EngineCommand], None]
 
 class Restarting(msgspec.Struct, tag="restarting", frozen=True, forbid_unknown_fields=True):
     """The processes that this one needs have ended, all of them, and are started again as soon as
-    this is acknowledged. `reason` says which one died first, and how."""
+    this is acknowledged.
+
+    reason:      which one died first, and how.
+    were_killed: from outside, so what they had written before is as valid as ever. One that fails
+                 or crashes may have written anything.
+    """
 
     reason: str
+    were_killed: bool = False
 
 
 class TakeOver(msgspec.Struct, tag="take_over", frozen=True, forbid_unknown_fields=True):

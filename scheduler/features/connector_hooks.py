@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from longshore.connectors.base import ConnectorOutput, RequestView, SchedulerConnector, StepView
+from longshore.connectors.base import RequestView, SchedulerConnector
 from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import LongshoreError
 from longshore.scheduler.request import Request
@@ -60,22 +60,6 @@ class ConnectorHooks:
         the prefix cache. If not, `may_have_work` is False until the next hook."""
         self.may_have_work = self._needs_every_step or self.has_pending_work
         return self.may_have_work
-
-    def metadata(self, step: StepView) -> bytes:
-        """The connector's instructions for the workers in this plan."""
-        return self.call(self._connector.build_connector_meta, step)
-
-    def update_output(self, output: ConnectorOutput) -> None:
-        """Pass on what workers have reported, after it has been applied."""
-        self.call(self._connector.update_connector_output, output)
-
-    def take_events(self) -> list[Any]:
-        """Events of the connector's tiers since the last call."""
-        return self.call(self._connector.take_events)
-
-    def reset_cache(self) -> bool:
-        """Evict everything that the connector has stored; False if that is not possible now."""
-        return self.call(self._connector.reset_cache)
 
     def shutdown(self) -> None:
         """The engine stops. If the hook raises, it stops without it."""

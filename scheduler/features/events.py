@@ -32,6 +32,11 @@ class KVEventLog:
         if self._provisional.pop((group, block_hash), None) is None:
             self._proven.append(BlockRemoved(block_hash, group))
 
+    def proven(self) -> None:
+        """All hashes that are left are of blocks that have been computed."""
+        self._proven += [event for _, event in self._provisional.values()]
+        self._provisional.clear()
+
     def cleared(self) -> None:
         """All hashes were removed; `AllBlocksCleared` is the first event taken next."""
         self._provisional.clear()

@@ -10,11 +10,8 @@ from typing import Final
 
 from longshore.protocol.outputs import FinishReason
 from longshore.protocol.requests import ContinueSession
-from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.kv_cache.blocks import HeldBlocks
-from longshore.scheduler.kv_cache.holds import Holds
-from longshore.scheduler.kv_cache.manager import KVCacheManager
-from longshore.scheduler.queue.queues import WaitingRequests
+from longshore.scheduler.part import SchedulerPart
 from longshore.scheduler.request import (
     NOT_SCHEDULED,
     Hold,
@@ -25,24 +22,18 @@ from longshore.scheduler.request import (
     RequestStatus,
 )
 from longshore.scheduler.step.client_outputs import ClientOutputs
-from longshore.scheduler.step.in_flight import StepsInFlight
 from longshore.scheduler.validation import RequestValidator
 
 MAX_QUEUED_CHUNKS: Final = 1024
 """Limit for the queued inputs of one session."""
 
 
-@dataclass(slots=True)
-class Sessions:
+@dataclass(slots=True, kw_only=True)
+class Sessions(SchedulerPart):
     """end: ends a request for good, see `Lifecycle.end`."""
 
-    config: SchedulerConfig
-    waiting: WaitingRequests
-    holds: Holds
-    kv_cache: KVCacheManager
-    in_flight: StepsInFlight
-    outputs: ClientOutputs
     validator: RequestValidator
+    outputs: ClientOutputs
     eos_token_ids: tuple[int, ...]
     end: Callable[[Request, Outcome, float], None]
 

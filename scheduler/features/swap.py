@@ -12,11 +12,12 @@ from typing import Final
 
 import numpy as np
 
-from longshore.connectors.base import SchedulerConnector
+from longshore.connectors.base import RequestView, SchedulerConnector
 from longshore.protocol.arrays import Int32Array, Int64Array
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.plan import SchedulerOutput
 from longshore.scheduler.config import CacheConfig, SchedulerConfig, check_preemption_mode
+from longshore.scheduler.features.connector_hooks import view_of
 from longshore.scheduler.features.swap_cost import PrefillRate, SwapCost
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.manager import KVCacheManager
@@ -131,7 +132,7 @@ class Swaps:
         if not self.running.num_computed[row] > 0:
             return False
         block_ids = np.concatenate(self.kv_cache.blocks_in_use(row)).astype(np.int64)
-        return bool((self.kv_cache.num_references(block_ids) == 1).any())
+        return bool((self.kv_cache.pool.num_references(block_ids) == 1).any())
 
     def _is_cheaper(self, request: Request) -> bool:
         """Whether a swap takes less time than computing everything again. While a rate is unknown,
@@ -150,10 +151,12 @@ class Swaps:
             load_bandwidth=load_bandwidth,
             prefill_rate=tokens_per_s,
         )
-        return cost.prefers_swap(self.transfers.swap_size(*self._state(request)), num_computed)
+        transfers = self.transfers
+        size = transfers.hooks.call(transfers.connector.swap_size, *self._kv_of(request))
+        return cost.prefers_swap(size, num_computed)
 
     def _swap_out(self, request: Request, step: int, now: float) -> None:
-        if not self.transfers.swap_out(*self._state(request)):
+        if not self.transfers.swap_out(*self._kv_of(request)):
             self.num_refused += 1
             self._next_attempt = step + REST_STEPS
             return
@@ -161,11 +164,10 @@ class Swaps:
         self.num_swapped_out_blocks += sum(map(len, self.kv_cache.blocks_in_use(request.row)))
         self.lifecycle.swap_out(request, now)
 
-    def _state(self, request: Request) -> tuple[Request, Int32Array, tuple[Int32Array, ...], int]:
-        """The request, its token ids, its block tables, and its number of computed tokens."""
-        row = request.row
-        tables = self.kv_cache.block_ids(row)
-        return request, self.running.tokens_of(row), tables, int(self.running.num_computed[row])
+    def _kv_of(self, request: Request) -> tuple[RequestView, tuple[Int32Array, ...], int]:
+        """The connector's view of a running request, its block tables, and its computed tokens."""
+        view, row = view_of(request, self.running.tokens_of(request.row)), request.row
+        return view, self.kv_cache.block_ids(row), int(self.running.num_computed[row])
 
     def counts(self) -> dict[str, int]:
         """Fields of SchedulerStats."""

@@ -16,8 +16,8 @@ from longshore.connectors.base import (
     ConnectorOutput,
     FinishAction,
     Matched,
+    RequestView,
     SchedulerConnector,
-    SwapSize,
 )
 from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.errors import LongshoreError
@@ -186,29 +186,13 @@ class Transfers:
 
     # Swaps
 
-    def swap_size(
-        self,
-        request: Request,
-        token_ids: Int32Array,
-        block_ids: tuple[Int32Array, ...],
-        num_computed_tokens: int,
-    ) -> SwapSize:
-        """What a swap of this running request would move."""
-        view = view_of(request, token_ids)
-        return self.hooks.call(self.connector.swap_size, view, block_ids, num_computed_tokens)
-
     def swap_out(
-        self,
-        request: Request,
-        token_ids: Int32Array,
-        block_ids: tuple[Int32Array, ...],
-        num_computed_tokens: int,
+        self, request: RequestView, block_ids: tuple[Int32Array, ...], num_computed_tokens: int
     ) -> bool:
         """Have the connector keep the KV of a running request, which no unanswered plan uses. The
         caller preempts it if this returns True."""
         last_hold_id = self._last_hold_id
-        view = view_of(request, token_ids)
-        if not self.hooks.call(self.connector.swap_out, view, block_ids, num_computed_tokens):
+        if not self.hooks.call(self.connector.swap_out, request, block_ids, num_computed_tokens):
             return False
         self._leaving.update(range(last_hold_id + 1, self._last_hold_id + 1))
         return True
@@ -231,10 +215,6 @@ class Transfers:
             for load in self.loads.values()
             if load.request is not None and load.deadline <= now
         ]
-
-    def deadline(self, request: Request) -> float:
-        """When the request stops waiting for its load."""
-        return self.loads[request.request_id].deadline
 
     # What ranks report
 

@@ -47,13 +47,13 @@ class WaitingReasons:
 
     def _own_reason(self, request: Request, now: float) -> str | None:
         """A reason that concerns this request alone; later requests can be admitted."""
-        planner, loras = self.planner, self.planner.admission.loras
+        planner, loras = self.planner, self.planner.loras
         match request.status:
             case RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 return "its grammar, which is being compiled"
             case RequestStatus.WAITING_FOR_REMOTE_KVS:
                 assert planner.transfers is not None
-                left_s = planner.transfers.deadline(request) - now
+                left_s = planner.transfers.loads[request.request_id].deadline - now
                 return (
                     f"its KV, which is being loaded; recomputed after {left_s:.1f} s at the latest"
                 )

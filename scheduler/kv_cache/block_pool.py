@@ -55,20 +55,21 @@ class BlockPool:
         self.metrics = metrics
         self._events = events
         self._prefixes = tuple(BlockHashMap() for _ in range(num_groups))
-        self._start_empty()
-
-    def _start_empty(self) -> None:
-        self._is_cached_item = bytearray(self.num_blocks)
+        self._is_cached_item = bytearray(num_blocks)
         self._is_cached: UInt8Array = np.frombuffer(self._is_cached_item, np.uint8)
-        self.free_queue = FreeQueue(self._is_cached_item, self._num_set_aside)
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._group = np.zeros(num_blocks if num_groups > 1 else 0, np.int16)
+        self._start_free()
+
+    def _start_free(self, block_ids: Int32Array | None = None) -> None:
+        """All blocks are free, in this order."""
+        self.free_queue = FreeQueue(self._is_cached_item, self._num_set_aside, block_ids)
         # The position of a block in the free queue, or minus its number of references if it is
         # held: so it cannot be both free and held.
         self._position, self._position_item = (
             self.free_queue.position,
             self.free_queue.position_item,
         )
-        self._hashes: list[bytes | None] = [None] * self.num_blocks
-        self._group = np.zeros(self.num_blocks if len(self._prefixes) > 1 else 0, np.int16)
         self._fence: Int64Array = np.zeros(self.num_blocks, np.int64)
         self._fence_item = memoryview(self._fence)
 
@@ -178,10 +179,11 @@ class BlockPool:
     # The prefix cache
 
     def cache_blocks(
-        self, block_ids: Sequence[int], hashes: Sequence[bytes], group: int = 0
+        self, block_ids: Sequence[int], hashes: Sequence[bytes], group: int = 0, step: int = 0
     ) -> None:
         """Cache full blocks, all different: `block_ids[i]` holds the KV of the prefix with hash
-        `hashes[i]`. Cached blocks keep their hashes; null blocks are skipped."""
+        `hashes[i]`, once plan `step`, the newest, has been computed (0: it does already). Cached
+        blocks keep their hashes; null blocks are skipped."""
         ids, column = block_ids, self._hashes
         before = [column[block_id] for block_id in ids]
         if NULL_BLOCK in ids or before.count(None) < len(before):
@@ -193,6 +195,8 @@ class BlockPool:
         for block_id, block_hash in zip(ids, hashes, strict=True):
             column[block_id] = block_hash
             is_cached[block_id] = 1
+        if step:
+            self.fence(list(ids), step)
         if len(self._group):
             self._group[ids] = group
         self._prefixes[group].insert_n(hashes, ids)
@@ -229,10 +233,30 @@ class BlockPool:
         self._uncache_all()
         return True
 
-    def clear(self) -> None:
-        """Make all blocks free, uncached and unfenced; references to them are void."""
-        self._start_empty()
-        self._uncache_all()
+    def begin_epoch(self, answered_step: int | None, released: Int32Array) -> None:
+        """Make all blocks free and unfenced; references to them are void. A block stays cached if
+        plan `answered_step`, or one before it, was the last that could write to it; None: none is.
+
+        released: held blocks in the order in which they are released, with repetitions; the first
+                  ones are evicted first, after all that are free already.
+        """
+        if answered_step is None:
+            self._uncache_all()
+            self._start_free()
+            return
+        cached = np.flatnonzero(self._is_cached)
+        self._uncache(cached[self._fence[cached] > answered_step].tolist())
+        if self._events is not None:
+            self._events.proven()
+        when = np.zeros(self.num_blocks, np.int64)
+        when[self.free_block_ids()] = np.arange(1, self.num_free + 1)
+        when[released] = np.arange(self.num_free + 1, self.num_free + 1 + len(released))
+        order = np.lexsort((when * self._is_cached, self._is_cached))
+        self._start_free(int32_array(order[order > NULL_BLOCK + self._num_set_aside]))
+
+    def cached_block_ids(self) -> Int32Array:
+        """All cached blocks, ascending."""
+        return int32_array(np.flatnonzero(self._is_cached))
 
     def _uncache_all(self) -> None:
         for prefixes in self._prefixes:

@@ -1,5 +1,4 @@
-"""Across KV cache groups: the longest prefix that all groups have cached, and the order in which a
-request's blocks are freed.
+"""Across KV cache groups: the longest prefix that all groups have cached.
 
 Without prefix caching nothing is looked up or cached. Groups that cache nothing (cross attention)
 are left out of lookups; all others must have the prefix.
@@ -7,13 +6,10 @@ are left out of lookups; all others must have the prefix.
 
 import math
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint
-from operator import mul
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import (
     NULL_BLOCK,
@@ -76,6 +72,8 @@ def manager_class(spec: object) -> type[SingleTypeManager]:
 
 
 def _load(spec: CustomSpec) -> type[SingleTypeManager]:
+    from importlib.metadata import EntryPoint  # takes 20 ms, and few need it
+
     try:
         manager = EntryPoint("manager", spec.manager, "longshore").load()
     except Exception as error:
@@ -142,22 +140,16 @@ class HybridCoordinator(KVCacheCoordinator):
     and their hits are cut to the result.
     """
 
-    def __init__(
-        self,
-        managers: Sequence[SingleTypeManager],
-        caching: Sequence[SingleTypeManager] = (),
-        *,
-        use_eagle: bool = False,
-    ) -> None:
-        super().__init__(managers, caching, use_eagle=use_eagle)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         kinds: list[list[SingleTypeManager]] = []
-        for manager in caching:
-            equal = (kind for kind in kinds if kind[0].spec == manager.spec)
-            kind = next(equal, None)
-            if kind is None:
-                kinds.append([manager])
+        for manager in self.caching:
+            for kind in kinds:
+                if kind[0].spec == manager.spec:
+                    kind.append(manager)
+                    break
             else:
-                kind.append(manager)
+                kinds.append([manager])
         self._keeping = [kind for kind in kinds if not kind[0].frees_skipped]
         self._windowed = [kind for kind in kinds if kind[0].frees_skipped]
 
@@ -319,54 +311,3 @@ def make_coordinator(
             )
     coordinator = UnitaryCoordinator if len(caching) == 1 else HybridCoordinator
     return coordinator(managers, caching, use_eagle=cache.use_eagle)
-
-
-class FreeOrder:
-    """The order in which a request's blocks of several groups are freed.
-
-    Tail first: eviction takes the block that was freed first, and a prefix is more valuable than
-    its continuation.
-
-    block_sizes:   tokens per block, by group.
-    frees_skipped: by group, whether its tables may begin with null blocks.
-    """
-
-    def __init__(self, block_sizes: Sequence[int], frees_skipped: Sequence[bool]) -> None:
-        unit = math.gcd(*block_sizes)
-        self._strides = [size // unit for size in block_sizes]
-        self._is_even = max(self._strides) == 1
-        self._frees_skipped = tuple(frees_skipped)
-
-    def tail_first(self, tables: Sequence[Int32Array]) -> Int32Array:
-        """The blocks of all groups without null blocks, by the token at which they end, latest
-        first, then by group. `tables` are by group, from position 0.
-
-        The blocks are put into a grid with a line per token at which a block can end (in units of
-        the greatest common divisor of all block sizes) and a column per group, which is read from
-        the bottom up. If tables are long, it begins where more than one group has blocks.
-        """
-        lengths = list(map(len, tables))
-        top, lone = 0, 0
-        if max(lengths) > FEW_BLOCKS:
-            firsts = list(map(self._first_line, range(len(tables)), tables))
-            lone, top = firsts.index(min(firsts)), sorted(firsts)[1]
-        if self._is_even and min(lengths) == max(lengths):
-            grid = np.array([table[top:] for table in tables] if top else tables).T
-        else:
-            grid = np.zeros((max(map(mul, lengths, self._strides)) - top, len(tables)), np.int32)
-            for column, stride, table in zip(grid.T, self._strides, tables, strict=True):
-                rest = table[top // stride :]
-                first = (top // stride + 1) * stride - 1 - top
-                column[first : first + stride * len(rest) : stride] = rest
-        lines = grid[::-1].ravel()
-        block_ids: Int32Array = lines[lines.nonzero()]
-        if not top:
-            return block_ids
-        above = tables[lone][: top // self._strides[lone]][::-1]
-        return np.concatenate((block_ids, above[above.nonzero()]))
-
-    def _first_line(self, group: int, table: Int32Array) -> int:
-        """The line where the group's first block begins, if it has one."""
-        if not (self._frees_skipped[group] and len(table)):
-            return 0
-        return self._strides[group] * int(table.astype(np.bool_).argmax())

@@ -40,10 +40,11 @@ class NotTaken(LongshoreError):
 
 
 class FreeQueue:
-    """Blocks 1..num_blocks-1, all free at first, in ascending order. The first `num_set_aside` of
-    them, like the null block, are never in the queue.
+    """Blocks 1..num_blocks-1, all free at first. The first `num_set_aside` of them, like the null
+    block, are never in the queue.
 
     is_cached: a byte per block, kept by the owner: whether it has a hash.
+    block_ids: all blocks of the queue in its order; None: ascending.
     position: (num_blocks,) int32, the position of a free block, 0 or more; of a held one, minus its
               number of references, so no block can be both free and held. The null block is PINNED.
               Blocks set aside always have one reference.
@@ -52,7 +53,9 @@ class FreeQueue:
     Block ids are int32 arrays or, if they are few, lists. `num_free` is always exact.
     """
 
-    def __init__(self, is_cached: bytearray, num_set_aside: int = 0) -> None:
+    def __init__(
+        self, is_cached: bytearray, num_set_aside: int = 0, block_ids: Int32Array | None = None
+    ) -> None:
         num_blocks, first = len(is_cached), NULL_BLOCK + 1 + num_set_aside
         self._is_cached_item = is_cached
         self._is_cached: UInt8Array = np.frombuffer(is_cached, np.uint8)
@@ -64,7 +67,8 @@ class FreeQueue:
         self._head = self._tail = num_blocks
         self._ring: Int32Array = np.zeros(self._capacity, np.int32)
         self._ring_item = memoryview(self._ring)
-        self._fill(np.arange(first, num_blocks, dtype=np.int32))
+        ascending = np.arange(first, num_blocks, dtype=np.int32)
+        self._fill(ascending if block_ids is None else block_ids)
 
     def __len__(self) -> int:
         return self.num_free

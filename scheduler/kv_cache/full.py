@@ -226,9 +226,10 @@ class SingleTypeManager:
         not cached yet."""
         return np.flatnonzero(num_tokens >= (self.num_cached_blocks + 1) * self.block_size)
 
-    def cache_row(self, row: int, hashes: Sequence[bytes], num_full: int) -> None:
+    def cache_row(self, row: int, hashes: Sequence[bytes], num_full: int, step: int = 0) -> None:
         """Cache the row's blocks up to `num_full` that are not cached yet; `hashes` is its chain.
-        In a cached prefix, a block may have been uncached while later ones stayed cached."""
+        In a cached prefix, a block may have been uncached while later ones stayed cached. step: the
+        plan that computes them; 0: they are computed."""
         first = self._num_cached_item[row]
         if num_full > first:
             block_ids = self.table[row, first:num_full].tolist()
@@ -239,7 +240,7 @@ class SingleTypeManager:
             if self._serves_hits is not None:
                 serves = self._serves_hits[first:num_full].tolist()
                 block_ids, hashes = list(compress(block_ids, serves)), [*compress(hashes, serves)]
-            self._cache_blocks(block_ids, hashes)
+            self._cache_blocks(block_ids, hashes, step)
             self._num_cached_item[row] = num_full
 
     def serves_hits(self, first: int, last: int) -> Sequence[bool]:
@@ -250,7 +251,11 @@ class SingleTypeManager:
         return serves
 
     def cache_rows(
-        self, rows: Int64Array, num_full: Int64Array, chains: Sequence[Sequence[bytes]]
+        self,
+        rows: Int64Array,
+        num_full: Int64Array,
+        chains: Sequence[Sequence[bytes]],
+        step: int = 0,
     ) -> None:
         """`cache_row` for each row `rows[i]`, with `num_full[i]` and `chains[i]`, in order."""
         first = self.num_cached_blocks[rows]
@@ -263,14 +268,14 @@ class SingleTypeManager:
             last_links = (num_full * self.hashes_per_block - 1).tolist()
             last_hashes = [chain[link] for chain, link in zip(chains, last_links, strict=True)]
             block_ids = self.table[rows, first].tolist()
-            self._cache_blocks(block_ids, last_hashes)
+            self._cache_blocks(block_ids, last_hashes, step)
             self.num_cached_blocks[rows] = num_full
         else:
             for row, hashes, count in zip(rows.tolist(), chains, num_full.tolist(), strict=True):
-                self.cache_row(row, hashes, count)
+                self.cache_row(row, hashes, count, step)
 
-    def _cache_blocks(self, block_ids: list[int], hashes: Sequence[bytes]) -> None:
-        self._pool.cache_blocks(block_ids, hashes, self.group)
+    def _cache_blocks(self, block_ids: list[int], hashes: Sequence[bytes], step: int) -> None:
+        self._pool.cache_blocks(block_ids, hashes, self.group, step)
 
     def hashes_of_blocks(
         self, hashes: Sequence[bytes], first: int = 0, last: int | None = None

@@ -85,7 +85,7 @@ class FullBlocks:
                     rows.tolist(), occupants, num_full.tolist(), strict=True
                 ):
                     self._tell(manager, row, request, token_ids[row], last, step)
-            manager.cache_rows(rows, num_full, chains)
+            manager.cache_rows(rows, num_full, chains, step)
 
     def _extend_hashes_of_rows(
         self,
@@ -127,7 +127,7 @@ class FullBlocks:
             num_full = num_verified // manager.block_size
             if self._has_listeners:
                 self._tell(manager, row, request, token_ids, num_full, step)
-            manager.cache_row(row, request.block_hashes, num_full)
+            manager.cache_row(row, request.block_hashes, num_full, step)
 
     def extend_hashes(self, request: Request, token_ids: Int32Array) -> None:
         """Compute the hashes that the request lacks for full blocks of `token_ids`."""

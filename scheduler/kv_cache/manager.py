@@ -11,7 +11,7 @@ from operator import methodcaller
 
 import numpy as np
 
-from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, UInt8Array, int32_array
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array, Int64Array, int32_array
 from longshore.protocol.events import KVEvent
 from longshore.protocol.kv_cache_spec import (
     NULL_BLOCK,
@@ -33,7 +33,8 @@ from longshore.scheduler.kv_cache.blocks import (
     HeldBlocks,
     table_entries,
 )
-from longshore.scheduler.kv_cache.coordinator import FreeOrder, make_coordinator
+from longshore.scheduler.kv_cache.coordinator import make_coordinator
+from longshore.scheduler.kv_cache.free_order import FreeOrder
 from longshore.scheduler.kv_cache.full_blocks import FullBlocks
 from longshore.scheduler.kv_cache.states import StateGroups
 from longshore.scheduler.kv_cache.windowed import SettledCounts, WindowedManager
@@ -58,7 +59,7 @@ class KVCacheManager:
     metrics:   receives what happens to blocks.
     record_cached: keep newly cached blocks for `full_blocks.take_cached`.
 
-    pool:        the blocks, for checks in tests; the scheduler uses the methods here.
+    pool:        the blocks, to look at; the scheduler changes them by the methods here.
     full_blocks: hashes and caches blocks that are full.
     frees_skipped: some group frees blocks while a request runs; see `free_skipped`.
     states:      the groups with states, which limit the chunks of a step.
@@ -477,14 +478,6 @@ class KVCacheManager:
 
     # What operators see
 
-    def pool_states(self) -> UInt8Array:
-        """See `BlockPool.states`."""
-        return self.pool.states()
-
-    def num_references(self, block_ids: Int64Array) -> Int64Array:
-        """See `BlockPool.num_references`."""
-        return self.pool.num_references(block_ids)
-
     def blocks_in_use(self, row: int) -> list[Int32Array]:
         """The row's blocks by group, without those freed early, in order of position."""
         return [manager.blocks_in_use(row) for manager in self._managers]
@@ -499,10 +492,12 @@ class KVCacheManager:
         """Uncache all blocks; False while any block is held."""
         return self.pool.reset_prefix_cache()
 
-    def clear(self) -> None:
-        """A new epoch: rows are empty, all blocks are free and uncached, nothing is fenced, and
-        references held elsewhere are void."""
-        self.pool.clear()
+    def begin_epoch(self, rows: Int64Array, answered_step: int | None) -> None:
+        """A new epoch: `rows`, those in use, become empty, all blocks are free, nothing is fenced,
+        and references held elsewhere are void. answered_step: the last plan whose KV outlives its
+        workers, and stays cached; None: no KV does."""
+        tables = [table[::-1] for row in rows[::-1].tolist() for table in self.block_ids(row)]
+        self.pool.begin_epoch(answered_step, np.concatenate([EMPTY_INT32, *tables]))
         self.full_blocks.clear()
         self._settled.clear()
         for manager in self._managers:

@@ -65,8 +65,8 @@ class MambaManager(WindowedManager):
             return found[: [block_id in self._cached_in_step for block_id in found].index(True)]
         return found
 
-    def _cache_blocks(self, block_ids: list[int], hashes: Sequence[bytes]) -> None:
-        super()._cache_blocks(block_ids, hashes)
+    def _cache_blocks(self, block_ids: list[int], hashes: Sequence[bytes], step: int) -> None:
+        super()._cache_blocks(block_ids, hashes, step)
         self._cached_in_step.update(block_ids)
 
 

@@ -53,6 +53,7 @@ from longshore.protocol.transport.lifeline import (
     Lifeline,
     Progress,
     Ready,
+    Restarting,
     stop_signals,
 )
 from longshore.scheduler.config import SchedulerProcessConfig
@@ -154,8 +155,8 @@ class Engine:
             self._watchers.append(watcher)
             tasks.append(asyncio.create_task(self._run_task(self._events.serve_requests())))
         # Objects built so far live as long as the process: the garbage collector can skip them.
-        gc.collect()
         gc.freeze()
+        gc.enable()
         try:
             await self._stopping.wait()
         finally:
@@ -270,20 +271,21 @@ class Engine:
 
     def _on_lifeline(self) -> None:
         for message in self._lifeline.take_received():
-            self._await_disconnects(message.reason, time.monotonic() + DISCONNECT_TIMEOUT_S)
+            self._await_disconnects(message, time.monotonic() + DISCONNECT_TIMEOUT_S)
 
-    def _await_disconnects(self, reason: str, deadline_s: float) -> None:
+    def _await_disconnects(self, message: Restarting, deadline_s: float) -> None:
         """The workers have ended, but this process may not have read all that they sent."""
         if any(worker.has_peer for worker in self._workers) and time.monotonic() < deadline_s:
-            again = self._guarded(partial(self._await_disconnects, reason, deadline_s))
+            again = self._guarded(partial(self._await_disconnects, message, deadline_s))
             asyncio.get_running_loop().call_later(DISCONNECT_POLL_S, again)
             self._check_sockets()
         else:
-            self._begin_epoch(reason)
+            self._begin_epoch(message.reason, message.were_killed and self._config.adopts_kv)
 
-    def _begin_epoch(self, reason: str) -> None:
+    def _begin_epoch(self, reason: str, keeps_kv: bool) -> None:
         """All workers have ended, and others are started as soon as this is acknowledged. What the
-        former ones have sent is applied first; it is as valid as before."""
+        former ones have sent is applied first; it is as valid as before. keeps_kv: so is what they
+        have computed, which the next ones adopt."""
         for worker in self._workers:
             for message in worker.drain():
                 if self._handshake is None:  # else none of them has had a plan
@@ -293,20 +295,23 @@ class Engine:
             self._failing = None
         self._lifeline.report(Acknowledged())
         self._epoch += 1
-        self._scheduler.begin_epoch(self._epoch, time.monotonic())
+        self._scheduler.begin_epoch(self._epoch, time.monotonic(), keeps_kv=keeps_kv)
+        adopted = self._scheduler.kv_cache.pool.cached_block_ids() if keeps_kv else None
         self._statistics = WorkerStatistics(self._epoch)
         self._pause_reason = reason
         num_running, num_waiting = self._scheduler.get_request_counts()
         logger.warning(
-            "the workers are replaced, epoch %d begins; %d requests wait",
+            "the workers are replaced, epoch %d begins; %d requests wait, %d blocks are kept",
             self._epoch,
             num_running + num_waiting,
+            0 if adopted is None else len(adopted),
         )
         self._handshake = WorkerHandshake(
             self._workers,
             self._config,
             epoch=self._epoch,
             former=self._accepted,
+            adopted_block_ids=adopted,
             on_progress=lambda doing: self._lifeline.report(Progress(doing)),
         )
         for peer in list(self._peer_of_index.values()):

@@ -2,13 +2,11 @@
 
 import asyncio
 import logging
-from pathlib import Path
 
-import msgspec
+import uvloop
 import zmq
 
 from longshore.connectors.base import ConnectorConfig, SchedulerConnector
-from longshore.connectors.registry import engine_fields, load_scheduler_connector, parse_options
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.handshake import Feature, FromWorker, ToClient, ToEngine
 from longshore.protocol.kv_cache_spec import tokens_that_fit
@@ -32,6 +30,7 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
     cause."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     workers: list[WorkerChannel] = []
+    clients: ServerChannel[ToClient, ToEngine] | None = None
     event_sockets: EventSockets | None = None
     try:
         if config.kv_events is not None:
@@ -39,6 +38,10 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
         for endpoint in config.workers:
             worker_socket = open_socket(context, zmq.DEALER, endpoint, bind=True)
             workers.append(Channel(worker_socket, FromWorker))
+        # Gateways connect while the workers are awaited; what they send waits for the engine.
+        clients = ServerChannel(
+            open_socket(context, zmq.ROUTER, config.clients, bind=True), ToEngine
+        )
         accepted = accept_workers(
             workers, config, on_progress=lambda doing: lifeline.report(Progress(doing))
         )
@@ -61,9 +64,6 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             connector=_load_connector(config, accepted),
             num_ranks=len(workers),
         )
-        clients: ServerChannel[ToClient, ToEngine] = ServerChannel(
-            open_socket(context, zmq.ROUTER, config.clients, bind=True), ToEngine
-        )
         num_sharing = config.cache.context_parallel_size
         events = None
         if config.kv_events is not None and event_sockets is not None:
@@ -83,13 +83,13 @@ def serve(config: SchedulerProcessConfig, lifeline: Lifeline) -> None:
             )
         )
         logger.info("ready: %d blocks, which hold %d tokens", kv_cache.num_blocks, tokens)
-        try:
-            engine = Engine(config, scheduler, workers, clients, lifeline, accepted, events)
-            lifeline.handle_commands(engine.command)
-            _run(engine)
-        finally:
-            clients.close()
+        engine = Engine(config, scheduler, workers, clients, lifeline, accepted, events)
+        lifeline.handle_commands(engine.command)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(engine.run())
     finally:
+        if clients is not None:
+            clients.close()
         if event_sockets is not None:
             event_sockets.close()
         for worker in workers:
@@ -103,6 +103,13 @@ def _load_connector(
     """Raises ConfigError if the connector cannot be loaded, or if a worker has none."""
     if config.kv_connector is None:
         return None
+    # Imported only now: together with what it imports, it takes a tenth of the start.
+    from longshore.connectors.registry import (
+        engine_fields,
+        load_scheduler_connector,
+        parse_options,
+    )
+
     if Feature.KV_CONNECTOR not in accepted.features:
         raise ConfigError(
             f"--kv-connector {config.kv_connector}: a worker was started without it, so nothing "
@@ -119,18 +126,3 @@ def _load_connector(
     fields["hash_block_size"] = config.cache.tokens_per_hash
     fields["publishes_events"] = config.kv_events is not None
     return load_scheduler_connector(config.kv_connector, ConnectorConfig(**fields))
-
-
-def _run(engine: Engine) -> None:
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(engine.run())
-
-
-def load_config(path: Path) -> SchedulerProcessConfig:
-    """Read a configuration file. Raises ConfigError if it is not valid."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=SchedulerProcessConfig)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path}: {error}") from error

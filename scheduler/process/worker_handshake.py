@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import zmq
 
+from longshore.protocol.arrays import Int32Array
 from longshore.protocol.errors import ConfigError, EngineDead, HandshakeRejected
 from longshore.protocol.handshake import (
     Feature,
@@ -58,6 +59,7 @@ class WorkerHandshake:
 
     former: what the workers before them had agreed on; the new ones must be like them, and get as
             many blocks. None: they are the first, and everything unexpected is an error.
+    adopted_block_ids: see WorkerAccepted.
     accepted: what the ranks have agreed on, once all have sent their hellos.
     early:  (rank, message) that ranks have sent when they were ready and others were not.
     """
@@ -69,12 +71,14 @@ class WorkerHandshake:
         *,
         epoch: int,
         former: AcceptedWorkers | None = None,
+        adopted_block_ids: Int32Array | None = None,
         on_progress: Callable[[str], None] = lambda doing: None,
     ) -> None:
         self._workers = workers
         self._config = config
         self._epoch = epoch
         self._former = former
+        self._adopted_block_ids = adopted_block_ids
         self._on_progress = on_progress
         self._hellos: dict[int, WorkerHello] = {}
         self._answered: set[int] = set()
@@ -132,6 +136,7 @@ class WorkerHandshake:
                 self.accepted.kv_cache.num_blocks,
                 self._config.verify_plan,
                 self.accepted.rank_block_bytes if self._config.kv_connector is not None else (),
+                self._adopted_block_ids,
             )
         )
         self._on_progress(_waiting_for(self._workers, "warm up"))

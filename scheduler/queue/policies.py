@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from longshore.protocol.requests import Tenant
-from longshore.scheduler.queue.shares import Rank, Shares
+from longshore.scheduler.queue.shares import Shares
 
 Order: TypeAlias = float | str | tuple[float | str, ...]
 """Sort key of a request; the smallest is served first. All keys of a queue have one shape."""
@@ -261,12 +261,12 @@ class PriorityPolicy(OrderedPolicy):
     """The smallest (priority, arrival, id) is served first, the largest is preempted first."""
 
     def order(self, request: PolicyRequest) -> Order:
-        return _urgency(request)
+        return request.priority, request.arrival_time
 
 
-class FairPolicy(SchedulingPolicy):
-    """Shares rows, KV cache and tokens between tenants; the requests of one tenant are served by
-    (priority, arrival, id). A request of a tenant that runs more than its share is preempted first.
+class FairPolicy(PriorityPolicy):
+    """Shares rows, KV cache and tokens between tenants; the order is that within one tenant. A
+    request of a tenant that runs more than its share is preempted first.
 
     shares: the scheduler, which knows the sizes, replaces them before the first call.
     """
@@ -275,27 +275,21 @@ class FairPolicy(SchedulingPolicy):
         self.shares = Shares(max_num_seqs=1 << 16, num_slots=1 << 62)
 
     def make_queue(self) -> RequestQueue[Any]:
-        return FairQueue(self.shares, _urgency)
+        return FairQueue(self.shares, self.order)
 
     def arrived(self, request: PolicyRequest) -> None:
         self.shares.arrived(request, request.tenant)
 
     def prefers_skipped(self, waiting: PolicyRequest, skipped: PolicyRequest) -> bool:
-        return self._position(skipped) < self._position(waiting)
-
-    def _position(self, request: PolicyRequest) -> tuple[Rank, Order, str]:
-        return self.shares.rank(request.tenant.name), _urgency(request), request.request_id
+        ranks = [self.shares.rank(request.tenant.name) for request in (waiting, skipped)]
+        return (ranks[1], self._position(skipped)) < (ranks[0], self._position(waiting))
 
     def pick_victim(self, running: Sequence[PolicyRequest]) -> int:
         over = self.shares.pick_over([request.tenant.name for request in running])
         return max(
             (index for index, request in enumerate(running) if request.tenant.name in over),
-            key=lambda index: (_urgency(running[index]), running[index].request_id),
+            key=lambda index: self._position(running[index]),
         )
-
-
-def _urgency(request: PolicyRequest) -> Order:
-    return request.priority, request.arrival_time
 
 
 class _Job:

@@ -12,18 +12,13 @@ from typing import Final
 from longshore.connectors.base import AskLater, Match, Matched
 from longshore.protocol.arrays import Int32Array, Int64Array
 from longshore.protocol.outputs import FinishReason, RequestEvent
-from longshore.scheduler.config import CacheConfig, SchedulerConfig
-from longshore.scheduler.features.encoder import EncoderCache
-from longshore.scheduler.features.forks import Forks
-from longshore.scheduler.features.grammar import GrammarError, Grammars
-from longshore.scheduler.features.lora import LoRASlots
+from longshore.scheduler.config import CacheConfig
+from longshore.scheduler.features.grammar import GrammarError
 from longshore.scheduler.features.transfers import Transfers
 from longshore.scheduler.kv_cache.blocks import BlockDemand, ComputedBlocks, HeldBlocks
-from longshore.scheduler.kv_cache.holds import Holds
-from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
-from longshore.scheduler.queue.queues import WaitingRequests
-from longshore.scheduler.queue.shares import RESERVED, Shares
+from longshore.scheduler.part import SchedulerPart
+from longshore.scheduler.queue.shares import RESERVED
 from longshore.scheduler.request import (
     NOT_SCHEDULED,
     Hold,
@@ -33,9 +28,6 @@ from longshore.scheduler.request import (
     RequestChange,
     RequestStatus,
 )
-from longshore.scheduler.step.in_flight import StepsInFlight
-from longshore.scheduler.step.plan_builder import PlanBuilder
-from longshore.scheduler.step.running import RunningTable
 
 
 class AdmissionGates:
@@ -108,30 +100,11 @@ _NOTHING: Final = Matched(0)
 
 
 @dataclass(slots=True, kw_only=True)
-class Admission:
-    """Admits waiting requests.
+class Admission(SchedulerPart):
+    """Admits waiting requests."""
 
-    max_loading_blocks: limit for the blocks of requests that are loading, or have loaded and wait,
-        if there are several.
-    transfers, encoder, loras, grammars, shares: None unless configured.
-    """
-
-    config: SchedulerConfig
-    running: RunningTable
-    waiting: WaitingRequests
-    forks: Forks
-    holds: Holds
-    kv_cache: KVCacheManager
-    in_flight: StepsInFlight
     gates: AdmissionGates
-    plan: PlanBuilder
     lifecycle: Lifecycle
-    max_loading_blocks: int
-    transfers: Transfers | None
-    encoder: EncoderCache | None
-    loras: LoRASlots | None
-    grammars: Grammars | None
-    shares: Shares | None
     _now: float = 0.0
     _num_left: int = 0
     _num_scheduled: Int64Array = field(init=False)
@@ -398,11 +371,11 @@ class Admission:
         num_slots = min(num_loaded + 1, len(request.token_ids))
         num_others = transfers.num_loading_blocks + self.holds.num_loaded_blocks
         num_loading = num_others + self.kv_cache.num_blocks_for(num_slots)
-        if self._loads_are_full or (num_others and num_loading > self.max_loading_blocks):
+        limit = self.config.max_loading_blocks or self.kv_cache.num_blocks // 2
+        if self._loads_are_full or (num_others and num_loading > limit):
             self._loads_are_full = True  # a smaller load must not go first
             request.waits_for = (
-                f"other loads to end: all loads together may hold max_loading_blocks="
-                f"{self.max_loading_blocks} blocks"
+                f"other loads to end: all loads together may hold max_loading_blocks={limit} blocks"
             )
             return Attempt.SET_ASIDE
         num_computed = min(num_loaded, len(request.token_ids) - 1)

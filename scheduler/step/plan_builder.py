@@ -29,7 +29,10 @@ MAX_ADDED_ARRAYS: Final = 3 * 2048
 
 
 class PlanBuilder:
-    """Collects the changes since the last plan, and numbers and chains the plans of an epoch."""
+    """Collects the changes since the last plan, and numbers and chains the plans of an epoch.
+
+    allows_steady: False if the workers need full information about every step.
+    """
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class PlanBuilder:
         self._feed_back_tokens = feed_back_tokens
         self._has_grammars = has_grammars
         self._verify_plan = verify_plan
+        self.allows_steady = not (verify_plan or feed_back_tokens or drafts is not None)
         self.begin_epoch(epoch)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -244,19 +248,17 @@ class PlanBuilder:
         return common
 
     def _connector_metadata(self, transfers: Transfers, answered_step: int) -> bytes:
-        return transfers.hooks.metadata(
-            StepView(
-                step=self.step,
-                answered_step=answered_step,
-                admitted=[
-                    AdmittedRequest(start.request_id, start.block_ids) for start in self._added
-                ],
-                uncached=self.uncached,
-                cached=self._kv_cache.full_blocks.take_cached(),
-                preempted=list(self.preempted.values()),
-                finished=list(self.finished.values()),
-            )
+        admitted = [AdmittedRequest(start.request_id, start.block_ids) for start in self._added]
+        step = StepView(
+            step=self.step,
+            answered_step=answered_step,
+            admitted=admitted,
+            uncached=self.uncached,
+            cached=self._kv_cache.full_blocks.take_cached(),
+            preempted=list(self.preempted.values()),
+            finished=list(self.finished.values()),
         )
+        return transfers.hooks.call(transfers.connector.build_connector_meta, step)
 
     def _full_state(self, num_scheduled: Int64Array) -> tuple[RowState, ...]:
         running = self._running

@@ -13,21 +13,14 @@ import numpy as np
 
 from longshore.protocol.arrays import Int64Array, int32_array
 from longshore.protocol.plan import AppendedBlocks, SchedulerOutput
-from longshore.scheduler.config import SchedulerConfig
 from longshore.scheduler.features.drafts import Drafts
-from longshore.scheduler.features.encoder import EncoderCache
 from longshore.scheduler.features.logprobs import ScoredRows
 from longshore.scheduler.features.swap import Swaps
-from longshore.scheduler.features.transfers import Transfers
-from longshore.scheduler.kv_cache.holds import Holds
-from longshore.scheduler.kv_cache.manager import KVCacheManager
 from longshore.scheduler.lifecycle import Lifecycle
+from longshore.scheduler.part import SchedulerPart
 from longshore.scheduler.queue.policies import SchedulingPolicy
-from longshore.scheduler.queue.queues import WaitingRequests
-from longshore.scheduler.queue.shares import Shares
 from longshore.scheduler.step.admission import Admission
-from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows, StepsInFlight
-from longshore.scheduler.step.plan_builder import PlanBuilder
+from longshore.scheduler.step.in_flight import PlannedStep, SamplingRows
 from longshore.scheduler.step.running import RunningTable
 from longshore.scheduler.step.steady_decode import SteadyDecode
 from longshore.scheduler.step.token_budget import TokenBudget
@@ -43,30 +36,18 @@ class PauseState(enum.Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class StepPlanner:
+class StepPlanner(SchedulerPart):
     """Plans the steps.
 
-    allow_steady: False if workers need full information about every step.
-    transfers, encoder, drafts, swaps, shares: None unless configured.
+    drafts, swaps: None unless configured.
     waits_for_transfers: in the last step, the only running request lacked blocks that they own.
     """
 
-    config: SchedulerConfig
     policy: SchedulingPolicy
-    running: RunningTable
-    waiting: WaitingRequests
-    holds: Holds
-    kv_cache: KVCacheManager
-    in_flight: StepsInFlight
-    plan: PlanBuilder
     lifecycle: Lifecycle
     admission: Admission
-    transfers: Transfers | None
-    encoder: EncoderCache | None
     drafts: Drafts | None
     swaps: Swaps | None
-    shares: Shares | None
-    allow_steady: bool
     budget: TokenBudget
     pause: PauseState = PauseState.UNPAUSED
     waits_for_transfers: bool = False
@@ -333,7 +314,7 @@ class StepPlanner:
         """The description of this plan, just built, if it is steady; the next may be, too."""
         running, last = self.running, self._steady
         if (
-            not self.allow_steady
+            not self.plan.allows_steady
             or len(plan.scheduled_rows)
             or plan.num_scheduled_tokens != running.num_rows
             or not running.num_rows

@@ -7,6 +7,7 @@ from typing import Any, Final
 import pytest
 
 from tests.models import make_tiny_model
+from tests.worker.models.cases import LATENT
 
 KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "full": ("Llama", {}),
@@ -35,16 +36,7 @@ KINDS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "latents": (
         "DeepseekV3",
         {
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 48,
-            "q_lora_rank": 24,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 12,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
+            **LATENT,
             "n_group": 2,
             "topk_group": 1,
         },

@@ -4,12 +4,13 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
+import longshore
 from longshore.deploy.cli.options import engine_options
 from longshore.deploy.llm.in_process_engine import InProcessEngine
 from longshore.deploy.llm.remote_engine import RemoteEngine
+from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.deploy.model.folder import read_model_folder
 from longshore.deploy.supervisor.engine_config import plan_engine
 from longshore.protocol.arrays import int32_array
@@ -80,12 +81,7 @@ class Engine:
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.engine.close()
 
     @property
@@ -142,3 +138,19 @@ class Engine:
 def prompts_of(*lengths: int, seed: int = 0, vocab_size: int = 128) -> list[list[int]]:
     chance = random.Random(seed)
     return [chance.choices(range(3, vocab_size), k=length) for length in lengths]
+
+
+def check_tokens_of_demo_model(**connector: Any) -> None:
+    """An engine with these settings of a connector, and blocks for one request, gives the tokens of
+    one without, and loads what it has computed before."""
+    shared: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
+    shared |= {"max_model_len": 256, "max_num_seqs": 4}
+    prompts = [{"prompt_token_ids": ids} for ids in prompts_of(100, 130, 60, 150)]
+    greedy = longshore.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with longshore.LLM(DEMO_MODEL_DIR, in_process=True, num_blocks=100, **shared) as plain:
+        wanted = [each.token_ids for each in plain.generate(prompts, greedy, progress=False)]
+    with longshore.LLM(DEMO_MODEL_DIR, num_blocks=18, **shared, **connector) as llm:
+        for _ in range(2):
+            outputs = [llm.generate([each], greedy, progress=False)[0] for each in prompts]
+            assert [output.token_ids for output in outputs] == wanted
+    assert [output.num_cached_tokens for output in outputs] == [96, 128, 48, 144]

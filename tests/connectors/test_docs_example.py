@@ -13,13 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from longshore import LLM, SamplingParams
 from longshore.connectors.base import ConnectorConfig, SchedulerConnector
 from longshore.connectors.registry import BUILT_IN, load_scheduler_connector
-from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.plan import SchedulerOutput
-from tests.connectors.engine import prompts_of
+from tests.connectors.engine import check_tokens_of_demo_model
 from tests.harness.driver import Driver
 from tests.harness.kv_groups import BLOCK_SIZE
 from tests.harness.shared_drivers import CONNECTED
@@ -192,21 +190,8 @@ def test_random_requests_get_their_tokens_and_leave_no_block_held(
 def test_an_engine_with_it_gives_the_tokens_of_one_without(
     module: ModuleType, settings: dict[str, Any]
 ) -> None:
-    shared: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
-    shared |= {"max_model_len": 256, "max_num_seqs": 4}
-    prompts = [{"prompt_token_ids": ids} for ids in prompts_of(100, 130, 60, 150)]
-    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with LLM(DEMO_MODEL_DIR, in_process=True, num_blocks=100, **shared) as plain:
-        wanted = [each.token_ids for each in plain.generate(prompts, greedy, progress=False)]
-    with LLM(
-        DEMO_MODEL_DIR,
-        num_blocks=18,  # of one request
+    check_tokens_of_demo_model(
         kv_connector="host_cache:HostCache",
         kv_connector_config='{"capacity_blocks": 100}',
-        **shared,
         **settings,
-    ) as llm:
-        for _ in range(2):
-            outputs = [llm.generate([each], greedy, progress=False)[0] for each in prompts]
-            assert [output.token_ids for output in outputs] == wanted
-    assert [output.num_cached_tokens for output in outputs] == [96, 128, 48, 144]
+    )

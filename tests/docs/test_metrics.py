@@ -15,7 +15,7 @@ def rows() -> set[str]:
     metrics = GatewayMetrics()
     metrics.observe_scheduler("0", STATS)
     metrics.responses.labels("/v1/models", "200").inc()
-    metrics.key_counts("a")
+    metrics.keys.counts("a")
     rows = set()
     for family in text_string_to_metric_families(metrics.render().decode()):
         if family.name.endswith("_created"):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from longshore import LLM, SamplingParams
 from longshore.connectors.base import ConnectorConfig
 from longshore.connectors.offloading.options import read_options
 from longshore.connectors.offloading.spec import (
@@ -18,12 +17,11 @@ from longshore.connectors.offloading.spec import (
     OffloadingSpec,
     load_spec,
 )
-from longshore.deploy.model.demo import DEMO_MODEL_DIR
 from longshore.protocol.errors import ConfigError
 from longshore.protocol.kv_cache_spec import FullAttentionSpec
 from longshore.testing.connectors import ConnectorConformance
 from tests.conftest import ROOT
-from tests.connectors.engine import prompts_of
+from tests.connectors.engine import check_tokens_of_demo_model
 from tests.docs.installing import installed_example
 
 PAGE = ROOT / "docs" / "tiers.md"
@@ -82,24 +80,11 @@ def test_a_spec_that_cannot_be_used_is_rejected_by_name(
     ids=["one process", "two ranks"],
 )
 def test_an_engine_with_it_gives_the_tokens_of_one_without(settings: dict[str, Any]) -> None:
-    shared: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1}
-    shared |= {"max_model_len": 256, "max_num_seqs": 4}
-    prompts = [{"prompt_token_ids": ids} for ids in prompts_of(100, 130, 60, 150)]
-    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with LLM(DEMO_MODEL_DIR, in_process=True, num_blocks=100, **shared) as plain:
-        wanted = [each.token_ids for each in plain.generate(prompts, greedy, progress=False)]
-    with LLM(
-        DEMO_MODEL_DIR,
-        num_blocks=18,  # of one request
+    check_tokens_of_demo_model(
         kv_connector="offloading",
         kv_connector_config=json.dumps({**OPTIONS, "cpu_bytes_to_use": "8MiB"}),
-        **shared,
         **settings,
-    ) as llm:
-        for _ in range(2):
-            outputs = [llm.generate([each], greedy, progress=False)[0] for each in prompts]
-            assert [output.token_ids for output in outputs] == wanted
-    assert [output.num_cached_tokens for output in outputs] == [96, 128, 48, 144]
+    )
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from tests.harness.block_snapshots import check_block_map
 from tests.harness.clients import RequestKey
 from tests.harness.connector import AdversarialConnector
 from tests.harness.engine import Engine
+from tests.harness.kv_cache import FakeKVCache
 from tests.harness.masks import check_mask, take_masks
 from tests.harness.rank_transfers import RankTransfers, split_by_rank
 from tests.harness.tokens import (
@@ -75,7 +76,7 @@ class Driver(Engine):
         self.stored: dict[tuple[int, bytes], tuple[int, ...]] = {}
         self._start_workers()
 
-    def _start_workers(self) -> None:
+    def _start_workers(self, kv_cache: FakeKVCache | None = None) -> None:
         self.unanswered: deque[Step] = deque()
         self.masks: dict[int, SampleMask] = {}  # of unanswered plans, by step
         self._syncing: dict[int, list[Load]] = {}
@@ -88,6 +89,7 @@ class Driver(Engine):
             invalid_ids=self.invalid_ids,
             sample=self._sample,
             draft=self._draft,
+            kv_cache=kv_cache,
         )
         self.ranks = RankTransfers(
             self.transfers,
@@ -263,15 +265,20 @@ class Driver(Engine):
         self.run_until_idle(limit)
         assert not self.scheduler.has_unfinished_requests(), "nothing is planned any more"
 
-    def restart_workers(self, epoch: int | None = None, *, late_outputs: bool = False) -> None:
-        """All workers are replaced. late_outputs: those of the old ones still come."""
-        while late_outputs and self.workers.received:
+    def restart_workers(
+        self, epoch: int | None = None, *, late_outputs: bool = False, keeps_kv: bool = False
+    ) -> None:
+        """All workers are replaced. late_outputs: those of the old ones still come. keeps_kv: what
+        they have answered remains in the memory of their KV."""
+        while (late_outputs or keeps_kv) and self.workers.received:
             self.execute()
         late = self.unanswered if late_outputs else ()
+        torn = [step.plan.step for step in self.unanswered if step.plan.epoch == self.epoch]
+        self.workers.kv_cache.tear(min(torn, default=1 << 40) - 1)
         self.epoch = self.epoch + 1 if epoch is None else epoch
-        self.scheduler.begin_epoch(self.epoch, self.now)
+        self.scheduler.begin_epoch(self.epoch, self.now, keeps_kv=keeps_kv)
         self.transfers.clear()
-        self._start_workers()
+        self._start_workers(self.workers.kv_cache if keeps_kv else None)
         self.unanswered.extend(late)
         self.collect()
 

@@ -44,6 +44,16 @@ class FakeKVCache:
         self.block_sizes = tuple(spec.block_size for spec in specs)
         self.memory = [RankMemory() for _ in range(num_ranks)]
 
+    def begin(self, step: int) -> None:
+        """What follows is of this plan, until `begin(0)`."""
+        for memory in self.memory:
+            memory.step = step
+
+    def tear(self, answered_step: int) -> None:
+        """See `RankMemory.tear`."""
+        for memory in self.memory:
+            memory.tear(answered_step)
+
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """See `RankMemory.copy`."""
         for memory in self.memory:

@@ -13,17 +13,31 @@ from typing import Final
 from tests.harness.transfers import Load
 
 JUNK: Final = 1 << 40
-"""What a failed background load leaves in some of its blocks: no request may read it."""
+"""What failed background loads and killed workers leave in some blocks: no request may read it."""
 
 
 class RankMemory:
-    """By block id and offset. Blocks need not be of one size."""
+    """By block id and offset. Blocks need not be of one size.
+
+    step: the plan that is executed now; 0: none, what is written now is complete.
+    """
 
     def __init__(self) -> None:
         self._blocks: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._written_in: dict[tuple[int, int], int] = {}
+        self.step = 0
 
     def write(self, block_id: int, offset: int, content: int) -> None:
         self._blocks[block_id][offset] = content
+        self._written_in[block_id, offset] = self.step
+
+    def tear(self, answered_step: int) -> None:
+        """The process is killed: what plans after `answered_step` have written may be anything.
+        Plans are numbered from 1 again."""
+        for (block_id, offset), step in self._written_in.items():
+            if step > answered_step:
+                self._blocks[block_id][offset] = JUNK
+        self._written_in.clear()
 
     def read(self, block_id: int, offset: int) -> int | None:
         """None if nothing was written since the block was cleared."""
@@ -39,6 +53,8 @@ class RankMemory:
             for source, target, count in copies
         ]
         self._blocks.update(contents)
+        for target, content in contents:
+            self._written_in.update(dict.fromkeys(((target, each) for each in content), self.step))
 
     def write_load(
         self, load: Load, block_sizes: Iterable[int], failing: set[int], junk: int | None

@@ -227,7 +227,7 @@ class Player:
             self.driver.answer()
 
     def _die(self) -> None:
-        self.driver.restart_workers(late_outputs=True)
+        self.driver.restart_workers(late_outputs=True, keeps_kv=self.chance.random() < 0.5)
         self.said.clear()
 
     # Transfers

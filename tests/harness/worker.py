@@ -36,6 +36,7 @@ class Workers:
     table, tables, request_ids: columns, block tables and occupants of rows, as of the latest plan
               received.
     invalid_ids: gets the requests that have read invalid KV, or whose logits were not finite.
+    kv_cache: what the ranks before them have left; None: nothing.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class Workers:
         invalid_ids: set[str],
         sample: Sample,
         draft: Draft,
+        kv_cache: FakeKVCache | None = None,
     ) -> None:
         self.config = config
-        self.kv_cache = FakeKVCache(specs, num_ranks)
+        self.kv_cache = kv_cache or FakeKVCache(specs, num_ranks)
         self.received: deque[Step] = deque()
         self.rows: dict[int, WorkerRow] = {}
         self.tables: dict[int, list[list[int]]] = {}
@@ -130,6 +132,7 @@ class Workers:
         """Run the oldest plan that was not run; returns it with its output."""
         step = self.received.popleft()
         plan = step.plan
+        self.kv_cache.begin(plan.step)
         self._apply_rows(step)
         self._prepare_memory(step)
         self._encode(step)
@@ -153,6 +156,7 @@ class Workers:
             )
         ]
         step.output = self._output_of(step, scores)
+        self.kv_cache.begin(0)
         return step
 
     def _apply_rows(self, step: Step) -> None:

@@ -36,6 +36,10 @@ NO_GATES = {"watermark": 0.0, "preempt_threshold": 1.0, "admit_threshold": 1.0}
 TENSOR_2: dict[str, Any] = {"tensor_parallel_size": 2}
 STAGES_2: dict[str, Any] = {"pipeline_parallel_size": 2}
 BOTH: dict[str, Any] = {**TENSOR_2, **STAGES_2}
+OFFLOADING: dict[str, Any] = {
+    "kv_connector": "offloading",
+    "kv_connector_config": '{"cpu_bytes_to_use": "64MiB"}',
+}
 LAYOUTS = [
     pytest.param(TENSOR_2, id="2 shards"),
     pytest.param(STAGES_2, id="2 stages"),
@@ -257,6 +261,56 @@ def test_streams_go_on_with_new_ranks_when_one_is_killed(
     replaced = {name for name, member in members.items() if member.pid != former[name].pid}
     assert replaced == {"worker-0", "worker-1"}
     assert "Traceback" not in deployment.output
+    assert deployment.stop() == 0
+    deployment.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(TENSOR_2, id="2 shards"),
+        pytest.param(STAGES_2, id="2 stages"),
+        pytest.param(BOTH, id="2 x 2", marks=pytest.mark.slow),
+        pytest.param({**TENSOR_2, **OFFLOADING}, id="offloading", marks=pytest.mark.slow),
+    ],
+)
+def test_streams_go_on_with_the_same_ranks_when_their_scheduler_is_killed(
+    start_deployment: StartDeployment, layout: dict[str, Any]
+) -> None:
+    """Tensor parallel ranks wait for each other in each layer, so they must lose it together."""
+    deployment = start_deployment(*flags(layout), "--dtype", "float32", "--verify-plan")
+    deployment.wait_until_ready()
+    expected = rest_of(open_stream(deployment, 600), 600)
+    streams = [open_stream(deployment, 600) for _ in range(4)]
+    former = dict(deployment.members)
+    former["scheduler"].kill()
+    for stream in streams:
+        assert_same(rest_of(stream, 600), expected)
+    deployment.find_members()
+    members = deployment.members
+    replaced = {name for name, member in members.items() if member.pid != former[name].pid}
+    assert replaced == {"scheduler"}
+    assert "Traceback" not in deployment.output
+    assert deployment.stop() == 0
+    deployment.assert_nothing_is_left()
+
+
+def test_a_rank_that_hangs_when_the_scheduler_dies_is_replaced(
+    start_deployment: StartDeployment,
+) -> None:
+    deployment = start_deployment(*flags(TENSOR_2), "--dtype", "float32", "--hang-timeout-s", "8")
+    deployment.wait_until_ready()
+    expected = rest_of(open_stream(deployment, 600), 600)
+    stream = open_stream(deployment, 600)
+    former = dict(deployment.members)
+    former["worker-1"].suspend()
+    former["scheduler"].kill()
+    assert_same(rest_of(stream, 600), expected)
+    deployment.find_members()
+    members = deployment.members
+    replaced = {name for name, member in members.items() if member.pid != former[name].pid}
+    assert replaced == {"scheduler", "worker-0", "worker-1"}
+    assert "worker 1 hangs or is stopped" in deployment.output
     assert deployment.stop() == 0
     deployment.assert_nothing_is_left()
 

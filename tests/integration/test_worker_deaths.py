@@ -5,6 +5,7 @@ import signal
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -19,20 +20,23 @@ OFFLOADING = [
     *("--kv-connector", "offloading"),
     *("--kv-connector-config", '{"cpu_bytes_to_use": "64MiB"}'),
 ]
-PROMPTS = ("one", "two two", "three three three " * 20)
+PROMPTS = ("one", "two two", "three three three " * 20, "one")
 
 
 class Answers:
-    """Streams in threads: greedy and seeded ones, and one with a stop string."""
+    """Streams in threads, of one prompt each; every other one is seeded, the others are greedy."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, prompts: Sequence[str] = PROMPTS) -> None:
+        self._prompts = prompts
         self._client = openai.OpenAI(
             base_url=f"{deployment.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S * 3
         )
         self._model = self._client.models.list().data[0].id
         self.tokens: dict[int, list[int]] = {}
         self.errors: list[Exception] = []
-        self._threads = [threading.Thread(target=self._read, args=(number,)) for number in range(4)]
+        self._threads = [
+            threading.Thread(target=self._read, args=(number,)) for number in range(len(prompts))
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -43,7 +47,7 @@ class Answers:
         try:
             stream = self._client.completions.create(
                 model=self._model,
-                prompt=PROMPTS[number % len(PROMPTS)],
+                prompt=self._prompts[number],
                 max_tokens=NUM_TOKENS,
                 stream=True,
                 extra_body={"ignore_eos": True, "return_token_ids": True},
@@ -63,7 +67,7 @@ class Answers:
         for thread in self._threads:
             thread.join(PATIENCE_S * 3)
         assert self.errors == []
-        assert [len(tokens) for tokens in self.tokens.values()] == [NUM_TOKENS] * 4
+        assert {len(tokens) for tokens in self.tokens.values()} == {NUM_TOKENS}
         return self.tokens
 
 
@@ -85,6 +89,49 @@ def worker_of(deployment: Deployment) -> psutil.Process | None:
         except (psutil.Error, IndexError):  # it has just ended
             continue
     return None
+
+
+@pytest.mark.parametrize(
+    ("options", "is_adopted"),
+    [
+        pytest.param([], True, id="adopted"),
+        pytest.param(["--tensor-parallel-size", "2"], True, id="two ranks"),
+        pytest.param(["--no-kv-adoption"], False, id="not adopted"),
+    ],
+)
+def test_the_kv_that_a_killed_worker_had_answered_is_kept(
+    start_deployment: StartDeployment, options: list[str], is_adopted: bool
+) -> None:
+    """--poison-kv compares the checksums of adopted blocks."""
+    prompts = [f"{number} " + "and so on " * 40 for number in range(8)]
+    deployment = start_deployment("--dtype", "float32", "--verify-plan", "--poison-kv", *options)
+    deployment.wait_until_ready()
+    answers = Answers(deployment, prompts).wait_until_running()
+    deployment.members["worker-0"].send_signal(signal.SIGKILL)
+    tokens = answers.all()
+    assert Answers(deployment, prompts).all() == tokens
+    num_queried, num_kept = (
+        metric(deployment, f"longshore_scheduler_preempted_{name}_tokens_total")
+        for name in ("queried", "hit")
+    )
+    assert num_queried > 8 * 100
+    if is_adopted:
+        assert num_kept >= 0.95 * num_queried
+        assert "adopted blocks are as they were recorded" in deployment.output
+    else:
+        assert num_kept == 0
+    assert deployment.stop() == 0
+    deployment.assert_nothing_is_left()
+
+
+def test_a_worker_that_crashes_leaves_no_kv(start_deployment: StartDeployment) -> None:
+    """It may have written anything."""
+    deployment = start_deployment("--dtype", "float32").wait_until_ready()
+    answers = Answers(deployment).wait_until_running()
+    deployment.members["worker-0"].send_signal(signal.SIGSEGV)
+    tokens = answers.all()
+    assert Answers(deployment).all() == tokens
+    assert "4 requests wait, 0 blocks are kept" in deployment.output
 
 
 @pytest.mark.parametrize(
@@ -122,6 +169,13 @@ def test_a_worker_that_dies_again_while_it_is_replaced_only_prolongs_the_pause(
     assert "Traceback" not in deployment.output
     assert deployment.stop() == 0
     deployment.assert_nothing_is_left()
+
+
+def metric(deployment: Deployment, name: str) -> float:
+    """Its value, when the report that has it has come."""
+    with urllib.request.urlopen(f"{deployment.url}/metrics", timeout=PATIENCE_S) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
 def complete(deployment: Deployment, *, timeout_s: float) -> Any:

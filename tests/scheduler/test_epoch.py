@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.protocol.arrays import int32_array
-from longshore.protocol.events import AllBlocksCleared
+from longshore.protocol.events import AllBlocksCleared, BlockStored
 from longshore.protocol.outputs import FinishReason, ModelRunnerOutput, RequestEvent
 from longshore.protocol.requests import LoRARequest, MultimodalFeature
 from tests.harness.driver import Driver
@@ -67,6 +67,63 @@ def test_the_first_event_of_an_epoch_is_that_all_blocks_are_cleared() -> None:
     events = driver.scheduler.take_kv_events()
     assert isinstance(events[0], AllBlocksCleared)
     assert not any(isinstance(event, AllBlocksCleared) for event in events[1:])
+
+
+@BOTH
+def test_blocks_of_answered_plans_are_found_again_if_their_memory_is_kept(
+    steps_in_flight: int,
+) -> None:
+    """Blocks have 4 tokens. Each plan computes 8 of the prompt; of 3 plans, one or two are not
+    answered."""
+    driver = Driver(max_steps_in_flight=steps_in_flight, max_num_scheduled_tokens=8, max_num_seqs=1)
+    key = driver.add("long", prompt_of(30), max_tokens=4)
+    driver.steps(2)
+    driver.plan()
+    num_answered = 3 - len(driver.unanswered)
+    driver.restart_workers(2, keeps_kv=True)
+    assert driver.num_free_blocks == 39
+    plan = driver.plan()
+    assert plan is not None
+    assert [start.num_computed_tokens for start in plan.added] == [8 * num_answered]
+    driver.run()
+    assert driver.received[key] == expected_output("long", 4)
+
+
+def test_kept_blocks_of_the_oldest_requests_are_evicted_last() -> None:
+    """Of 9 blocks, two requests have filled 4 and 3, and begun another one each. A third request
+    needs 4: it gets those without a hash and the last ones of the younger request."""
+    driver = Driver(num_blocks=10, max_model_len=32, max_num_seqs=2)
+    keys = [
+        driver.add("old", prompt_of(16), max_tokens=9),
+        driver.add("young", prompt_of(12, 40), max_tokens=9),
+    ]
+    driver.steps(2)
+    kv_cache = driver.scheduler.kv_cache
+    blocks = [*kv_cache.block_ids(0)[0][:4].tolist(), *kv_cache.block_ids(1)[0][:3].tolist()]
+    hashes = list(map(kv_cache.pool.block_hash, blocks))
+    assert None not in hashes
+    driver.restart_workers(2, keeps_kv=True)
+    driver.abort(*keys)
+    driver.add("third", prompt_of(16, 70), max_tokens=1)
+    driver.run()
+    now = map(kv_cache.pool.block_hash, blocks)
+    is_kept = [after == before for after, before in zip(now, hashes, strict=True)]
+    assert is_kept == [True] * 5 + [False] * 2
+
+
+def test_events_say_which_blocks_are_not_kept() -> None:
+    """Those of the unanswered plan were not announced yet, so nothing is said about them."""
+    driver = Driver(cache={"enable_kv_cache_events": True}, max_num_scheduled_tokens=8)
+    driver.add("r", prompt_of(20), max_tokens=3)
+    driver.step()
+    assert len(driver.scheduler.take_kv_events()) == 2
+    driver.plan()
+    driver.restart_workers(2, keeps_kv=True)
+    assert driver.scheduler.take_kv_events() == []
+    driver.run()
+    events = driver.scheduler.take_kv_events()
+    assert {type(event) for event in events} == {BlockStored}
+    assert len(events) == 3
 
 
 @BOTH
@@ -208,7 +265,7 @@ def test_no_restart_loses_or_changes_a_token(engine: dict[str, Any], data: st.Da
         driver.steps(data.draw(st.integers(0, 5)))
         if data.draw(st.booleans()):
             epoch += 1
-            driver.restart_workers(epoch)
+            driver.restart_workers(epoch, keeps_kv=data.draw(st.booleans()))
     driver.run()
     for (client, index), count in counts.items():
         assert driver.received[client, index] == expected_output(f"r{index}", count)

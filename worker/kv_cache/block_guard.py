@@ -5,10 +5,13 @@ checksum is taken after the step that has filled it (or has found it full), and 
 after every later step. A difference within a step is an error of that step; between two steps it is
 a transfer's, or another process's.
 
+The checksums are kept with the blocks, so that blocks which a new process adopts can be compared.
+
 Only groups of full attention are guarded: the scheduler does not tell workers when it takes blocks
 outside a window from a row, and states are rewritten.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -17,11 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from longshore.protocol.arrays import Int64Array
+from longshore.protocol.arrays import Int32Array, Int64Array
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.kv_cache_spec import NULL_BLOCK, FullAttentionSpec, MLAAttentionSpec
 from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
 from longshore.worker.kv_cache.buffer import KVCache
+
+logger = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]
 
@@ -76,6 +81,21 @@ class BlockGuard:
         kept = set(block_ids.tolist())
         for block_id in self._checksums.keys() - kept:
             del self._checksums[block_id]
+            self._cache.recorded[block_id] = 0
+
+    def verify_adopted(self, block_ids: Int32Array) -> None:
+        """These blocks are as a former process of this rank has recorded them. Raises
+        BlockChanged."""
+        recorded = self._cache.recorded[block_ids]
+        self._checksums = {
+            block_id: value
+            for block_id, value in zip(block_ids.tolist(), recorded.tolist(), strict=True)
+            if value
+        }
+        self.verify("while the worker was replaced")
+        logger.info("%d adopted blocks are as they were recorded", len(self._checksums))
+        self._cache.recorded[:] = 0
+        self._checksums.clear()
 
     def verify(self, when: str) -> None:
         """Raises BlockChanged."""
@@ -93,7 +113,8 @@ class BlockGuard:
     def record(self, block_ids: Int64s) -> None:
         """Take the checksums of blocks that have none."""
         new = [each for each in block_ids.tolist() if each not in self._checksums]
-        self._checksums.update(self._compute(np.array(new, np.int64)))
+        for block_id, value in self._compute(np.array(new, np.int64)):
+            self._checksums[block_id] = self._cache.recorded[block_id] = value
 
     def _compute(self, block_ids: Int64s) -> Iterator[tuple[int, int]]:
         for first in range(0, len(block_ids), BATCH):

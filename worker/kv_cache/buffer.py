@@ -20,14 +20,18 @@ values, which are loaded with the weights and belong to the view (`PagedKV.fp8`)
 
 import logging
 import math
+import mmap
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from longshore.protocol.arrays import Int32Array, Int64Array, UInt8Array
+from longshore.protocol.errors import EngineDead
 from longshore.protocol.kv_cache_spec import (
     FP8_E4M3,
     NULL_BLOCK,
@@ -60,6 +64,29 @@ unlike those of a model: 51,015 in float32, 50,944 in bfloat16, 7.3 in float16."
 
 _ALIGNMENT_BYTES: Final = 64  # of torch's own CPU memory
 _STATE_DTYPES: Final = {4: torch.float32, 8: torch.float64}
+
+
+class KVMemory(NamedTuple):
+    """Memory that outlives the process, of a CPU rank.
+
+    fd: its descriptor, of tmpfs.
+    adopted_block_ids: (n,) int32, blocks that keep what a former process of this rank has written;
+                       None: the memory is emptied.
+    """
+
+    fd: int
+    adopted_block_ids: Int32Array | None
+
+    def map(self, num_bytes: int) -> UInt8Array:
+        """Raises EngineDead if blocks are adopted from memory of another size."""
+        if self.adopted_block_ids is None:
+            os.ftruncate(self.fd, 0)
+            os.ftruncate(self.fd, num_bytes)
+        elif (found := os.fstat(self.fd).st_size) != num_bytes:
+            raise EngineDead(
+                f"the KV cache that this rank adopts has {found} bytes, but needs {num_bytes}"
+            )
+        return np.frombuffer(mmap.mmap(self.fd, num_bytes), np.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,14 +222,18 @@ BlockView: TypeAlias = PagedKV | PagedLatents | PagedStates | PagedBytes
 
 
 class KVCache:
-    """The blocks of one rank. All start as zeros; the null block stays zero.
+    """The blocks of one rank. All start as zeros, except for adopted ones; the null block stays
+    zero.
 
     groups: with the layers of this rank only; a pipeline stage may have none of a group's layers.
     dtype:  dtype that the model computes in; the stored dtype too, unless `config.dtype` is
             fp8_e4m3.
     scales: fp8 scales by layer; layers without an entry have scale 1.
     poison: fill blocks with POISON instead of clearing them.
+    memory: where the blocks are; None: in memory of this process or device.
     buffer: (num_blocks, block_size_bytes) uint8.
+    recorded: (num_blocks,) the checksums that BlockGuard has taken, or 0, in the same memory as the
+            blocks.
     """
 
     def __init__(
@@ -213,6 +244,7 @@ class KVCache:
         device: torch.device,
         scales: Mapping[str, KVScales] | None = None,
         poison: bool = False,
+        memory: KVMemory | None = None,
     ) -> None:
         self.num_blocks = config.num_blocks
         self.groups = config.groups
@@ -221,7 +253,16 @@ class KVCache:
         self._stored_dtype = FP8 if config.dtype == FP8_E4M3 else dtype
         self._scales = scales or {}
         self.block_size_bytes = block_bytes(config.groups)
-        self.buffer = _zeros((self.num_blocks, self.block_size_bytes), device)
+        shape = self.num_blocks, self.block_size_bytes
+        if memory is None:
+            self.buffer = _zeros(shape, device)
+            self.recorded: Int64Array = np.zeros(self.num_blocks, np.int64)
+        else:
+            num_bytes = math.prod(shape)
+            np.empty(num_bytes, np.uint8)  # raises MemoryError, as mapping tmpfs does not
+            mapped = memory.map(num_bytes + self.num_blocks * np.dtype(np.int64).itemsize)
+            self.buffer = torch.from_numpy(mapped[:num_bytes]).view(shape)
+            self.recorded = mapped[num_bytes:].view(np.int64)
         self._words = self.buffer.view(torch.int64)
         self._clear_word = int.from_bytes(POISON * 8) if poison else 0
         self._weights: Tensor | None = None

@@ -19,7 +19,12 @@ import zmq
 
 from longshore.protocol.errors import EngineDead, PlanMismatch
 from longshore.protocol.handshake import Rejected, WorkerAccepted
-from longshore.protocol.outputs import TransferReport, WorkerFailed, WorkerReport
+from longshore.protocol.outputs import (
+    ModelRunnerOutput,
+    TransferReport,
+    WorkerFailed,
+    WorkerReport,
+)
 from longshore.protocol.plan import SampleMask, SchedulerOutput, Shutdown
 from longshore.protocol.transport.lifeline import ALIVE_INTERVAL_S
 from longshore.worker.errors import RankLost
@@ -27,6 +32,7 @@ from longshore.worker.process.host_resources import resident_bytes
 from longshore.worker.process.row_log import RowLog
 from longshore.worker.process.scheduler_link import SchedulerLink, SchedulerLost
 from longshore.worker.process.step_statistics import StepStatistics
+from longshore.worker.ranks.last_plans import LastPlans
 from longshore.worker.step.model_runner import ModelRunner
 from longshore.worker.transfer.connector import ConnectorRunner, HookFailed
 
@@ -34,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 TOKENS_PER_TIMEOUT: Final = 1024
 """Tokens of a step for which it may take another `step_timeout_s`."""
+
+RANK_POLL_S: Final = 0.005
+"""How often a rank looks for the plans of the others, when the scheduler has died."""
 
 
 class Bell:
@@ -60,6 +69,7 @@ class WorkerEngine:
     bell:    rung by the connector when transfers have ended.
     sends_outputs: this is the sampling rank; other ranks send failures, statistics and transfers.
     connector: the worker half of the connector, if any.
+    last_plans: shares plans with the engine's other ranks, if any.
     device_bytes:  returns the bytes of GPU memory that this rank has reserved.
     report_alive:  called regularly, with what is late.
     step_timeout_s: see EngineOptions.
@@ -75,6 +85,7 @@ class WorkerEngine:
         bell: Bell | None = None,
         sends_outputs: bool = True,
         connector: ConnectorRunner | None = None,
+        last_plans: LastPlans | None = None,
         device_bytes: Callable[[], int] = lambda: 0,
         report_alive: Callable[[str | None], None] = lambda late: None,
         step_timeout_s: float = math.inf,
@@ -91,6 +102,7 @@ class WorkerEngine:
         self._first_since_s = 0.0  # since when the oldest unanswered plan is the oldest
         self._statistics = StepStatistics(epoch=epoch, rank=rank)
         self._connector = connector
+        self._last_plans = last_plans
         self._unanswered: deque[SchedulerOutput] = deque()
         self._is_stopping = False
         self._row_log = RowLog()
@@ -102,7 +114,8 @@ class WorkerEngine:
         """Run until Shutdown has arrived and every plan received before it is answered.
 
         Raises PlanMismatch, HookFailed or EngineDead if this worker cannot continue, after it has
-        sent the reason to the scheduler, and SchedulerLost if that has died.
+        sent the reason to the scheduler, and SchedulerLost if that has died. Then all ranks have
+        computed the same plans.
         """
         poller = zmq.Poller()
         poller.register(self._channel.socket, zmq.POLLIN)
@@ -123,6 +136,7 @@ class WorkerEngine:
                 self._report_alive(self._late())
                 if self._link.monitor in events:
                     if not self._is_stopping:
+                        self._finish_plans()
                         raise SchedulerLost
                     poller.unregister(self._link.monitor)
         except (EngineDead, SchedulerLost):
@@ -167,11 +181,7 @@ class WorkerEngine:
         for message in self._channel.drain():
             match message:
                 case SchedulerOutput():
-                    if self._runner.submit(message, self._on_report) is not None:
-                        if not self._unanswered:
-                            self._first_since_s = time.monotonic()
-                        self._unanswered.append(message)
-                        self._row_log.log_plan(message)
+                    self._submit(message)
                 case Shutdown(reason=reason):
                     logger.info("shutdown requested by the scheduler: %s", reason)
                     self._is_stopping = True
@@ -189,18 +199,56 @@ class WorkerEngine:
                     assert_never(message)
             self._send_reports()
 
+    def _submit(self, plan: SchedulerOutput) -> None:
+        if self._runner.submit(plan, self._on_report) is None:
+            return
+        if not self._unanswered:
+            self._first_since_s = time.monotonic()
+        self._unanswered.append(plan)
+        if self._last_plans is not None:
+            self._last_plans.add(plan)
+        self._row_log.log_plan(plan)
+
+    def _finish_plans(self) -> None:
+        """The scheduler has died: compute what any rank has received, and send nothing, because it
+        would reach the next scheduler."""
+        self._link.disconnect()
+        if self._last_plans is not None:
+            self._last_plans.publish()
+        missed: list[SchedulerOutput] | None = None if self._last_plans is not None else []
+        poller = zmq.Poller()
+        poller.register(self._bell, zmq.POLLIN)
+        while missed is None or self._unanswered:
+            interval_s = RANK_POLL_S if missed is None else ALIVE_INTERVAL_S
+            if poller.poll(math.ceil(interval_s * 1e3)):
+                self._bell.clear()
+            while self._reports:
+                self._take_report()
+            if missed is None and self._last_plans is not None:
+                missed = self._last_plans.missed()
+                for plan in missed or ():
+                    self._submit(plan)
+            self._report_alive(self._late())
+
     def _on_report(self, report: WorkerReport) -> None:
         self._reports.append(report)
         self._bell.ring()
 
+    def _take_report(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """The next answered plan, and its output. Raises RankLost or EngineDead if the step has
+        failed."""
+        report = self._reports.popleft()
+        plan = self._unanswered.popleft()
+        self._first_since_s = time.monotonic()
+        if isinstance(report, WorkerFailed):
+            raise (RankLost if report.is_consequence else EngineDead)(report.reason)
+        return plan, report
+
     def _send_reports(self) -> None:
         while self._reports:
-            report = self._reports.popleft()
-            plan = self._unanswered.popleft()
-            self._first_since_s = time.monotonic()
-            if isinstance(report, WorkerFailed):
-                self._channel.send(report)
-                raise (RankLost if report.is_consequence else EngineDead)(report.reason)
+            if isinstance(first := self._reports[0], WorkerFailed):
+                self._channel.send(first)
+            plan, report = self._take_report()
             if self._sends_outputs:
                 self._channel.send(report)
             elif plan.has_loads:

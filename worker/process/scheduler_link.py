@@ -9,7 +9,7 @@ import zmq
 from longshore.protocol.handshake import FromWorker, ToWorker
 from longshore.protocol.transport.channel import Channel, Endpoint, open_socket
 
-RECONNECT_INTERVAL_MS: Final = 20
+RECONNECT_INTERVAL_MS: Final = 5
 MAX_POLL_S: Final = 1.0
 
 
@@ -25,10 +25,8 @@ class SchedulerLink:
     channel: Channel[FromWorker, ToWorker]
     monitor: "zmq.Socket[bytes]"
 
-    def __init__(self, endpoint: Endpoint, *, is_watched: bool) -> None:
-        """is_watched: notice when the connection breaks."""
+    def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._events = zmq.EVENT_DISCONNECTED if is_watched else 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.RECONNECT_IVL, RECONNECT_INTERVAL_MS)
         self._is_open = False
@@ -38,7 +36,7 @@ class SchedulerLink:
         """Wait for the next scheduler at the same address."""
         self._is_open = True
         socket = open_socket(self._context, zmq.DEALER, self._endpoint, bind=False)
-        self.monitor = socket.get_monitor_socket(self._events)
+        self.monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.channel = Channel(socket, ToWorker)
 
     @property

@@ -36,12 +36,14 @@ from longshore.protocol.transport.lifeline import (
 )
 from longshore.worker.config import WorkerProcessConfig
 from longshore.worker.errors import RankLost
+from longshore.worker.kv_cache.buffer import KVMemory
 from longshore.worker.kv_cache.plan import block_bytes
 from longshore.worker.process.device import held_bytes, open_device
 from longshore.worker.process.engine_loop import Bell, WorkerEngine
 from longshore.worker.process.host_resources import num_physical_cores
 from longshore.worker.process.low_priority import at_low_priority
 from longshore.worker.process.scheduler_link import SchedulerLink, SchedulerLost
+from longshore.worker.ranks.last_plans import LastPlans
 from longshore.worker.ranks.parallel import Parallel
 from longshore.worker.ranks.rendezvous import joined_ranks
 from longshore.worker.worker import Worker
@@ -58,8 +60,6 @@ def serve(config: WorkerProcessConfig, lifeline: Lifeline) -> None:
     Raises LongshoreError for every error an operator can cause, after reporting it to the
     scheduler.
     """
-    # The ranks of an engine lose their scheduler at different steps, so they end with it.
-    is_alone = config.ranks.num_ranks == 1
     with ExitStack() as stack:
         standby = None
         if config.is_standby:
@@ -67,7 +67,7 @@ def serve(config: WorkerProcessConfig, lifeline: Lifeline) -> None:
             lifeline.report(Ready({"device": config.device}))
             lifeline.wait_for_take_over()
             logger.info("takes the place of rank %d", config.rank)
-        link = stack.enter_context(SchedulerLink(config.endpoint, is_watched=is_alone))
+        link = stack.enter_context(SchedulerLink(config.endpoint))
         with _reporting_failures(link, config.rank, NO_EPOCH):
             loaded = standby or _load(config, lifeline, stack)
         _serve(config, loaded, lifeline, link)
@@ -113,11 +113,10 @@ def _serve(
             return
         except SchedulerLost:
             logger.warning("the scheduler has ended; waiting for the next one")
+        link.disconnect()  # if it was lost during the handshake
+        loaded.worker.end_epoch()
+        # Only now: until then the supervisor notices if this rank hangs.
         lifeline.report(Progress("waiting for the next scheduler"))
-        link.disconnect()
-        loaded.worker.close()
-        gc.unfreeze()
-        gc.collect()  # the KV cache, before the next one is allocated
         link.connect()
 
 
@@ -138,15 +137,25 @@ def _serve_scheduler(
         runner = worker.start(
             epoch=accepted.epoch,
             num_blocks=accepted.num_blocks,
+            memory=_kv_memory(config, accepted),
             connector=_make_connector(config, worker, accepted),
             wake=bell.ring,
         )
         parallel.set_timeout(config.ranks.timeout_s)
+    if not gc.isenabled():  # the first scheduler: what exists now lives as long as the process
+        gc.freeze()
+        gc.enable()
     link.channel.send(WorkerReady(config.rank))
     lifeline.report(Ready(_details(config, worker, accepted)))
-    # All objects so far live as long as the scheduler; the garbage collector can skip them.
-    gc.collect()
-    gc.freeze()
+    last_plans = None
+    if parallel.num_ranks > 1:
+        last_plans = LastPlans(
+            parallel.store,
+            rank=config.rank,
+            num_ranks=parallel.num_ranks,
+            epoch=accepted.epoch,
+            timeout_s=config.ranks.timeout_s,
+        )
     WorkerEngine(
         link,
         runner,
@@ -155,10 +164,20 @@ def _serve_scheduler(
         bell=bell,
         sends_outputs=parallel.samples,
         connector=worker.connector,
+        last_plans=last_plans,
         device_bytes=partial(held_bytes, device),
         report_alive=lifeline.report_alive,
         step_timeout_s=config.step_timeout_s,
     ).run()
+
+
+def _kv_memory(config: WorkerProcessConfig, accepted: WorkerAccepted) -> KVMemory | None:
+    """Raises HandshakeRejected if the scheduler counts on blocks that this rank does not have."""
+    if config.kv_memory_fd is not None:
+        return KVMemory(config.kv_memory_fd, accepted.adopted_block_ids)
+    if accepted.adopted_block_ids is not None:
+        raise HandshakeRejected("the scheduler lets this rank adopt blocks, but it has no memory")
+    return None
 
 
 def _make_connector(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ class Parallel:
     all_ranks:   every rank of the engine; None if there is only one.
     context_share: the tokens whose KV this rank stores.
     context_group: the shards that store the KV of the same sequences; None if this one stores all.
+    store:       the `torch.distributed.Store` that all ranks share; None if there is only one.
     """
 
     shard: int = 0
@@ -42,6 +44,7 @@ class Parallel:
     all_ranks: dist.ProcessGroup | None = None
     context_share: ContextShare = WHOLE_CONTEXT
     context_group: dist.ProcessGroup | None = None
+    store: Any = field(default=None, compare=False)
     _timeout: list[timedelta] = field(default_factory=list, compare=False)
 
     @property

@@ -52,7 +52,7 @@ def joined_ranks(
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        parallel = _parallel(layout, rank, timeout)
+        parallel = _parallel(layout, rank, timeout, store)
     except RuntimeError as error:
         raise RankLost(f"rank {rank} could not connect to the other ranks: {error}") from error
     try:
@@ -76,7 +76,7 @@ def _meet(store: Any, num_ranks: int, timeout_s: float) -> None:
         num_there = store.add("there", 0)
 
 
-def _parallel(layout: RankLayout, rank: int, timeout: timedelta) -> Parallel:
+def _parallel(layout: RankLayout, rank: int, timeout: timedelta, store: Any) -> Parallel:
     num_shards, num_sharing = layout.tensor_parallel_size, layout.decode_context_parallel_size
     stage, shard = divmod(rank, num_shards)
     shard_group = _group_of_neighbours(layout, rank, num_shards, timeout)
@@ -94,6 +94,7 @@ def _parallel(layout: RankLayout, rank: int, timeout: timedelta) -> Parallel:
             interleave=layout.cp_kv_cache_interleave_size,
         ),
         context_group=context_group,
+        store=store,
     )
 
 

@@ -8,11 +8,12 @@ is prepared, and its input tokens are read on the device without a round trip to
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from longshore.protocol.arrays import EMPTY_INT32
+from longshore.protocol.arrays import EMPTY_INT32, Int32Array
 from longshore.protocol.errors import EngineDead, PlanMismatch
 from longshore.protocol.logs.records import fields
 from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed, WorkerReport
@@ -60,8 +61,6 @@ class ModelRunner:
         eos_token_ids: not sampled until a request has min_tokens.
         connector: the worker half of the connector; None: plans with metadata are rejected.
         guards_blocks: see BlockGuard."""
-        self._epoch = epoch
-        self._connector = connector
         self._parallel = parallel
         self._launcher = StepLauncher(
             model,
@@ -74,18 +73,28 @@ class ModelRunner:
             parallel=parallel,
             has_layer_hooks=connector is not None and connector.has_layer_hooks,
         )
-        self._guard = BlockGuard(cache, self._launcher.tables) if guards_blocks else None
-        self._rows = WorkerRows(
+        self._make_rows = partial(
+            WorkerRows,
             tables=self._launcher.tables,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             vocab_size=model.config.vocab_size,
             num_blocks=cache.num_blocks,
-            epoch=epoch,
             eos_token_ids=eos_token_ids,
-            has_connector=connector is not None,
         )
+        self._guards_blocks = guards_blocks
+        self.begin_epoch(epoch, connector)
+
+    def begin_epoch(self, epoch: int, connector: ConnectorRunner | None) -> None:
+        """No row is in use, and blocks hold anything. Call it after `finish`. connector: like the
+        first one."""
+        self._epoch = epoch
+        self._connector = connector
+        self._rows = self._make_rows(epoch=epoch, has_connector=connector is not None)
+        self._guard = None
+        if self._guards_blocks:
+            self._guard = BlockGuard(self._launcher.state.cache, self._launcher.tables)
 
     def submit(
         self, plan: SchedulerOutput, on_report: Callable[[WorkerReport], None]
@@ -180,9 +189,14 @@ class ModelRunner:
         """See WarmUp.run. Call it on all ranks before the first plan."""
         WarmUp(self._launcher, self._rows.sampling).run(num_prefill_tokens, num_decodes)
 
-    def close(self) -> None:
-        """See StepLauncher.close. No plan may follow."""
-        self._launcher.close()
+    def verify_adopted(self, block_ids: Int32Array) -> None:
+        """See BlockGuard; nothing is verified without one."""
+        if self._guard is not None:
+            self._guard.verify_adopted(block_ids)
+
+    def finish(self) -> None:
+        """See StepLauncher.finish. Plans may follow after `begin_epoch`."""
+        self._launcher.finish()
 
     def _report(
         self,

@@ -191,10 +191,10 @@ class StepLauncher:
         """Wait until the null block is zero."""
         self._queue.submit(self.state.cache.buffer[NULL_BLOCK].zero_).wait()
 
-    def close(self) -> None:
-        """Wait until the next pipeline stage has received everything. No `launch` may follow."""
-        if self.state.link is not None:
-            self._queue.submit(self.state.link.finish).wait()
+    def finish(self) -> None:
+        """Wait until all steps have ended, and the next pipeline stage has received everything."""
+        link = self.state.link
+        self._queue.submit((lambda: None) if link is None else link.finish).wait()
 
 
 def _stage_link(parallel: Parallel, model: DecoderModel, cache: KVCache) -> StageLink | None:

@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -192,12 +191,7 @@ class DiskStore:
     def __enter__(self) -> "DiskStore":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _write(self, blocks: Sequence[Block]) -> list[Outcome]:

@@ -330,10 +330,12 @@ class OffloadDriver(Driver):
         self.offloading.check()
         assert not self.offloading.has_pending_work
 
-    def restart_workers(self, epoch: int | None = None, *, late_outputs: bool = False) -> None:
+    def restart_workers(
+        self, epoch: int | None = None, *, late_outputs: bool = False, keeps_kv: bool = False
+    ) -> None:
         self.jobs.clear()
         self.said.clear()
-        super().restart_workers(epoch, late_outputs=late_outputs)
+        super().restart_workers(epoch, late_outputs=late_outputs, keeps_kv=keeps_kv)
         self.say_contents()
 
     def ask(self, request_id: str, prompt: Sequence[int], **fields: Any) -> None:

@@ -167,5 +167,5 @@ class RandomRun:
 
     def die(self) -> None:
         self.driver.keeps_host = self.chance.random() < 0.5
-        self.driver.restart_workers(late_outputs=True)
+        self.driver.restart_workers(late_outputs=True, keeps_kv=self.chance.random() < 0.5)
         self.seen["epochs"] += 1

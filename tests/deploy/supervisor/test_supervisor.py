@@ -348,6 +348,32 @@ def test_a_child_survives_every_death_that_is_the_first_in_a_row_but_no_failure(
     assert workers[3] != workers[2]
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_ranks_outlive_their_scheduler_together_or_not_at_all(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture, is_late: bool
+) -> None:
+    """A rank cannot go on with a new process in another's place."""
+    caplog.set_level("INFO")
+    group = {"restart_group": "engine-0"}
+    supervisor.start(
+        [
+            spec("worker 0", "serve", survives=("scheduler",), **group),
+            spec("worker 1", "serve", survives=("scheduler",), **group),
+            spec("scheduler", "serve", **group),
+        ],
+        timeout_s=60,
+    )
+    former = [process.pid for process in supervisor.processes]
+    if is_late:
+        supervisor.processes[1].was_ready = False
+    os.kill(former[2], signal.SIGKILL)
+    watch = Watch(supervisor)
+    wait_until(lambda: "engine-0 is ready again" in caplog.messages)
+    watch.stop()
+    kept = [process.pid in former for process in supervisor.processes]
+    assert kept == [not is_late, not is_late, False]
+
+
 def test_a_child_that_is_told_outlives_the_others_and_hears_why(
     supervisor: Supervisor, caplog: pytest.LogCaptureFixture, output: io.StringIO
 ) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longshore.protocol.arrays import int32_array
-from longshore.scheduler.kv_cache.coordinator import FreeOrder
+from longshore.scheduler.kv_cache.free_order import FreeOrder
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -779,7 +779,7 @@ def test_a_new_epoch_begins_with_all_blocks_free_uncached_and_settled() -> None:
     run(manager, 0, request_of(range(9)))
     assert manager.reserve(manager.demand(nothing(manager), 5), answered_step=0) is not None
     manager.fence([HeldBlocks(manager.block_ids(0))], 9)
-    manager.clear()
+    manager.begin_epoch(np.array([0]), answered_step=None)
     manager.check()
     assert manager.num_free_blocks == 7
     assert [block_ids.tolist() for block_ids in manager.block_ids(0)] == [[]]
@@ -904,8 +904,12 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.full_blocks.cache_row(row, request, request.token_ids, num_tokens, self.step)
         for group, block_ids in enumerate(self.rows[row]):
             for index in range(num_tokens // 4):
-                prefix = request.token_ids[: 4 * (index + 1)].tobytes()
-                self.names[block_ids[index]] = (group, prefix)
+                self.name(block_ids[index], group, request, index)
+
+    def name(self, block_id: int, group: int, request: Request, index: int) -> None:
+        if block_id not in self.names:
+            self.names[block_id] = group, request.token_ids[: 4 * (index + 1)].tobytes()
+            self.fence[block_id] = self.step
 
     @rule(data=st.data())
     def cache_rows(self, data: st.DataObject) -> None:
@@ -921,8 +925,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for row, request in self.requests.items():
             for group, block_ids in enumerate(self.rows[row]):
                 for index in range(int(num_tokens[row]) // 4):
-                    prefix = request.token_ids[: 4 * (index + 1)].tobytes()
-                    self.names.setdefault(block_ids[index], (group, prefix))
+                    self.name(block_ids[index], group, request, index)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), more=st.integers(0, 9), together=st.booleans())
@@ -1031,11 +1034,21 @@ class ManagerMachine(RuleBasedStateMachine):
             self.names = {}
 
     @precondition(lambda self: self.step % 5 == 0)
-    @rule()
-    def a_new_epoch_begins(self) -> None:
-        self.manager.clear()
-        self.free, self.held = list(range(1, 14)), []
-        self.rows, self.requests, self.names, self.fence = {}, {}, {}, {}
+    @rule(order=st.permutations(range(8)), answered=st.none() | st.integers(0, 2))
+    def a_new_epoch_begins(self, order: list[int], answered: int | None) -> None:
+        """Blocks without a name are allocated first, in ascending order; then those that were free
+        or held without a row; then those of rows, the last row and the last block first."""
+        rows = [row for row in order if row in self.rows]
+        answered_step = None if answered is None else self.step - answered
+        self.manager.begin_epoch(np.array(rows, np.int64), answered_step)
+        late = -1 if answered_step is None else answered_step
+        self.names = {b: name for b, name in self.names.items() if self.fence[b] <= late}
+        released = [b for row in reversed(rows) for ids in self.rows[row] for b in reversed(ids)]
+        when = {b: index for index, b in enumerate([*self.free, *released])}
+        kept = sorted(self.names, key=lambda b: (when.get(b, -1), b))  # the last place counts
+        self.free = [b for b in range(1, 14) if b not in self.names] + kept
+        self.rows, self.requests, self.held = {}, {}, []
+        self.fence = dict.fromkeys(kept, 0)
         self.step += 1
 
     @invariant()

@@ -1,5 +1,6 @@
 """--poison-kv: what a request has not written is a pattern, and full blocks do not change."""
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from longshore.protocol.arrays import int32_array
 from longshore.protocol.errors import EngineDead
 from longshore.protocol.kv_cache_spec import KVCacheConfig
 from longshore.protocol.plan import Rewind
 from longshore.worker.config import WorkerConfig
 from longshore.worker.kv_cache.block_guard import BlockChanged, BlockGuard
 from longshore.worker.kv_cache.block_table import BlockTable, MultiGroupBlockTable
-from longshore.worker.kv_cache.buffer import POISON, KVCache
+from longshore.worker.kv_cache.buffer import POISON, KVCache, KVMemory
 from longshore.worker.kv_cache.fp8 import FP8
 from longshore.worker.process.device import dtype_name
 from longshore.worker.step.model_runner import ModelRunner
@@ -162,3 +164,33 @@ def test_the_pattern_is_a_finite_number(dtype: torch.dtype) -> None:
     number = cache.buffer[2].view(dtype)[0].float()
     assert number.isfinite()
     assert number != 0
+
+
+@pytest.mark.parametrize("is_intact", [True, False])
+def test_adopted_blocks_are_compared_with_what_the_former_process_recorded(
+    checkpoint: tuple[Path, Any], is_intact: bool
+) -> None:
+    """Only those that a row held when it ended are recorded."""
+    config = WorkerConfig(
+        model=str(checkpoint[0]),
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=8,
+        show_progress=False,
+        poison_kv=True,
+    )
+    fd = os.memfd_create("kv")
+    with Worker(config) as worker:
+        former = Poisoned(worker.start(memory=KVMemory(fd, None)))
+        former.step(scheduled={0: 22}, added=[Entry(0, PROMPT)])
+        full = former.plans.blocks[0][:5]
+        if not is_intact:
+            former.buffer[full[2], 5] ^= 1
+        worker.close()
+        memory = KVMemory(fd, int32_array([*full, 70]))
+        if is_intact:
+            worker.start(memory=memory)
+        else:
+            with pytest.raises(BlockChanged, match=f"while the worker was replaced: {full[2]} "):
+                worker.start(memory=memory)
+    os.close(fd)

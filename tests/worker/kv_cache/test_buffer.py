@@ -1,5 +1,7 @@
 """The KV buffer: its layout, its size in bytes, and how many blocks memory holds."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.protocol.errors import KVCacheTooSmall
+from longshore.protocol.arrays import int32_array
+from longshore.protocol.errors import EngineDead, KVCacheTooSmall
 from longshore.protocol.kv_cache_spec import (
     CustomSpec,
     FullAttentionSpec,
@@ -329,3 +332,39 @@ def test_a_stage_without_layers_of_a_group_has_blocks_for_the_others() -> None:
     cache = kv_cache.KVCache(KVCacheConfig(3, groups, "float16"), dtype=torch.float16, device=CPU)
     assert cache.block_size_bytes == FULL.page_size_bytes
     cache.copy_blocks(*torch.tensor([[1], [2], [20]]), [0, 1])
+
+
+@pytest.fixture
+def kept_fd() -> Iterator[int]:
+    fd = os.memfd_create("kv")
+    yield fd
+    os.close(fd)
+
+
+def in_memory(fd: int, adopted: list[int] | None, num_blocks: int = 4) -> kv_cache.KVCache:
+    block_ids = None if adopted is None else int32_array(adopted)
+    return kv_cache.KVCache(
+        KVCacheConfig(num_blocks, (group_of(2, 1),), "bfloat16"),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        memory=kv_cache.KVMemory(fd, block_ids),
+    )
+
+
+def test_blocks_outlive_the_cache_if_they_are_adopted(kept_fd: int) -> None:
+    former = in_memory(kept_fd, None)
+    assert not former.buffer.any()
+    former.buffer[1:] = torch.arange(3)[:, None] + 1
+    assert in_memory(kept_fd, [1, 3]).buffer[:, 0].tolist() == [0, 1, 2, 3]
+    assert not in_memory(kept_fd, None).buffer.any()
+
+
+def test_memory_of_another_size_is_not_adopted(kept_fd: int) -> None:
+    in_memory(kept_fd, None, num_blocks=5)
+    with pytest.raises(EngineDead, match=r"has \d+ bytes, but needs \d+"):
+        in_memory(kept_fd, [1])
+
+
+def test_memory_that_no_machine_has_is_refused_when_it_is_mapped(kept_fd: int) -> None:
+    with pytest.raises(MemoryError):
+        in_memory(kept_fd, None, num_blocks=1 << 40)

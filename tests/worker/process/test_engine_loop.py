@@ -58,7 +58,7 @@ class EngineThread:
         self.scheduler: Channel[ToWorker, FromWorker] = Channel(
             open_socket(self.context, zmq.DEALER, endpoint, bind=True), FromWorker
         )
-        self._link = SchedulerLink(endpoint, is_watched=True)
+        self._link = SchedulerLink(endpoint)
         config = WorkerConfig(model=str(model), num_blocks=40, max_num_seqs=8, show_progress=False)
         self.gate = threading.Event()
         self.gate.set()

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import zmq
 
+from longshore.protocol.arrays import int32_array
 from longshore.protocol.handshake import (
     EngineIdentity,
     Feature,
@@ -26,7 +27,8 @@ from longshore.protocol.handshake import (
 )
 from longshore.protocol.kv_cache_spec import HeadShare
 from longshore.protocol.outputs import ModelRunnerOutput, WorkerFailed
-from longshore.protocol.plan import Shutdown
+from longshore.protocol.plan import SchedulerOutput, Shutdown
+from longshore.protocol.statistics import WorkerStats
 from longshore.protocol.transport.channel import (
     Channel,
     Endpoint,
@@ -44,7 +46,7 @@ from longshore.protocol.transport.lifeline import (
     decode_report,
     encode_event,
 )
-from longshore.worker.config import WorkerConfig, WorkerProcessConfig
+from longshore.worker.config import RankLayout, WorkerConfig, WorkerProcessConfig
 from longshore.worker.worker import Worker
 from tests.worker.models.tiny_whisper import make_tiny_whisper
 from tests.worker.plans import Entry, Planner
@@ -58,10 +60,8 @@ class WorkerProcess:
     def __init__(self, model: Path, **overrides: Any) -> None:
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="longshore-test-"))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        endpoint = Endpoint(f"ipc://{self.runtime_dir}/worker-0")
-        self.scheduler: Channel[ToWorker, FromWorker] = Channel(
-            open_socket(self.context, zmq.DEALER, endpoint, bind=True), FromWorker
-        )
+        self._endpoint = endpoint = Endpoint(f"ipc://{self.runtime_dir}/worker-0")
+        self.scheduler = self._listen()
         self._lifeline, child_end = socket.socketpair()
         self._lifeline.settimeout(TIMEOUT_S)
         self._lines = self._lifeline.makefile("rb")
@@ -93,16 +93,30 @@ class WorkerProcess:
         )
         child_end.close()
 
+    def _listen(self) -> Channel[ToWorker, FromWorker]:
+        socket = open_socket(self.context, zmq.DEALER, self._endpoint, bind=True)
+        return Channel(socket, FromWorker)
+
+    def replace_scheduler(self) -> None:
+        """The scheduler has died without a word, and another one takes its place."""
+        self.scheduler.close()
+        self.scheduler = self._listen()
+
     def receive(self) -> FromWorker:
-        message = self.scheduler.receive(TIMEOUT_S)
+        """The next message that is not statistics."""
+        while isinstance(message := self.scheduler.receive(TIMEOUT_S), WorkerStats):
+            pass
         assert message is not None, "the worker said nothing"
         return message
 
     def welcome(self) -> None:
         """Do the whole handshake, with 50 blocks."""
-        assert isinstance(self.receive(), WorkerHello)
-        self.scheduler.send(WorkerAccepted(epoch=1, num_blocks=50))
+        self.accept()
         assert isinstance(self.receive(), WorkerReady)
+
+    def accept(self, epoch: int = 1) -> None:
+        assert isinstance(self.receive(), WorkerHello)
+        self.scheduler.send(WorkerAccepted(epoch=epoch, num_blocks=50))
 
     def next_report(self) -> LifelineReport:
         """The next line written to the supervisor that is not progress."""
@@ -143,8 +157,14 @@ def start() -> Iterator[Callable[..., WorkerProcess]]:
         worker.close()
 
 
-def planner() -> Planner:
-    return Planner(num_blocks=50, block_size=16)
+def planner(epoch: int = 1) -> Planner:
+    return Planner(num_blocks=50, block_size=16, epoch=epoch)
+
+
+def steps_of(epoch: int) -> list[SchedulerOutput]:
+    plans = planner(epoch)
+    steps = [plans.plan({2: 30}, added=[Entry(2, range(3, 33))])]
+    return steps + [plans.plan() for _ in range(10)]
 
 
 @pytest.mark.req("FEA-10")
@@ -177,23 +197,84 @@ def test_a_process_reports_its_cache_and_computes_like_a_worker_in_process(
     assert isinstance(report, Ready)
     assert report.details["num_blocks"] == "50"
 
-    plans = planner()
-    steps = [plans.plan({2: 30}, added=[Entry(2, range(3, 33))])]
-    steps += [plans.plan() for _ in range(10)]
-    config = WorkerConfig(
-        model=str(checkpoint[0]), num_blocks=50, max_num_seqs=8, show_progress=False
-    )
+    wanted = tokens_in_process(checkpoint[0])
+    for plan in steps_of(epoch=1):
+        worker.scheduler.send(plan)
+    assert_answers(worker, wanted)
+    worker.scheduler.send(Shutdown("done"))
+    assert worker.wait() == 0
+
+
+def tokens_in_process(model: Path) -> list[list[int]]:
+    config = WorkerConfig(model=str(model), num_blocks=50, max_num_seqs=8, show_progress=False)
     with Worker(config) as alone:
         runner = alone.start()
-        wanted = [runner.execute(plan).sampled_tokens.tolist() for plan in steps]
-    for plan in steps:
-        worker.scheduler.send(plan)
+        return [runner.execute(plan).sampled_tokens.tolist() for plan in steps_of(epoch=1)]
+
+
+def assert_answers(worker: WorkerProcess, wanted: list[list[int]]) -> None:
     for index, tokens in enumerate(wanted):
         output = worker.receive()
         assert isinstance(output, ModelRunnerOutput)
         assert (output.step, output.sampled_tokens.tolist()) == (index + 1, tokens)
-    worker.scheduler.send(Shutdown("done"))
-    assert worker.wait() == 0
+
+
+TENSOR_2 = RankLayout(tensor_parallel_size=2, rendezvous="set later")
+STAGES_2 = RankLayout(pipeline_parallel_size=2, rendezvous="set later")
+
+
+def feed_back(steps: list[SchedulerOutput], tokens: list[list[int]]) -> list[SchedulerOutput]:
+    """As a first pipeline stage needs them: with the tokens that the last stage has sampled."""
+    fed = [
+        msgspec.structs.replace(
+            step, sampled_rows=int32_array([2]), sampled_tokens=int32_array(sampled)
+        )
+        for step, sampled in zip(steps[1:], tokens, strict=False)
+    ]
+    return [steps[0], *fed]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ahead"),
+    [
+        pytest.param(RankLayout(), 0, id="alone"),
+        pytest.param(TENSOR_2, 0, id="shard 0"),
+        pytest.param(TENSOR_2, 1, id="shard 1"),
+        pytest.param(STAGES_2, 0, id="stage 0"),
+        pytest.param(STAGES_2, 1, id="stage 1"),
+    ],
+)
+def test_ranks_outlive_a_scheduler_whose_last_plans_only_one_of_them_has_received(
+    layout: RankLayout,
+    ahead: int,
+    start: Callable[..., WorkerProcess],
+    checkpoint: tuple[Path, Any],
+    tmp_path: Path,
+) -> None:
+    """The one that is ahead may wait in an exchange for the other."""
+    ranks = msgspec.structs.replace(layout, rendezvous=str(tmp_path / "rendezvous"))
+    workers = [start(checkpoint[0], rank=rank, ranks=ranks) for rank in range(layout.num_ranks)]
+    wanted = tokens_in_process(checkpoint[0])
+    for epoch in (1, 2, 3):
+        for worker in workers:
+            worker.accept(epoch)
+        for worker in workers:
+            assert isinstance(worker.receive(), WorkerReady)
+        steps = steps_of(epoch)
+        if layout is STAGES_2:
+            steps = feed_back(steps, wanted)
+        for worker in workers:
+            for step in steps[:-2]:
+                worker.scheduler.send(step)
+        assert_answers(workers[layout.sampling_rank], wanted[:-2])
+        for step in steps[-2:]:
+            workers[ahead].scheduler.send(step)
+        for worker in workers:
+            worker.replace_scheduler()
+    for worker in workers:
+        assert isinstance(worker.receive(), WorkerHello)
+        worker.scheduler.send(Shutdown("done"))
+    assert {worker.wait() for worker in workers} == {0}
 
 
 def test_a_standby_connects_and_measures_its_cache_only_when_it_takes_over(

@@ -1,0 +1,74 @@
+"""A worker that serves one scheduler after another."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longshore.worker.config import WorkerConfig
+from longshore.worker.step.model_runner import ModelRunner
+from longshore.worker.worker import Worker
+from tests.worker.plans import Entry, Planner
+from tests.worker.recording_connector import RecordingConnector
+
+NUM_BLOCKS = 40
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "poisoned"])
+def worker(request: pytest.FixtureRequest, checkpoint: tuple[Path, Any]) -> Iterator[Worker]:
+    config = WorkerConfig(
+        model=str(checkpoint[0]),
+        num_blocks=NUM_BLOCKS,
+        max_num_seqs=8,
+        poison_kv=request.param,
+        show_progress=False,
+    )
+    with Worker(config) as worker:
+        yield worker
+
+
+def run(runner: ModelRunner, epoch: int, row: int) -> list[int]:
+    """Tokens of a request, which is not finished."""
+    plans = Planner(num_blocks=NUM_BLOCKS, block_size=16, epoch=epoch, seed=epoch)
+    steps = [plans.plan({row: 30}, added=[Entry(row, range(3, 33))])]
+    steps += [plans.plan() for _ in range(20)]
+    return [token for step in steps for token in runner.execute(step).sampled_tokens.tolist()]
+
+
+def test_a_new_epoch_has_the_former_cache_and_warm_up_and_no_former_row(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = worker.start(epoch=1)
+    calm = run(runner, 1, row=2)
+    monkeypatch.setattr(runner, "warm_up", None)
+    monkeypatch.setattr(worker, "make_cache", None)
+    for epoch in (2, 3):
+        worker.end_epoch()
+        again = worker.start(epoch=epoch)
+        assert again is runner
+        assert run(again, epoch, row=2 if epoch == 2 else 0) == calm
+
+
+def test_a_new_epoch_has_a_connector_of_its_own(worker: Worker) -> None:
+    first, second = RecordingConnector(), RecordingConnector()
+    worker.start(epoch=1, connector=first)
+    worker.end_epoch()
+    assert first.calls[-1].hook == "shutdown"
+    worker.start(epoch=2, connector=second)
+    assert worker.connector is not None
+    assert worker.connector.connector is second
+    assert second.kv_caches is not None
+
+
+def test_a_new_epoch_with_another_number_of_blocks_has_a_cache_of_that_size(
+    worker: Worker,
+) -> None:
+    runner = worker.start(epoch=1)
+    calm = run(runner, 1, row=2)
+    worker.end_epoch()
+    again = worker.start(epoch=2, num_blocks=NUM_BLOCKS - 5)
+    assert again is not runner
+    plans = Planner(num_blocks=NUM_BLOCKS - 5, block_size=16, epoch=2)
+    step = plans.plan({0: 30}, added=[Entry(0, range(3, 33))])
+    assert again.execute(step).sampled_tokens.tolist() == calm[:1]
